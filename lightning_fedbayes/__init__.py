@@ -1,0 +1,5 @@
+"""Federated Bayesian deep learning inside one Lightning Trainer."""
+
+from lightning_fedbayes.posterior import GaussianPosterior
+
+__all__ = ["GaussianPosterior"]

@@ -1,0 +1,198 @@
+"""The mean-field Gaussian posterior: what clients send, rules fuse and a network is loaded with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.errors import PosteriorError
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianPosterior:
+    r"""Independent Gaussians over named parameters, :math:`q(\theta) = \prod_i N(\theta_i; \mu_i, \sigma_i^2)`.
+
+    A variance of exactly 0 is a point mass: a deterministic parameter. Zeros need no memory of their own
+    (:meth:`point_mass` expands a single one).
+
+    Args:
+        mean: parameter name → tensor of means :math:`\mu`, any shape.
+        variance: the same names → tensors of variances :math:`\sigma^2` of the same shapes, none negative.
+
+    Raises:
+        PosteriorError: names differ, shapes differ, or a variance is negative.
+
+    >>> q = GaussianPosterior({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.25, 0.0])})
+    >>> q.num_parameters, q.names
+    (2, ('w',))
+    """
+
+    mean: Mapping[str, Tensor]
+    variance: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        check_same_structure(self.mean, self.variance, "mean", "variance")
+        for name, variance in self.variance.items():
+            if is_zero(variance):
+                continue
+            if (variance < 0).any():
+                raise PosteriorError(
+                    f"variance of '{name}' is negative at {int((variance < 0).sum())} of {variance.numel()} entries "
+                    f"(minimum {variance.min():.3g}); a variance is at least 0, and 0 means deterministic"
+                )
+
+    @classmethod
+    def point_mass(cls, mean: Mapping[str, Tensor]) -> GaussianPosterior:
+        """The deterministic parameters ``mean`` as a posterior of variance 0."""
+        return cls(dict(mean), {name: zeros_like(value) for name, value in mean.items()})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters, in the order in which :meth:`flatten` lays them out."""
+        return tuple(self.mean)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of scalar parameters P."""
+        return sum(value.numel() for value in self.mean.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a message with this posterior carries: deterministic tensors send no variance."""
+        means = sum(value.numel() * value.element_size() for value in self.mean.values())
+        return means + sum(v.numel() * v.element_size() for v in self.variance.values() if not is_zero(v))
+
+    def clone(self) -> GaussianPosterior:
+        """A copy that shares no memory with this posterior."""
+        variance = {name: zeros_like(v) if is_zero(v) else v.detach().clone() for name, v in self.variance.items()}
+        return GaussianPosterior({name: value.detach().clone() for name, value in self.mean.items()}, variance)
+
+    def to(self, device: torch.device | str) -> GaussianPosterior:
+        """This posterior on another device."""
+        variance = {n: zeros_like(self.mean[n].to(device)) if is_zero(v) else v.to(device)
+                    for n, v in self.variance.items()}
+        return GaussianPosterior({name: value.to(device) for name, value in self.mean.items()}, variance)
+
+    def flatten(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """Mean and variance as two vectors of shape (P,), parameters in the order of :attr:`names`."""
+        return flatten(self.mean.values(), dtype), flatten((self.variance[name] for name in self.mean), dtype)
+
+    def unflatten(self, mean: Tensor, variance: Tensor | None) -> GaussianPosterior:
+        """The inverse of :meth:`flatten`, with this posterior's names, shapes and dtypes.
+
+        Args:
+            mean: shape (P,).
+            variance: shape (P,), or None for a point mass. A tensor whose variances are all 0 takes no memory.
+        """
+        means, variances, start = {}, {}, 0
+        for name, like in self.mean.items():
+            stop = start + like.numel()
+            means[name] = mean[start:stop].view(like.shape).to(like.dtype, copy=True)
+            part = None if variance is None else variance[start:stop]
+            if part is None or not part.any():
+                variances[name] = zeros_like(means[name])
+            else:
+                variances[name] = part.view(like.shape).to(like.dtype, copy=True)
+            start = stop
+        return GaussianPosterior(means, variances)
+
+    def kl(self, other: GaussianPosterior) -> Tensor:
+        r"""Kullback–Leibler divergence :math:`\mathrm{KL}(q\|p)` of this posterior q from ``other`` p, in nats.
+
+        .. math:: \tfrac12 \sum_i \log\frac{s_i^2}{\sigma_i^2} + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{s_i^2} - 1
+
+        summed over the probabilistic parameters. A parameter that is deterministic in both has no density and is
+        left out; one that is deterministic in one only makes the divergence infinite.
+
+        Returns: a float64 scalar.
+        """
+        check_same_structure(self.mean, other.mean, "this posterior", "the other")
+        mean, variance = self.flatten()
+        other_mean, other_variance = other.flatten()
+        return gaussian_kl(mean, variance, other_mean, other_variance)
+
+    def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """One draw of all parameters: name → tensor of the parameter's shape."""
+        draw = {}
+        for name, mean in self.mean.items():
+            variance = self.variance[name]
+            if is_zero(variance):
+                draw[name] = mean.clone()
+            else:
+                noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+                draw[name] = mean + variance.sqrt() * noise
+        return draw
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """What :meth:`from_state_dict` rebuilds this posterior from; deterministic tensors store no variance."""
+        variance = {name: value for name, value in self.variance.items() if not is_zero(value)}
+        return {"mean": dict(self.mean), "variance": variance}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Mapping[str, Tensor]]) -> GaussianPosterior:
+        """The posterior that :meth:`state_dict` stored."""
+        stored = state["variance"]
+        return cls(dict(state["mean"]),
+                   {name: stored[name] if name in stored else zeros_like(m) for name, m in state["mean"].items()})
+
+
+def gaussian_kl(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:
+    """KL divergence between two flat mean-field Gaussians, under the conventions of :meth:`GaussianPosterior.kl`.
+
+    Args:
+        mean, variance, other_mean, other_variance: shape (P,).
+
+    Returns: scalar.
+    """
+    random, other_random = variance > 0, other_variance > 0
+    if bool((random != other_random).any()):
+        return mean.new_full((), float("inf"))
+    v, s = variance[random], other_variance[random]
+    terms = torch.log(s) - torch.log(v) + (v + (mean[random] - other_mean[random]) ** 2) / s - 1
+    return terms.sum().clamp_min(0) / 2
+
+
+def zeros_like(tensor: Tensor) -> Tensor:
+    """Zeros of the shape of ``tensor`` that take the memory of one."""
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def is_zero(variance: Tensor) -> bool:
+    """Whether ``variance`` is known to be all zero without reading all of it (see :func:`zeros_like`)."""
+    if variance.numel() == 0:
+        return True
+    return all(step == 0 for step in variance.stride()) and bool(variance.reshape(-1)[0] == 0)
+
+
+def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    """The entries of ``tensors`` one after the other, as one detached vector of ``dtype``, shape (P,)."""
+    parts = [tensor.detach().reshape(-1).to(dtype) for tensor in tensors]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
+
+
+def check_same_structure(
+    first: Mapping[str, Tensor], second: Mapping[str, Tensor], first_name: str, second_name: str
+) -> None:
+    """Raise PosteriorError unless two mappings have the same names and, under each name, the same shape."""
+    if first.keys() != second.keys():
+        missing, extra = sorted(first.keys() - second.keys()), sorted(second.keys() - first.keys())
+        raise PosteriorError(
+            f"{first_name} and {second_name} name different parameters: "
+            f"only {first_name} has {missing or 'none'}, only {second_name} has {extra or 'none'}; "
+            "all clients must train the same network"
+        )
+    for name, value in first.items():
+        if value.shape != second[name].shape:
+            raise PosteriorError(
+                f"'{name}' has shape {tuple(value.shape)} in {first_name} but {tuple(second[name].shape)} in "
+                f"{second_name}; all clients must train the same network"
+            )
+
+
+def check_all_same_structure(posteriors: Sequence[GaussianPosterior]) -> None:
+    """Raise PosteriorError unless all ``posteriors`` have the names and shapes of the first."""
+    for k, posterior in enumerate(posteriors[1:], start=1):
+        check_same_structure(posteriors[0].mean, posterior.mean, "client 0", f"client {k}")

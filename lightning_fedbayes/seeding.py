@@ -1,0 +1,35 @@
+"""Seeds: every random draw of a federation comes from (seed, round, client)."""
+
+import hashlib
+import random
+from typing import Literal
+
+import numpy as np
+import torch
+
+Stream = Literal["cohort", "order", "training", "loading", "validation", "partition"]
+
+SERVER = -1
+"""The ``client`` of draws that belong to a round as a whole."""
+
+
+def derive_seed(seed: int, stream: Stream, round: int = 0, client: int = SERVER, step: int = 0) -> int:
+    """A 63-bit seed for one purpose of one client in one round; different arguments give unrelated seeds.
+
+    >>> derive_seed(0, "order", round=3, client=1) == derive_seed(0, "order", round=3, client=1)
+    True
+    """
+    key = f"{seed}/{stream}/{round}/{client}/{step}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def generator(seed: int, stream: Stream, round: int = 0, client: int = SERVER) -> torch.Generator:
+    """A CPU generator for one purpose of one client in one round."""
+    return torch.Generator().manual_seed(derive_seed(seed, stream, round, client))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch (all devices) with a 63-bit ``seed``."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
