@@ -90,12 +90,12 @@ class GaussianPosterior:
         means, variances, start = {}, {}, 0
         for name, like in self.mean.items():
             stop = start + like.numel()
-            means[name] = mean[start:stop].view(like.shape).to(like.dtype, copy=True)
+            means[name] = mean[start:stop].view(like.shape).to(like.dtype, copy=True).to(like.device)
             part = None if variance is None else variance[start:stop]
             if part is None or not part.any():
                 variances[name] = zeros_like(means[name])
             else:
-                variances[name] = part.view(like.shape).to(like.dtype, copy=True)
+                variances[name] = part.view(like.shape).to(like.dtype, copy=True).to(like.device)
             start = stop
         return GaussianPosterior(means, variances)
 
@@ -168,8 +168,12 @@ def is_zero(variance: Tensor) -> bool:
 
 
 def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    """The entries of ``tensors`` one after the other, as one detached vector of ``dtype``, shape (P,)."""
-    parts = [tensor.detach().reshape(-1).to(dtype) for tensor in tensors]
+    """The entries of ``tensors`` one after the other, as one detached vector of ``dtype``, shape (P,).
+
+    The vector lies where the tensors lie, but on the CPU for MPS, which has no float64.
+    """
+    parts = [tensor.detach().reshape(-1) for tensor in tensors]
+    parts = [(part.cpu() if part.device.type == "mps" else part).to(dtype) for part in parts]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
 
 

@@ -30,6 +30,12 @@ def generator(seed: int, stream: Stream, round: int = 0, client: int = SERVER) -
 
 def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch (all devices) with a 63-bit ``seed``."""
+    seed_host(seed)
+    torch.manual_seed(seed)
+
+
+def seed_host(seed: int) -> None:
+    """As :func:`seed_everything`, but leave the generators of accelerators alone."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)

@@ -1,0 +1,6 @@
+"""The callbacks that a Trainer takes."""
+
+from lightning_fedbayes.callbacks.federated_bayes import FederatedBayes
+from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
+
+__all__ = ["FederatedBayes", "UncertaintyReport"]

@@ -1,0 +1,46 @@
+"""Checkpoints that always lie between two rounds, whenever they are written."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning as L
+
+Checkpoint = dict[str, Any]
+
+
+class RoundBoundary:
+    """The Trainer's progress at the start of a round, for checkpoints that are written inside it.
+
+    Args:
+        trainer: the Trainer, between two rounds.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self.loop_state = copy.deepcopy(trainer.fit_loop.state_dict())
+        self.global_step = trainer.global_step
+
+    def apply(self, checkpoint: Checkpoint, rounds_done: int) -> None:
+        """Make ``checkpoint`` one of the start of the round."""
+        checkpoint["loops"]["fit_loop"] = copy.deepcopy(self.loop_state)
+        checkpoint["global_step"] = self.global_step
+        close_round(checkpoint, rounds_done)
+
+
+def close_round(checkpoint: Checkpoint, rounds_done: int) -> None:
+    """Make ``checkpoint`` say that ``rounds_done`` rounds are complete and nothing else has begun.
+
+    Lightning writes checkpoints while an epoch is still open (during validation, or after a batch) and tries to finish
+    that epoch on resuming, from batch counts that need not be those of the next round.
+    """
+    checkpoint["epoch"] = rounds_done
+    loops = checkpoint["loops"]["fit_loop"]
+    for scope in ("total", "current"):
+        epochs = loops["epoch_progress"][scope]
+        epochs.update(dict.fromkeys(epochs, rounds_done))
+        batches = loops["epoch_loop.batch_progress"][scope]
+        batches.update(dict.fromkeys(batches, batches["ready"]))
+    loops["epoch_loop.batch_progress"]["is_last_batch"] = False
+    for state in checkpoint.get("optimizer_states", []):
+        state["state"] = {}  # every client starts with its own

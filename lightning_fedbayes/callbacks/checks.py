@@ -1,0 +1,85 @@
+"""What a Trainer and a module must not be set to for a federation, said before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import lightning as L
+from lightning.pytorch import callbacks as lightning_callbacks
+
+from lightning_fedbayes.errors import FederationError
+
+AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
+TUNING = ("LearningRateFinder", "BatchSizeFinder")
+
+
+def check_trainer(trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Raise FederationError if an option of ``trainer`` or ``module`` cuts across rounds; all reasons are named."""
+    reasons = list(_reasons(trainer, module))
+    if reasons:
+        raise FederationError("this Trainer cannot run a federation:\n" + "\n".join(f"  * {each}" for each in reasons))
+
+
+def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
+    if not module.automatic_optimization:
+        yield (
+            f"{type(module).__name__}.automatic_optimization is False: clients' steps are taken by the Trainer; "
+            "use automatic optimization with one optimizer"
+        )
+    if trainer.world_size > 1:
+        yield (
+            f"devices={trainer.world_size}: gradients would be averaged over processes that train different "
+            "clients; use devices=1"
+        )
+    if trainer.fast_dev_run:
+        yield f"fast_dev_run={trainer.fast_dev_run} stops inside a round; use max_epochs=1 and a small fraction"
+    elif trainer.overfit_batches:
+        yield (
+            f"overfit_batches={trainer.overfit_batches} replaces the order of the clients' batches; give a small "
+            "data set instead"
+        )
+    elif trainer.limit_train_batches != 1.0:
+        yield (
+            f"limit_train_batches={trainer.limit_train_batches} would leave out the last clients of a round; use "
+            "fraction= or a smaller data set"
+        )
+    if trainer.max_steps != -1 and not trainer.fast_dev_run:
+        yield f"max_steps={trainer.max_steps} stops inside a round; use max_epochs, the number of rounds"
+    if trainer.val_check_interval != 1.0 or trainer.check_val_every_n_epoch is None:
+        yield (
+            f"val_check_interval={trainer.val_check_interval} validates inside a round, when the module holds one "
+            "client's model; use 1.0, and check_val_every_n_epoch for fewer validations"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        yield (
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} would carry gradients from one client into "
+            "the next; use a larger batch size"
+        )
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in (*AVERAGING, *TUNING)), None)
+        if name in AVERAGING:
+            yield f"{name} averages the weights of different clients; the fusion rule does the averaging"
+        elif name in TUNING:
+            yield f"{name} trains on part of a round; tune on one client's data without FederatedBayes first"
+        elif isinstance(callback, lightning_callbacks.GradientAccumulationScheduler) and callback.scheduling != {0: 1}:
+            yield "GradientAccumulationScheduler would carry gradients from one client into the next"
+
+
+def check_not_finished(trainer: L.Trainer, rounds_done: int) -> None:
+    """Raise FederationError if the Trainer would train no round; Lightning would return without a word."""
+    max_epochs = trainer.max_epochs
+    if max_epochs is not None and max_epochs != -1 and rounds_done >= max_epochs:
+        raise FederationError(
+            f"this Trainer has finished: {rounds_done} of max_epochs={max_epochs} rounds are done, so it would train "
+            "none. Make a new Trainer, or raise trainer.fit_loop.max_epochs to go on"
+        )
+
+
+def check_schedulers(trainer: L.Trainer) -> None:
+    """Raise FederationError for a scheduler that would treat the clients of a round differently."""
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step":
+            raise FederationError(
+                f"{type(config.scheduler).__name__} has interval='step': clients of one round would get different "
+                "learning rates. Use interval='epoch', which is once per round"
+            )

@@ -1,0 +1,127 @@
+"""What a federation tells its loggers: settings, clients, and what each client did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import WandbLogger
+from torch import Tensor
+
+from lightning_fedbayes import plots
+from lightning_fedbayes.callbacks.pictures import log_figure, log_table
+from lightning_fedbayes.data.clients import Clients
+from lightning_fedbayes.engines.round import ClientUpdate
+from lightning_fedbayes.engines.sequential import ClientFailure
+
+
+@dataclass
+class ClientRecord:
+    """What one client did over the federation.
+
+    Attributes:
+        rounds: rounds that it took part in.
+        failures: rounds that it was left out of.
+        train_loss: mean training loss in its last round.
+        weight: its normalised weight ω in its last round.
+        seconds: training time in its last round.
+        megabytes_up: size of its last update.
+        last_failure: why it was left out last.
+    """
+
+    rounds: int = 0
+    failures: int = 0
+    train_loss: float = float("nan")
+    weight: float = float("nan")
+    seconds: float = 0.0
+    megabytes_up: float = 0.0
+    last_failure: str = ""
+
+
+COLUMNS = (
+    "client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds", "megabytes_up",
+    "last_failure",
+)
+
+
+class FederationReport:
+    """Keeps one record per client and logs the federation's settings, table and pictures."""
+
+    def __init__(self) -> None:
+        self.records: dict[int, ClientRecord] = {}
+        self._clients: Clients | None = None
+        self._megabytes_up = 0.0
+        self._losses: list[tuple[float, int]] = []
+
+    def start(self, trainer: L.Trainer, settings: dict[str, Any], clients: Clients) -> None:
+        """Log the settings and the clients × classes heat map; make the round W&B's x-axis."""
+        self._clients = clients
+        self.records = {client: self.records.get(client, ClientRecord()) for client in range(len(clients))}
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"federation": settings})
+            if isinstance(logger, WandbLogger):
+                logger.experiment.define_metric("round")
+                for group in ("federation/*", "val/*", "test/*", "train/*"):
+                    logger.experiment.define_metric(group, step_metric="round")
+        if trainer.loggers and clients.counts is not None and trainer.current_epoch == 0:
+            heat_map = plots.client_heatmap(clients.counts, clients.classes)
+            log_figure(trainer, "federation/clients_by_class", heat_map, round=0)
+
+    def begin_round(self) -> None:
+        """Forget the last round's sums."""
+        self._megabytes_up, self._losses = 0.0, []
+
+    def client(self, outcome: ClientUpdate | ClientFailure, error: Exception | None, seconds: float) -> None:
+        """Note what became of a client in this round."""
+        record = self.records[outcome.client]
+        record.rounds += 1
+        record.seconds = seconds
+        if error is not None:
+            record.failures += 1
+            record.last_failure = f"{type(error).__name__}: {error}"
+            return
+        assert isinstance(outcome, ClientUpdate)
+        record.megabytes_up = outcome.num_bytes / 1e6
+        self._megabytes_up += record.megabytes_up
+        if "train_loss" in outcome.metrics:
+            record.train_loss = outcome.metrics["train_loss"]
+            self._losses.append((record.train_loss, outcome.num_examples))
+
+    def weights(self, weights: dict[int, float]) -> None:
+        """Note the clients' weights in this round."""
+        for client, weight in weights.items():
+            self.records[client].weight = weight
+
+    def totals(self) -> dict[str, float]:
+        """Figures of this round over all clients: size of the updates, mean training loss per example."""
+        totals = {"megabytes_up": self._megabytes_up}
+        if self._losses:
+            totals["train_loss"] = sum(loss * n for loss, n in self._losses) / sum(n for _, n in self._losses)
+        return totals
+
+    def finish(self, trainer: L.Trainer, accuracy: Tensor | None) -> None:
+        """Log the table of clients.
+
+        Args:
+            trainer: whose loggers get it.
+            accuracy: of the global model for each client, shape (clients,); None if unknown.
+        """
+        if self._clients is None or not trainer.loggers:
+            return
+        rows = []
+        for client, record in self.records.items():
+            score = float("nan") if accuracy is None else float(accuracy[client])
+            rows.append([
+                self._clients.names[client], self._clients.sizes[client], record.rounds, record.failures,
+                record.weight, record.train_loss, score, record.seconds, record.megabytes_up, record.last_failure,
+            ])
+        log_table(trainer, "federation/clients", COLUMNS, rows, round=trainer.current_epoch)
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """The records, for a checkpoint."""
+        return {client: vars(record).copy() for client, record in self.records.items()}
+
+    def load_state_dict(self, state: dict[int, dict[str, Any]]) -> None:
+        """Restore the records."""
+        self.records = {client: ClientRecord(**record) for client, record in state.items()}

@@ -1,0 +1,54 @@
+"""Where the Trainer gets its training batches from: the user's loader, dealt out to clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+
+
+class FederatedSource:
+    """Stands in for the Trainer's source of training loaders.
+
+    It asks the user's source (loaders passed to ``fit``, a datamodule or the module's own hook) when the Trainer
+    asks, so that all ``setup`` hooks have run by then.
+
+    Args:
+        source: the Trainer's own source.
+        federate: turns the user's loader into the federation's.
+    """
+
+    def __init__(self, source: Any, federate: Callable[[Any], Any]) -> None:
+        self.source = source
+        self.federate = federate
+
+    @property
+    def instance(self) -> Any:
+        """What the user gave."""
+        return self.source.instance
+
+    def dataloader(self) -> Any:
+        """The federation's loader."""
+        return self.federate(self.source.dataloader())
+
+    def is_defined(self) -> bool:
+        """Whether there is a training loader."""
+        return self.source.is_defined()
+
+    def is_module(self) -> bool:
+        """Whether the loader comes from a module's or datamodule's hook."""
+        return self.source.is_module()
+
+
+def install_source(trainer: L.Trainer, federate: Callable[[Any], Any]) -> None:
+    """Let ``trainer`` train on what ``federate`` makes of its own training loader."""
+    loop: Any = trainer.fit_loop
+    loop._data_source = FederatedSource(loop._data_source, federate)
+
+
+def remove_source(trainer: L.Trainer) -> None:
+    """Give ``trainer`` its own training source back."""
+    loop: Any = trainer.fit_loop
+    if isinstance(loop._data_source, FederatedSource):
+        loop._data_source = loop._data_source.source

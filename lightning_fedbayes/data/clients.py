@@ -1,0 +1,107 @@
+"""Who the clients are: a data set dealt out by a partition, or a data set that comes in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from lightning_fedbayes.data.labels import labels_of
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.partition import Partition, counts_table
+
+
+class ClientDatasets(ConcatDataset):
+    """Real clients: one data set each, by name.
+
+    Return a loader over it from ``train_dataloader`` and give :class:`~lightning_fedbayes.FederatedBayes` no
+    partition. A plain :class:`torch.utils.data.ConcatDataset` works too; its clients are then numbered.
+
+    Args:
+        datasets: client name → its map-style data set.
+
+    >>> a, b = TensorDataset(torch.zeros(3, 2)), TensorDataset(torch.zeros(5, 2))
+    >>> ClientDatasets({"north": a, "south": b}).names
+    ('north', 'south')
+    """
+
+    def __init__(self, datasets: Mapping[str, Dataset]) -> None:
+        super().__init__(list(datasets.values()))
+        self.names = tuple(datasets)
+
+
+@dataclass(frozen=True)
+class Clients:
+    """The clients of a federation and how their data lie.
+
+    Args:
+        names: one per client.
+        datasets: one map-style data set per client.
+        counts: examples of each class that each client holds, shape (clients, classes); None without labels.
+        classes: the classes of the columns of ``counts``.
+    """
+
+    names: tuple[str, ...]
+    datasets: tuple[Dataset, ...]
+    counts: Tensor | None = None
+    classes: tuple = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of examples of each client."""
+        return tuple(len(dataset) for dataset in self.datasets)  # pyright: ignore[reportArgumentType]
+
+    def __len__(self) -> int:
+        return len(self.datasets)
+
+
+def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clients:
+    """The clients that ``partition`` makes of ``dataset``; without a partition, the parts it comes in.
+
+    Args:
+        dataset: map-style, with a length.
+        partition: how to deal out the examples; None if ``dataset`` is a ``ConcatDataset`` with one part per client.
+        seed: seed of the partition.
+
+    Raises:
+        FederationError: no partition and no parts, a partition of parts, or a client without an example.
+        PartitionError: the partition cannot be made (see there).
+    """
+    if partition is None:
+        if not isinstance(dataset, ConcatDataset):
+            raise FederationError(
+                f"the training data are one {type(dataset).__name__}: who are the clients? Pass "
+                "FederatedBayes(partition=DirichletPartition(clients=10, alpha=0.5)), or train on a ClientDatasets "
+                "(or ConcatDataset) with one data set per client"
+            )
+        datasets = tuple(dataset.datasets)
+        names = getattr(dataset, "names", None) or tuple(str(k) for k in range(len(datasets)))
+        labels = _labels_of_parts(datasets)
+        counts, classes = (None, ()) if labels is None else _count_parts(labels)
+    else:
+        split = partition.split(labels_of(dataset), seed, num_examples=len(dataset))  # pyright: ignore[reportArgumentType]
+        datasets = tuple(Subset(dataset, indices.tolist()) for indices in split.indices)
+        names = tuple(str(k) for k in range(len(datasets)))
+        counts, classes = split.counts, split.classes
+    clients = Clients(tuple(names), datasets, counts, classes)
+    empty = [name for name, size in zip(clients.names, clients.sizes, strict=True) if size == 0]
+    if empty:
+        raise FederationError(f"clients without an example: {', '.join(empty)}; leave them out or give them data")
+    return clients
+
+
+def _labels_of_parts(datasets: Sequence[Dataset]) -> list[Tensor] | None:
+    """Integer labels of every part, or None if one part's are unknown or not integers."""
+    labels = [labels_of(dataset) for dataset in datasets]
+    known = [each for each in labels if each is not None and not each.is_floating_point()]
+    return known if len(known) == len(labels) else None
+
+
+def _count_parts(labels: Sequence[Tensor]) -> tuple[Tensor, tuple]:
+    """Clients × classes counts of labels that come in parts."""
+    starts = torch.tensor([0, *(len(each) for each in labels)]).cumsum(0).tolist()
+    indices = [torch.arange(start, stop) for start, stop in zip(starts[:-1], starts[1:], strict=True)]
+    return counts_table(indices, torch.cat(list(labels)))

@@ -1,0 +1,236 @@
+"""The round's batches, client after client, from the user's own loader settings."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from lightning_fedbayes.data.clients import Clients
+from lightning_fedbayes.engines.plan import Batching, RoundPlan, batches_per_epoch, client_order
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.seeding import derive_seed, seed_host
+
+
+class FailedBatch:
+    """What stands in for a batch that could not be loaded.
+
+    Args:
+        error: what the client's data set raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class FederatedLoader:
+    """Iterates over the batches of the current round, client after client.
+
+    Whole batches of tensors are indexed at once where every client's data are tensors in memory; otherwise a
+    :class:`torch.utils.data.DataLoader` with the user's settings (workers, collate function, pinning) loads them.
+    Batches do not depend on which, nor on the number of workers: random transforms draw from
+    (seed, round, client, batch).
+
+    Args:
+        loader: the user's loader, whose settings are taken over.
+        clients: the clients.
+        batching: how examples become batches.
+        plan: returns the plan of the current round.
+    """
+
+    def __init__(
+        self, loader: DataLoader, clients: Clients, batching: Batching, plan: Callable[[], RoundPlan]
+    ) -> None:
+        self.dataset = loader.dataset
+        self.batch_size = batching.batch_size
+        self.clients = clients
+        self.batching = batching
+        self._plan = plan
+        in_memory = loader.collate_fn is default_collate and not loader.pin_memory
+        self._tensors = [tensors_of(dataset) for dataset in clients.datasets] if in_memory else []
+        self._loader = None if in_memory and all(self._tensors) else self._dataloader(loader)
+
+    def __len__(self) -> int:
+        return self._plan().num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        plan = self._plan()
+        if self._loader is not None:
+            # the workers' base seed must not be drawn from the global generator: a resumed run would draw it elsewhere
+            self._loader.generator.manual_seed(derive_seed(self.batching.seed, "loading", plan.round))
+            return iter(self._loader)
+        return self._in_memory(plan)
+
+    def _in_memory(self, plan: RoundPlan) -> Iterator[list[Tensor]]:
+        """Batches as slices of tensors that are put in order once per local epoch."""
+        for client in plan.cohort:
+            tensors, rows = self._tensors[client]
+            size = len(tensors[0]) if rows is None else len(rows)
+            count = batches_per_epoch(size, self.batching)
+            for order in client_order(plan.round, client, size, self.batching):
+                picked = order if rows is None else rows[order]
+                parts = [tensor[picked].split(self.batching.batch_size) for tensor in tensors]
+                yield from (list(batch) for batch in list(zip(*parts, strict=True))[:count])
+
+    def _dataloader(self, loader: DataLoader) -> DataLoader:
+        """The user's loader over all clients' data, in the order of the plan."""
+        return DataLoader(
+            _ReproducibleDataset(self.clients.datasets, self.batching.seed),
+            batch_sampler=_PlannedBatches(self),
+            collate_fn=_Collate(loader.collate_fn),
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            generator=torch.Generator(),
+        )
+
+    def planned(self) -> Iterator[PlannedBatch]:
+        """The example numbers of each batch of the round."""
+        plan = self._plan()
+        for client in plan.cohort:
+            size = self.clients.sizes[client]
+            count, step = batches_per_epoch(size, self.batching), 0
+            for order in client_order(plan.round, client, size, self.batching):
+                for indices in order.split(self.batching.batch_size)[:count]:
+                    yield PlannedBatch(indices.tolist(), plan.round, client, step)
+                    step += 1
+
+
+class PlannedBatch(list):
+    """A batch's example numbers, and what its random transforms are seeded by.
+
+    Args:
+        indices: numbers of examples within the client's data set.
+        round, client, step: the round, the client and the client's batch in that round.
+    """
+
+    def __init__(self, indices: Sequence[int], round: int, client: int, step: int) -> None:
+        super().__init__(indices)
+        self.round, self.client, self.step = round, client, step
+
+    def __reduce__(self) -> tuple:
+        return PlannedBatch, (list(self), self.round, self.client, self.step)
+
+
+class _PlannedBatches:
+    """Batch sampler over the plan of the current round."""
+
+    def __init__(self, loader: FederatedLoader) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[PlannedBatch]:
+        return self.loader.planned()
+
+
+class _ReproducibleDataset(Dataset):
+    """All clients' data sets; every batch is loaded under random state of its own."""
+
+    def __init__(self, datasets: Sequence[Dataset], seed: int) -> None:
+        self.datasets = datasets
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return sum(len(dataset) for dataset in self.datasets)  # pyright: ignore[reportArgumentType]
+
+    def __getitems__(self, batch: PlannedBatch) -> list | FailedBatch:
+        """The examples of one batch, or what went wrong with them."""
+        state = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+        seed_host(derive_seed(self.seed, "loading", batch.round, batch.client, batch.step))
+        dataset = self.datasets[batch.client]
+        try:
+            return [dataset[index] for index in batch]
+        except Exception as error:
+            return FailedBatch(error)
+        finally:
+            random.setstate(state[0])
+            np.random.set_state(state[1])
+            torch.random.set_rng_state(state[2])
+
+
+class _Collate:
+    """The user's collate function, which a failed batch passes by."""
+
+    def __init__(self, collate: Callable) -> None:
+        self.collate = collate
+
+    def __call__(self, examples: list | FailedBatch) -> Any:
+        if isinstance(examples, FailedBatch):
+            return examples
+        try:
+            return self.collate(examples)
+        except Exception as error:
+            return FailedBatch(error)
+
+
+def tensors_of(dataset: Dataset) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+    """The tensors behind a ``TensorDataset``, or a ``Subset`` of one, and the rows of them that it has.
+
+    Returns: (tensors, rows), rows None for all of them; None if the data are not tensors in memory.
+    """
+    if type(dataset) is TensorDataset:
+        return dataset.tensors, None
+    if type(dataset) is Subset:
+        inner = tensors_of(dataset.dataset)
+        if inner is not None:
+            tensors, rows = inner
+            picked = torch.as_tensor(dataset.indices, dtype=torch.int64)
+            return tensors, picked if rows is None else rows[picked]
+    return None
+
+
+def batching_of(loader: Any, *, local_epochs: int, fraction: float, seed: int) -> Batching:
+    """The batch size, shuffling and drop_last of the user's training loader.
+
+    Raises:
+        FederationError: it is no single ``DataLoader`` over a map-style data set with automatic batching in plain or
+            shuffled order, the only orders that can be dealt out to clients.
+    """
+    if not isinstance(loader, DataLoader):
+        raise FederationError(
+            f"the training loader is a {type(loader).__name__}; give one torch DataLoader, over a ClientDatasets "
+            "if the clients' data are separate"
+        )
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        raise FederationError(
+            f"the training data set {type(loader.dataset).__name__} is iterable and has no length: its examples "
+            "cannot be dealt out to clients. Use a map-style data set, or one per client in a ClientDatasets"
+        )
+    if loader.batch_size is None or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
+        raise FederationError(
+            "the training loader has a batch sampler of its own; clients' batches are planned by FederatedBayes: "
+            "give batch_size=, shuffle= and drop_last= instead"
+        )
+    if type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        raise FederationError(
+            f"the training loader has a {type(loader.sampler).__name__}; clients' orders are planned by "
+            "FederatedBayes: give shuffle=True or False instead"
+        )
+    return Batching(
+        batch_size=loader.batch_size,
+        shuffle=type(loader.sampler) is RandomSampler,
+        drop_last=loader.drop_last,
+        local_epochs=local_epochs,
+        fraction=fraction,
+        seed=seed,
+    )

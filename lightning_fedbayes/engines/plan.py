@@ -1,0 +1,98 @@
+"""The plan of a round: which clients train, and on which batches, from (seed, round, client) alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.seeding import generator
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How each client's examples become batches.
+
+    Args:
+        batch_size: examples per batch.
+        shuffle: a new order in every local epoch; otherwise the data set's own.
+        drop_last: leave out a last batch that is not full.
+        local_epochs: passes over a client's data per round, E.
+        fraction: share of the clients that take part in a round, C in (0, 1].
+        seed: where all orders and cohorts come from.
+    """
+
+    batch_size: int
+    shuffle: bool = True
+    drop_last: bool = False
+    local_epochs: int = 1
+    fraction: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """Who trains in a round, and for how many batches.
+
+    Args:
+        round: the round's number, from 0.
+        cohort: the clients, ascending.
+        starts: the number of batches before each client's first, and at the end of all: shape (cohort + 1,).
+    """
+
+    round: int
+    cohort: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of the whole round."""
+        return self.starts[-1]
+
+
+def plan_round(round: int, sizes: Sequence[int], batching: Batching) -> RoundPlan:
+    """The plan of ``round`` for clients of these ``sizes`` (numbers of examples)."""
+    cohort = choose_cohort(round, len(sizes), batching.fraction, batching.seed)
+    starts = [0]
+    for client in cohort:
+        starts.append(starts[-1] + batching.local_epochs * batches_per_epoch(sizes[client], batching))
+    return RoundPlan(round, cohort, tuple(starts))
+
+
+def choose_cohort(round: int, clients: int, fraction: float, seed: int) -> tuple[int, ...]:
+    """max(⌊C·K + ½⌋, 1) of K clients, drawn without replacement, ascending.
+
+    >>> choose_cohort(0, clients=4, fraction=1.0, seed=0)
+    (0, 1, 2, 3)
+    """
+    size = max(int(fraction * clients + 0.5), 1)
+    if size >= clients:
+        return tuple(range(clients))
+    chosen = torch.randperm(clients, generator=generator(seed, "cohort", round))[:size]
+    return tuple(sorted(chosen.tolist()))
+
+
+def batches_per_epoch(size: int, batching: Batching) -> int:
+    """Batches in one pass over ``size`` examples."""
+    return size // batching.batch_size if batching.drop_last else -(-size // batching.batch_size)
+
+
+def client_order(round: int, client: int, size: int, batching: Batching) -> list[Tensor]:
+    """The order of a client's examples in each local epoch: E permutations of shape (n_k,)."""
+    if not batching.shuffle:
+        return [torch.arange(size)] * batching.local_epochs
+    draws = generator(batching.seed, "order", round, client)
+    return [torch.randperm(size, generator=draws) for _ in range(batching.local_epochs)]
+
+
+def check_batches(names: Sequence[str], sizes: Sequence[int], batching: Batching) -> None:
+    """Raise FederationError for a client that would never have a batch."""
+    idle = [f"{n} ({s})" for n, s in zip(names, sizes, strict=True) if batches_per_epoch(s, batching) == 0]
+    if idle:
+        raise FederationError(
+            f"clients with fewer examples than one batch of {batching.batch_size}, and drop_last=True: "
+            f"{', '.join(idle)}; they would never train. Use drop_last=False or a smaller batch"
+        )

@@ -1,0 +1,142 @@
+"""The resident network of a federation: copied in for a client, read out after it, all in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedbayes.errors import FederationError, nearest
+from lightning_fedbayes.layers.sites import PosteriorView, gaussian_sites
+from lightning_fedbayes.posterior import GaussianPosterior
+
+BufferPolicy = Literal["average", "local", "frozen"]
+Tensors = dict[str, Tensor]
+
+
+class ResidentModel:
+    """One module that holds the global model between rounds and every client's in turn.
+
+    Args:
+        module: the network. Its parameter objects stay the same for the whole fit, so optimizers keep theirs.
+        local_parameters: patterns (``fnmatch``) of parameters and buffers that never leave a client.
+        buffers: what happens to floating-point and integer buffers such as BatchNorm's running statistics:
+            "average" (weighted mean over the clients), "local" (every client keeps its own; the global model gets
+            their average) or "frozen" (they never change).
+
+    Raises:
+        FederationError: a pattern matches nothing, or every parameter is local.
+    """
+
+    def __init__(
+        self, module: nn.Module, local_parameters: Sequence[str] = (), buffers: BufferPolicy = "average"
+    ) -> None:
+        self.module = module
+        self.policy = buffers
+        parameters = dict(module.named_parameters())
+        persistent = module.state_dict(keep_vars=True)
+        buffer_names = [name for name, _ in module.named_buffers() if name in persistent]
+        sites = gaussian_sites(module)
+        posterior_names = {id(p): name for name, site in sites.items() for p in (site.mean, site.rho)}
+        aliases = {name: posterior_names.get(id(p), name) for name, p in parameters.items()}
+        self.local_parameters = _matches(local_parameters, parameters, aliases, buffer_names)
+        local = set(self.local_parameters)
+        self.view = PosteriorView(module, exclude={aliases[name] for name in local if name in aliases})
+        if not self.view.read().names:
+            raise FederationError(
+                f"local_parameters={list(local_parameters)} keeps every parameter on the clients; nothing is left to "
+                "federate. Match fewer"
+            )
+        self.parameters = parameters
+        self._local_parameters = {name: parameters[name] for name in self.local_parameters if name in parameters}
+        self.buffer_names = [name for name in buffer_names if name not in local]
+        self._local_buffer_names = [name for name in buffer_names if name in local]
+        self.global_parameters: Tensors = {}
+        self.global_buffers: Tensors = {}
+        self.remember_global()
+
+    def remember_global(self) -> None:
+        """Take the module's present parameters and buffers as the global model."""
+        self.global_parameters = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.global_buffers = self._read_buffers([*self.buffer_names, *self._local_buffer_names])
+
+    def load_global(self) -> None:
+        """Copy the global model into the module."""
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.parameters.values()), list(self.global_parameters.values()))
+        self._write_buffers(self.global_buffers)
+
+    def load_posterior(self, posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> None:
+        """Make ``posterior`` and ``buffers`` the global model and copy it into the module.
+
+        What is local to clients keeps its value in the global model.
+        """
+        local = {name: self.global_parameters[name] for name in self._local_parameters}
+        self.view.load(posterior)
+        with torch.no_grad():
+            for name, value in local.items():
+                self.parameters[name].copy_(value)
+        self._write_buffers({**self.global_buffers, **buffers})
+        self.remember_global()
+
+    def load_client(self, local: Tensors) -> None:
+        """Copy the global model into the module, and over it what the client has kept (:meth:`read_local`)."""
+        self.load_global()
+        if local:
+            with torch.no_grad():
+                for name, parameter in self._local_parameters.items():
+                    parameter.copy_(local[name])
+            self._write_buffers({name: value for name, value in local.items() if name not in self._local_parameters})
+
+    def read_posterior(self) -> GaussianPosterior:
+        """What the client sends: views of the module's parameters, valid until they change."""
+        return self.view.read()
+
+    def read_buffers(self) -> Tensors:
+        """The buffers that the client sends; none if they are frozen."""
+        return {} if self.policy == "frozen" else self._read_buffers(self.buffer_names)
+
+    def read_local(self) -> Tensors:
+        """What the client keeps for its next round: local parameters and buffers."""
+        kept = {name: p.detach().clone() for name, p in self._local_parameters.items()}
+        names = self._local_buffer_names + (self.buffer_names if self.policy == "local" else [])
+        return {**kept, **self._read_buffers(names)}
+
+    def _read_buffers(self, names: Sequence[str]) -> Tensors:
+        """Copies of the named buffers."""
+        if not names:
+            return {}
+        live = dict(self.module.named_buffers())
+        return {name: live[name].detach().clone() for name in names}
+
+    def _write_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Copy ``values`` into the module's buffers, whose dtype stays."""
+        if not values:
+            return
+        live = dict(self.module.named_buffers())
+        with torch.no_grad():
+            for name, value in values.items():
+                live[name].copy_(value)
+
+
+def _matches(
+    patterns: Sequence[str], parameters: Mapping[str, Tensor], aliases: Mapping[str, str], buffers: Sequence[str]
+) -> list[str]:
+    """Parameter and buffer names, each under its own or its posterior name, that some pattern matches."""
+    found: list[str] = []
+    for pattern in patterns:
+        names = [
+            name
+            for name in [*parameters, *buffers]
+            if fnmatchcase(name, pattern) or fnmatchcase(aliases.get(name, name), pattern)
+        ]
+        if not names:
+            raise FederationError(
+                f"local_parameters pattern '{pattern}' matches no parameter or buffer: "
+                f"{nearest(pattern, [*parameters, *buffers])}"
+            )
+        found += [name for name in names if name not in found]
+    return found

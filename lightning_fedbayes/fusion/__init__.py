@@ -1,0 +1,42 @@
+"""Posterior fusion: rules by name, and the function that applies them."""
+
+from lightning_fedbayes.fusion.accumulator import FusionAccumulator, fuse
+from lightning_fedbayes.fusion.averages import LogVarianceAverage, WassersteinBarycenter, WeightedAverage, WeightedSum
+from lightning_fedbayes.fusion.pools import GaussianFit, LinearPool
+from lightning_fedbayes.fusion.products import (
+    Conflation,
+    DistributedWeightConsolidation,
+    ReverseKLBarycenter,
+    WeightedConflation,
+)
+from lightning_fedbayes.fusion.registry import (
+    available_fusions,
+    get_rule,
+    register_fusion,
+    rule_name,
+    unregister_fusion,
+)
+from lightning_fedbayes.fusion.rule import FusionRule, Statistics, SumRule
+
+__all__ = [
+    "Conflation",
+    "DistributedWeightConsolidation",
+    "FusionAccumulator",
+    "FusionRule",
+    "GaussianFit",
+    "LinearPool",
+    "LogVarianceAverage",
+    "ReverseKLBarycenter",
+    "Statistics",
+    "SumRule",
+    "WassersteinBarycenter",
+    "WeightedAverage",
+    "WeightedConflation",
+    "WeightedSum",
+    "available_fusions",
+    "fuse",
+    "get_rule",
+    "register_fusion",
+    "rule_name",
+    "unregister_fusion",
+]

@@ -1,0 +1,150 @@
+"""Client posteriors in, one at a time; the global posterior out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.errors import FusionError, PosteriorError
+from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
+from lightning_fedbayes.fusion.rule import FusionRule, Statistics, SumRule
+from lightning_fedbayes.posterior import GaussianPosterior, check_same_structure
+
+
+class FusionAccumulator:
+    """Fuses clients as they arrive: sums for sum-type rules, copies for the others.
+
+    Args:
+        rule: the fusion rule.
+        previous: the global posterior that the clients started from, for rules that need it.
+
+    Raises:
+        FusionError: the rule needs a previous posterior and there is none.
+    """
+
+    def __init__(self, rule: FusionRule, previous: GaussianPosterior | None = None) -> None:
+        if rule.needs_previous and previous is None:
+            raise FusionError(
+                f"{rule_name(rule)} needs the previous global posterior, which the clients started from: "
+                "pass previous=..."
+            )
+        self.rule = rule
+        self.previous = previous
+        self.count = 0
+        self._like: GaussianPosterior | None = None
+        self._statistics: Statistics = {}
+        self._posteriors: list[GaussianPosterior] = []
+        self._weights: list[float] = []
+
+    def add(self, posterior: GaussianPosterior, weight: float = 1.0) -> None:
+        """Add one client; a client of weight 0 changes nothing.
+
+        Raises:
+            FusionError: names or shapes differ from those before, a value is not finite, or the weight is negative
+                or not finite. The clients added before are kept as they were.
+        """
+        if not (math.isfinite(weight) and weight >= 0):
+            raise FusionError(f"client {self.count}: weight {weight} is not a finite number of at least 0")
+        like = self.previous if self.previous is not None else self._like
+        if like is not None:
+            check_structure(posterior, like, f"client {self.count}")
+        mean, variance = posterior.flatten()
+        check_finite(posterior, mean, variance, f"client {self.count}")
+        self.count += 1
+        if weight == 0 and self.rule.uses_weights:
+            return
+        if self._like is None:
+            self._like = posterior
+        self._weights.append(weight)
+        if isinstance(self.rule, SumRule):
+            self.rule.update(self._statistics, mean, variance, weight)
+        else:
+            self._posteriors.append(posterior.clone())
+
+    def compute(self) -> GaussianPosterior:
+        """The global posterior of all clients added so far.
+
+        Raises:
+            FusionError: no client with a positive weight was added, or the rule cannot fuse these.
+        """
+        if self._like is None:
+            raise FusionError(
+                f"nothing to fuse: {self.count} clients, of which none has a positive weight; "
+                "give at least one client and one positive weight"
+            )
+        if isinstance(self.rule, SumRule):
+            return self._like.unflatten(*self.rule.compute(self._statistics, self._like, self.previous))
+        weights = torch.tensor(self._weights, dtype=torch.float64)
+        return self.rule.fuse(self._posteriors, weights, self.previous)
+
+
+def fuse(
+    rule: str | FusionRule | FuseFunction,
+    posteriors: Iterable[GaussianPosterior],
+    weights: Sequence[float] | Tensor | None = None,
+    previous: GaussianPosterior | None = None,
+) -> GaussianPosterior:
+    """Fuse client posteriors into one global posterior.
+
+    Args:
+        rule: a registered name or alias (see :func:`available_fusions`), or a rule object.
+        posteriors: the clients. An iterator is consumed one by one: sum-type rules never hold more than one client.
+        weights: one per client, none negative, not all 0; they are normalised. None gives every client the same.
+            Rules that take no weights (conflation, dwc, gaussian_fit) ignore them.
+        previous: the global posterior that the clients started from; ``dwc`` needs it.
+
+    Raises:
+        FusionError: unknown rule; no client; names or shapes that differ; values that are not finite; weights of
+            the wrong number, negative or all 0; a fusion that is not defined (see the rule).
+
+    >>> import torch
+    >>> a = GaussianPosterior({"w": torch.tensor([0.0])}, {"w": torch.tensor([1.0])})
+    >>> b = GaussianPosterior({"w": torch.tensor([2.0])}, {"w": torch.tensor([0.25])})
+    >>> q = fuse("reverse_kl_barycenter", [a, b])
+    >>> q.mean["w"], q.variance["w"]
+    (tensor([1.6000]), tensor([0.4000]))
+    """
+    resolved = get_rule(rule)
+    accumulator = FusionAccumulator(resolved, previous)
+    values = None if weights is None else _weight_values(weights)
+    for k, posterior in enumerate(posteriors):
+        if values is not None and k >= len(values):
+            raise FusionError(f"{len(values)} weights for more than {len(values)} posteriors; give one per client")
+        accumulator.add(posterior, 1.0 if values is None else values[k])
+    if values is not None and accumulator.count != len(values):
+        raise FusionError(f"{len(values)} weights for {accumulator.count} posteriors; give one per client")
+    return accumulator.compute()
+
+
+def _weight_values(weights: Sequence[float] | Tensor) -> list[float]:
+    """Client weights as floats, checked."""
+    values = torch.as_tensor(weights, dtype=torch.float64).reshape(-1).tolist()
+    wrong = [value for value in values if not (math.isfinite(value) and value >= 0)]
+    if wrong:
+        raise FusionError(f"weights must be finite and at least 0, got {wrong[0]} among {values}")
+    if values and sum(values) == 0:
+        raise FusionError(f"weights sum to 0: {values}; at least one client needs a positive weight")
+    return values
+
+
+def check_structure(posterior: GaussianPosterior, like: GaussianPosterior, who: str) -> None:
+    """Raise FusionError unless ``posterior`` has the names and shapes of ``like``."""
+    try:
+        check_same_structure(like.mean, posterior.mean, "the global model", who)
+    except PosteriorError as error:
+        raise FusionError(str(error)) from None
+
+
+def check_finite(posterior: GaussianPosterior, mean: Tensor, variance: Tensor, who: str) -> None:
+    """Raise FusionError if a mean or variance of ``posterior`` (flat: ``mean``, ``variance``) is not finite."""
+    # a sum is finite only if its terms are (float64 does not overflow here): one pass and no temporary
+    if bool(torch.isfinite(mean.sum() + variance.sum())):
+        return
+    for kind, values in (("mean", posterior.mean), ("variance", posterior.variance)):
+        for name, value in values.items():
+            wrong = int((~torch.isfinite(value)).sum())
+            if wrong:
+                raise FusionError(f"{who}: {kind} of '{name}' is not finite at {wrong} of {value.numel()} entries")

@@ -1,0 +1,104 @@
+"""Fusion rules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from lightning_fedbayes.errors import FusionError, nearest
+from lightning_fedbayes.fusion.rule import FusionRule
+from lightning_fedbayes.posterior import GaussianPosterior
+
+FuseFunction = Callable[[Sequence[GaussianPosterior], Tensor, "GaussianPosterior | None"], GaussianPosterior]
+Registered = TypeVar("Registered", bound="type[FusionRule] | FuseFunction")
+
+_RULES: dict[str, type[FusionRule] | FuseFunction] = {}
+_ALIASES: dict[str, str] = {}
+
+
+class FunctionRule(FusionRule):
+    """A plain function ``(posteriors, weights, previous) -> GaussianPosterior`` as a rule."""
+
+    def __init__(self, function: FuseFunction) -> None:
+        self.function = function
+
+    def fuse(
+        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
+    ) -> GaussianPosterior:
+        """See :meth:`FusionRule.fuse`."""
+        return self.function(posteriors, weights, previous)
+
+
+def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registered], Registered]:
+    """Class or function decorator that makes a fusion rule known by ``name``, and by its ``aliases``.
+
+    Args:
+        name: what users write as ``fusion="name"``.
+        aliases: other names of the same rule.
+
+    Raises:
+        FusionError: a name or alias is taken, or what is decorated is neither a rule class nor a function.
+
+    >>> @register_fusion("first_client")
+    ... def first_client(posteriors, weights, previous):
+    ...     return posteriors[0]
+    >>> "first_client" in available_fusions()
+    True
+    >>> unregister_fusion("first_client")
+    """
+
+    def register(rule: Registered) -> Registered:
+        if not (isinstance(rule, type) and issubclass(rule, FusionRule)) and (isinstance(rule, type) or not callable(rule)):
+            raise FusionError(f"cannot register {rule!r} as '{name}': a rule is a FusionRule subclass or a function")
+        for key in (name, *aliases):
+            if key in _RULES or key in _ALIASES:
+                raise FusionError(f"fusion rule '{key}' is registered already; choose another name")
+        _RULES[name] = rule
+        _ALIASES.update(dict.fromkeys(aliases, name))
+        return rule
+
+    return register
+
+
+def unregister_fusion(name: str) -> None:
+    """Forget the rule ``name`` and its aliases."""
+    _RULES.pop(name)
+    for alias in [alias for alias, target in _ALIASES.items() if target == name]:
+        del _ALIASES[alias]
+
+
+def available_fusions(aliases: bool = False) -> list[str]:
+    """Names of all registered rules, sorted; with ``aliases``, their other names too.
+
+    >>> available_fusions()[:2]
+    ['conflation', 'distributed_weight_consolidation']
+    """
+    return sorted([*_RULES, *_ALIASES] if aliases else _RULES)
+
+
+def rule_name(rule: str | FusionRule) -> str:
+    """The name that a rule is registered by; its class's name if it is not registered."""
+    if isinstance(rule, str):
+        return _ALIASES.get(rule, rule)
+    return next((name for name, known in _RULES.items() if known is type(rule)), type(rule).__name__)
+
+
+def get_rule(rule: str | FusionRule | FuseFunction) -> FusionRule:
+    """The rule object for a name, an alias, a rule object or a function.
+
+    Raises:
+        FusionError: no rule has that name; the message gives the nearest.
+    """
+    if isinstance(rule, FusionRule):
+        return rule
+    if isinstance(rule, str):
+        name = _ALIASES.get(rule, rule)
+        if name not in _RULES:
+            raise FusionError(f"unknown fusion rule '{rule}': {nearest(rule, available_fusions(aliases=True))}")
+        registered = _RULES[name]
+        return registered() if isinstance(registered, type) else FunctionRule(registered)
+    if callable(rule) and not isinstance(rule, type):
+        return FunctionRule(rule)
+    raise FusionError(f"{rule!r} is no fusion rule: give a name, a FusionRule object or a function")

@@ -1,0 +1,99 @@
+"""What a fusion rule is: a small pure object that turns client posteriors into one global posterior."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from lightning_fedbayes.posterior import GaussianPosterior
+
+Statistics = dict[str, Tensor]
+"""Running sums over clients: float64, each a vector of shape (P,) or a scalar."""
+
+
+class FusionRule(ABC):
+    """A rule that sees all client posteriors at once.
+
+    Subclass it (and decorate the class with :func:`~lightning_fedbayes.fusion.register_fusion`) when the rule needs
+    the clients side by side; subclass :class:`SumRule` when sums over clients are enough.
+    """
+
+    uses_weights: ClassVar[bool] = True
+    """Whether the clients' weights enter. A rule without weights ignores those it is given."""
+    needs_previous: ClassVar[bool] = False
+    """Whether the rule needs the previous global posterior."""
+
+    @abstractmethod
+    def fuse(
+        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
+    ) -> GaussianPosterior:
+        """The global posterior.
+
+        Args:
+            posteriors: one per client, of equal names and shapes, all values finite.
+            weights: shape (clients,), float64, positive; they need not sum to 1.
+            previous: the global posterior that the clients started from.
+        """
+
+
+class SumRule(FusionRule):
+    """A rule that is a closed form of sums over clients.
+
+    It streams: memory is O(P) whatever the number of clients, partial sums of several processes merge, and the sums
+    survive secure aggregation. Formulas work on flat float64 vectors of all P parameters.
+    """
+
+    @abstractmethod
+    def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
+        """Add one client to ``statistics``, in place (an empty dict at first).
+
+        Args:
+            statistics: what :meth:`compute` needs, so far.
+            mean, variance: the client's posterior, shape (P,), float64.
+            weight: the client's weight ω > 0, not normalised.
+        """
+
+    @abstractmethod
+    def compute(
+        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the global posterior, shape (P,) each, from the finished ``statistics``.
+
+        Args:
+            statistics: the sums over all clients.
+            like: any client's posterior: names and shapes, for messages.
+            previous: the global posterior that the clients started from.
+        """
+
+    def merge(self, statistics: Statistics, other: Statistics) -> None:
+        """Add the sums over other clients to ``statistics``, in place."""
+        for key, value in other.items():
+            add(statistics, key, value)
+
+    def fuse(
+        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
+    ) -> GaussianPosterior:
+        """See :meth:`FusionRule.fuse`."""
+        statistics: Statistics = {}
+        for posterior, weight in zip(posteriors, weights.tolist(), strict=True):
+            self.update(statistics, *posterior.flatten(), weight)
+        return posteriors[0].unflatten(*self.compute(statistics, posteriors[0], previous))
+
+
+def add(statistics: Statistics, key: str, value: Tensor, scale: float = 1.0) -> None:
+    """``statistics[key] += scale * value``; a missing key counts as 0."""
+    if key in statistics:
+        statistics[key].add_(value, alpha=scale)
+    else:
+        statistics[key] = value * scale
+
+
+def add_product(statistics: Statistics, key: str, first: Tensor, second: Tensor) -> None:
+    """``statistics[key] += first * second``; a missing key counts as 0."""
+    if key in statistics:
+        statistics[key].addcmul_(first, second)
+    else:
+        statistics[key] = first * second

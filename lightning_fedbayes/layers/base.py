@@ -1,0 +1,242 @@
+"""What all Bayesian layers are: Gaussian sites with priors, and the layers that are linear in their weight."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_fedbayes.errors import ConversionError, nearest
+from lightning_fedbayes.layers import functional
+from lightning_fedbayes.layers.functional import ESTIMATORS, Estimator, Normal, inverse_softplus_std, softplus_std
+from lightning_fedbayes.layers.priors import Prior, choose_prior, map_tensors
+
+RELATIVE_STD = 0.1
+"""Initial σ of a weight, as a part of the standard deviation of its deterministic initialisation: the variance of an
+output then exceeds that of the deterministic layer by 1 %."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One Gaussian parameter tensor of a layer: where its mean, its ρ and its prior live.
+
+    Tensors are looked up at every access, so that a site follows ``functional_call`` and ``vmap``.
+
+    Args:
+        layer: the Bayesian layer, which holds ρ and the prior.
+        path: name of the site within the layer, without ``mu_``: "weight", "kernel", "bias", "module.weight_ih_l0".
+        owner: the module that holds the mean.
+        mean_name: attribute of ``owner``.
+        rho_name: attribute of ``layer``.
+    """
+
+    layer: BaseVariationalLayer_
+    path: str
+    owner: nn.Module
+    mean_name: str
+    rho_name: str
+
+    @property
+    def mean(self) -> Tensor:
+        """Posterior mean μ, the live parameter."""
+        return getattr(self.owner, self.mean_name)
+
+    @property
+    def rho(self) -> Tensor:
+        """The live parameter ρ behind the standard deviation; for ``layers`` only."""
+        return getattr(self.layer, self.rho_name)
+
+    @property
+    def std(self) -> Tensor:
+        """Posterior standard deviation σ > 0."""
+        return softplus_std(self.rho)
+
+    @property
+    def variance(self) -> Tensor:
+        """Posterior variance σ² > 0."""
+        return self.std.square()
+
+    @property
+    def prior(self) -> Prior:
+        """The prior in force."""
+        layer = cast("BayesianLayer", self.layer)
+        return layer.replaced_priors.get(self.path) or layer.priors[self.path]
+
+    def replace_prior(self, prior: Prior | None) -> None:
+        """Put ``prior`` in force instead of the layer's own; None brings the layer's own back."""
+        replaced = cast("BayesianLayer", self.layer).replaced_priors
+        if prior is None:
+            replaced.pop(self.path, None)
+        else:
+            replaced[self.path] = prior
+
+    def kl(self) -> Tensor:
+        """KL(q‖p) of this site from the prior in force, summed over its entries, in nats. Returns a scalar."""
+        return self.prior.kl(self.mean, self.std)
+
+
+class BayesianLayer(BaseVariationalLayer_):
+    """Base of this package's Bayesian layers: sites, their priors, and a switch to the posterior mean.
+
+    Priors are values, not buffers: a scalar prior takes no memory, a tensor prior follows ``.to`` and ``deepcopy``.
+    Like the prior buffers of bayesian-torch, no prior is part of the ``state_dict``.
+
+    Attributes:
+        mean_only: whether ``forward`` uses the posterior mean; see :func:`~lightning_fedbayes.layers.mean_only`.
+        priors: the layer's own prior of each site.
+        replaced_priors: priors in force instead; see :func:`~lightning_fedbayes.layers.set_prior`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean_only = False
+        self.priors: dict[str, Prior] = {}
+        self.replaced_priors: dict[str, Prior] = {}
+
+    @abstractmethod
+    def sites(self) -> Iterator[Site]:
+        """The Gaussian sites of this layer, in definition order."""
+
+    def kl_loss(self) -> Tensor:
+        """KL(q‖p) of the layer from its prior: the **sum** over its parameters, in nats. Returns a scalar."""
+        return cast("Tensor", sum(site.kl() for site in self.sites()))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> BayesianLayer:
+        super()._apply(fn, recurse)
+        for priors in (self.priors, self.replaced_priors):
+            priors.update({path: map_tensors(prior, fn) for path, prior in priors.items()})
+        return self
+
+
+class BayesianAffine(BayesianLayer):
+    """A layer that is linear in a Gaussian weight: base of the linear layer and of all convolutions.
+
+    Args:
+        template: the deterministic layer, whose shapes and initial values become those of the means.
+        weight_name: "weight" or "kernel", as bayesian-torch calls it.
+        prior_mean, prior_variance, prior_std, prior: see :class:`~lightning_fedbayes.layers.LinearReparameterization`.
+        posterior_mu_init, posterior_rho_init, bayesian_bias: likewise.
+    """
+
+    default_estimator: ClassVar[Estimator] = "reparameterization"
+
+    bias: Parameter | None
+    mu_bias: Parameter | None
+    rho_bias: Parameter | None
+
+    def __init__(
+        self,
+        template: nn.Module,
+        weight_name: str,
+        prior_mean: float,
+        prior_variance: float | None,
+        prior_std: float | None,
+        prior: Prior | None,
+        posterior_mu_init: float,
+        posterior_rho_init: float | None,
+        bayesian_bias: bool,
+    ) -> None:
+        super().__init__()
+        prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
+        self._estimator: Estimator = self.default_estimator
+        self.weight_name = weight_name
+        weight, bias = cast("Tensor", template.weight), cast("Tensor | None", template.bias)
+        initial_std = default_weight_std(weight)
+
+        def add_site(name: str, initial: Tensor) -> None:
+            if posterior_rho_init is None:
+                rho = inverse_softplus_std(torch.full_like(initial, RELATIVE_STD * initial_std))
+            else:
+                rho = torch.full_like(initial, posterior_rho_init)
+            self.register_parameter(f"mu_{name}", Parameter(initial.detach() + posterior_mu_init))
+            self.register_parameter(f"rho_{name}", Parameter(rho.detach()))
+            self.priors[name] = prior
+
+        add_site(weight_name, weight)
+        if bias is None or not bayesian_bias:
+            self.register_parameter("mu_bias", None)
+            self.register_parameter("rho_bias", None)
+            self.register_parameter("bias", None if bias is None else Parameter(bias.detach().clone()))
+        else:
+            add_site("bias", bias)
+            self.register_parameter("bias", None)
+
+    @property
+    def estimator(self) -> Estimator:
+        """How outputs are sampled: "reparameterization", "local_reparameterization" or "flipout"; may be assigned."""
+        return self._estimator
+
+    @estimator.setter
+    def estimator(self, name: Estimator) -> None:
+        self._estimator = check_estimator(name)
+
+    def sites(self) -> Iterator[Site]:
+        """The weight, and the bias unless it is deterministic."""
+        for name in self.priors:
+            yield Site(self, name, self, f"mu_{name}", f"rho_{name}")
+
+    @abstractmethod
+    def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The deterministic layer at the given parameters."""
+
+    @abstractmethod
+    def sign_shapes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of Flipout's input and output signs: those of input and output, with 1 along space and time."""
+
+    def forward(self, x: Tensor, return_kl: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """The output at sampled weights, or at the posterior mean where the layer is mean-only.
+
+        Args:
+            x: input, shaped as for the deterministic layer.
+            return_kl: also return :meth:`kl_loss`.
+        """
+        output = self._output(self.op, x)
+        return (output, self.kl_loss()) if return_kl else output
+
+    def _output(self, op: functional.Op, x: Tensor) -> Tensor:
+        weight_mean: Tensor = getattr(self, f"mu_{self.weight_name}")
+        bias_mean = self.bias if self.mu_bias is None else self.mu_bias
+        if self.mean_only:
+            return op(x, weight_mean, bias_mean)
+        weight = Normal(weight_mean, softplus_std(getattr(self, f"rho_{self.weight_name}")))
+        bias = None if bias_mean is None else Normal(
+            bias_mean, None if self.rho_bias is None else softplus_std(self.rho_bias))
+        if self.estimator == "local_reparameterization":
+            mean, std = functional.output_moments(op, x, weight, bias)
+            return torch.addcmul(mean, std, torch.randn_like(mean))
+        weight_noise = torch.randn_like(weight_mean)
+        bias_noise = None if self.mu_bias is None else torch.randn_like(self.mu_bias)
+        if self.estimator == "reparameterization":
+            return functional.reparameterization(op, x, weight, bias, weight_noise, bias_noise)
+        input_signs, output_signs = (random_signs(shape, x) for shape in self.sign_shapes(x))
+        return functional.flipout(op, x, weight, bias, weight_noise, bias_noise, input_signs, output_signs)
+
+    def extra_repr(self) -> str:
+        """The estimator and the prior of the weight."""
+        prior = self.priors[self.weight_name]
+        shown = repr(prior) if len(repr(prior)) < 80 else type(prior).__name__
+        return f"estimator={self.estimator!r}, prior={shown}"
+
+
+def default_weight_std(weight: Tensor) -> float:
+    r"""Standard deviation :math:`1/\sqrt{3\,\mathrm{fan\_in}}` of torch's initial weight and bias of such a layer."""
+    return 1 / math.sqrt(3 * max(1, math.prod(weight.shape[1:])))
+
+
+def random_signs(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Independent ±1 of equal probability, with the dtype and device of ``like``."""
+    return torch.randint(0, 2, shape, device=like.device).to(like.dtype) * 2 - 1
+
+
+def check_estimator(name: str) -> Estimator:
+    """``name`` if it is an estimator, else raise ConversionError."""
+    if name not in ESTIMATORS:
+        raise ConversionError(f"unknown estimator '{name}'; {nearest(name, ESTIMATORS)}")
+    return cast("Estimator", name)

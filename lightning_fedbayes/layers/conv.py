@@ -1,0 +1,365 @@
+"""Bayesian convolutions and transposed convolutions in one, two and three dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fedbayes.layers.base import BayesianAffine
+from lightning_fedbayes.layers.functional import Estimator
+from lightning_fedbayes.layers.priors import Prior
+
+Size = int | tuple[int, ...]
+
+CONVOLVE: dict[type[nn.Module], Any] = {
+    nn.Conv1d: F.conv1d,
+    nn.Conv2d: F.conv2d,
+    nn.Conv3d: F.conv3d,
+    nn.ConvTranspose1d: F.conv_transpose1d,
+    nn.ConvTranspose2d: F.conv_transpose2d,
+    nn.ConvTranspose3d: F.conv_transpose3d,
+}
+
+
+class BayesianConv(BayesianAffine):
+    """What convolutions and transposed convolutions share: the geometry of the deterministic layer they stand for.
+
+    Args:
+        template: the deterministic convolution.
+        arguments: as in :class:`~lightning_fedbayes.layers.base.BayesianAffine`.
+    """
+
+    deterministic: ClassVar[type[nn.Module]]
+    dims: ClassVar[int]
+
+    def __init__(self, template: Any, **arguments: Any) -> None:
+        super().__init__(template, "kernel", **arguments)
+        self.in_channels: int = template.in_channels
+        self.out_channels: int = template.out_channels
+        self.kernel_size: tuple[int, ...] = template.kernel_size
+        self.stride: tuple[int, ...] = template.stride
+        self.padding: str | tuple[int, ...] = template.padding
+        self.dilation: tuple[int, ...] = template.dilation
+        self.groups: int = template.groups
+        self.padding_mode: str = template.padding_mode
+
+    def sign_shapes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Signs per example and channel, the same at every position."""
+        batch, ones = x.shape[: -self.dims - 1], (1,) * self.dims
+        return (*batch, self.in_channels, *ones), (*batch, self.out_channels, *ones)
+
+    def extra_repr(self) -> str:
+        """The geometry, then the estimator and the prior."""
+        shown = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
+        shown += [f"padding={self.padding!r}"] if self.padding not in ((0,) * self.dims, "valid") else []
+        shown += [f"dilation={self.dilation}"] if self.dilation != (1,) * self.dims else []
+        shown += [f"groups={self.groups}"] if self.groups != 1 else []
+        shown += ["bias=False"] if self.bias is None and self.mu_bias is None else []
+        shown += [f"padding_mode={self.padding_mode!r}"] if self.padding_mode != "zeros" else []
+        return ", ".join([*shown, super().extra_repr()])
+
+
+class Convolution(BayesianConv):
+    r"""Base of ``Conv1d*``, ``Conv2d*`` and ``Conv3d*``; use those.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode: as in ``nn.Conv2d``.
+        prior_mean, prior_variance, posterior_mu_init, posterior_rho_init, bias, prior_std, prior, bayesian_bias:
+            as in :class:`~lightning_fedbayes.layers.LinearReparameterization`.
+        device, dtype: as in ``nn.Conv2d``.
+
+    Shapes: as for the deterministic convolution, with or without a batch dimension.
+
+    Raises:
+        ConversionError: more than one prior is described, or a prior without positive spread.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: str | Size = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        prior_mean: float = 0.0,
+        prior_variance: float | None = None,
+        posterior_mu_init: float = 0.0,
+        posterior_rho_init: float | None = None,
+        bias: bool = True,
+        *,
+        padding_mode: str = "zeros",
+        prior_std: float | None = None,
+        prior: Prior | None = None,
+        bayesian_bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        template = self.deterministic(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode,
+            device, dtype)
+        super().__init__(
+            template, prior_mean=prior_mean, prior_variance=prior_variance, prior_std=prior_std, prior=prior,
+            posterior_mu_init=posterior_mu_init, posterior_rho_init=posterior_rho_init, bayesian_bias=bayesian_bias)
+        self._margins = margins(self.padding, self.kernel_size, self.dilation)
+
+    def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``F.conv*d``, after padding by ``padding_mode``."""
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = F.pad(x, self._margins, mode=self.padding_mode), 0
+        convolve = CONVOLVE[self.deterministic]
+        return convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+
+class TransposedConvolution(BayesianConv):
+    r"""Base of ``ConvTranspose1d*``, ``ConvTranspose2d*`` and ``ConvTranspose3d*``; use those.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, output_padding, dilation, groups: as in
+            ``nn.ConvTranspose2d``; pass them by keyword, for bayesian-torch's classes differ in their order.
+        prior_mean, prior_variance, posterior_mu_init, posterior_rho_init, bias, prior_std, prior, bayesian_bias:
+            as in :class:`~lightning_fedbayes.layers.LinearReparameterization`.
+        padding_mode: only "zeros", as in ``nn.ConvTranspose2d``.
+        device, dtype: as in ``nn.ConvTranspose2d``.
+
+    Shapes: as for the deterministic layer, with or without a batch dimension.
+
+    Raises:
+        ConversionError: more than one prior is described, or a prior without positive spread.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        output_padding: Size = 0,
+        prior_mean: float = 0.0,
+        prior_variance: float | None = None,
+        posterior_mu_init: float = 0.0,
+        posterior_rho_init: float | None = None,
+        bias: bool = True,
+        *,
+        padding_mode: str = "zeros",
+        prior_std: float | None = None,
+        prior: Prior | None = None,
+        bayesian_bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        template: Any = self.deterministic(
+            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
+            padding_mode, device, dtype)
+        super().__init__(
+            template, prior_mean=prior_mean, prior_variance=prior_variance, prior_std=prior_std, prior=prior,
+            posterior_mu_init=posterior_mu_init, posterior_rho_init=posterior_rho_init, bayesian_bias=bayesian_bias)
+        self.output_padding: tuple[int, ...] = template.output_padding
+
+    def op(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None
+    ) -> Tensor:
+        """``F.conv_transpose*d``."""
+        output_padding = self.output_padding
+        if output_size is not None:
+            smallest = [(size - 1) * stride - 2 * int(padding) + dilation * (kernel - 1) + 1
+                        for size, stride, padding, dilation, kernel in zip(
+                            x.shape[-self.dims:], self.stride, self.padding, self.dilation, self.kernel_size)]
+            output_padding = tuple(size - least for size, least in zip(output_size[-self.dims:], smallest))
+        convolve = CONVOLVE[self.deterministic]
+        return convolve(x, weight, bias, self.stride, self.padding, output_padding, self.groups, self.dilation)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # nn.ConvTranspose2d has output_size second
+        self, x: Tensor, output_size: Sequence[int] | None = None, return_kl: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The output at sampled weights, or at the posterior mean where the layer is mean-only.
+
+        Args:
+            x: input, shaped as for the deterministic layer.
+            output_size: spatial size of the output, as in ``nn.ConvTranspose2d``; None uses ``output_padding``.
+            return_kl: also return :meth:`kl_loss`.
+        """
+        output = self._output(partial(self.op, output_size=output_size), x)
+        return (output, self.kl_loss()) if return_kl else output
+
+
+def margins(padding: str | tuple[int, ...], kernel_size: tuple[int, ...], dilation: tuple[int, ...]) -> list[int]:
+    """Padding in the order of ``F.pad``: last dimension first, before and after.
+
+    >>> margins((1, 2), (3, 3), (1, 1)), margins("same", (4,), (1,))
+    ([2, 2, 1, 1], [1, 2])
+    """
+    if padding == "valid":
+        sides = [(0, 0) for _ in kernel_size]
+    elif isinstance(padding, str):  # "same"
+        totals = [spread * (kernel - 1) for kernel, spread in zip(kernel_size, dilation)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(size, size) for size in padding]
+    return [size for side in reversed(sides) for size in side]
+
+
+class Conv1dReparameterization(Convolution):
+    """1-d convolution at one kernel sample per call; arguments as in :class:`Convolution`."""
+
+    deterministic = nn.Conv1d
+    dims = 1
+
+
+class Conv1dLocalReparameterization(Conv1dReparameterization):
+    """1-d convolution that samples its outputs; arguments as in :class:`Convolution`.
+
+    Every output entry has the distribution that a sampled kernel gives, but independently of the other positions:
+    under one kernel sample the positions are correlated. So the spread of a pooled map is too small.
+    """
+
+    default_estimator: ClassVar[Estimator] = "local_reparameterization"
+
+
+class Conv1dFlipout(Conv1dReparameterization):
+    """1-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`.
+
+    All positions of one example see one kernel; examples are uncorrelated.
+    """
+
+    default_estimator: ClassVar[Estimator] = "flipout"
+
+
+class Conv2dReparameterization(Convolution):
+    """2-d convolution at one kernel sample per call; arguments as in :class:`Convolution`."""
+
+    deterministic = nn.Conv2d
+    dims = 2
+
+
+class Conv2dLocalReparameterization(Conv2dReparameterization):
+    """2-d convolution that samples its outputs; arguments as in :class:`Convolution`.
+
+    Every output entry has the distribution that a sampled kernel gives, but independently of the other positions:
+    under one kernel sample the positions are correlated. So the spread of a pooled map is too small.
+    """
+
+    default_estimator: ClassVar[Estimator] = "local_reparameterization"
+
+
+class Conv2dFlipout(Conv2dReparameterization):
+    """2-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`.
+
+    All positions of one example see one kernel; examples are uncorrelated.
+    """
+
+    default_estimator: ClassVar[Estimator] = "flipout"
+
+
+class Conv3dReparameterization(Convolution):
+    """3-d convolution at one kernel sample per call; arguments as in :class:`Convolution`."""
+
+    deterministic = nn.Conv3d
+    dims = 3
+
+
+class Conv3dLocalReparameterization(Conv3dReparameterization):
+    """3-d convolution that samples its outputs; arguments as in :class:`Convolution`.
+
+    Every output entry has the distribution that a sampled kernel gives, but independently of the other positions:
+    under one kernel sample the positions are correlated. So the spread of a pooled map is too small.
+    """
+
+    default_estimator: ClassVar[Estimator] = "local_reparameterization"
+
+
+class Conv3dFlipout(Conv3dReparameterization):
+    """3-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`.
+
+    All positions of one example see one kernel; examples are uncorrelated.
+    """
+
+    default_estimator: ClassVar[Estimator] = "flipout"
+
+
+class ConvTranspose1dReparameterization(TransposedConvolution):
+    """1-d transposed convolution at one kernel sample per call; arguments as in :class:`TransposedConvolution`."""
+
+    deterministic = nn.ConvTranspose1d
+    dims = 1
+
+
+class ConvTranspose1dLocalReparameterization(ConvTranspose1dReparameterization):
+    """1-d transposed convolution that samples its outputs; arguments as in :class:`TransposedConvolution`.
+
+    Every output entry has the distribution that a sampled kernel gives, but independently of the other positions:
+    under one kernel sample the positions are correlated. So the spread of a pooled map is too small.
+    """
+
+    default_estimator: ClassVar[Estimator] = "local_reparameterization"
+
+
+class ConvTranspose1dFlipout(ConvTranspose1dReparameterization):
+    """1-d transposed convolution with Flipout, one sign per example and channel; see :class:`TransposedConvolution`.
+
+    All positions of one example see one kernel; examples are uncorrelated.
+    """
+
+    default_estimator: ClassVar[Estimator] = "flipout"
+
+
+class ConvTranspose2dReparameterization(TransposedConvolution):
+    """2-d transposed convolution at one kernel sample per call; arguments as in :class:`TransposedConvolution`."""
+
+    deterministic = nn.ConvTranspose2d
+    dims = 2
+
+
+class ConvTranspose2dLocalReparameterization(ConvTranspose2dReparameterization):
+    """2-d transposed convolution that samples its outputs; arguments as in :class:`TransposedConvolution`.
+
+    Every output entry has the distribution that a sampled kernel gives, but independently of the other positions:
+    under one kernel sample the positions are correlated. So the spread of a pooled map is too small.
+    """
+
+    default_estimator: ClassVar[Estimator] = "local_reparameterization"
+
+
+class ConvTranspose2dFlipout(ConvTranspose2dReparameterization):
+    """2-d transposed convolution with Flipout, one sign per example and channel; see :class:`TransposedConvolution`.
+
+    All positions of one example see one kernel; examples are uncorrelated.
+    """
+
+    default_estimator: ClassVar[Estimator] = "flipout"
+
+
+class ConvTranspose3dReparameterization(TransposedConvolution):
+    """3-d transposed convolution at one kernel sample per call; arguments as in :class:`TransposedConvolution`."""
+
+    deterministic = nn.ConvTranspose3d
+    dims = 3
+
+
+class ConvTranspose3dLocalReparameterization(ConvTranspose3dReparameterization):
+    """3-d transposed convolution that samples its outputs; arguments as in :class:`TransposedConvolution`.
+
+    Every output entry has the distribution that a sampled kernel gives, but independently of the other positions:
+    under one kernel sample the positions are correlated. So the spread of a pooled map is too small.
+    """
+
+    default_estimator: ClassVar[Estimator] = "local_reparameterization"
+
+
+class ConvTranspose3dFlipout(ConvTranspose3dReparameterization):
+    """3-d transposed convolution with Flipout, one sign per example and channel; see :class:`TransposedConvolution`.
+
+    All positions of one example see one kernel; examples are uncorrelated.
+    """
+
+    default_estimator: ClassVar[Estimator] = "flipout"

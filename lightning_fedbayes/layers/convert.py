@@ -1,0 +1,286 @@
+"""From a deterministic network to one whose chosen layers are Bayesian."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
+
+from lightning_fedbayes.errors import ConversionError, nearest
+from lightning_fedbayes.layers import conv, linear
+from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, check_estimator, default_weight_std
+from lightning_fedbayes.layers.functional import Estimator, inverse_softplus_std
+from lightning_fedbayes.layers.priors import NormalPrior, Prior, check_std
+from lightning_fedbayes.layers.reparameterized import Reparameterized, root_mean_square
+
+AFFINE: dict[type[nn.Module], dict[Estimator, Callable[..., BayesianAffine]]] = {
+    kind: {
+        "reparameterization": getattr(room, f"{kind.__name__}Reparameterization"),
+        "local_reparameterization": getattr(room, f"{kind.__name__}LocalReparameterization"),
+        "flipout": getattr(room, f"{kind.__name__}Flipout"),
+    }
+    for room, kinds in ((linear, (nn.Linear,)), (conv, tuple(conv.CONVOLVE)))
+    for kind in kinds
+}
+"""Deterministic layer → estimator → Bayesian layer."""
+
+FLOOR = 0.01
+"""MOPED's σ = δ|w| is 0 where w is: |w| counts as at least this part of the layer's default standard deviation."""
+
+
+def bayesianize(
+    network: nn.Module,
+    *,
+    last: int | None = None,
+    names: Sequence[str] | None = None,
+    types: Sequence[type[nn.Module]] | None = None,
+    estimator: Estimator = "local_reparameterization",
+    prior_std: float | None = None,
+    prior: Prior | None = None,
+    init: Literal["fresh", "pretrained"] = "fresh",
+    delta: float = 0.1,
+    posterior_std: float | None = None,
+    bayesian_bias: bool = True,
+) -> nn.Module:
+    r"""A copy of ``network`` in which the chosen layers are Bayesian; ``network`` itself is left alone.
+
+    Linear layers and (transposed) convolutions become the Bayesian layer of the same geometry. Any other module that
+    holds trainable parameters of its own (LSTM, embedding, attention, normalisation), or that overrides the forward
+    of a linear layer, becomes a :class:`~lightning_fedbayes.layers.Reparameterized`. Dtype, device, training mode
+    and ``requires_grad`` are kept; a module used in two places stays one module.
+
+    Args:
+        network: any module without hooks or parametrisations on the chosen layers.
+        last: the last n linear or convolutional layers in the order of definition; 0 gives an unchanged copy.
+        names: dotted names of the chosen modules, as in ``network.named_modules()``.
+        types: all modules that are instances of these types.
+        estimator: "local_reparameterization" (the least gradient noise), "flipout" (keeps the correlation between
+            the positions of a convolution) or "reparameterization" (cheapest). It can be switched later.
+        prior_std: standard deviation s of the Gaussian prior, 1 by default.
+        prior: any other prior, in place of ``prior_std``.
+        init: "fresh" keeps nothing of the network's weights: torch's default initialisation for the means, prior
+            N(0, s²). "pretrained" is MOPED (Krishnan et al. 2020): mean w, :math:`\sigma = \delta |w|`, prior N(w, s²).
+        delta: :math:`\delta` of "pretrained". |w| counts as at least 1 % of the standard deviation of torch's default
+            initialisation, so that a weight of 0 can move too.
+        posterior_std: initial σ of "fresh"; None is 0.1 × the standard deviation of the default initialisation.
+        bayesian_bias: False keeps the biases of linear layers and convolutions deterministic.
+
+    Raises:
+        ConversionError: not exactly one of ``last``, ``names`` and ``types``, nothing to convert, or a chosen module
+            that cannot be converted (the message names it and says why).
+
+    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> [type(layer).__name__ for layer in bayesianize(network, last=1, estimator="flipout")]
+    ['Linear', 'ReLU', 'LinearFlipout']
+    """
+    check_estimator(estimator)
+    check_init(init, delta, posterior_std)
+    if prior is not None and prior_std is not None:
+        raise ConversionError(f"give prior or prior_std={prior_std}, not both")
+    s = 1.0 if prior_std is None else prior_std
+
+    def convert(layer: nn.Module) -> BayesianLayer:
+        own_prior = NormalPrior(0.0, s) if prior is None else prior
+        kind = affine_kind(layer)
+        if kind is None:
+            if init == "fresh":
+                reset(layer)
+            new = Reparameterized(layer, prior=own_prior, posterior_std=posterior_std)
+        else:
+            bias = cast("Tensor | None", layer.bias) is not None
+            new = AFFINE[kind][estimator](**geometry(layer), bias=bias, bayesian_bias=bayesian_bias, prior=own_prior)
+            carry_over(layer, new, posterior_std, pretrained=init == "pretrained")
+        if init == "pretrained":
+            moped(new, delta, None if prior is not None else s)
+        return new.train(layer.training)
+
+    copied = copy.deepcopy(network)
+    chosen = choose(copied, last, names, types)
+    for name, layer in chosen.items():
+        check_convertible(copied, name, layer)
+    # by identity: a module chosen under two names is converted once
+    bayesian = {key: convert(layer) for key, layer in {id(layer): layer for layer in chosen.values()}.items()}
+    if id(copied) in bayesian:
+        return bayesian[id(copied)]
+    for parent in [m for m in copied.modules() if not isinstance(m, BayesianLayer)]:
+        for attribute, child in parent._modules.items():
+            if id(child) in bayesian:
+                parent._modules[attribute] = bayesian[id(child)]
+    return copied
+
+
+def choose(
+    network: nn.Module,
+    last: int | None,
+    names: Sequence[str] | None,
+    types: Sequence[type[nn.Module]] | None,
+) -> dict[str, nn.Module]:
+    """The modules to convert by name, each once; raises ConversionError where the choice makes no sense."""
+    if sum(choice is not None for choice in (last, names, types)) != 1:
+        raise ConversionError(
+            f"give exactly one of last, names and types (got last={last}, names={names}, types={types}): which layers "
+            "become Bayesian is the choice that defines the model"
+        )
+    candidates = candidate_modules(network)
+    if last is not None:
+        return choose_last(candidates, last)
+    if names is not None:
+        known = dict(network.named_modules(remove_duplicate=False))
+        for name in names:
+            if name not in known:
+                raise ConversionError(f"the network has no module '{name}'; {nearest(name, known)}")
+        return {name: known[name] for name in names}
+    wanted = tuple(types or ())
+    if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in wanted):
+        raise ConversionError(f"types={types} must be classes of modules, such as (nn.Linear, nn.Conv2d)")
+    found = {name: module for name, module in candidates.items() if isinstance(module, wanted)}
+    if not found:
+        present = sorted({type(module).__name__ for module in candidates.values()})
+        raise ConversionError(f"no layer is an instance of {[kind.__name__ for kind in wanted]}; "
+                              f"the network has {', '.join(present)}")
+    return found
+
+
+def choose_last(candidates: dict[str, nn.Module], last: int) -> dict[str, nn.Module]:
+    """The last ``last`` linear or convolutional layers."""
+    if last < 0:
+        raise ConversionError(f"last={last} must be at least 0")
+    if last == 0:
+        return {}
+    already = [name for name, module in candidates.items() if isinstance(module, BaseVariationalLayer_)]
+    if already:
+        raise ConversionError(f"last={last} counts the layers of a deterministic network, but {already} are Bayesian "
+                              "already; choose by names")
+    affine = [name for name, module in candidates.items() if affine_kind(module) is not None]
+    if not affine:
+        raise ConversionError("the network has no linear or convolutional layer; choose other modules by names")
+    if last > len(affine):
+        raise ConversionError(f"last={last}, but only {len(affine)} layers can be converted: {', '.join(affine)}")
+    return {name: candidates[name] for name in affine[-last:]}
+
+
+def candidate_modules(network: nn.Module) -> dict[str, nn.Module]:
+    """The network's modules by name, in definition order, without the insides of Bayesian and attention layers.
+
+    ``nn.MultiheadAttention`` reads the weight of its projection without calling it.
+    """
+    opaque = BaseVariationalLayer_ | nn.MultiheadAttention
+    inside = {id(inner) for module in network.modules() if isinstance(module, opaque)
+              for inner in module.modules() if inner is not module}
+    return {name: module for name, module in network.named_modules() if id(module) not in inside}
+
+
+def affine_kind(module: nn.Module) -> type[nn.Module] | None:
+    """The deterministic layer that ``module`` computes: a linear map or a convolution, else None."""
+    for kind in AFFINE:
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            return kind
+    return None
+
+
+def check_convertible(network: nn.Module, name: str, module: nn.Module) -> None:
+    """Raise ConversionError with the reason why the chosen ``module`` cannot become Bayesian, if there is one."""
+    reason = None
+    if isinstance(module, BaseVariationalLayer_):
+        reason = "is Bayesian already"
+    elif isinstance(module, LazyModuleMixin):
+        reason = "is lazy, so its sizes are unknown: run one batch through the network first"
+    elif id(module) not in {id(candidate) for candidate in candidate_modules(network).values()}:
+        reason = "is inside an attention or Bayesian layer, which does not call it: choose that layer"
+    elif is_parametrized(module) or (affine_kind(module) is not None and not isinstance(
+            module._parameters.get("weight"), Tensor)):
+        reason = "has a parametrised weight (weight_norm, spectral_norm, ...): remove the parametrisation first"
+    elif module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        reason = "has hooks, which would be lost: register them after the conversion"
+    elif not any(p.is_floating_point() for p in module._parameters.values() if p is not None):
+        children = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+        reason = f"holds no parameter itself: choose among {', '.join(children)}" if children else "has no parameter"
+    elif affine_kind(module) is None and not any(p.requires_grad for p in module.parameters()):
+        reason = "has only frozen parameters, which stay deterministic: set requires_grad first"
+    else:
+        mine = {id(p) for p in module.parameters()}
+        inside = set(module.modules())
+        others = [path for path, other in network.named_modules() if other not in inside
+                  and any(id(p) in mine for p in other._parameters.values() if p is not None)]
+        if others:
+            reason = f"shares a parameter with '{others[0]}': untie them first"
+    if reason is not None:
+        raise ConversionError(f"'{name}' ({type(module).__name__}) cannot be made Bayesian: it {reason}")
+
+
+def check_init(init: str, delta: float, posterior_std: float | None) -> None:
+    """Raise ConversionError for an initialisation that contradicts itself."""
+    if init not in ("fresh", "pretrained"):
+        raise ConversionError(f"unknown init '{init}'; {nearest(init, ('fresh', 'pretrained'))}")
+    if init == "pretrained" and posterior_std is not None:
+        raise ConversionError(f"posterior_std={posterior_std} is for init='fresh'; 'pretrained' takes delta")
+    if not delta > 0:
+        raise ConversionError(f"delta={delta} must be positive")
+    if posterior_std is not None:
+        check_std("posterior_std", posterior_std)
+
+
+def geometry(layer: Any) -> dict[str, Any]:
+    """The constructor arguments of a linear or convolutional layer, without its bias and prior."""
+    made = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    if isinstance(layer, nn.Linear):
+        return {"in_features": layer.in_features, "out_features": layer.out_features, **made}
+    names = ["in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"]
+    names += ["output_padding"] if layer.transposed else []
+    return {name: getattr(layer, name) for name in names} | made
+
+
+@torch.no_grad()
+def carry_over(old: nn.Module, new: BayesianAffine, posterior_std: float | None, pretrained: bool) -> None:
+    """Give ``new`` the trainability, and where ``pretrained`` the weights, of the layer it replaces."""
+    for name in ("weight", "bias"):
+        value = cast("Tensor | None", getattr(old, name))
+        if value is None:
+            continue
+        path = new.weight_name if name == "weight" else "bias"
+        site = next((site for site in new.sites() if site.path == path), None)
+        if site is None:
+            mean = cast("Tensor", new.bias)
+        else:
+            mean = site.mean
+            site.rho.requires_grad_(value.requires_grad)
+            if posterior_std is not None:
+                site.rho.copy_(inverse_softplus_std(torch.full_like(site.rho, posterior_std)))
+        mean.requires_grad_(value.requires_grad)
+        if pretrained:
+            mean.copy_(value)
+
+
+@torch.no_grad()
+def moped(layer: BayesianLayer, delta: float, prior_std: float | None) -> None:
+    r"""Set σ to :math:`\delta |w|` around the means w of ``layer`` and, where ``prior_std`` is given, centre the prior.
+
+    Krishnan et al. 2020, "Specifying weight priors in Bayesian deep neural networks with empirical Bayes".
+    """
+    sites = list(layer.sites())
+    fallback = root_mean_square(torch.cat([site.mean.flatten() for site in sites])) or 1.0
+    for site in sites:
+        if isinstance(layer, BayesianAffine):
+            scale = default_weight_std(getattr(layer, f"mu_{layer.weight_name}"))
+        else:
+            scale = root_mean_square(site.mean) or fallback
+        site.rho.copy_(inverse_softplus_std(delta * site.mean.abs().clamp_min(FLOOR * scale)))
+        if prior_std is not None:
+            layer.priors[site.path] = NormalPrior(site.mean.detach().clone(), prior_std)
+
+
+def reset(module: nn.Module) -> None:
+    """Initialise ``module`` and what is inside it afresh, as its constructor does."""
+    for inner in reversed(list(module.modules())):
+        again = getattr(inner, "reset_parameters", None) or getattr(inner, "_reset_parameters", None)
+        if again is not None:
+            again()
+        elif inner._parameters:
+            raise ConversionError(f"{type(inner).__name__} has no reset_parameters, so it cannot start afresh; "
+                                  "use init='pretrained', or give it one")

@@ -1,0 +1,149 @@
+r"""The pure core of the layers: standard deviations, the KL divergence and the three estimators.
+
+Nothing here draws random numbers: noise is an argument. An ``op`` is any map that is linear in its weight,
+``op(x, weight, bias) -> output``: ``F.linear``, a convolution or a transposed convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Estimator = Literal["reparameterization", "local_reparameterization", "flipout"]
+"""How a layer turns Gaussian weights into a random output whose gradient is unbiased."""
+
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+
+Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Normal(NamedTuple):
+    """Independent Gaussians: ``mean`` and ``std`` of equal shape; ``std=None`` is a deterministic tensor."""
+
+    mean: Tensor
+    std: Tensor | None
+
+
+def smallest_std(dtype: torch.dtype) -> float:
+    """The smallest standard deviation the layers represent: its square is the smallest normal number of ``dtype``.
+
+    >>> smallest_std(torch.float32) == 2.0**-63
+    True
+    """
+    return math.sqrt(torch.finfo(dtype).tiny)
+
+
+def softplus_std(rho: Tensor) -> Tensor:
+    r"""Standard deviation :math:`\sigma = \log(1 + e^\rho)`, never infinite and never 0.
+
+    The linear branch above 40 is exact to rounding in float64 too; below, σ is bounded by :func:`smallest_std`,
+    so that σ² is positive as well (there the gradient is 0).
+
+    >>> softplus_std(torch.tensor([-1e4, 0.0, 1e4])) > 0
+    tensor([True, True, True])
+    """
+    return F.softplus(rho, threshold=40.0).clamp_min(smallest_std(rho.dtype))
+
+
+def inverse_softplus_std(std: Tensor) -> Tensor:
+    r"""The inverse of :func:`softplus_std`, :math:`\rho = \sigma + \log(1 - e^{-\sigma})`.
+
+    A σ below :func:`smallest_std` (0 too) becomes that smallest one.
+
+    >>> softplus_std(inverse_softplus_std(torch.tensor([1e-9, 0.5, 50.0])))
+    tensor([1.0000e-09, 5.0000e-01, 5.0000e+01])
+    """
+    std = std.clamp_min(smallest_std(std.dtype))
+    return std + torch.log(-torch.expm1(-std))
+
+
+def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float) -> Tensor:
+    r"""KL divergence of independent Gaussians from their prior, **summed** over the entries, in nats.
+
+    .. math:: \mathrm{KL}(q\|p) = \sum_i \log\frac{s_i}{\sigma_i}
+              + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{2 s_i^2} - \frac12
+
+    Args:
+        mean, std: :math:`\mu, \sigma` of q, of one shape. Half precision is computed in float32.
+        prior_mean, prior_std: m and s of p, numbers or tensors that broadcast to that shape.
+
+    Returns: scalar.
+    """
+    if mean.dtype in (torch.float16, torch.bfloat16):
+        mean, std = mean.float(), std.float()
+    ratio, shift = std / prior_std, (mean - prior_mean) / prior_std
+    # 1 is subtracted per entry: after the sum it would cancel away a small divergence of many entries
+    return (torch.addcmul(shift.square() - 1, ratio, ratio) - 2 * ratio.log()).sum() / 2
+
+
+def reparameterization(
+    op: Op, x: Tensor, weight: Normal, bias: Normal | None, weight_noise: Tensor, bias_noise: Tensor | None
+) -> Tensor:
+    r"""Output at one weight sample that the whole batch shares, :math:`w = \mu + \sigma \odot \epsilon`.
+
+    Kingma & Welling 2014; Blundell et al. 2015.
+
+    Args:
+        weight_noise, bias_noise: standard normal, of the shapes of weight and bias.
+    """
+    return op(x, sample(weight, weight_noise), None if bias is None else sample(bias, bias_noise))
+
+
+def output_moments(op: Op, x: Tensor, weight: Normal, bias: Normal | None) -> tuple[Tensor, Tensor]:
+    r"""Mean and standard deviation of every output entry under Gaussian weights; local reparameterisation samples it.
+
+    .. math:: E[y] = \mathrm{op}(x, \mu), \qquad \mathrm{Var}[y] = \mathrm{op}(x^2, \sigma^2)
+
+    Kingma et al. 2015, equation (6). The gradient stays finite where the variance is 0. Under float16 autocast the
+    variance is computed in float32, because float16 rounds a variance below 6e-8 to 0.
+    """
+    mean = op(x, weight.mean, None if bias is None else bias.mean)
+    bias_variance = None if bias is None or bias.std is None else bias.std.square()
+    assert weight.std is not None
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+        with torch.autocast(device, enabled=False):
+            variance = op(x.float().square(), weight.std.float().square(), bias_variance)
+    else:
+        variance = op(x.square(), weight.std.square(), bias_variance)
+    return mean, variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt().to(mean.dtype)
+
+
+def flipout(
+    op: Op,
+    x: Tensor,
+    weight: Normal,
+    bias: Normal | None,
+    weight_noise: Tensor,
+    bias_noise: Tensor | None,
+    input_signs: Tensor,
+    output_signs: Tensor,
+) -> Tensor:
+    r"""Output at weight perturbations that are uncorrelated between examples, at the price of two calls of ``op``.
+
+    .. math:: y = \mathrm{op}(x, \mu) + \mathrm{op}(x \odot s, \sigma \odot \epsilon) \odot r
+
+    Wen et al. 2018, equation (4). One perturbation is shared by the batch; an example sees it with random signs.
+    A bias is the weight of a constant input.
+
+    Args:
+        weight_noise, bias_noise: standard normal, of the shapes of weight and bias.
+        input_signs, output_signs: s and r, each ±1 per example and channel, of size 1 along space and time.
+    """
+    mean = op(x, weight.mean, None if bias is None else bias.mean)
+    assert weight.std is not None
+    bias_delta = None if bias is None or bias.std is None or bias_noise is None else bias.std * bias_noise
+    delta = op(x * input_signs, weight.std * weight_noise, bias_delta)
+    return mean + delta * output_signs.to(delta.dtype)
+
+
+def sample(normal: Normal, noise: Tensor | None) -> Tensor:
+    """The draw of ``normal`` at standard normal ``noise``; its mean where it is deterministic."""
+    if normal.std is None or noise is None:
+        return normal.mean
+    return torch.addcmul(normal.mean, normal.std, noise)

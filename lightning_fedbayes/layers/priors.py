@@ -1,0 +1,154 @@
+r"""Priors of a Gaussian site: frozen values with one method, the KL divergence of the site from them.
+
+Any frozen dataclass with such a ``kl`` can be a prior; its tensor fields follow the layer to its device and dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.errors import ConversionError
+from lightning_fedbayes.layers.functional import gaussian_kl_sum
+
+
+class Prior(Protocol):
+    """What a layer asks of its prior."""
+
+    def kl(self, mean: Tensor, std: Tensor) -> Tensor:
+        """KL(q‖p), summed over the entries of the site N(``mean``, ``std``²), in nats. Returns a scalar."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class NormalPrior:
+    r"""The Gaussian prior :math:`N(m, s^2)`; numbers for a fixed prior, tensors for a previous posterior.
+
+    Args:
+        mean: m, a number or a tensor of the site's shape.
+        std: s > 0, a number or a tensor of the site's shape.
+
+    Raises:
+        ConversionError: ``std`` is a number and not positive.
+
+    >>> NormalPrior(0.0, 1.0).kl(torch.zeros(3), torch.ones(3))
+    tensor(0.)
+    """
+
+    mean: float | Tensor = 0.0
+    std: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        check_std("std", self.std)
+
+    def kl(self, mean: Tensor, std: Tensor) -> Tensor:
+        """The closed form of :func:`~lightning_fedbayes.layers.functional.gaussian_kl_sum`."""
+        return gaussian_kl_sum(mean, std, self.mean, self.std)
+
+
+@dataclass(frozen=True, eq=False)
+class TiedMeanPrior:
+    r"""A Gaussian prior whose mean is the posterior's own, :math:`N(\mu, s^2)`: only the spread is penalised.
+
+    Use it where a prior centred at 0 pulls the means of a deep network so hard that it does not train
+    (the ``NormalKLDivergenceWithTiedMean`` of edward2). It regularises the mean not at all; weight decay can.
+
+    Args:
+        std: s > 0.
+    """
+
+    std: float
+
+    def __post_init__(self) -> None:
+        check_std("std", self.std)
+
+    def kl(self, mean: Tensor, std: Tensor) -> Tensor:
+        r""":math:`\sum_i \log(s/\sigma_i) + \sigma_i^2 / 2 s^2 - 1/2`."""
+        return gaussian_kl_sum(torch.zeros_like(std), std, 0.0, self.std)
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleMixturePrior:
+    r"""The spike and slab of two Gaussians, :math:`\pi N(0, s_1^2) + (1 - \pi) N(0, s_2^2)` per entry.
+
+    Its KL has no closed form: the entropy is exact, the cross-entropy is estimated at one reparameterised draw,
+    so that value and gradient are unbiased. Blundell et al. 2015, equation (7).
+
+    Args:
+        weight: :math:`\pi` in [0, 1].
+        std1, std2: :math:`s_1, s_2` > 0.
+
+    Raises:
+        ConversionError: an argument is out of range.
+    """
+
+    weight: float
+    std1: float
+    std2: float
+
+    def __post_init__(self) -> None:
+        check_std("std1", self.std1)
+        check_std("std2", self.std2)
+        if not 0 <= self.weight <= 1:
+            raise ConversionError(f"weight={self.weight} of a scale mixture prior is not in [0, 1]")
+
+    def kl(self, mean: Tensor, std: Tensor) -> Tensor:
+        """A one-draw Monte Carlo estimate; the noise is drawn from torch's global generator."""
+        return self.kl_at(mean, std, torch.randn_like(std))
+
+    def kl_at(self, mean: Tensor, std: Tensor, noise: Tensor) -> Tensor:
+        r""":math:`\sum_i \log q(w_i) - \log p(w_i)` with exact entropy, at :math:`w = \mu + \sigma \odot` ``noise``."""
+        draw = torch.addcmul(mean, std, noise)
+        log_prior = torch.logaddexp(self._log_component(draw, self.weight, self.std1),
+                                    self._log_component(draw, 1 - self.weight, self.std2))
+        return -(std.log() + 0.5 + log_prior).sum()
+
+    @staticmethod
+    def _log_component(draw: Tensor, weight: float, std: float) -> Tensor:
+        # without the constant log sqrt(2 pi), which the entropy cancels
+        return (math.log(weight) if weight > 0 else -math.inf) - math.log(std) - (draw / std).square() / 2
+
+
+P = TypeVar("P", bound=Prior)
+
+
+def map_tensors(prior: P, fn: Callable[[Tensor], Tensor]) -> P:
+    """``prior`` with ``fn`` applied to its tensor fields: how a prior moves to another device or dtype."""
+    if not dataclasses.is_dataclass(prior):
+        return prior
+    changes = {field.name: fn(value) for field in dataclasses.fields(prior)
+               if isinstance(value := getattr(prior, field.name), Tensor)}
+    return dataclasses.replace(prior, **changes) if changes else prior
+
+
+def choose_prior(
+    prior_mean: float, prior_variance: float | None, prior_std: float | None, prior: Prior | None
+) -> Prior:
+    """The one prior that a layer's arguments describe: N(0, 1) unless told otherwise.
+
+    Raises:
+        ConversionError: the arguments describe more than one, or none that is a distribution.
+    """
+    if prior is not None:
+        if prior_variance is not None or prior_std is not None or prior_mean != 0:
+            raise ConversionError("prior= is a whole prior: give no prior_mean, prior_variance or prior_std beside it")
+        return prior
+    if prior_std is None:
+        if prior_variance is not None and not prior_variance > 0:
+            raise ConversionError(f"prior_variance={prior_variance} must be positive")
+        return NormalPrior(prior_mean, math.sqrt(1.0 if prior_variance is None else prior_variance))
+    if prior_variance is not None:
+        raise ConversionError(f"give prior_variance={prior_variance} or prior_std={prior_std}, not both")
+    return NormalPrior(prior_mean, prior_std)
+
+
+def check_std(name: str, std: float | Tensor) -> None:
+    """Raise ConversionError for a number that is no standard deviation; tensors are not read."""
+    if not isinstance(std, Tensor) and not 0 < std < math.inf:
+        raise ConversionError(f"{name}={std} of a prior must be a positive, finite standard deviation")

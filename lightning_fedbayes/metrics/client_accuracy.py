@@ -1,0 +1,69 @@
+"""The accuracy of every client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.metrics.functional.checks import check_predictive
+from lightning_fedbayes.metrics.functional.groups import sum_by_index
+
+
+class ClientAccuracy(Metric):
+    """Accuracy on each client's own data: the vector behind the measures of fairness.
+
+    Feed ``compute()`` to :func:`~lightning_fedbayes.metrics.functional.weighted_accuracy` and
+    :func:`~lightning_fedbayes.metrics.functional.worst_fraction_accuracy`.
+
+    Args:
+        clients: number of clients.
+        kwargs: arguments of :class:`torchmetrics.Metric`.
+
+    Source: BA-BFL (2024) §5.
+
+    >>> metric = ClientAccuracy(clients=2)
+    >>> metric(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]), torch.tensor([0, 1]))
+    tensor([1., 0.])
+    """
+
+    full_state_update = False
+    is_differentiable = False
+    higher_is_better = True
+
+    counts: Tensor
+    hits: Tensor
+
+    def __init__(self, clients: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if clients < 1:
+            raise FedBayesError(f"clients is {clients}; a federation has at least 1 client")
+        self.clients = clients
+        self.add_state("counts", torch.zeros(clients, dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("hits", torch.zeros(clients, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, probs: Tensor, target: Tensor, client: Tensor | int) -> None:
+        """Add examples.
+
+        Args:
+            probs: mean predictive, shape (batch, classes).
+            target: classes, shape (batch,).
+            client: the client that each example belongs to, shape (batch,), or one for all.
+        """
+        hit = check_predictive(probs, target).argmax(1) == target
+        owner = torch.as_tensor(client, device=hit.device).expand_as(hit)
+        if hit.numel() and not 0 <= int(owner.min()) <= int(owner.max()) < self.clients:
+            raise FedBayesError(
+                f"client ranges from {owner.min()} to {owner.max()}, but there are {self.clients} clients, "
+                f"numbered from 0; create ClientAccuracy with more clients"
+            )
+        counts, hits = sum_by_index(owner, self.clients, hit.long())
+        self.counts += counts
+        self.hits += hits
+
+    def compute(self) -> Tensor:
+        """Accuracy of each client so far, shape (clients,); NaN for a client without examples."""
+        return self.hits / self.counts

@@ -1,0 +1,54 @@
+"""One number from the accuracies of many clients."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.metrics.functional.checks import check_vectors
+
+
+def weighted_accuracy(accuracies: Tensor, weights: Tensor) -> Tensor:
+    r"""Average accuracy over clients, :math:`\sum_k \omega_k \mathrm{Acc}_k`: the utilitarian view of fairness.
+
+    Args:
+        accuracies: accuracy of each client, shape (clients,); a client without test examples (NaN) does not count.
+        weights: weight of each client, non-negative, shape (clients,); need not be normalised. With the clients'
+            numbers of training examples this is the average of the source.
+
+    Returns: a scalar.
+
+    Source: BA-BFL (2024) §5, Acc_avg.
+
+    >>> import torch
+    >>> weighted_accuracy(torch.tensor([0.5, 1.0, torch.nan]), torch.tensor([3, 1, 6]))
+    tensor(0.6250)
+    """
+    check_vectors(accuracies=accuracies, weights=weights)
+    known = ~accuracies.isnan()
+    return (accuracies[known] * weights[known]).sum() / weights[known].sum()
+
+
+def worst_fraction_accuracy(accuracies: Tensor, fraction: float = 0.1) -> Tensor:
+    """Mean accuracy of the worst ⌈fraction·K⌉ clients: the egalitarian view of fairness.
+
+    Args:
+        accuracies: accuracy of each client, shape (clients,); a client without test examples (NaN) does not count.
+        fraction: above 0 and at most 1.
+
+    Returns: a scalar; with fraction 1 the plain mean.
+
+    Source: BA-BFL (2024) §5, worst 10% accuracies.
+
+    >>> import torch
+    >>> worst_fraction_accuracy(torch.tensor([0.9, 0.4, 0.6, 0.8]), fraction=0.5)
+    tensor(0.5000)
+    """
+    if not 0 < fraction <= 1:
+        raise FedBayesError(f"fraction is {fraction}; it lies above 0 and at most at 1")
+    check_vectors(accuracies=accuracies)
+    known = accuracies[~accuracies.isnan()]
+    # 0.1 · 30 is a little more than 3 in floating point, and is meant as 3.
+    return known.sort().values[: math.ceil(fraction * len(known) - 1e-9)].mean()

@@ -1,0 +1,138 @@
+"""The LightningModule to subclass: variational training of one network, and prediction by Monte Carlo."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.layers import kl_divergence, mean_only
+from lightning_fedbayes.modules.sampling import sample_outputs
+
+
+class BayesianModule(L.LightningModule):
+    r"""Variational inference for a network with Bayesian layers.
+
+    The loss per example is the negative ELBO divided by the number of examples,
+
+    .. math:: \mathcal L = \frac1B \sum_{i \in batch} -\log p(y_i | x_i, \theta) + \frac{\beta_t}{n}\, KL(q\|p),
+              \qquad \theta \sim q,
+
+    with the KL summed over all parameters and n the number of training examples: of the client whose turn it is in
+    a federation, of the data set otherwise. ``train/nll``, ``train/kl`` and ``train/kl_factor`` (:math:`\beta_t/n`)
+    are logged apart.
+
+    Subclass it: implement :meth:`negative_log_likelihood`, and :meth:`unpack` if batches are not (inputs, targets).
+
+    Args:
+        network: any module; its Bayesian layers make the KL.
+        samples: Monte Carlo samples per prediction and validation.
+        kl_weight: tempering factor β; 1 is the ELBO, smaller a cold posterior.
+        warmup_rounds: epochs (rounds) over which β grows linearly from 0.
+        learning_rate: of the default optimizer, Adam.
+        optimizer: makes another optimizer from the parameters, e.g. ``functools.partial(SGD, lr=0.01)``.
+
+    Raises:
+        FedBayesError: ``samples`` below 1, or ``kl_weight`` or ``warmup_rounds`` negative.
+
+    Source of the loss: [BA-BFL] eq. (3); [FBDL] eq. (6).
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        samples: int = 10,
+        kl_weight: float = 1.0,
+        warmup_rounds: int = 0,
+        learning_rate: float = 1e-3,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("samples", samples, 1), ("kl_weight", kl_weight, 0), ("warmup_rounds", warmup_rounds, 0)
+        ):
+            if value < least:
+                raise FedBayesError(f"{name}={value}: give at least {least}")
+        self.network = network
+        self.samples = samples
+        self.kl_weight = kl_weight
+        self.warmup_rounds = warmup_rounds
+        self.learning_rate = learning_rate
+        self.optimizer = optimizer
+        self.num_examples: int | None = None
+
+    # -- to override ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean over the batch of −log p(y | x, θ), a scalar in nats.
+
+        Args:
+            outputs: what the network made of the inputs with one draw of θ, shape (batch, *).
+            targets: shape (batch, *).
+        """
+
+    def unpack(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a batch."""
+        inputs, targets = batch
+        return inputs, targets
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The network's output with one draw of its parameters."""
+        output = self.network(inputs)
+        return output[0] if isinstance(output, tuple) else output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Negative ELBO per example."""
+        inputs, targets = self.unpack(batch)
+        nll = self.negative_log_likelihood(self(inputs), targets)
+        kl, factor = kl_divergence(self.network), self.kl_factor()
+        figures = {"train/nll": nll.detach(), "train/kl": kl.detach(), "train/kl_factor": factor}
+        self.log_dict(figures, on_step=False, on_epoch=True, batch_size=len(targets))
+        return nll + factor * kl
+
+    def kl_factor(self) -> float:
+        """β_t / n: what the summed KL is multiplied by in the loss per example."""
+        if self.num_examples is None:
+            raise FedBayesError(
+                f"{type(self).__name__} does not know the number of training examples that the KL is divided by: train "
+                "with a Trainer on a data set with a length, or set module.num_examples"
+            )
+        warm = 1.0 if not self.warmup_rounds else min(1.0, (self.current_epoch + 1) / self.warmup_rounds)
+        return self.kl_weight * warm / self.num_examples
+
+    def on_train_start(self) -> None:
+        """Take n from the training data, unless a federation gives it client by client."""
+        if self.num_examples is None:
+            dataset = getattr(self.trainer.train_dataloader, "dataset", None)
+            self.num_examples = len(dataset) if hasattr(dataset, "__len__") else None  # pyright: ignore
+
+    def on_client_start(self, client: Any) -> None:
+        """Take n from the client whose turn it is (a :class:`~lightning_fedbayes.engines.Client`)."""
+        self.num_examples = client.num_examples
+
+    def configure_optimizers(self) -> Any:
+        """Adam, or what ``optimizer`` makes."""
+        if self.optimizer is not None:
+            return self.optimizer(self.parameters())
+        return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
+
+    # -- prediction ----------------------------------------------------------------------------------------------------
+
+    def sample(self, inputs: Tensor, samples: int | None = None) -> Tensor:
+        """Draws of the network's output, shape (samples, batch, *); see :func:`sample_outputs`."""
+        return sample_outputs(self.network, inputs, self.samples if samples is None else samples)
+
+    def predict_mean(self, inputs: Tensor) -> Tensor:
+        """The network's output at the posterior mean, shape (batch, *), at the cost of the deterministic network."""
+        with mean_only(self.network):
+            return self(inputs)

@@ -1,0 +1,70 @@
+"""Clients of given sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from lightning_fedbayes.errors import PartitionError
+from lightning_fedbayes.partition.base import Array, Partition, check_clients, check_enough
+
+
+@dataclass(frozen=True)
+class SizesPartition(Partition):
+    """Shuffle all examples and give each client its stated number or fraction of them.
+
+    Use it for quantity skew: clients that differ in how much they hold, not in what. Examples that no client
+    claims are left out.
+
+    Args:
+        sizes: all integers (numbers of examples, each at least 1), or all floats (fractions of the data, each
+            above 0, sum at most 1; cut where the cumulative fractions round to).
+
+    >>> SizesPartition((0.5, 0.25, 0.25)).split(None, seed=0, num_examples=10).sizes
+    (5, 3, 2)
+    >>> SizesPartition((6, 1)).split(None, seed=0, num_examples=10).sizes
+    (6, 1)
+    """
+
+    sizes: tuple[int | float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+        check_clients(self.clients)
+        if len({isinstance(size, float) for size in self.sizes}) > 1:
+            raise PartitionError(
+                f"sizes {self.sizes} mix integers and floats; give all numbers of examples (integers) or all "
+                "fractions (floats)"
+            )
+        if not all(size > 0 for size in self.sizes):
+            raise PartitionError(f"sizes {self.sizes} must all be above 0; leave out clients that hold no data")
+        if self.fractional and sum(self.sizes) > 1 + 1e-9:
+            raise PartitionError(
+                f"fractions {self.sizes} sum to {sum(self.sizes):.6g}, but there is only 1 to share; "
+                "lower them, or pass integers for numbers of examples"
+            )
+
+    @property
+    def clients(self) -> int:
+        """Number of clients."""
+        return len(self.sizes)
+
+    @property
+    def fractional(self) -> bool:
+        """Whether the sizes are fractions of the data."""
+        return any(isinstance(size, float) for size in self.sizes)
+
+    def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> list[Array]:
+        """Consecutive parts of one permutation."""
+        total = check_enough(self.clients, num_examples)
+        ends = np.cumsum(self.sizes)
+        if self.fractional:
+            ends = np.floor(ends * total + 0.5).astype(np.int64)
+        if ends[-1] > total:
+            raise PartitionError(
+                f"sizes {self.sizes} sum to {ends[-1]}, but there are {total} examples; lower the sizes, or "
+                "pass fractions as floats"
+            )
+        return np.split(generator.permutation(total)[: ends[-1]], ends[:-1])

@@ -1,0 +1,182 @@
+"""Tensors in, matplotlib figures out: the pictures that metrics, partitions and callbacks show.
+
+Figures are built as objects, without pyplot, so that they need no display and are freed with their last reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from torch import Tensor
+
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's colours, told apart by colour-blind readers too."""
+INK, GRID = "#333333", "#E3E3E3"
+SEQUENTIAL = LinearSegmentedColormap.from_list("white_to_blue", ["#FFFFFF", "#9CC8E3", "#0072B2", "#00324F"])
+DPI = 120
+
+
+def reliability_diagram(confidence: Tensor, accuracy: Tensor, counts: Tensor, ece: Tensor | float) -> Figure:
+    """Accuracy against confidence per bin, with the gap to the diagonal, over the number of examples.
+
+    Bars below the diagonal mean overconfidence. The gap is drawn at the bin's mean confidence.
+
+    Args:
+        confidence, accuracy: per bin of equal width over [0, 1], shape (bins,); NaN where a bin is empty.
+        counts: examples per bin, shape (bins,).
+        ece: expected calibration error, shown in the picture.
+    """
+    at, height, number = (np.atleast_1d(_array(values)) for values in (confidence, accuracy, counts))
+    width, full = 1 / len(number), number > 0
+    left = np.arange(len(number)) * width
+    figure = Figure(figsize=(5.0, 5.0), dpi=DPI, layout="constrained")
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    _style(axes)
+    _style(below)
+    edge = {"align": "edge", "edgecolor": "white", "linewidth": 0.6 if len(number) <= 30 else 0.0}
+    axes.bar(left[full], height[full], width, color=PALETTE[0], label="accuracy", **edge)
+    axes.vlines(at[full], height[full], at[full], color=PALETTE[1], linewidth=2 if len(number) <= 30 else 0.8,
+                label="gap")
+    axes.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle="--", label="perfect calibration")
+    axes.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy", title=f"Reliability (ECE {float(ece):.2%})")
+    axes.legend(loc="upper left", frameon=False, fontsize=9)
+    below.bar(left, number / max(number.sum(), 1), width, color=PALETTE[5], **edge)
+    below.set(xlabel="confidence", ylabel="examples")
+    below.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    return figure
+
+
+def accuracy_retained(curves: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
+    """Accuracy against the fraction of examples retained, when the most uncertain are discarded.
+
+    Fractions below 1 % are not drawn: a handful of examples has any accuracy.
+
+    Args:
+        curves: label → (fractions retained, accuracies), each of shape (points,).
+    """
+    figure, axes = _figure()
+    for (label, (fraction, accuracy)), style in zip(curves.items(), _line_styles(len(curves))):
+        x, y = np.atleast_1d(_array(fraction)), np.atleast_1d(_array(accuracy))
+        drawn = x >= 0.01
+        axes.plot(x[drawn], y[drawn], label=label, marker="o" if drawn.sum() == 1 else None, **style)
+    axes.set(xlim=(0, 1.01), xlabel="examples retained", ylabel="accuracy",
+             title="Accuracy when the most uncertain are discarded")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(PercentFormatter(1, decimals=None))
+    _legend(axes, len(curves))
+    return figure
+
+
+def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
+    """Examples of each class (columns) at each client (rows); the darker, the more.
+
+    Args:
+        counts: shape (clients, classes), non-negative.
+        classes: labels of the columns.
+    """
+    table = _array(counts)
+    rows, columns = table.shape
+    figure, axes = _figure(min(max(0.55 * columns + 1.9, 4.4), 12), min(max(0.34 * rows + 1.3, 2.6), 10))
+    image = axes.imshow(table, cmap=SEQUENTIAL, vmin=0, aspect="auto")
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    _ticks(axes, [str(c) for c in classes], [str(k) for k in range(rows)])
+    axes.set(xlabel="class", ylabel="client", title="Examples per client and class")
+    if rows <= 20 and columns <= 12:
+        dark = table > 0.45 * max(table.max(), 1)
+        for (k, c), value in np.ndenumerate(table):
+            axes.text(c, k, str(value), ha="center", va="center", fontsize=8, color="white" if dark[k, c] else INK)
+    else:
+        figure.colorbar(image, ax=axes, label="examples", aspect=40).outline.set_visible(False)  # type: ignore[operator]
+    return figure
+
+
+def rounds(curves: Mapping[str, Sequence[float]], ylabel: str) -> Figure:
+    """Learning curves: one value per round, starting with round 1; NaN leaves a gap.
+
+    Args:
+        curves: label → values of rounds 1, 2, ….
+        ylabel: what the values are, with their unit.
+    """
+    figure, axes = _figure()
+    for (label, values), style in zip(curves.items(), _line_styles(len(curves))):
+        marker = "o" if len(values) <= 20 else None
+        axes.plot(range(1, len(values) + 1), values, label=label, marker=marker, markersize=3.5, **style)
+    axes.set(xlabel="round", ylabel=ylabel, title=f"{ylabel} by round")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(axes, len(curves))
+    return figure
+
+
+def prediction_interval(x: Tensor, mean: Tensor, std: Tensor, target: tuple[Tensor, Tensor] | None = None) -> Figure:
+    """A regression over one input: predictive mean, intervals of one and two standard deviations, and the data.
+
+    Args:
+        x: inputs where the prediction was made, shape (points,), any order.
+        mean, std: predictive mean and standard deviation there, in the units of the target, shape (points,).
+        target: (inputs, targets) of observed data, each of shape (examples,); None shows none.
+    """
+    order = np.argsort(_array(x))
+    x_, mean_, std_ = (_array(values)[order] for values in (x, mean, std))
+    figure, axes = _figure()
+    for widths, alpha in ((2, 0.18), (1, 0.3)):
+        axes.fill_between(x_, mean_ - widths * std_, mean_ + widths * std_, color=PALETTE[0], alpha=alpha,
+                          linewidth=0, label=f"± {widths} sd")
+    axes.plot(x_, mean_, color=PALETTE[0], linewidth=1.8, label="predictive mean")
+    if target is not None:
+        axes.scatter(_array(target[0]), _array(target[1]), s=10, color=INK, zorder=3, label="data")
+    axes.set(xlabel="input x", ylabel="target y", title="Predictive distribution", xlim=(x_[0], x_[-1]))
+    _legend(axes, 4)
+    return figure
+
+
+def _figure(width: float = 5.0, height: float = 3.75) -> tuple[Figure, Axes]:
+    """An empty figure of ``width`` × ``height`` inches in the house style."""
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    axes = figure.add_subplot()
+    _style(axes)
+    return figure, axes
+
+
+def _style(axes: Axes) -> None:
+    """Light grid behind the data, no frame at the top and the right."""
+    axes.set_axisbelow(True)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#999999")
+    axes.tick_params(colors=INK, labelsize=9, length=0)
+    axes.title.set(fontsize=11, color=INK)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set(fontsize=10, color=INK)
+
+
+def _ticks(axes: Axes, columns: Sequence[str], rows: Sequence[str]) -> None:
+    """Name every cell of a table, or every n-th where they would not fit."""
+    every_column, every_row = -(-len(columns) // 16), -(-len(rows) // 24)
+    axes.set_xticks(range(0, len(columns), every_column), columns[::every_column])
+    axes.set_yticks(range(0, len(rows), every_row), rows[::every_row])
+
+
+def _line_styles(number: int) -> list[dict[str, Any]]:
+    """Colours of the palette; dashes tell apart what would repeat a colour."""
+    dashes = ("-", "--", ":", "-.")
+    return [{"color": PALETTE[i % len(PALETTE)], "linestyle": dashes[i // len(PALETTE) % len(dashes)], "linewidth": 1.8}
+            for i in range(number)]
+
+
+def _legend(axes: Axes, entries: int) -> None:
+    """A legend without a frame; beside the axes when it would cover the data."""
+    if entries <= 5:
+        axes.legend(frameon=False, fontsize=9)
+    else:
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy()

@@ -1,0 +1,195 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fedbayes.errors import ConversionError
+from lightning_fedbayes.layers import (
+    Conv2dLocalReparameterization,
+    LinearFlipout,
+    LinearLocalReparameterization,
+    LinearReparameterization,
+    Reparameterized,
+    TiedMeanPrior,
+    bayesianize,
+    gaussian_sites,
+    kl_divergence,
+    mean_only,
+)
+
+from .helpers import KINDS, example
+
+
+class LeNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3, padding=1, padding_mode="reflect")
+        self.head = nn.Sequential(nn.Linear(32, 5), nn.ReLU(), nn.Linear(5, 3, bias=False))
+
+    def forward(self, x):
+        return self.head(self.conv(x).flatten(1))
+
+
+def test_pretrained_keeps_the_function_at_the_mean(kind, estimator):
+    positional, keywords, _ = KINDS[kind]
+    network = nn.Sequential(getattr(nn, kind)(*positional, **keywords)).double().eval()
+    bayesian = bayesianize(network, last=1, init="pretrained", estimator=estimator)
+    x = example(kind).double()
+    with mean_only(bayesian):
+        assert torch.equal(bayesian(x), network(x))
+    assert bayesian[0].estimator == estimator
+    assert not bayesian[0].training
+    assert {p.dtype for p in bayesian.parameters()} == {torch.float64}
+    assert not torch.equal(bayesian(x), bayesian(x))
+
+
+def test_moped_is_delta_times_the_weight_around_a_centred_prior():
+    network = LeNet()
+    with torch.no_grad():
+        network.head[0].weight[0, 0] = 0.0
+    bayesian = bayesianize(network, last=3, init="pretrained", delta=0.2, prior_std=0.5)
+    for name, site in gaussian_sites(bayesian).items():
+        w = network.get_parameter(name.replace("kernel", "weight"))
+        assert torch.equal(site.mean, w)
+        typical = w.abs() > 0.02 * w.std()
+        torch.testing.assert_close(site.std[typical], 0.2 * w.abs()[typical], rtol=1e-4, atol=0)
+        assert torch.equal(site.prior.mean, w)
+        assert site.prior.std == 0.5
+    assert gaussian_sites(bayesian)["head.0.weight"].std[0, 0] > 1e-5
+    tied = bayesianize(network, last=1, init="pretrained", prior=TiedMeanPrior(0.1))
+    assert isinstance(tied.head[2].priors["weight"], TiedMeanPrior)
+
+
+def test_fresh_keeps_nothing_and_takes_the_std():
+    network = LeNet()
+    with torch.no_grad():
+        for p in network.parameters():
+            p.fill_(100.0)
+    bayesian = bayesianize(network, last=2, posterior_std=0.02, prior_std=3.0)
+    assert torch.equal(bayesian.conv.weight, network.conv.weight)
+    for site in gaussian_sites(bayesian).values():
+        assert site.mean.abs().max() < 1
+        torch.testing.assert_close(site.std, torch.full_like(site.std, 0.02))
+        assert (site.prior.mean, site.prior.std) == (0.0, 3.0)
+
+
+@pytest.mark.parametrize(("last", "expected"), [
+    (0, ["Conv2d", "Linear", "Linear"]),
+    (1, ["Conv2d", "Linear", "LinearLocalReparameterization"]),
+    (3, ["Conv2dLocalReparameterization", "LinearLocalReparameterization", "LinearLocalReparameterization"])])
+def test_last_counts_from_the_end_and_leaves_the_network_alone(last, expected):
+    network = LeNet()
+    state = copy.deepcopy(network.state_dict())
+    bayesian = bayesianize(network, last=last)
+    assert [type(m).__name__ for m in (bayesian.conv, bayesian.head[0], bayesian.head[2])] == expected
+    assert type(network.head[2]) is nn.Linear
+    assert all(torch.equal(state[name], value) for name, value in network.state_dict().items())
+    bayesian(torch.randn(2, 1, 4, 4))
+    if last == 0:
+        assert kl_divergence(bayesian) == 0
+        assert all(torch.equal(state[name], value) for name, value in bayesian.state_dict().items())
+
+
+def test_names_and_types():
+    bayesian = bayesianize(LeNet(), names=["conv"], estimator="local_reparameterization")
+    assert type(bayesian.conv) is Conv2dLocalReparameterization
+    assert bayesian.conv.padding_mode == "reflect"
+    bayesian = bayesianize(LeNet(), types=[nn.Linear], estimator="flipout", bayesian_bias=False)
+    assert type(bayesian.head[0]) is LinearFlipout
+    assert bayesian.head[0].bias is not None
+    assert bayesian.head[2].bias is None
+    assert type(bayesianize(nn.Linear(2, 1), last=1)) is LinearLocalReparameterization
+
+
+def test_other_modules_become_reparameterized():
+    network = nn.ModuleDict({"embed": nn.Embedding(5, 4), "lstm": nn.LSTM(4, 4), "norm": nn.LayerNorm(4),
+                             "attention": nn.MultiheadAttention(4, 2), "out": nn.Linear(4, 5)})
+    for init in ("fresh", "pretrained"):
+        bayesian = bayesianize(network, names=["embed", "lstm", "norm", "attention"], init=init)
+        for name in ("embed", "lstm", "norm", "attention"):
+            assert type(bayesian[name]) is Reparameterized
+            same = torch.equal(next(bayesian[name].module.parameters()), next(network[name].parameters()))
+            assert same == (init == "pretrained" or name == "norm")
+        assert type(bayesian["out"]) is nn.Linear
+    assert kl_divergence(bayesian).isfinite()
+    assert type(bayesianize(network, types=[nn.LSTM])["lstm"]) is Reparameterized
+    # attention reads its projection without calling it, so types do not reach inside
+    assert type(bayesianize(network, types=[nn.Linear])["attention"].out_proj) is not LinearLocalReparameterization
+
+
+def test_a_subclass_with_its_own_forward_keeps_it():
+    class Doubled(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    network = nn.Sequential(Doubled(2, 2), nn.Linear(2, 2))
+    bayesian = bayesianize(network, types=[nn.Linear], init="pretrained")
+    assert type(bayesian[0]) is Reparameterized
+    x = torch.randn(3, 2)
+    with mean_only(bayesian):
+        assert torch.equal(bayesian(x), network(x))
+
+
+def test_tied_layers_stay_tied_and_frozen_ones_frozen():
+    layer = nn.Linear(3, 3)
+    layer.weight.requires_grad_(False)
+    network = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer)})
+    for choice in ({"last": 1}, {"names": ["b.0"]}, {"names": ["a", "b.0"]}, {"types": [nn.Linear]}):
+        bayesian = bayesianize(network, **choice)
+        assert bayesian["a"] is bayesian["b"][0]
+        assert isinstance(bayesian["a"], LinearReparameterization)
+        assert not bayesian["a"].mu_weight.requires_grad
+        assert not bayesian["a"].rho_weight.requires_grad
+        assert bayesian["a"].rho_bias.requires_grad
+
+
+def sharing():
+    network = nn.ModuleDict({"embed": nn.Embedding(5, 4), "out": nn.Linear(4, 5)})
+    network["out"].weight = network["embed"].weight
+    return network
+
+
+def hooked():
+    network = nn.Sequential(nn.Linear(2, 2))
+    network[0].register_forward_hook(lambda *_: None)
+    return network
+
+
+class Wall(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize(("network", "arguments", "message"), [
+    (LeNet(), {}, "exactly one"),
+    (LeNet(), {"last": 1, "names": ["conv"]}, "exactly one"),
+    (LeNet(), {"last": 4}, r"last=4, but only 3 .* conv, head\.0, head\.2"),
+    (LeNet(), {"last": -1}, "at least 0"),
+    (nn.Sequential(nn.ReLU()), {"last": 1}, "no linear or convolutional"),
+    (LeNet(), {"names": ["head.1"]}, r"'head\.1' \(ReLU\) .* no parameter"),
+    (LeNet(), {"names": ["head"]}, r"choose among head\.0"),
+    (LeNet(), {"names": ["cnov"]}, "did you mean 'conv'"),
+    (LeNet(), {"types": [nn.LSTM]}, r"no layer is an instance of \['LSTM'\]; the network has Conv2d"),
+    (LeNet(), {"types": ["Linear"]}, "must be classes"),
+    (LeNet(), {"last": 1, "estimator": "flip"}, "did you mean 'flipout'"),
+    (LeNet(), {"last": 1, "init": "moped"}, "unknown init"),
+    (LeNet(), {"last": 1, "init": "pretrained", "posterior_std": 0.1}, "takes delta"),
+    (LeNet(), {"last": 1, "posterior_std": 0.0}, "posterior_std"),
+    (LeNet(), {"last": 1, "delta": 0.0}, "delta"),
+    (LeNet(), {"last": 1, "prior": TiedMeanPrior(1.0), "prior_std": 1.0}, "not both"),
+    (LeNet(), {"last": 1, "prior_std": 0.0}, "positive"),
+    (nn.Sequential(LinearReparameterization(2, 2)), {"names": ["0"]}, "Bayesian already"),
+    (nn.Sequential(nn.Linear(2, 2), LinearReparameterization(2, 2)), {"last": 1}, r"\['1'\] are Bayesian"),
+    (nn.Sequential(nn.LazyLinear(2)), {"last": 1}, "lazy"),
+    (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))), {"last": 1}, "parametrised"),
+    (nn.Sequential(nn.LSTM(2, 2).requires_grad_(False)), {"names": ["0"]}, "only frozen"),
+    (nn.ModuleDict({"a": nn.MultiheadAttention(4, 2)}), {"names": ["a.out_proj"]}, "inside an attention"),
+    (sharing(), {"last": 1}, "shares a parameter with 'embed'"),
+    (hooked(), {"last": 1}, "hooks"),
+    (nn.Sequential(Wall()), {"names": ["0"]}, "no reset_parameters"),
+])
+def test_what_cannot_be_converted_is_refused_with_the_reason(network, arguments, message):
+    with pytest.raises(ConversionError, match=message):
+        bayesianize(network, **arguments)

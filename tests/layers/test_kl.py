@@ -1,0 +1,128 @@
+import copy
+
+import bayesian_torch.layers as bt
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Normal as TorchNormal
+from torch.distributions import kl_divergence as torch_kl
+
+from lightning_fedbayes.errors import PosteriorError
+from lightning_fedbayes.layers import (
+    LinearFlipout,
+    LinearReparameterization,
+    Reparameterized,
+    gaussian_sites,
+    kl_divergence,
+    read_posterior,
+    set_prior,
+)
+from lightning_fedbayes.posterior import GaussianPosterior
+
+from .helpers import make
+
+
+def torch_sum(site, mean, std):
+    return torch_kl(TorchNormal(site.mean, site.std), TorchNormal(mean, std)).sum()
+
+
+def test_every_layers_kl_is_the_sum_of_torchs(kind, estimator):
+    layer = make(kind, estimator, prior_mean=0.3, prior_variance=4.0)
+    expected = sum(torch_sum(site, 0.3, 2.0) for site in layer.sites())
+    torch.testing.assert_close(layer.kl_loss(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kl_divergence(layer), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_network_without_gaussian_parameters_has_none():
+    assert kl_divergence(nn.Linear(2, 2)) == 0
+    assert kl_divergence(nn.ReLU()) == 0
+
+
+def test_tied_layer_counts_once():
+    layer = LinearReparameterization(3, 3)
+    torch.testing.assert_close(kl_divergence(nn.Sequential(layer, nn.ReLU(), layer)), layer.kl_loss())
+
+
+FOREIGN = [
+    lambda: bt.LinearReparameterization(3, 2, prior_mean=0.5, prior_variance=4.0),
+    lambda: bt.Conv2dFlipout(2, 3, 3, prior_mean=0.5, prior_variance=4.0),
+    lambda: bt.ConvTranspose2dFlipout(2, 5, 3, prior_mean=0.5, prior_variance=4.0),  # its sigma buffer is misshapen
+    lambda: bt.LSTMReparameterization(3, 2, prior_mean=0.5, prior_variance=4.0),
+]
+
+
+@pytest.mark.parametrize("build", FOREIGN)
+def test_bayesian_torch_layers_count_by_their_sum_and_variance(build):
+    layer = build()
+    expected = sum(torch_sum(site, 0.5, 2.0) for site in gaussian_sites(layer).values())
+    torch.testing.assert_close(kl_divergence(layer), expected)
+
+
+def test_bayesian_torch_prior_changed_by_the_user_is_respected():
+    layer = bt.LinearReparameterization(3, 2)
+    layer.prior_weight_mu.copy_(layer.mu_weight)
+    layer.prior_weight_sigma.fill_(9.0)
+    sites = gaussian_sites(layer)
+    expected = torch_sum(sites["weight"], layer.mu_weight, 3.0) + torch_sum(sites["bias"], 0.0, 1.0)
+    torch.testing.assert_close(kl_divergence(layer), expected)
+
+
+def networks():
+    ours = nn.Sequential(LinearReparameterization(3, 2, prior_std=0.5), Reparameterized(nn.LayerNorm(2)),
+                         LinearFlipout(2, 2))
+    theirs = nn.Sequential(bt.LinearReparameterization(3, 2), bt.LinearFlipout(2, 2))
+    return [ours, theirs, nn.Sequential(bt.ConvTranspose2dFlipout(2, 5, 3))]
+
+
+@pytest.mark.parametrize("network", networks())
+def test_own_posterior_as_prior_gives_zero_and_none_restores(network):
+    before = kl_divergence(network).detach()
+    names = set(network.state_dict())
+    set_prior(network, read_posterior(network))
+    torch.testing.assert_close(kl_divergence(network), torch.zeros(()), atol=1e-5, rtol=0)
+    with torch.no_grad():
+        for site in gaussian_sites(network).values():
+            site.mean.add_(1.0)
+    assert kl_divergence(network) > 1  # the prior is a copy, and stayed where it was
+    assert set(network.state_dict()) == names
+    moved = copy.deepcopy(network).double()
+    torch.testing.assert_close(kl_divergence(moved).float(), kl_divergence(network).detach())
+    with torch.no_grad():
+        for site in gaussian_sites(network).values():
+            site.mean.sub_(1.0)
+    set_prior(network, read_posterior(network))  # twice in a row, as a federation does
+    set_prior(network, None)
+    torch.testing.assert_close(kl_divergence(network), before, rtol=1e-4, atol=1e-4)
+    set_prior(network, None)
+
+
+def test_any_posterior_as_prior_is_the_gaussian_kl():
+    network = networks()[0]
+    read = read_posterior(network)
+    prior = GaussianPosterior({n: torch.randn_like(m) for n, m in read.mean.items()},
+                              {n: torch.rand_like(m) + 0.1 for n, m in read.mean.items()})
+    set_prior(network, prior)
+    expected = read.clone().kl(GaussianPosterior(dict(prior.mean), dict(prior.variance)))
+    torch.testing.assert_close(kl_divergence(network).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bayesian_torchs_own_kl_reads_the_mean_and_std_of_a_set_prior():
+    layer = bt.LinearReparameterization(3, 2)
+    read = read_posterior(layer)
+    set_prior(layer, GaussianPosterior(read.mean, {n: torch.full_like(v, 4.0) for n, v in read.variance.items()}))
+    assert layer.prior_weight_sigma.unique().tolist() == [2.0]
+    own = sum(site.kl() / site.mean.numel() for site in gaussian_sites(layer).values())
+    torch.testing.assert_close(layer.kl_loss(), own)  # a mean per tensor, but with the right prior
+
+
+def test_a_point_mass_or_a_foreign_posterior_is_no_prior():
+    layer = LinearReparameterization(3, 2)
+    before = layer.kl_loss()
+    read = read_posterior(layer)
+    with pytest.raises(PosteriorError, match="'weight' has variance 0 at 6 of 6"):
+        set_prior(layer, GaussianPosterior.point_mass(read.mean))
+    with pytest.raises(PosteriorError, match="no 'bias'"):
+        set_prior(layer, GaussianPosterior({"weight": read.mean["weight"]}, {"weight": read.variance["weight"]}))
+    with pytest.raises(PosteriorError, match="shape"):
+        set_prior(layer, read_posterior(LinearReparameterization(2, 2)))
+    assert torch.equal(layer.kl_loss(), before)

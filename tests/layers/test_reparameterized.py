@@ -1,0 +1,106 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fedbayes.errors import ConversionError
+from lightning_fedbayes.layers import Reparameterized, kl_divergence, load_posterior, mean_only, read_posterior
+
+from .helpers import covariance, draws
+
+MODULES = {
+    "lstm": (lambda: nn.LSTM(3, 4, batch_first=True), lambda: (torch.randn(2, 5, 3),)),
+    "embedding": (lambda: nn.Embedding(7, 3), lambda: (torch.tensor([[1, 2], [2, 6]]),)),
+    "attention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), lambda: (torch.randn(2, 3, 4),) * 3),
+    "norm": (lambda: nn.LayerNorm(4), lambda: (torch.randn(2, 4),)),
+    "batch norm": (lambda: nn.BatchNorm1d(4), lambda: (torch.randn(8, 4),)),
+    "block": (lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), lambda: (torch.randn(2, 4),)),
+}
+
+
+def first(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+@pytest.fixture(params=sorted(MODULES))
+def case(request):
+    build, inputs = MODULES[request.param]
+    return build(), inputs()
+
+
+def test_samples_differ_and_the_mean_is_the_module_itself(case):
+    module, inputs = case
+    layer = Reparameterized(module, posterior_std=0.1)
+    assert not torch.equal(first(layer(*inputs)), first(layer(*inputs)))
+    layer.eval()
+    with mean_only(layer):
+        assert torch.equal(first(layer(*inputs)), first(module(*inputs)))
+    first(layer(*inputs)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), layer.module.parameters()))
+
+
+def test_pretrained_state_dict_loads_into_the_module(case):
+    module, _ = case
+    layer = Reparameterized(copy.deepcopy(module))
+    layer.module.load_state_dict(module.state_dict(), strict=True)
+    twin = pickle.loads(pickle.dumps(layer))
+    twin.load_state_dict(layer.state_dict(), strict=True)
+    torch.testing.assert_close(kl_divergence(twin), kl_divergence(layer))
+    assert kl_divergence(layer) > 0
+
+
+def test_posterior_names_are_the_means_own_paths_and_round_trip(case):
+    module, _ = case
+    network = nn.ModuleDict({"part": Reparameterized(module)})
+    posterior = read_posterior(network)
+    assert set(posterior.names) == {f"part.module.{name}" for name, _ in module.named_parameters()}
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    load_posterior(network, posterior)
+    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
+
+
+def test_covariance_is_that_of_sampled_weights():
+    block = nn.Linear(3, 2)
+    layer, x = Reparameterized(block, posterior_std=0.3), torch.randn(2, 3)
+    estimate, error = covariance(draws(lambda: layer(x), 40_000))
+    shared = 0.09 * (x @ x.T + 1).double()
+    exact = torch.kron(shared, torch.eye(2, dtype=torch.float64))
+    assert ((estimate - exact).abs() < error).all()
+
+
+def test_initial_std_is_a_tenth_of_the_parameters_scale_and_never_zero():
+    layer = Reparameterized(nn.LayerNorm(4))
+    std = {site.path: site.std.detach() for site in layer.sites()}
+    torch.testing.assert_close(std["module.weight"], torch.full((4,), 0.1))
+    torch.testing.assert_close(std["module.bias"], torch.full((4,), 0.1 * 0.5**0.5))
+
+
+def test_buffers_stay_and_frozen_parameters_are_deterministic():
+    norm = nn.BatchNorm1d(4)
+    norm.bias.requires_grad_(False)
+    layer = Reparameterized(norm)
+    assert [site.path for site in layer.sites()] == ["module.weight"]
+    layer(torch.randn(8, 4))
+    assert norm.num_batches_tracked == 1
+    assert norm.running_mean.abs().sum() > 0
+    posterior = read_posterior(layer)
+    assert not posterior.variance["module.bias"].any()
+    assert posterior.variance["module.weight"].all()
+
+
+def test_one_weight_sample_for_the_whole_sequence():
+    layer = Reparameterized(nn.Embedding(3, 2), posterior_std=1.0)
+    rows = layer(torch.tensor([1, 1, 1]))
+    assert torch.equal(rows[0], rows[2])
+
+
+def test_nothing_to_sample_is_refused():
+    with pytest.raises(ConversionError, match="no trainable"):
+        Reparameterized(nn.ReLU())
+    with pytest.raises(ConversionError, match="lazy"):
+        Reparameterized(nn.LazyLinear(3))
+    with pytest.raises(ConversionError, match="posterior_std"):
+        Reparameterized(nn.Linear(1, 1), posterior_std=-1.0)

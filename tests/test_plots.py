@@ -1,0 +1,81 @@
+"""Pictures: they show the numbers they are given, need no display, and leave no global state behind."""
+
+import io
+
+import matplotlib as mpl
+import pytest
+import torch
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+
+from lightning_fedbayes import plots
+
+X = torch.linspace(-2, 2, 30)
+CURVE = (torch.linspace(0.02, 1, 50), torch.linspace(1, 0.8, 50))
+FIGURES = {
+    "reliability": lambda: plots.reliability_diagram(
+        torch.tensor([torch.nan, 0.6, 0.9]), torch.tensor([torch.nan, 0.5, 0.8]), torch.tensor([0, 10, 30]), 0.1),
+    "reliability_of_one_bin": lambda: plots.reliability_diagram(
+        torch.tensor(0.6), torch.tensor(0.5), torch.tensor(4), torch.tensor(0.1)),
+    "retained": lambda: plots.accuracy_retained({"entropy": CURVE, "epistemic": CURVE}),
+    "retained_of_one_value": lambda: plots.accuracy_retained({"constant": (torch.tensor(1.0), torch.tensor(0.7))}),
+    "heatmap": lambda: plots.client_heatmap(torch.arange(12).view(3, 4), "abcd"),
+    "large_heatmap": lambda: plots.client_heatmap(torch.arange(60 * 40).view(60, 40), range(40)),
+    "empty_heatmap": lambda: plots.client_heatmap(torch.zeros(2, 2).long(), (0, 1)),
+    "rounds": lambda: plots.rounds({f"rule {i}": [0.1 * i, float("nan"), 0.5] for i in range(9)}, "accuracy"),
+    "interval": lambda: plots.prediction_interval(X.flip(0), X.flip(0) ** 3, X.abs(), (X, X**3)),
+    "interval_alone": lambda: plots.prediction_interval(X, X**3, X.abs()),
+}
+
+
+@pytest.mark.parametrize("build", FIGURES.values(), ids=FIGURES)
+def test_renders_to_png_without_pyplot(build, monkeypatch):
+    before = pyplot.get_fignums(), dict(mpl.rcParams)
+    monkeypatch.setattr(pyplot, "figure", None)  # whoever asks pyplot for a figure fails
+    figure = build()
+    assert isinstance(figure, Figure)
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    assert png.getvalue().startswith(b"\x89PNG")
+    assert (pyplot.get_fignums(), dict(mpl.rcParams)) == before
+    width = figure.get_figwidth() * figure.dpi
+    assert width >= 500
+
+
+@pytest.mark.parametrize("build", FIGURES.values(), ids=FIGURES)
+def test_axes_are_labelled_and_titled(build):
+    figure = build()
+    axes = [a for a in figure.axes if a.get_label() != "<colorbar>"]
+    assert axes[0].get_title()
+    assert all(a.get_ylabel() for a in axes)
+    assert axes[-1].get_xlabel()
+
+
+def test_reliability_bars_are_the_accuracies_of_full_bins():
+    axes, below = FIGURES["reliability"]().axes
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx([0.5, 0.8])
+    assert [bar.get_x() for bar in axes.patches] == pytest.approx([1 / 3, 2 / 3])
+    assert [bar.get_height() for bar in below.patches] == pytest.approx([0, 0.25, 0.75])
+    assert "10.00%" in axes.get_title()
+
+
+def test_curves_are_the_given_points_and_told_apart():
+    axes = FIGURES["retained"]().axes[0]
+    assert axes.lines[0].get_ydata() == pytest.approx(CURVE[1].numpy())
+    styles = {(line.get_color(), line.get_linestyle()) for line in FIGURES["rounds"]().axes[0].lines}
+    assert len(styles) == 9
+    assert list(FIGURES["rounds"]().axes[0].lines[0].get_xdata()) == [1, 2, 3]
+
+
+def test_heatmap_writes_the_counts():
+    axes = FIGURES["heatmap"]().axes[0]
+    assert [text.get_text() for text in axes.texts] == [str(i) for i in range(12)]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == list("abcd")
+
+
+def test_interval_is_sorted_and_symmetric_about_the_mean():
+    axes = FIGURES["interval"]().axes[0]
+    assert axes.lines[0].get_xdata() == pytest.approx(X.numpy())
+    corners = axes.collections[0].get_paths()[0].vertices
+    assert corners[:, 1].max() == pytest.approx(2**3 + 2 * 2, abs=1e-5)
+    assert corners[:, 1].min() == pytest.approx(-(2**3) - 2 * 2, abs=1e-5)
