@@ -391,6 +391,8 @@ class FederatedBayes(L.Callback):
         """Log the round's figures."""
         if self._stage != "fused":
             return
+        assert self._engine is not None
+        self._engine.log.end_round()
         figures = {f"federation/{name}": value for name, value in self.history[-1].items() if name != "round"}
         pl_module.log_dict({"round": float(trainer.current_epoch + 1), **figures})
 

@@ -45,6 +45,8 @@ class UncertaintyReport(L.Callback):
         self.classes: tuple = ()
         self.client_sizes: tuple[int, ...] = ()
         self.client_accuracy: Tensor | None = None
+        self._reliability = ReliabilityDiagram()
+        self._retained = {name: AccuracyRetained() for name in MEASURES}
         self._reset()
 
     def set_clients(self, sizes: tuple[int, ...], label_counts: Tensor | None, classes: tuple) -> None:
@@ -58,8 +60,8 @@ class UncertaintyReport(L.Callback):
         self.client_sizes, self.label_counts, self.classes = sizes, label_counts, classes
 
     def _reset(self) -> None:
-        self._reliability = ReliabilityDiagram()
-        self._retained = {name: AccuracyRetained() for name in MEASURES}
+        for metric in (self._reliability, *self._retained.values()):
+            metric.reset()
         self._hits: dict[int, Tensor] = {}
         self._totals: dict[int, Tensor] = {}
         self._seen = 0

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import configparser
+import netrc
 import os
 from functools import cache
+from pathlib import Path
+from urllib.parse import urlparse
 
 from lightning.pytorch.utilities import rank_zero_info
+
+DECIDED = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+"""Environment variables by which a user has said how to log."""
 
 
 @cache
@@ -13,12 +20,35 @@ def go_offline_without_account() -> None:
     """Set ``WANDB_MODE=offline`` unless it is set already or an account is configured.
 
     Without an account ``wandb.init`` asks on a terminal and fails elsewhere. Called when a federation is described,
-    since the Trainer starts its loggers before any hook of a callback.
+    since the Trainer starts its loggers before any hook of a callback. It must not ask wandb itself (``wandb.login``):
+    that would fix wandb's settings before the variable is set.
     """
-    if "WANDB_MODE" in os.environ or "WANDB_API_KEY" in os.environ:
+    if any(name in os.environ for name in DECIDED) or has_account(server()):
         return
+    os.environ["WANDB_MODE"] = "offline"
+    rank_zero_info("Weights & Biases: no account is configured, so a WandbLogger logs offline (WANDB_MODE=offline).")
+
+
+def server() -> str:
+    """Host name of the W&B server that the user has configured, or of the public one."""
     import wandb
 
-    if not wandb.login(prompt=False):
-        os.environ["WANDB_MODE"] = "offline"
-        rank_zero_info("Weights & Biases: no account is configured, so a WandbLogger logs offline (WANDB_MODE=offline).")
+    url = os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
+    folder = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
+    config = configparser.ConfigParser()
+    config.read(folder / "settings")
+    if "WANDB_BASE_URL" not in os.environ:
+        url = config.get("default", "base_url", fallback=url)
+    return urlparse(url).hostname or url
+
+
+def has_account(host: str) -> bool:
+    """Whether ``wandb login`` has stored a key for ``host`` in the user's netrc file."""
+    places = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
+    for place in places:
+        try:
+            if netrc.netrc(Path(place).expanduser()).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False

@@ -9,6 +9,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fedbayes.errors import FederationError
 
+EVALUATION_BATCH = 256
+"""Examples per evaluation batch, at least: scores do not depend on it, and large batches cost less."""
+
 
 class TensorDataModule(L.LightningDataModule):
     """A data module over two TensorDatasets, for training and for everything else.
@@ -42,7 +45,7 @@ class TensorDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Validation batches in fixed order."""
-        return DataLoader(self.validation, self.batch_size)
+        return DataLoader(self.validation, max(self.batch_size, EVALUATION_BATCH))
 
     def test_dataloader(self) -> DataLoader[Any]:
         """The validation batches."""

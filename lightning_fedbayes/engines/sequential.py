@@ -17,6 +17,7 @@ from lightning_fedbayes.engines.optimization import plain_step, step_is_plain
 from lightning_fedbayes.engines.plan import RoundPlan
 from lightning_fedbayes.engines.round import ClientUpdate
 from lightning_fedbayes.engines.state import ResidentModel, Tensors
+from lightning_fedbayes.engines.training_log import TrainingLog
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 
@@ -98,6 +99,7 @@ class SequentialEngine:
         self.sizes = sizes
         self.keep_optimizer = optimizer_state == "keep"
         self.seed = seed
+        self.log = TrainingLog(trainer.lightning_module)
         self.states: dict[int, ClientState] = {}
         self._trained: dict[int, ClientState] = {}
         self._client: Client | None = None
@@ -113,7 +115,7 @@ class SequentialEngine:
         def guarded(optimizer: Optimizer, batch_idx: int, kwargs: Any) -> Mapping[str, Any]:
             if self._failure is not None:
                 return {}
-            batch = next(iter(kwargs.values()))
+            batch = self.log.batch = next(iter(kwargs.values()))
             if isinstance(batch, FailedBatch):
                 self._failure = batch.error
                 return {}
@@ -126,10 +128,12 @@ class SequentialEngine:
                 return {}
 
         loop.run = guarded  # pyright: ignore[reportAttributeAccessIssue]
+        self.log.install()
 
     def remove(self) -> None:
         """Give the Trainer its own step back."""
         self.trainer.fit_loop.epoch_loop.automatic_optimization.__dict__.pop("run", None)
+        self.log.remove()
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Prepare for the clients of ``plan``."""
@@ -170,10 +174,11 @@ class SequentialEngine:
         self._position += 1
         if self._position < len(self.plan.cohort):
             self._seed_client()
+        logged = self.log.end_client(success=error is None)
         if error is not None:
             return ClientFailure(client.number, error)
         self._trained[client.number] = self._read_state()
-        metrics = {"train_loss": float(self._loss) / self._batches} if self._batches else {}
+        metrics = {"train_loss": float(self._loss) / self._batches, **logged} if self._batches else logged
         return ClientUpdate(
             client.number, client.num_examples, self.model.read_posterior(), self.model.read_buffers(), metrics
         )

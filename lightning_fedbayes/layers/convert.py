@@ -104,6 +104,7 @@ def bayesianize(
     chosen = choose(copied, last, names, types)
     for name, layer in chosen.items():
         check_convertible(copied, name, layer)
+    check_disjoint(chosen)
     # by identity: a module chosen under two names is converted once
     bayesian = {key: convert(layer) for key, layer in {id(layer): layer for layer in chosen.values()}.items()}
     if id(copied) in bayesian:
@@ -187,8 +188,8 @@ def affine_kind(module: nn.Module) -> type[nn.Module] | None:
 def check_convertible(network: nn.Module, name: str, module: nn.Module) -> None:
     """Raise ConversionError with the reason why the chosen ``module`` cannot become Bayesian, if there is one."""
     reason = None
-    if isinstance(module, BaseVariationalLayer_):
-        reason = "is Bayesian already"
+    if any(isinstance(inner, BaseVariationalLayer_) for inner in module.modules()):
+        reason = "is Bayesian already, or a part of it is"
     elif isinstance(module, LazyModuleMixin):
         reason = "is lazy, so its sizes are unknown: run one batch through the network first"
     elif id(module) not in {id(candidate) for candidate in candidate_modules(network).values()}:
@@ -212,6 +213,15 @@ def check_convertible(network: nn.Module, name: str, module: nn.Module) -> None:
             reason = f"shares a parameter with '{others[0]}': untie them first"
     if reason is not None:
         raise ConversionError(f"'{name}' ({type(module).__name__}) cannot be made Bayesian: it {reason}")
+
+
+def check_disjoint(chosen: dict[str, nn.Module]) -> None:
+    """Raise ConversionError where one chosen module is a part of another: its parameters would be sampled twice."""
+    for outer, module in chosen.items():
+        parts = {id(inner) for inner in module.modules() if inner is not module}
+        for inner, other in chosen.items():
+            if id(other) in parts:
+                raise ConversionError(f"'{inner}' is a part of '{outer}', and both are chosen: choose one of them")
 
 
 def check_init(init: str, delta: float, posterior_std: float | None) -> None:

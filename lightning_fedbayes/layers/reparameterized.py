@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import Parameter
@@ -34,7 +35,8 @@ class Reparameterized(BayesianLayer):
             module's values where it is all zero).
 
     Raises:
-        ConversionError: nothing to sample, uninitialised parameters, or an impossible prior or σ.
+        ConversionError: nothing to sample, a Bayesian layer inside, uninitialised parameters, or an
+            impossible prior or σ.
 
     >>> lstm = Reparameterized(nn.LSTM(3, 4, batch_first=True))
     >>> output, (hidden, cell) = lstm(torch.zeros(2, 5, 3))
@@ -56,6 +58,8 @@ class Reparameterized(BayesianLayer):
         prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             raise ConversionError(f"{type(module).__name__} is lazy: run it on one batch before it is wrapped")
+        if any(isinstance(inner, BaseVariationalLayer_) for inner in module.modules()):
+            raise ConversionError(f"{type(module).__name__} is or contains a Bayesian layer: it would be sampled twice")
         means = {name: p for name, p in module.named_parameters() if p.requires_grad and p.is_floating_point()}
         if not means:
             raise ConversionError(f"{type(module).__name__} has no trainable floating-point parameter to sample")

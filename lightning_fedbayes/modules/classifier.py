@@ -10,13 +10,18 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lightning_fedbayes.layers import Estimator, Prior, bayesianize
-from lightning_fedbayes.metrics import ReliabilityDiagram
+from lightning_fedbayes.metrics import (
+    AleatoricUncertainty,
+    BrierScore,
+    EpistemicUncertainty,
+    NegativeLogLikelihood,
+    PredictiveEntropy,
+    ReliabilityDiagram,
+)
 from lightning_fedbayes.metrics.functional import (
     aleatoric_uncertainty,
-    brier_score,
     epistemic_uncertainty,
     mutual_information,
-    negative_log_likelihood,
     predictive_entropy,
 )
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
@@ -103,7 +108,12 @@ class HybridBayesianClassifier(BayesianModule):
             optimizer=optimizer,
         )
         self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
-        self._reliability = ReliabilityDiagram()
+        self._predictive_metrics = nn.ModuleDict(
+            {"ece": ReliabilityDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}
+        )
+        self._sample_metrics = nn.ModuleDict(
+            {"entropy": PredictiveEntropy(), "aleatoric": AleatoricUncertainty(), "epistemic": EpistemicUncertainty()}
+        )
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy of logits (batch, classes) and classes (batch,), in nats."""
@@ -115,40 +125,40 @@ class HybridBayesianClassifier(BayesianModule):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Score a batch. Returns sampled probabilities (samples, batch, classes) and targets (batch,)."""
-        return self._score("val", batch)
+        return self._score(batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the calibration error, which needs all batches."""
-        self._log_calibration("val")
+        """Log the scores over all batches."""
+        self._log_scores("val")
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """As :meth:`validation_step`."""
-        return self._score("test", batch)
+        return self._score(batch)
 
     def on_test_epoch_end(self) -> None:
         """As :meth:`on_validation_epoch_end`."""
-        self._log_calibration("test")
+        self._log_scores("test")
 
-    def _score(self, stage: str, batch: Any) -> dict[str, Tensor]:
+    def _score(self, batch: Any) -> dict[str, Tensor]:
         inputs, targets = self.unpack(batch)
         probs = self.sample_probs(inputs)
         mean = probs.mean(0)
-        scores = {
-            "accuracy": (mean.argmax(-1) == targets).float(),
-            "nll": negative_log_likelihood(mean, targets),
-            "brier": brier_score(mean, targets),
-            "entropy": predictive_entropy(probs),
-            "aleatoric": aleatoric_uncertainty(probs),
-            "epistemic": epistemic_uncertainty(probs),
-        }
-        figures = {f"{stage}/{name}": score.mean() for name, score in scores.items()}
-        self.log_dict(figures, on_epoch=True, batch_size=len(targets), add_dataloader_idx=False)
-        self._reliability.to(mean.device).update(mean, targets)
+        for metric in self._predictive_metrics.values():
+            metric.update(mean, targets)
+        for metric in self._sample_metrics.values():
+            metric.update(probs)
         return {"probs": probs, "target": targets}
 
-    def _log_calibration(self, stage: str) -> None:
-        self.log(f"{stage}/ece", self._reliability.compute().ece)
-        self._reliability.reset()
+    def _log_scores(self, stage: str) -> None:
+        # once per epoch: a call of self.log costs as much as the forward pass of a small network
+        reliability = self._predictive_metrics["ece"].compute()
+        hits = (reliability.accuracy * reliability.counts).nansum() / reliability.counts.sum()
+        scores = {"accuracy": hits, "ece": reliability.ece}
+        for name, metric in (*self._predictive_metrics.items(), *self._sample_metrics.items()):
+            if name != "ece":
+                scores[name] = metric.compute()
+            metric.reset()
+        self.log_dict({f"{stage}/{name}": score for name, score in scores.items()})
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> ClassPrediction:
         """Mean prediction and decomposed uncertainty of a batch: a tensor of inputs, or (inputs, targets)."""

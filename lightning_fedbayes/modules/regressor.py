@@ -13,7 +13,8 @@ from torchmetrics import MeanSquaredError
 
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.layers import Estimator, Prior, bayesianize
-from lightning_fedbayes.metrics.functional import determinant_sharpness, gaussian_crps, gaussian_nll, interval_coverage
+from lightning_fedbayes.metrics import DeterminantSharpness, GaussianCRPS, GaussianNLL, IntervalCoverage
+from lightning_fedbayes.metrics.functional import gaussian_nll
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
 
 
@@ -97,6 +98,10 @@ class HybridBayesianRegressor(BayesianModule):
             optimizer=optimizer,
         )
         self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
+        self._gaussian_metrics = nn.ModuleDict(
+            {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)}
+        )
+        self._sharpness = DeterminantSharpness()
         self._squared_error = MeanSquaredError(squared=False)
         self.log_noise_std = nn.Parameter(torch.tensor(math.log(noise_std)), requires_grad=learn_noise)
 
@@ -113,41 +118,36 @@ class HybridBayesianRegressor(BayesianModule):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Score a batch. Returns predictive mean and variance and the targets, each (batch, targets)."""
-        return self._score("val", batch)
+        return self._score(batch)
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """As :meth:`validation_step`."""
-        return self._score("test", batch)
+        return self._score(batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the RMSE, the root of a mean over all batches."""
-        self._log_rmse("val")
+        """Log the scores over all batches."""
+        self._log_scores("val")
 
     def on_test_epoch_end(self) -> None:
         """As :meth:`on_validation_epoch_end`."""
-        self._log_rmse("test")
+        self._log_scores("test")
 
-    def _score(self, stage: str, batch: Any) -> dict[str, Tensor]:
+    def _score(self, batch: Any) -> dict[str, Tensor]:
         inputs, targets = self.unpack(batch)
         prediction = self.predict_step(inputs)
         mean, variance = prediction.mean, prediction.variance
         targets = targets.reshape(mean.shape)
-        scores = {
-            "nll": gaussian_nll(mean, variance, targets),
-            "crps": gaussian_crps(mean, variance, targets),
-            "coverage90": interval_coverage(mean, variance, targets, level=0.9).float(),
-            "sharpness": determinant_sharpness(torch.diag_embed(variance)),
-            "aleatoric": prediction.aleatoric,
-            "epistemic": prediction.epistemic,
-        }
-        figures = {f"{stage}/{name}": score.mean() for name, score in scores.items()}
-        self.log_dict(figures, on_epoch=True, batch_size=len(targets), add_dataloader_idx=False)
-        self._squared_error.to(mean.device).update(mean.contiguous(), targets.contiguous())
+        for metric in self._gaussian_metrics.values():
+            metric.update(mean, variance, targets)
+        self._sharpness.update(torch.diag_embed(variance))
+        self._squared_error.update(mean.contiguous(), targets.contiguous())
         return {"mean": mean, "variance": variance, "target": targets}
 
-    def _log_rmse(self, stage: str) -> None:
-        self.log(f"{stage}/rmse", self._squared_error.compute())
-        self._squared_error.reset()
+    def _log_scores(self, stage: str) -> None:
+        metrics = {**self._gaussian_metrics, "sharpness": self._sharpness, "rmse": self._squared_error}
+        self.log_dict({f"{stage}/{name}": metric.compute() for name, metric in metrics.items()})
+        for metric in metrics.values():
+            metric.reset()
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> RegressionPrediction:
         """Mean prediction and decomposed variance of a batch: a tensor of inputs, or (inputs, targets)."""

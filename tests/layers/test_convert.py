@@ -162,6 +162,12 @@ class Wall(nn.Module):
         self.w = nn.Parameter(torch.zeros(2))
 
 
+class Block(Wall):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+
 @pytest.mark.parametrize(("network", "arguments", "message"), [
     (LeNet(), {}, "exactly one"),
     (LeNet(), {"last": 1, "names": ["conv"]}, "exactly one"),
@@ -188,6 +194,7 @@ class Wall(nn.Module):
     (nn.ModuleDict({"a": nn.MultiheadAttention(4, 2)}), {"names": ["a.out_proj"]}, "inside an attention"),
     (sharing(), {"last": 1}, "shares a parameter with 'embed'"),
     (hooked(), {"last": 1}, "hooks"),
+    (nn.Sequential(Block()), {"names": ["0", "0.inner"], "init": "pretrained"}, r"'0\.inner' is a part of '0'"),
     (nn.Sequential(Wall()), {"names": ["0"]}, "no reset_parameters"),
 ])
 def test_what_cannot_be_converted_is_refused_with_the_reason(network, arguments, message):

@@ -4,9 +4,17 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, stack_module_state, vmap
 
 from lightning_fedbayes.errors import ConversionError
-from lightning_fedbayes.layers import Reparameterized, kl_divergence, load_posterior, mean_only, read_posterior
+from lightning_fedbayes.layers import (
+    LinearReparameterization,
+    Reparameterized,
+    kl_divergence,
+    load_posterior,
+    mean_only,
+    read_posterior,
+)
 
 from .helpers import covariance, draws
 
@@ -104,3 +112,21 @@ def test_nothing_to_sample_is_refused():
         Reparameterized(nn.LazyLinear(3))
     with pytest.raises(ConversionError, match="posterior_std"):
         Reparameterized(nn.Linear(1, 1), posterior_std=-1.0)
+    with pytest.raises(ConversionError, match="Bayesian layer"):
+        Reparameterized(nn.Sequential(LinearReparameterization(1, 1)))
+
+
+def test_stacked_clients_have_their_own_parameters_and_noise():
+    template = nn.Sequential(Reparameterized(nn.LayerNorm(3), posterior_std=0.1), nn.Linear(3, 2))
+    clients = [copy.deepcopy(template) for _ in range(3)]
+    with torch.no_grad():
+        clients[2][0].module.bias.add_(5.0)
+    parameters, _ = stack_module_state(clients)
+    x = torch.randn(4, 3)
+    outputs = vmap(lambda p: functional_call(template, p, (x,)), randomness="different")(parameters)
+    assert not torch.allclose(outputs[0], outputs[1])
+    with mean_only(template):
+        outputs = vmap(lambda p: functional_call(template, p, (x,)))(parameters)
+    for client, output in zip(clients, outputs):
+        with mean_only(client):
+            torch.testing.assert_close(client(x), output)

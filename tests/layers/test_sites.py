@@ -123,7 +123,7 @@ def test_excluded_parameters_are_neither_read_nor_written():
     load_posterior(network, moved, exclude={"1.kernel", "0.weight"})
     assert torch.equal(network[1].mu_kernel, kernel)
     assert torch.equal(read_posterior(network).mean["5.bias"], moved.mean["5.bias"])
-    with pytest.raises(PosteriorError, match="did you mean '1.kernel'"):
+    with pytest.raises(PosteriorError, match=r"did you mean '1\.kernel'"):
         PosteriorView(network, exclude=["1.mu_kernel"])
 
 

@@ -24,7 +24,7 @@ def test_mean_only_is_deterministic_nests_and_restores_also_after_an_exception(n
     network[5].dnn_to_bnn_flag = True
     x = torch.randn(2, 1, 5)
     parameters = {name: (id(p), p.detach().clone()) for name, p in network.named_parameters()}
-    with pytest.raises(RuntimeError, match="boom"), mean_only(network):
+    with pytest.raises(RuntimeError, match="boom"), mean_only(network):  # noqa: PT012
         y = network(x)
         with mean_only(network):
             assert torch.equal(network(x), y)
@@ -60,7 +60,8 @@ def test_mean_only_draws_no_noise_and_calls_no_softplus():
 
 
 def test_estimator_is_used_by_every_layer_and_restored(network):
-    with pytest.raises(RuntimeError, match="boom"), use_estimator(network, "local_reparameterization"):
+    with pytest.raises(RuntimeError, match="boom"), use_estimator(  # noqa: PT012
+            network, "local_reparameterization"):
         assert {network[0].estimator, network[3].estimator} == {"local_reparameterization"}
         with use_estimator(network[0], "reparameterization"):
             assert network[0].estimator == "reparameterization"

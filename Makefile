@@ -1,0 +1,33 @@
+# Everything runs in an environment of its own (.venv), made on first use and again when pyproject.toml changes.
+PYTHON ?= python3
+BIN := .venv/bin
+# one thread per test process: two processes use two cores
+TEST_ENV := OMP_NUM_THREADS=1 WANDB_SILENT=true
+
+.PHONY: help demo test lint benchmark clean
+
+help:            ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+demo: .venv/ready  ## federate the handwritten digits: table, pictures, offline W&B runs (under a minute)
+	$(BIN)/python examples/digits.py
+
+test: .venv/ready lint  ## lint, types and all tests, warnings as errors
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: .venv/ready  ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+benchmark: .venv/ready  ## engine and fusion against plain PyTorch, as Markdown tables
+	$(BIN)/python benchmarks/engine/run.py
+	$(BIN)/python benchmarks/fusion/run.py
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --editable . --group dev
+	touch $@
+
+clean:           ## remove the environment and everything generated
+	rm -rf .venv outputs dist build .pytest_cache .ruff_cache .hypothesis

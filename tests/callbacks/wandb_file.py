@@ -1,0 +1,92 @@
+"""Reads the file of an offline W&B run, for which wandb has no Python reader of its own.
+
+The file is a LevelDB log: a header of 7 bytes, then blocks of 32 KiB. A block holds chunks of (checksum u32, length
+u16, type u8, payload), little-endian; chunks join to records, and a record is a ``wandb_internal_pb2.Record``.
+"""
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wandb.proto.wandb_internal_pb2 import Record
+
+BLOCK = 32 * 1024
+HEADER = struct.Struct("<4sHB")
+MAGIC = 0xBEE1
+CHUNK = struct.Struct("<IHB")
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+@dataclass
+class Run:
+    """What an offline run recorded.
+
+    Attributes:
+        project: where it belongs.
+        config: its settings.
+        history: one dict per call of ``log``, in order.
+        step_metrics: name or pattern → name of the metric on its x-axis, as the logging side defined it.
+        expanded: logged name → x-axis, as W&B resolved the patterns.
+    """
+
+    project: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    step_metrics: dict[str, str] = field(default_factory=dict)
+    expanded: dict[str, str] = field(default_factory=dict)
+
+
+def read_run(path: Path) -> Run:
+    """The run in the file ``path``."""
+    run = Run()
+    for payload in records(path.read_bytes()):
+        record = Record.FromString(payload)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            run.project = record.run.project
+            _update(run.config, record.run.config.update)
+        elif kind == "config":
+            _update(run.config, record.config.update)
+        elif kind == "history":
+            run.history.append({_key(item): json.loads(item.value_json) for item in record.history.item})
+        elif kind == "metric":
+            metric = record.metric
+            if metric.expanded_from_glob:
+                run.expanded[metric.name] = metric.step_metric
+            else:
+                run.step_metrics[metric.name or metric.glob_name] = metric.step_metric
+    return run
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """The payloads of the records, checked against their checksums."""
+    identifier, magic, _version = HEADER.unpack_from(data)
+    assert (identifier, magic) == (b":W&B", MAGIC)
+    position, parts = HEADER.size, []
+    while position + CHUNK.size <= len(data):
+        room = BLOCK - position % BLOCK
+        if room < CHUNK.size:  # too little for a chunk: zeros
+            position += room
+            continue
+        checksum, length, kind = CHUNK.unpack_from(data, position)
+        position += CHUNK.size
+        payload = data[position : position + length]
+        position += length
+        assert zlib.crc32(payload, zlib.crc32(bytes([kind]))) == checksum
+        assert (kind in (FULL, FIRST)) == (not parts)
+        parts.append(payload)
+        if kind in (FULL, LAST):
+            yield b"".join(parts)
+            parts = []
+
+
+def _update(config: dict[str, Any], items: Any) -> None:
+    config.update({_key(item): json.loads(item.value_json) for item in items})
+
+
+def _key(item: Any) -> str:
+    return item.key or "/".join(item.nested_key)

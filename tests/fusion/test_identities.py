@@ -1,0 +1,181 @@
+"""What is true of a fusion rule whatever the clients are."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fedbayes import GaussianPosterior, fuse
+
+from .strategies import RULES, UNWEIGHTED, WEIGHTED, Cohort, assert_at_most, assert_same, cohorts
+
+MANY = st.integers(2, 5)
+FEW = settings(deadline=None, max_examples=40)
+
+
+def scaled(posterior, scale, shift):
+    """The posterior of scale · θ + shift."""
+    return GaussianPosterior(
+        {name: scale * mean + shift for name, mean in posterior.mean.items()},
+        {name: scale**2 * variance for name, variance in posterior.variance.items()},
+    )
+
+
+def with_variance(posterior, factor):
+    return GaussianPosterior(posterior.mean, {name: factor * v for name, v in posterior.variance.items()})
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "gaussian_fit"])
+@given(cohort=cohorts(clients=st.just(1), atoms=("none", "tensors", "entries", "everything")))
+@FEW
+def test_one_client_is_returned(rule, cohort):
+    assert_same(cohort.fuse(rule), cohort.clients[0])
+
+
+@given(cohort=cohorts(clients=st.just(1)))
+@FEW
+def test_gaussian_fit_of_one_client_is_its_mean_without_spread(cohort):
+    assert_same(cohort.fuse("gaussian_fit"), GaussianPosterior.point_mass(cohort.clients[0].mean))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["weighted_average", "reverse_kl_barycenter", "wasserstein_barycenter", "log_variance_average", "linear_pool"],
+)
+@given(cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries")))
+@FEW
+def test_identical_clients_are_returned(rule, cohort):
+    identical = cohort.clients[:1] * len(cohort.weights)
+    assert_same(cohort.fuse(rule, identical), cohort.clients[0])
+
+
+@pytest.mark.parametrize("rule", ["conflation", "weighted_conflation", "weighted_sum"])
+@given(cohort=cohorts(clients=st.just(1), atoms=("none", "entries")), count=MANY)
+@FEW
+def test_identical_clients_of_equal_weight_divide_the_variance(rule, cohort, count):
+    fused = fuse(rule, cohort.clients * count)
+    assert_same(fused, with_variance(cohort.clients[0], 1 / count))
+
+
+@given(cohort=cohorts(clients=st.just(1)), count=MANY)
+@FEW
+def test_identical_clients_have_no_spread(cohort, count):
+    assert_same(fuse("gaussian_fit", cohort.clients * count), GaussianPosterior.point_mass(cohort.clients[0].mean))
+
+
+@given(cohort=cohorts(clients=st.just(1)), count=MANY)
+@FEW
+def test_dwc_of_clients_that_learned_nothing_is_the_previous_posterior(cohort, count):
+    assert_same(fuse("dwc", [cohort.previous] * count, previous=cohort.previous), cohort.previous)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries", "everything")), data=st.data())
+@FEW
+def test_order_of_clients_does_not_matter(rule, cohort, data):
+    order = data.draw(st.permutations(range(len(cohort.clients))))
+    shuffled = cohort.fuse(rule, [cohort.clients[k] for k in order], [cohort.weights[k] for k in order])
+    assert_same(shuffled, cohort.fuse(rule))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(
+    cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries", "everything")),
+    scale=st.sampled_from([-8.0, -0.5, 0.25, 16.0]),
+    shift=st.floats(-10, 10),
+)
+@FEW
+def test_shift_and_scale_of_the_parameters_carry_over(rule, cohort, scale, shift):
+    moved = Cohort(
+        [scaled(client, scale, shift) for client in cohort.clients],
+        cohort.weights,
+        scaled(cohort.previous, scale, shift),
+    )
+    assert_same(moved.fuse(rule), scaled(cohort.fuse(rule), scale, shift), rtol=1e-8)
+
+
+@pytest.mark.parametrize("rule", WEIGHTED)
+@given(cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries")), place=st.integers(0, 4))
+@FEW
+def test_client_of_weight_zero_changes_nothing(rule, cohort, place):
+    place = place % len(cohort.clients)
+    weights = [*cohort.weights[:place], 0.0, *cohort.weights[place + 1 :]]
+    others = [client for k, client in enumerate(cohort.clients) if k != place]
+    without = cohort.fuse(rule, others, [weight for weight in weights if weight])
+    assert_same(cohort.fuse(rule, weights=weights), without, rtol=0)
+
+
+@pytest.mark.parametrize("rule", UNWEIGHTED)
+@given(cohort=cohorts(clients=MANY))
+@FEW
+def test_rules_without_weights_ignore_them(rule, cohort):
+    equal = fuse(rule, cohort.clients, previous=cohort.previous)
+    assert_same(cohort.fuse(rule), equal, rtol=0)
+    assert_same(cohort.fuse(rule, weights=[0.0, *cohort.weights[1:]]), equal, rtol=0)
+
+
+@pytest.mark.parametrize("rule", WEIGHTED)
+@pytest.mark.parametrize("factor", [1e-200, 1e-30, 7.0, 1e30, 1e200])
+@given(cohort=cohorts(clients=MANY, atoms=("none", "entries")))
+@settings(deadline=None, max_examples=5)
+def test_only_ratios_of_weights_matter(rule, factor, cohort):
+    assert_same(cohort.fuse(rule, weights=[factor * weight for weight in cohort.weights]), cohort.fuse(rule))
+
+
+@given(cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries")))
+@FEW
+def test_variances_are_ordered_as_power_means(cohort):
+    names = ("reverse_kl_barycenter", "log_variance_average", "wasserstein_barycenter", "weighted_average",
+             "linear_pool")
+    fused = [cohort.fuse(name) for name in names]
+    for smaller, larger in zip(fused, fused[1:]):
+        assert_at_most(smaller, larger)
+    assert_at_most(cohort.fuse("weighted_sum"), cohort.fuse("weighted_average"))
+
+
+@given(cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries")))
+@FEW
+def test_weighted_conflation_is_at_least_as_sure_as_the_client_of_largest_weight(cohort):
+    largest = max(range(len(cohort.weights)), key=cohort.weights.__getitem__)
+    assert_at_most(cohort.fuse("weighted_conflation"), cohort.clients[largest])
+
+
+@given(cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries")))
+@FEW
+def test_products_of_equal_weights_differ_in_their_scale_only(cohort):
+    log_linear, product = fuse("reverse_kl_barycenter", cohort.clients), fuse("conflation", cohort.clients)
+    assert_same(log_linear, with_variance(product, len(cohort.clients)))
+    assert_same(fuse("weighted_conflation", cohort.clients), product)
+
+
+@given(cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries")))
+@FEW
+def test_log_linear_pool_and_weighted_conflation_share_their_mean(cohort):
+    largest = max(cohort.weights) / sum(cohort.weights)
+    assert_same(cohort.fuse("weighted_conflation"), with_variance(cohort.fuse("reverse_kl_barycenter"), largest))
+
+
+@given(cohort=cohorts(clients=MANY))
+@FEW
+def test_gaussian_fit_is_the_equal_linear_pool_of_point_masses(cohort):
+    points = [GaussianPosterior.point_mass(client.mean) for client in cohort.clients]
+    pooled = fuse("linear_pool", points)
+    assert_same(fuse("gaussian_fit", points), pooled)
+    assert_same(fuse("gaussian_fit", cohort.clients), pooled)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(cohort=cohorts(clients=MANY, atoms=("everything",)))
+@FEW
+def test_deterministic_clients_are_averaged(rule, cohort):
+    weights = torch.tensor(cohort.weights if rule in WEIGHTED else [1.0] * len(cohort.weights), dtype=torch.float64)
+    fused = cohort.fuse(rule)
+    for name in cohort.previous.names:
+        stack = torch.stack([client.mean[name] for client in cohort.clients])
+        shares = (weights / weights.sum()).view(-1, *[1] * (stack.dim() - 1))
+        mean = (shares * stack).sum(0)
+        torch.testing.assert_close(fused.mean[name], mean)
+        if rule not in ("linear_pool", "gaussian_fit"):
+            assert not fused.variance[name].any()
+        else:
+            torch.testing.assert_close(fused.variance[name], (shares * (stack - mean) ** 2).sum(0))
