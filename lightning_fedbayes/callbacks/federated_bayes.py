@@ -17,7 +17,7 @@ from lightning_fedbayes.callbacks.checkpoint import Checkpoint, RoundBoundary, c
 from lightning_fedbayes.callbacks.checks import check_not_finished, check_schedulers, check_trainer
 from lightning_fedbayes.callbacks.progress import show_client
 from lightning_fedbayes.callbacks.report import FederationReport
-from lightning_fedbayes.callbacks.source import install_source, remove_source
+from lightning_fedbayes.callbacks.source import install_source, remove_source, set_round_length
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.callbacks.wandb_account import go_offline_without_account
 from lightning_fedbayes.data.clients import Clients, clients_of
@@ -256,9 +256,7 @@ class FederatedBayes(L.Callback):
         assert self._loader is not None
         self._boundary = RoundBoundary(trainer)
         self._plan = plan_round(trainer.current_epoch, self.clients.sizes, self._loader.batching)
-        # rounds differ in length when cohorts do; Lightning takes the first one's length for all
-        trainer.fit_loop.max_batches = self._plan.num_batches
-        trainer.val_check_batch = self._plan.num_batches
+        set_round_length(trainer, self._plan.num_batches)
         if self.prior == "global":
             set_prior(pl_module, self.posterior)
         self._fusion = RoundFusion(self.rule, self.weighting, self.posterior)

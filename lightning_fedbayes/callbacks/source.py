@@ -52,3 +52,11 @@ def remove_source(trainer: L.Trainer) -> None:
     loop: Any = trainer.fit_loop
     if isinstance(loop._data_source, FederatedSource):
         loop._data_source = loop._data_source.source
+
+
+def set_round_length(trainer: L.Trainer, num_batches: int) -> None:
+    """Let the epoch that begins have ``num_batches``: rounds differ when cohorts do, Lightning keeps the first's."""
+    loop: Any = trainer.fit_loop
+    loop.max_batches = num_batches
+    loop._combined_loader.limits = [num_batches]
+    trainer.val_check_batch = num_batches

@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import urlparse
 
-from lightning.pytorch.utilities import rank_zero_info
-
 DECIDED = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 """Environment variables by which a user has said how to log."""
 
@@ -25,8 +23,7 @@ def go_offline_without_account() -> None:
     """
     if any(name in os.environ for name in DECIDED) or has_account(server()):
         return
-    os.environ["WANDB_MODE"] = "offline"
-    rank_zero_info("Weights & Biases: no account is configured, so a WandbLogger logs offline (WANDB_MODE=offline).")
+    os.environ["WANDB_MODE"] = "offline"  # wandb itself says so when a run starts
 
 
 def server() -> str:

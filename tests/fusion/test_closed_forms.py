@@ -161,8 +161,12 @@ def test_inputs_and_outputs_share_no_memory(rule, cohort):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_parameters_are_matched_by_name_not_by_order(rule):
-    first = GaussianPosterior({"a": torch.tensor([1.0]), "b": torch.tensor([10.0])},
-                              {"a": torch.tensor([0.1]), "b": torch.tensor([0.2])})
-    second = GaussianPosterior({"b": first.mean["b"], "a": first.mean["a"]},
-                               {"b": first.variance["b"], "a": first.variance["a"]})
-    assert_same(fuse(rule, [first, second], previous=second), fuse(rule, [first, first], previous=first), rtol=0)
+    def client(mean, variance, names):
+        means, variances = {"a": mean, "b": 10 * mean}, {"a": variance, "b": 3 * variance}
+        return GaussianPosterior({n: torch.tensor([means[n]]) for n in names},
+                                 {n: torch.tensor([variances[n]]) for n in names})
+
+    first, previous = client(1.0, 0.1, "ab"), client(0.0, 9.0, "ab")
+    expected = fuse(rule, [first, client(2.0, 0.5, "ab")], previous=previous)
+    assert_same(fuse(rule, [first, client(2.0, 0.5, "ba")], previous=previous), expected, rtol=0)
+    assert_same(fuse(rule, [first, client(2.0, 0.5, "ab")], previous=client(0.0, 9.0, "ba")), expected, rtol=0)

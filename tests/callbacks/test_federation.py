@@ -1,0 +1,282 @@
+"""A federation against what it must equal: plain training, pooled gradients, averages by hand."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.engines.plan import Batching, client_order
+from lightning_fedbayes.seeding import derive_seed, seed_everything
+from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, trainer
+
+
+class InOrder(torch.utils.data.Sampler):
+    """The order in which client 0 sees its data, for plain training."""
+
+    def __init__(self, size: int, batching: Batching) -> None:
+        self.size, self.batching, self.round = size, batching, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self):
+        (order,) = client_order(self.round, 0, self.size, self.batching)
+        self.round += 1
+        return iter(order.tolist())
+
+
+class SeedEpochs(L.Callback):
+    """Draw the same noise as client 0 in every round."""
+
+    def on_train_epoch_start(self, trainer, pl_module) -> None:
+        seed_everything(derive_seed(0, "training", trainer.current_epoch, 0))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("rule", ["weighted_average", "conflation", "gaussian_fit", "linear_pool"])
+def test_one_client_with_all_data_equals_plain_training_bit_by_bit(rule, optimizer):
+    federated, plain = Plain(optimizer=optimizer, lr=0.01), Plain(optimizer=optimizer, lr=0.01)
+    federate(federated, fb.FederatedBayes(fb.IIDPartition(1), fusion=rule, optimizer_state="keep"), rounds=3)
+    order = InOrder(90, Batching(batch_size=8))
+    trainer(3).fit(plain, loader(shuffle=False, sampler=order))
+    assert_equal(parameters(federated), parameters(plain))
+
+
+@pytest.mark.parametrize("rule", ["weighted_average", "reverse_kl_barycenter", "conflation", "wasserstein_barycenter"])
+def test_one_bayesian_client_equals_plain_training_noise_included(rule):
+    federated, plain = bayesian(), bayesian()
+    federation = fb.FederatedBayes(fb.IIDPartition(1), fusion=rule, optimizer_state="keep")
+    federate(federated, federation, rounds=3)
+    order = InOrder(90, Batching(batch_size=8))
+    own_seed = torch.Generator()  # the loader must not draw its workers' seed from the noise
+    trainer(3, [SeedEpochs()]).fit(plain, loader(shuffle=False, sampler=order, generator=own_seed))
+    for name, value in parameters(plain).items():
+        torch.testing.assert_close(parameters(federated)[name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("clients", [2, 5])
+def test_one_full_batch_step_of_each_client_equals_a_step_on_the_pooled_gradient(clients):
+    federated, pooled = Plain(), Plain()
+    federate(federated, fb.FederatedBayes(fb.IIDPartition(clients), fusion="fedavg"), 1, loader(batch_size=90))
+    x, y = blobs().tensors
+    nn.functional.cross_entropy(pooled(x), y).backward()
+    torch.optim.SGD(pooled.parameters(), lr=0.1).step()
+    for name, value in parameters(pooled).items():
+        torch.testing.assert_close(parameters(federated)[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_unequal_clients_count_by_their_examples_or_equally():
+    sizes = (60, 20, 10)
+    for weighting, weights in (("train_size", torch.tensor(sizes) / 90), ("equal", torch.ones(3) / 3)):
+        federated = Plain()
+        partition = fb.SizesPartition(sizes)
+        federate(federated, fb.FederatedBayes(partition, fusion="fedavg", weighting=weighting), 1, loader(batch_size=90))
+        split = partition.split(blobs().tensors[1], seed=0)
+        expected = 0
+        for indices, weight in zip(split.indices, weights):
+            client = Plain()
+            x, y = blobs()[indices]
+            nn.functional.cross_entropy(client(x), y).backward()
+            torch.optim.SGD(client.parameters(), lr=0.1).step()
+            expected = expected + weight * client.net[0].weight.detach()
+        torch.testing.assert_close(federated.net[0].weight.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_local_epochs_and_cohorts_take_the_planned_steps():
+    class Count(Plain):
+        steps = 0
+
+        def training_step(self, batch, batch_idx):
+            self.steps += 1
+            return super().training_step(batch, batch_idx)
+
+    module = Count()
+    made = federate(module, fb.FederatedBayes(fb.IIDPartition(9), local_epochs=3, fraction=1 / 3), rounds=4)
+    assert module.steps == 4 * 3 * 3 * 2  # rounds × cohort × local epochs × batches of 8 out of 10 examples
+    assert made.global_step == module.steps
+
+
+def test_ragged_cohorts_validate_once_after_every_round():
+    class Spy(Plain):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_validation_start(self):
+            self.seen.append((self.trainer.current_epoch, self.trainer.fit_loop.batch_idx))
+
+    module = Spy()
+    sizes = (50, 20, 10, 5, 5)
+    federation = fb.FederatedBayes(fb.SizesPartition(sizes), fraction=0.4)
+    federate(module, federation, rounds=6, val=loader(shuffle=False), num_sanity_val_steps=0)
+    assert [epoch for epoch, _ in module.seen] == list(range(6))
+    assert len({last for _, last in module.seen}) > 1, "the cohorts were to differ in length"
+
+
+def test_validation_scores_the_fused_posterior_and_the_module_ends_with_it():
+    class Spy(Plain):
+        def on_validation_start(self):
+            self.validated = parameters(self)
+
+    module = Spy()
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(module, federation, val=loader(shuffle=False))
+    assert_equal(module.validated, parameters(module))
+    assert_equal(dict(federation.posterior.mean), parameters(module))
+
+
+def test_deterministic_parameters_of_a_users_module_are_point_masses():
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(Plain(), federation)
+    assert all(not variance.any() for variance in federation.posterior.variance.values())
+
+
+def test_a_spread_of_deterministic_clients_is_kept_though_the_module_cannot_hold_it():
+    federation = fb.FederatedBayes(fb.DirichletPartition(3, 0.5), fusion="gaussian_fit")
+    federate(Plain(), federation)
+    assert all((variance > 0).any() for variance in federation.posterior.variance.values())
+
+
+def test_prior_global_is_the_posterior_that_the_round_starts_from():
+    module = bayesian()
+    seen = []
+
+    class Spy(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            layer = pl_module.network[-1]
+            seen.append((trainer.current_epoch, next(iter(layer.sites())).prior.mean))
+
+    federation = fb.FederatedBayes(fb.IIDPartition(2), prior="global", fusion="rklb")
+    start = module.network[-1].mu_weight.detach().clone()
+    federate(module, federation, rounds=2, callbacks=[Spy()])
+    assert torch.equal(torch.as_tensor(seen[0][1]), start)
+    assert not torch.equal(torch.as_tensor(seen[-1][1]), start)
+
+
+def test_dwc_with_the_global_prior_trains():
+    from lightning_fedbayes.fusion import DistributedWeightConsolidation
+
+    rule = DistributedWeightConsolidation(min_precision=1e-2)
+    federation = fb.FederatedBayes(fb.IIDPartition(2), prior="global", fusion=rule)
+    federate(bayesian(), federation)
+    assert all(torch.isfinite(value).all() for value in federation.posterior.mean.values())
+
+
+def test_optimizer_state_is_reset_or_kept_per_client():
+    class Momentum(Plain):
+        def __init__(self):
+            super().__init__(optimizer=lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9))
+            self.at_start = []
+
+        def on_client_start(self, client):
+            self.at_start.append((client.round, client.number, len(self.trainer.optimizers[0].state)))
+
+    for policy, second_round in (("reset", 0), ("keep", 4)):
+        module = Momentum()
+        federate(module, fb.FederatedBayes(fb.IIDPartition(2), optimizer_state=policy))
+        assert module.at_start == [(0, 0, 0), (0, 1, 0), (1, 0, second_round), (1, 1, second_round)]
+
+
+def test_local_parameters_never_leave_a_client():
+    module = Plain()
+    initial = module.net[2].weight.detach().clone()
+    starts = {}
+
+    def on_client_start(client):
+        starts.setdefault(client.number, []).append(module.net[2].weight.detach().clone())
+
+    module.on_client_start = on_client_start
+    federation = fb.FederatedBayes(fb.DirichletPartition(2, 0.5), local_parameters=["net.2.*"])
+    federate(module, federation, rounds=3)
+    assert not any(name.startswith("net.2") for name in federation.posterior.names)
+    assert torch.equal(module.net[2].weight, initial), "the global model keeps the initial head"
+    for values in starts.values():
+        assert torch.equal(values[0], initial)
+        assert not torch.equal(values[1], initial)
+        assert not torch.equal(values[2], values[1])
+    assert not torch.equal(starts[0][1], starts[1][1])
+
+
+@pytest.mark.parametrize("policy", ["average", "local", "frozen"])
+def test_buffers_follow_their_policy_and_keep_their_dtype(policy):
+    module = Plain(network(batch_norm=True))
+    starts = []
+
+    def on_client_start(client):
+        norm = module.net[1]
+        starts.append((norm.running_mean.clone(), norm.num_batches_tracked.clone()))
+
+    module.on_client_start = on_client_start
+    federate(module, fb.FederatedBayes(fb.SizesPartition((60, 30)), buffers=policy), rounds=2)
+    norm = module.net[1]
+    assert norm.num_batches_tracked.dtype == torch.int64
+    first, second = starts[2:]
+    if policy == "frozen":
+        assert norm.num_batches_tracked == 0
+        assert not norm.running_mean.any()
+    elif policy == "average":
+        assert torch.equal(first[0], second[0])
+        assert first[1] == round(8 * 2 / 3 + 4 / 3)  # 8 and 4 batches, weights 2/3 and 1/3
+    else:
+        assert not torch.equal(first[0], second[0])
+        assert (first[1], second[1]) == (8, 4)
+
+
+def test_real_clients_come_in_parts_and_keep_their_names():
+    x, y = blobs().tensors
+    parts = fb.ClientDatasets({"north": TensorDataset(x[:60], y[:60]), "south": TensorDataset(x[60:], y[60:])})
+    federation = fb.FederatedBayes()
+    federate(Plain(), federation, train=loader(parts))
+    assert federation.clients is not None
+    assert federation.clients.names == ("north", "south")
+    assert federation.clients.sizes == (60, 30)
+
+
+def test_an_unmodified_bayesian_torch_network_federates():
+    from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
+
+    net = network()
+    dnn_to_bnn(net, {
+        "prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -3.0,
+        "type": "Reparameterization", "moped_enable": False, "moped_delta": 0.5,
+    })
+    federation = fb.FederatedBayes(fb.IIDPartition(3), fusion="rklb")
+    federate(Plain(net), federation, val=loader(shuffle=False))
+    assert federation.posterior.names == ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
+    assert all((variance > 0).all() for variance in federation.posterior.variance.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 1e9}])
+def test_the_short_step_equals_the_trainers_own(options):
+    """A clip value that never bites makes the Trainer take its own step."""
+    first, second = bayesian(), bayesian()
+    federate(first, fb.FederatedBayes(fb.IIDPartition(3)))
+    made = federate(second, fb.FederatedBayes(fb.IIDPartition(3)), **options)
+    assert_equal(parameters(first), parameters(second))
+    assert made.global_step == 2 * 3 * 4
+
+
+def test_every_client_draws_its_own_noise_whatever_came_before():
+    """Client 1's model is the same whether client 0 trains before it or not."""
+
+    class Last(Plain):
+        def __init__(self):
+            super().__init__(nn.Sequential(nn.Dropout(0.5), network()))
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.last = getattr(self, "last", [])
+            self.last.append(outputs["loss"])
+
+    both, more = Last(), Last()
+    x, y = blobs().tensors
+    parts = {"a": TensorDataset(x[:40], y[:40]), "b": TensorDataset(x[40:80], y[40:80])}
+    federate(both, fb.FederatedBayes(), 1, loader(fb.ClientDatasets(parts)))
+    longer = {"a": TensorDataset(x, y), "b": parts["b"]}
+    federate(more, fb.FederatedBayes(), 1, loader(fb.ClientDatasets(longer)))
+    assert torch.equal(torch.stack(both.last[-5:]), torch.stack(more.last[-5:]))
+
+

@@ -1,0 +1,195 @@
+"""Crash, resume, compare: a federation that was interrupted ends as one that was not, bit by bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+import lightning_fedbayes as fb
+from tests.federations import CLASSES, FEATURES, assert_equal, federate, loader
+
+ROUNDS = 5
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*mid-epoch.*")
+
+
+class Everything(fb.HybridBayesianClassifier):
+    """Noise, dropout, batch norm, momentum, a learning-rate schedule and a personal head."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        net = nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(),
+            nn.Linear(5, CLASSES),
+        )
+        super().__init__(net, bayesian_last=2, estimator="flipout", samples=2)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+SETTINGS = {
+    "plain": {},
+    "everything kept": {
+        "optimizer_state": "keep", "buffers": "local", "local_parameters": ["network.6.*"], "local_epochs": 2,
+    },
+    "global prior": {"prior": "global", "fusion": "wb", "weighting": "distance"},
+    "held posteriors": {"weighting": "max_discrepancy", "fusion": "linear_pool"},
+}
+
+
+def federation(setting: str) -> fb.FederatedBayes:
+    return fb.FederatedBayes(fb.SizesPartition((30, 25, 15, 12, 8)), fraction=0.6, seed=3, **SETTINGS[setting])
+
+
+class Interrupt(L.Callback):
+    """Ends a run inside a round."""
+
+    def __init__(self, round: int, batch: int, how) -> None:
+        self.round, self.batch, self.how = round, batch, how
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if (trainer.current_epoch, batch_idx) == (self.round, self.batch):
+            self.how()
+
+
+class Crash(Exception):
+    pass
+
+
+def crash() -> None:
+    raise Crash
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(folder: Path, setting: str, ckpt_path=None, callbacks=(), **checkpoint):
+    """Fit with checkpoints in ``folder``; the module, its federation and the trainer."""
+    module, fed = Everything(), federation(setting)
+    saver = ModelCheckpoint(dirpath=folder, **checkpoint)
+    made = federate(
+        module, fed, ROUNDS, loader(), loader(shuffle=False), ckpt_path, enable_checkpointing=True,
+        callbacks=[saver, *callbacks],
+    )
+    return module, fed, made
+
+
+def state(module, fed, made) -> dict[str, torch.Tensor]:
+    """All that a federation leaves behind."""
+    figures = {k: v for k, v in made.callback_metrics.items() if "seconds" not in k}
+    variances = {f"variance/{n}": v for n, v in fed.posterior.variance.items()}
+    return {**module.state_dict(), **figures, **variances}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_crash_inside_a_round_changes_nothing(tmp_path, setting):
+    whole = state(*run(tmp_path / "whole", setting))
+    with pytest.raises(Crash):
+        run(tmp_path / "parts", setting, callbacks=[Interrupt(3, 5, crash)])
+    resumed = state(*run(tmp_path / "parts", setting, ckpt_path="last"))
+    assert_equal(whole, resumed)
+
+
+@pytest.mark.parametrize("setting", ["plain", "everything kept"])
+@pytest.mark.parametrize("every", [1, 4])
+def test_checkpoints_written_inside_a_round_resume_at_its_start(tmp_path, setting, every):
+    whole = state(*run(tmp_path / "whole", setting))
+    with pytest.raises(Crash):
+        run(tmp_path / "parts", setting, callbacks=[Interrupt(2, 5, crash)], every_n_train_steps=every)
+    resumed = state(*run(tmp_path / "parts", setting, ckpt_path="last", every_n_train_steps=every))
+    assert_equal(whole, resumed)
+
+
+@pytest.mark.parametrize("options", [{"save_weights_only": True}, {"save_weights_only": False}])
+def test_a_checkpoint_never_holds_one_clients_model(tmp_path, options):
+    starts = []
+
+    class Spy(L.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            starts.append({name: value.clone() for name, value in pl_module.state_dict().items()})
+
+    run(tmp_path, "plain", callbacks=[Spy()], every_n_train_steps=1, save_top_k=-1, filename="{step}", **options)
+    checkpoints = [torch.load(path, weights_only=False) for path in tmp_path.glob("step*.ckpt")]
+    assert len(checkpoints) > 2 * ROUNDS
+    for checkpoint in checkpoints:
+        round = checkpoint["epoch"]
+        if round < ROUNDS:
+            assert_equal(checkpoint["state_dict"], starts[round])
+
+
+def test_a_checkpoint_after_the_fit_is_that_of_the_last_round(tmp_path):
+    module, fed, made = run(tmp_path, "plain")
+    made.save_checkpoint(tmp_path / "after.ckpt")
+    checkpoint = torch.load(tmp_path / "after.ckpt", weights_only=False)
+    assert checkpoint["epoch"] == ROUNDS
+    assert_equal(checkpoint["state_dict"], dict(module.state_dict()))
+
+
+def test_more_rounds_on_the_same_trainer_equal_all_rounds_at_once(tmp_path):
+    def module():
+        torch.manual_seed(0)
+        return fb.HybridBayesianClassifier(nn.Linear(FEATURES, CLASSES), bayesian_last=1, samples=2)
+
+    whole, parts = module(), module()
+    federate(whole, federation("held posteriors"), 4)
+    fed = federation("held posteriors")
+    made = federate(parts, fed, 2)
+    made.fit_loop.max_epochs = 4
+    made.fit(parts, loader())
+    assert_equal(dict(whole.state_dict()), dict(parts.state_dict()))
+    assert [row["round"] for row in fed.history] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("setting", ["everything kept"])
+def test_a_killed_process_resumes_bit_by_bit(tmp_path, setting):
+    program = (
+        "import sys; from pathlib import Path; import torch; from tests.callbacks.test_resume import *; "
+        "folder = Path(sys.argv[1]); "
+        f"run(folder, {setting!r}, callbacks=[Interrupt(3, 5, kill)])"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "parts")], cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True, check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    resumed = state(*run(tmp_path / "parts", setting, ckpt_path="last"))
+    assert_equal(state(*run(tmp_path / "whole", setting)), resumed)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_results_do_not_depend_on_workers(workers):
+    """The reference is the in-memory path; a data set that is no TensorDataset goes through a DataLoader."""
+    from tests.federations import blobs
+
+    class Opaque(torch.utils.data.Dataset):
+        def __init__(self):
+            self.inner = blobs()
+            self.targets = self.inner.tensors[1]
+
+        def __len__(self):
+            return len(self.inner)
+
+        def __getitem__(self, index):
+            torch.rand(1)  # consumes global randomness, as a transform does
+            return self.inner[index]
+
+    modules = []
+    for data in (blobs(), Opaque()):
+        module = Everything()
+        options = {"num_workers": workers} if isinstance(data, Opaque) else {}
+        federate(module, federation("plain"), 2, loader(data, **options))
+        modules.append(module)
+    assert_equal(*(dict(module.state_dict()) for module in modules))

@@ -1,0 +1,92 @@
+"""Small federations that tests of engines and callbacks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+
+FEATURES, CLASSES = 6, 3
+
+
+def blobs(examples: int = 90, seed: int = 0) -> TensorDataset:
+    """Three Gaussian classes in six dimensions."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(examples) % CLASSES
+    centres = 2 * torch.eye(CLASSES, FEATURES)
+    return TensorDataset(centres[labels] + torch.randn(examples, FEATURES, generator=generator), labels)
+
+
+def loader(dataset: Any = None, batch_size: int = 8, shuffle: bool = True, **options: Any) -> DataLoader:
+    return DataLoader(blobs() if dataset is None else dataset, batch_size=batch_size, shuffle=shuffle, **options)
+
+
+def network(seed: int = 0, batch_norm: bool = False) -> nn.Sequential:
+    torch.manual_seed(seed)
+    norm = [nn.BatchNorm1d(5)] if batch_norm else []
+    return nn.Sequential(nn.Linear(FEATURES, 5), *norm, nn.ReLU(), nn.Linear(5, CLASSES))
+
+
+class Plain(L.LightningModule):
+    """A user's own module, which knows nothing of federations."""
+
+    def __init__(self, net: nn.Module | None = None, lr: float = 0.1, optimizer: Any = torch.optim.SGD) -> None:
+        super().__init__()
+        self.net = network() if net is None else net
+        self.lr, self.optimizer_class = lr, optimizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val/nll", nn.functional.cross_entropy(self(x), y))
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer_class(self.parameters(), lr=self.lr)
+
+
+def bayesian(seed: int = 0, **options: Any) -> fb.HybridBayesianClassifier:
+    torch.manual_seed(seed)
+    return fb.HybridBayesianClassifier(network(seed), bayesian_last=1, samples=3, **options)
+
+
+def trainer(rounds: int = 2, callbacks: Any = (), **options: Any) -> L.Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(max_epochs=rounds, callbacks=list(callbacks), **{**defaults, **options})
+
+
+def federate(
+    module: L.LightningModule, federation: fb.FederatedBayes, rounds: int = 2, train: Any = None, val: Any = None,
+    ckpt_path: Any = None, **options: Any,
+) -> L.Trainer:
+    """Fit ``module`` for some rounds and return the Trainer."""
+    made = trainer(rounds, [federation, *options.pop("callbacks", [])], **options)
+    made.fit(module, loader() if train is None else train, val, ckpt_path=ckpt_path)
+    return made
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    """Bit by bit."""
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name

@@ -1,0 +1,171 @@
+"""What cannot be fused is refused, with the value, the rule and the remedy."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fedbayes import FusionError, GaussianPosterior, PosteriorError, fuse
+from lightning_fedbayes.fusion import DistributedWeightConsolidation, FusionAccumulator, get_rule
+
+from .strategies import RULES, posterior
+
+
+def two_layers(head=(2, 3), mean=1.0, variance=0.5):
+    return GaussianPosterior(
+        {"body": torch.full((4,), mean), "head": torch.full(head, mean)},
+        {"body": torch.full((4,), variance), "head": torch.full(head, variance)},
+    )
+
+
+GOOD = two_layers()
+PREVIOUS = two_layers(mean=0.0, variance=10.0)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ([0.5, -0.25], r"weights must be finite and at least 0, got -0\.25"),
+        ([0.5, math.nan], "weights must be finite and at least 0, got nan"),
+        ([math.inf, 1.0], "weights must be finite and at least 0, got inf"),
+        (torch.tensor([1.0, -2.0]), r"at least 0, got -2\.0"),
+        ([0.0, 0.0], "weights sum to 0.*at least one client needs a positive weight"),
+        ([1.0], "1 weights for more than 1 posteriors; give one per client"),
+        ([1.0, 1.0, 1.0], "3 weights for 2 posteriors; give one per client"),
+    ],
+)
+def test_weights(rule, weights, words):
+    for clients in ([GOOD, GOOD], iter([GOOD, GOOD])):
+        with pytest.raises(FusionError, match=words):
+            fuse(rule, clients, weights, PREVIOUS)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_client(rule):
+    for weights in (None, []):
+        with pytest.raises(FusionError, match="nothing to fuse.*at least one client"):
+            fuse(rule, [], weights, PREVIOUS)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["mean", "variance"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite(rule, kind, value):
+    if (kind, value) == ("variance", -math.inf):
+        pytest.skip("a negative variance makes no posterior")
+    bad = two_layers()
+    getattr(bad, kind)["head"][1, 2] = value
+    with pytest.raises(FusionError, match=f"client 1: {kind} of 'head' is not finite at 1 of 6 entries"):
+        fuse(rule, [GOOD, bad], previous=PREVIOUS)
+
+
+@pytest.mark.parametrize("kind", ["mean", "variance"])
+def test_previous_posterior_that_is_not_finite(kind):
+    bad = two_layers(mean=0.0, variance=10.0)
+    getattr(bad, kind)["head"][1, 2] = math.nan
+    with pytest.raises(FusionError, match="previous.*'head' is not finite"):
+        fuse("dwc", [GOOD, GOOD], previous=bad)
+
+
+def test_huge_finite_values_are_no_error():
+    huge = posterior([1e308, 1e308], [1.0, 1.0])
+    assert fuse("nwa", [huge]).mean["w"].tolist() == [1e308, 1e308]
+
+
+def test_negative_variance_makes_no_posterior():
+    with pytest.raises(PosteriorError, match=r"'w' is negative at 2 of 3 entries \(minimum -2\).*0 means deterministic"):
+        posterior([0.0, 0.0, 0.0], [-1.0, 1.0, -2.0])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_names_that_differ(rule):
+    other = GaussianPosterior({"body": GOOD.mean["body"], "tail": GOOD.mean["head"]},
+                              {"body": GOOD.variance["body"], "tail": GOOD.variance["head"]})
+    for clients in ([GOOD, other], [other, GOOD]):
+        with pytest.raises(FusionError, match="(?s)name different parameters.*(head|tail).*same network"):
+            fuse(rule, clients, previous=PREVIOUS)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_shapes_that_differ(rule):
+    with pytest.raises(FusionError, match=r"'head' has shape \(2, 3\).*\(3, 2\) in client 1.*same network"):
+        fuse(rule, [GOOD, two_layers(head=(3, 2))], previous=PREVIOUS)
+
+
+def test_previous_of_another_network():
+    with pytest.raises(FusionError, match=r"'head' has shape \(3, 2\).*\(2, 3\) in client 0"):
+        fuse("dwc", [GOOD], previous=two_layers(head=(3, 2)))
+
+
+def test_dwc_without_previous():
+    with pytest.raises(FusionError, match="distributed_weight_consolidation needs the previous.*pass previous="):
+        fuse("dwc", [GOOD])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_refused_client_leaves_the_others_as_they_were(rule):
+    accumulator = FusionAccumulator(get_rule(rule), PREVIOUS)
+    accumulator.add(GOOD, 1.0)
+    nan = two_layers()
+    nan.mean["body"][0] = math.nan
+    for client, weight in ((nan, 1.0), (two_layers(head=(3, 2)), 1.0), (GOOD, -1.0), (GOOD, math.nan)):
+        with pytest.raises(FusionError):
+            accumulator.add(client, weight)
+    accumulator.add(two_layers(mean=3.0), 2.0)
+    expected = fuse(rule, [GOOD, two_layers(mean=3.0)], [1.0, 2.0], PREVIOUS)
+    fused = accumulator.compute()
+    assert accumulator.count == 2
+    for name in expected.names:
+        assert torch.equal(fused.mean[name], expected.mean[name])
+        assert torch.equal(fused.variance[name], expected.variance[name])
+
+
+VAGUE = GaussianPosterior(
+    {"body": torch.zeros(4), "head": torch.full((2, 3), 2.0)},
+    {"body": torch.full((4,), 0.5), "head": torch.tensor([[20.0, 1.0, 1.0], [25.0, 1.0, 1.0]])},
+)
+
+
+def test_dwc_of_clients_vaguer_than_the_previous_posterior():
+    """Precisions 1/20 + 1/20 − 1/5 = −0.1 and 1/25 + 1/25 − 1/5 = −0.12."""
+    with pytest.raises(FusionError) as caught:
+        fuse("dwc", [VAGUE, VAGUE], previous=two_layers(mean=0.0, variance=5.0))
+    message = str(caught.value)
+    assert "'head' at 2 of 6 entries (minimum -0.12)" in message
+    assert "'body'" not in message
+    for words in ("not positive", "less certain", "Pre-train", "min_precision"):
+        assert words in message
+
+
+def test_dwc_floor_replaces_what_is_not_positive_and_nothing_else():
+    previous = two_layers(mean=0.0, variance=5.0)
+    floored = fuse(DistributedWeightConsolidation(min_precision=1e-3), [VAGUE, VAGUE], previous=previous)
+    low = torch.tensor([[True, False, False], [True, False, False]])
+    torch.testing.assert_close(floored.variance["head"][low], torch.full((2,), 1e3))
+    torch.testing.assert_close(floored.mean["head"][low], torch.full((2,), 2.0))
+    precision = 1 / 1.0 + 1 / 1.0 - 1 / 5.0
+    torch.testing.assert_close(floored.variance["head"][~low], torch.full((4,), 1 / precision))
+    torch.testing.assert_close(floored.mean["head"][~low], torch.full((4,), 4.0 / precision))
+
+
+@given(variance=st.floats(1e-3, 1e3), prior=st.floats(1e-3, 1e3), floor=st.floats(1e-3, 10.0))
+@settings(deadline=None)
+def test_dwc_precision_is_at_least_the_floor(variance, prior, floor):
+    clients, previous = [posterior([1.0], [variance])] * 3, posterior([0.5], [prior])
+    fused = fuse(DistributedWeightConsolidation(min_precision=floor), clients, previous=previous)
+    assert 0 < fused.variance["w"].item() <= 1 / floor * (1 + 1e-12)
+    assert math.isfinite(fused.mean["w"].item())
+
+
+def test_dwc_of_a_deterministic_previous_and_probabilistic_clients():
+    with pytest.raises(FusionError, match="'w' at 1 of 1 entries"):
+        fuse("dwc", [posterior([1.0], [1.0])] * 2, previous=posterior([1.0], [0.0]))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
+def test_floor_must_be_positive(value):
+    with pytest.raises(FusionError, match="min_precision must be positive.*None turns the floor off"):
+        DistributedWeightConsolidation(min_precision=value)

@@ -1,0 +1,147 @@
+"""Rules are found by name, and no name is given twice."""
+
+import pytest
+import torch
+
+from lightning_fedbayes import FusionError, available_fusions, fuse, register_fusion
+from lightning_fedbayes.fusion import (
+    DistributedWeightConsolidation,
+    FusionRule,
+    LinearPool,
+    SumRule,
+    WeightedAverage,
+    get_rule,
+    rule_name,
+    unregister_fusion,
+)
+
+from .strategies import RULES, posterior
+
+
+@pytest.fixture
+def clients():
+    return [posterior([1.0, 2.0], [0.5, 0.1]), posterior([3.0, -1.0], [2.0, 0.4])]
+
+
+@pytest.fixture
+def temporary():
+    """A name that is forgotten after the test."""
+    name = "temporary_rule"
+    yield name
+    if name in available_fusions():
+        unregister_fusion(name)
+
+
+def test_function_becomes_a_rule(temporary, clients):
+    @register_fusion(temporary, aliases=("temporary_alias",))
+    def rule(posteriors, weights, previous):
+        return posteriors[int(weights.argmax())]
+
+    assert temporary in available_fusions()
+    assert "temporary_alias" not in available_fusions()
+    assert "temporary_alias" in available_fusions(aliases=True)
+    for name in (temporary, "temporary_alias", rule):
+        assert torch.equal(fuse(name, clients, [0.2, 0.8]).mean["w"], clients[1].mean["w"])
+
+
+def test_class_becomes_a_rule(temporary, clients):
+    @register_fusion(temporary)
+    class Doubled(WeightedAverage):
+        def compute(self, statistics, like, previous):
+            mean, variance = super().compute(statistics, like, previous)
+            return mean, 2 * variance
+
+    assert isinstance(get_rule(temporary), Doubled)
+    assert torch.equal(fuse(temporary, clients).variance["w"], 2 * fuse("nwa", clients).variance["w"])
+
+
+def test_sum_type_rule_from_scratch(temporary, clients):
+    """What the documentation promises to somebody with two sums."""
+
+    @register_fusion(temporary)
+    class MeanOfSquares(SumRule):
+        def update(self, statistics, mean, variance, weight):
+            for key, value in (("weight", mean.new_tensor(weight)), ("sum", weight * mean**2)):
+                statistics[key] = statistics.get(key, 0) + value
+
+        def compute(self, statistics, like, previous):
+            mean = statistics["sum"] / statistics["weight"]
+            return mean, torch.zeros_like(mean)
+
+    fused = fuse(temporary, iter(clients), [3.0, 1.0])
+    torch.testing.assert_close(fused.mean["w"], torch.tensor([3.0, 3.25], dtype=torch.float64))
+    rule, halves = get_rule(temporary), [{}, {}]
+    for half, client, weight in zip(halves, clients, (3.0, 1.0)):
+        rule.update(half, *client.flatten(), weight)
+    rule.merge(halves[0], halves[1])
+    torch.testing.assert_close(rule.compute(halves[0], clients[0], None)[0], fused.mean["w"])
+
+
+@pytest.mark.parametrize("taken", ["conflation", "wc"])
+def test_taken_names_are_refused_and_nothing_is_registered(temporary, taken):
+    for name, aliases in ((taken, ()), (temporary, (taken,)), (temporary, ("free_alias", taken))):
+        with pytest.raises(FusionError, match=rf"'{taken}' is registered already.*another name"):
+            register_fusion(name, aliases)(lambda posteriors, weights, previous: posteriors[0])
+    assert temporary not in available_fusions()
+    assert "free_alias" not in available_fusions(aliases=True)
+    assert rule_name("wc") == "weighted_conflation"
+
+
+def test_alias_equal_to_its_own_name_is_refused(temporary):
+    with pytest.raises(FusionError, match=temporary):
+        register_fusion(temporary, (temporary,))(lambda posteriors, weights, previous: posteriors[0])
+    assert temporary not in available_fusions()
+
+
+@pytest.mark.parametrize("thing", [int, 3, LinearPool(), "conflation"], ids=repr)
+def test_only_rule_classes_and_functions_are_registered(temporary, thing):
+    with pytest.raises(FusionError, match=r"cannot register .* as 'temporary_rule'.*FusionRule subclass or a function"):
+        register_fusion(temporary)(thing)
+
+
+def test_unregistering_forgets_aliases(temporary):
+    register_fusion(temporary, ("temporary_alias",))(lambda posteriors, weights, previous: posteriors[0])
+    unregister_fusion(temporary)
+    assert not {temporary, "temporary_alias"} & set(available_fusions(aliases=True))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("reverse_kl", "reverse_kl_barycenter"), ("conflations", "conflation"), ("fedavgg", "fedavg"), ("dwcc", "dwc")],
+)
+def test_unknown_name_gets_the_nearest(wrong, right, clients):
+    with pytest.raises(FusionError, match=rf"unknown fusion rule '{wrong}': did you mean '{right}'\?.*wasserstein"):
+        fuse(wrong, clients)
+
+
+@pytest.mark.parametrize("thing", [3, None, ["conflation"], LinearPool], ids=repr)
+def test_what_is_no_rule_is_refused(thing, clients):
+    with pytest.raises(FusionError, match="no fusion rule: give a name"):
+        fuse(thing, clients)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule_object_has_its_name(rule):
+    assert rule_name(get_rule(rule)) == rule
+    assert rule_name(rule) == rule
+
+
+def test_rule_object_of_a_function_has_its_name(temporary):
+    register_fusion(temporary)(lambda posteriors, weights, previous: posteriors[0])
+    assert rule_name(get_rule(temporary)) == temporary
+
+
+def test_rule_object_of_an_unregistered_class_has_the_name_of_the_class():
+    class Mine(LinearPool):
+        pass
+
+    assert rule_name(Mine()) == "Mine"
+
+
+def test_names_are_sorted_and_every_rule_says_what_it_needs():
+    assert available_fusions() == sorted(available_fusions())
+    for name in RULES:
+        rule = get_rule(name)
+        assert isinstance(rule, FusionRule)
+        assert get_rule(rule) is rule
+        assert rule.needs_previous == isinstance(rule, DistributedWeightConsolidation)

@@ -1,0 +1,148 @@
+"""Sum-type rules see one client at a time, in any grouping."""
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fedbayes import GaussianPosterior, fuse, register_fusion
+from lightning_fedbayes.fusion import FusionAccumulator, SumRule, get_rule, unregister_fusion
+
+from .strategies import ATOMS, RULES, assert_same, cohorts, posterior
+
+SUM_RULES = [rule for rule in RULES if isinstance(get_rule(rule), SumRule)]
+MANY = st.integers(2, 5)
+
+
+@pytest.mark.parametrize("rule", SUM_RULES)
+def test_generator_is_consumed_one_client_at_a_time(rule):
+    previous = posterior([0.0], [100.0])
+    alive = weakref.WeakSet()
+    most = 0
+
+    def clients():
+        nonlocal most
+        for k in range(5):
+            most = max(most, len(alive))
+            client = posterior([float(k)], [1.0])
+            alive.update(client.mean.values())
+            yield client
+            del client
+
+    fused = fuse(rule, clients(), previous=previous)
+    assert most == 1
+    assert_same(fused, fuse(rule, [posterior([float(k)], [1.0]) for k in range(5)], previous=previous), rtol=0)
+
+
+@pytest.mark.parametrize("rule", SUM_RULES)
+def test_clients_may_change_after_they_were_added(rule):
+    """The resident network is overwritten by the next client."""
+    resident = posterior([1.0, 2.0], [0.5, 0.0])
+    resident = GaussianPosterior(resident.mean, {"w": resident.variance["w"].clone()})
+    previous = posterior([0.0, 0.0], [100.0, 100.0])
+    accumulator = FusionAccumulator(get_rule(rule), previous)
+    for _ in range(3):
+        accumulator.add(resident, 2.0)
+        resident.mean["w"].add_(1)
+        resident.variance["w"].mul_(2)
+    clients = [posterior([1.0 + k, 2.0 + k], [0.5 * 2**k, 0.0]) for k in range(3)]
+    assert_same(accumulator.compute(), fuse(rule, clients, previous=previous))
+
+
+def test_rule_that_sees_all_clients_gets_copies():
+    @register_fusion("last_for_this_test")
+    def last(posteriors, weights, previous):
+        assert weights.tolist() == [1.0, 2.0]
+        return posteriors[0]
+
+    try:
+        client = posterior([1.0], [2.0])
+        accumulator = FusionAccumulator(get_rule("last_for_this_test"))
+        for weight in (0.0, 1.0, 2.0):
+            accumulator.add(client, weight)
+            client.mean["w"].add_(1)
+        assert accumulator.compute().mean["w"].item() == 2
+    finally:
+        unregister_fusion("last_for_this_test")
+
+
+@pytest.mark.parametrize("rule", SUM_RULES)
+@given(cohort=cohorts(clients=MANY, atoms=ATOMS), groups=st.lists(st.integers(0, 2), min_size=5, max_size=5))
+@settings(deadline=None, max_examples=40)
+def test_merged_partial_sums_are_the_sums(rule, cohort, groups):
+    """Clients split over three processes in any way; a process may have none."""
+    summing = get_rule(rule)
+    assert isinstance(summing, SumRule)
+    partial = [{}, {}, {}]
+    for client, weight, group in zip(cohort.clients, cohort.weights, groups):
+        summing.update(partial[group], *client.flatten(), weight)
+    merged = {}
+    for statistics in partial:
+        if statistics:
+            summing.merge(merged, statistics)
+    like = cohort.clients[0]
+    fused = like.unflatten(*summing.compute(merged, like, cohort.previous))
+    weights = torch.tensor(cohort.weights, dtype=torch.float64)
+    at_once = summing.fuse(cohort.clients, weights, cohort.previous)
+    assert_same(fused, at_once, rtol=1e-12)
+    assert_same(at_once, cohort.fuse(rule), rtol=1e-12)
+
+
+@pytest.mark.parametrize("rule", SUM_RULES)
+def test_merging_nothing_changes_nothing(rule):
+    """A process without a client in the cohort."""
+    summing = get_rule(rule)
+    assert isinstance(summing, SumRule)
+    statistics = {}
+    summing.update(statistics, *posterior([1.0], [2.0]).flatten(), 0.5)
+    before = {key: value.clone() for key, value in statistics.items()}
+    summing.merge(statistics, {})
+    assert statistics == before
+
+
+@pytest.mark.parametrize("rule", SUM_RULES)
+def test_merging_leaves_the_other_sums_alone(rule):
+    summing = get_rule(rule)
+    assert isinstance(summing, SumRule)
+    other, merged = {}, {}
+    summing.update(other, *posterior([1.0, 3.0], [2.0, 0.0]).flatten(), 0.5)
+    before = {key: value.clone() for key, value in other.items()}
+    for _ in range(2):
+        summing.merge(merged, other)
+    summing.update(merged, *posterior([5.0, 3.0], [2.0, 1.0]).flatten(), 0.5)
+    assert all(torch.equal(value, before[key]) for key, value in other.items())
+
+
+@pytest.mark.parametrize("rule", ["linear_pool", "gaussian_fit"])
+def test_disagreement_does_not_cancel_beside_large_means(rule):
+    """Means of 10⁶ whose spread is 10⁻³: E[μ²] − E[μ]² would keep no digit of it."""
+    means = 1e6 + 1e-3 * np.random.default_rng(0).normal(size=(50, 200))
+    fused = fuse(rule, [GaussianPosterior.point_mass({"w": torch.tensor(row)}) for row in means])
+    np.testing.assert_allclose(fused.mean["w"].numpy(), means.mean(0), rtol=1e-14)
+    np.testing.assert_allclose(fused.variance["w"].numpy(), means.var(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["linear_pool", "gaussian_fit"])
+def test_disagreement_of_neighbouring_single_precision_numbers(rule):
+    """Single precision has steps of 1/16 near 10⁶; the spread is exact."""
+    means = [torch.tensor([1e6 + step / 16]) for step in (0, 1, 2, 3)]
+    fused = fuse(rule, [GaussianPosterior.point_mass({"w": mean}) for mean in means])
+    assert fused.variance["w"].item() == pytest.approx(1.25 / 256)
+
+
+@pytest.mark.parametrize("rule", ["linear_pool", "gaussian_fit"])
+def test_disagreement_of_merged_groups_does_not_cancel(rule):
+    summing = get_rule(rule)
+    assert isinstance(summing, SumRule)
+    means = 1e6 + 1e-3 * np.random.default_rng(1).normal(size=(12, 50))
+    merged = {}
+    for group in np.array_split(means, 4):
+        statistics = {}
+        for row in group:
+            summing.update(statistics, torch.tensor(row), torch.zeros(50, dtype=torch.float64), 1.0)
+        summing.merge(merged, statistics)
+    _, variance = summing.compute(merged, posterior(means[0], 0.0), None)
+    np.testing.assert_allclose(variance.numpy(), means.var(0), rtol=1e-5)

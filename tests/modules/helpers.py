@@ -1,0 +1,34 @@
+"""Trainers that only train, and small random data."""
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fedbayes.layers import BayesianLayer
+
+
+def trainer(**options):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+             "enable_model_summary": False}
+    return L.Trainer(accelerator="cpu", **{**quiet, **options})
+
+
+def labelled(examples, features=6, classes=3):
+    return TensorDataset(torch.randn(examples, features), torch.randint(0, classes, (examples,)))
+
+
+def loader(dataset, batch_size=8, **options):
+    return DataLoader(dataset, batch_size, **options)
+
+
+@torch.no_grad()
+def summed_kl(network, prior_std=1.0):
+    """KL of all Gaussian sites from N(0, prior_std²), by torch.distributions."""
+    total = 0.0
+    for layer in network.modules():
+        if isinstance(layer, BayesianLayer):
+            for site in layer.sites():
+                posterior = torch.distributions.Normal(site.mean, site.std)
+                prior = torch.distributions.Normal(0.0, prior_std)
+                total += float(torch.distributions.kl_divergence(posterior, prior).double().sum())
+    return total

@@ -1,0 +1,159 @@
+"""Draws of a network's output: their distribution, and how often the network runs."""
+
+import pytest
+import torch
+from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
+from torch import nn
+
+from lightning_fedbayes.layers import ESTIMATORS, MCDropout, Reparameterized, bayesianize
+from lightning_fedbayes.modules import is_stochastic, mlp, sample_outputs
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+DRAWS = 4000
+
+
+def bayesian(estimator="reparameterization", **options):
+    return bayesianize(mlp(6, 3, (5,)), last=2, estimator=estimator, posterior_std=0.3, **options)
+
+
+def dropout():
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), MCDropout(0.4), nn.Linear(5, 3))
+
+
+class LastStep(nn.Module):
+    """The output of an LSTM at its last step, for sequences of three steps with two features."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = Reparameterized(nn.LSTM(2, 4, batch_first=True), posterior_std=0.3)
+
+    def forward(self, x):
+        return self.lstm(x.view(-1, 3, 2))[0][:, -1]
+
+
+def bayesian_torch():
+    network = mlp(6, 3, (5,))
+    dnn_to_bnn(network, {"prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -1.0,
+                         "type": "Reparameterization", "moped_enable": False, "moped_delta": 0.5})
+    return network
+
+
+STOCHASTIC = {**{name: lambda name=name: bayesian(name) for name in ESTIMATORS}, "dropout": dropout,
+              "lstm": LastStep, "bayesian_torch": bayesian_torch}
+LOOPED = ("lstm", "bayesian_torch")
+
+
+def moments(draws):
+    """Mean and covariance of flattened draws, with six standard errors of each."""
+    flat = draws.flatten(1).double()
+    spread = flat.std(0)
+    covariance = flat.T.cov()
+    return flat.mean(0), covariance, 6 * spread / len(flat) ** 0.5, 9 * torch.outer(spread, spread) / len(flat) ** 0.5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [*ESTIMATORS, "dropout"])
+def test_one_pass_draws_from_the_distribution_of_separate_passes(kind):
+    """Means, variances and the covariances between classes and between the examples of a batch."""
+    network = STOCHASTIC[kind]()
+    mean, covariance, mean_error, covariance_error = moments(sample_outputs(network, X, DRAWS))
+    loop_mean, loop_covariance, *_ = moments(torch.stack([network(X) for _ in range(DRAWS)]))
+    assert ((mean - loop_mean).abs() <= 2**0.5 * mean_error + 1e-9).all()
+    assert ((covariance - loop_covariance).abs() <= 2**0.5 * covariance_error + 1e-9).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_moments_of_a_linear_layer_are_the_analytic_ones(estimator):
+    network = bayesianize(nn.Linear(6, 2), last=1, estimator=estimator, posterior_std=0.3)
+    mean, covariance, mean_error, covariance_error = moments(sample_outputs(network, X, DRAWS))
+    expected = X @ network.mu_weight.T + network.mu_bias
+    variance = (0.09 * (X.square().sum(1, keepdim=True) + 1)).expand(-1, 2)
+    assert ((mean - expected.flatten()).abs() <= mean_error).all()
+    assert ((covariance.diagonal() - variance.flatten()).abs() <= covariance_error.diagonal()).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [*ESTIMATORS, "dropout"])
+def test_a_batch_in_chunks_has_the_same_marginals(kind):
+    network = STOCHASTIC[kind]()
+    mean, covariance, mean_error, covariance_error = moments(sample_outputs(network, X, DRAWS))
+    chunks = torch.cat([sample_outputs(network, chunk, DRAWS) for chunk in X.split(3)], 1)
+    chunk_mean, chunk_covariance, *_ = moments(chunks)
+    assert ((mean - chunk_mean).abs() <= 2**0.5 * mean_error + 1e-9).all()
+    assert ((covariance - chunk_covariance).diagonal().abs() <= 2**0.5 * covariance_error.diagonal() + 1e-9).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", STOCHASTIC)
+def test_draws_are_different(kind):
+    network = STOCHASTIC[kind]().eval()
+    assert is_stochastic(network)
+    draws = sample_outputs(network, X, 6)
+    assert draws.shape == (6, 4, draws.shape[-1])
+    for i in range(6):
+        for j in range(i):
+            assert not torch.equal(draws[i], draws[j])
+
+
+@torch.no_grad()
+def test_the_network_runs_once_and_its_deterministic_beginning_for_one_sample_only():
+    network = bayesianize(mlp(6, 3, (5, 5)), last=1)
+    batched = []
+    for layer in network:
+        layer.register_forward_hook(lambda layer, inputs, output: batched.append(
+            torch._C._functorch.is_batchedtensor(output)))
+    sample_outputs(network, X, 7)
+    assert batched == [False, False, False, False, True]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", LOOPED)
+def test_what_cannot_be_vectorised_runs_once_per_sample(kind):
+    network = STOCHASTIC[kind]()
+    calls = []
+    network.register_forward_hook(lambda *_: calls.append(1))
+    torch.manual_seed(3)
+    draws = sample_outputs(network, X, 5)
+    assert len(calls) == 5
+    torch.manual_seed(3)
+    assert torch.equal(draws, torch.stack([network(X) for _ in range(5)]))
+
+
+@pytest.mark.parametrize("network", [mlp(6, 3), nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)).eval()])
+def test_a_deterministic_network_gives_one_sample(network):
+    calls = []
+    handle = network.register_forward_hook(lambda *_: calls.append(1))
+    draws = sample_outputs(network, X, 50)
+    handle.remove()
+    assert not is_stochastic(network)
+    assert len(calls) == 1
+    assert torch.equal(draws, network(X).unsqueeze(0))
+
+
+def test_one_sample_is_one_plain_pass():
+    network = bayesian()
+    torch.manual_seed(5)
+    draw = sample_outputs(network, X, 1)
+    torch.manual_seed(5)
+    assert torch.equal(draw, network(X).unsqueeze(0))
+
+
+def test_gradients_flow_through_the_draws():
+    network = bayesian()
+    sample_outputs(network, X, 3).square().mean().backward()
+    assert all(p.grad is not None and bool((p.grad != 0).any()) for p in network.parameters())
+
+
+@pytest.mark.parametrize("position", ["before", "after"])
+def test_batch_norm_in_evaluation_normalises_with_its_running_statistics(position):
+    norm = nn.BatchNorm1d(5)
+    norm.running_mean.fill_(0.5)
+    norm.running_var.fill_(4.0)
+    first = nn.Linear(6, 5)
+    plain = nn.Sequential(first, norm, nn.Linear(5, 3)) if position == "before" else nn.Sequential(first, norm)
+    network = bayesianize(plain, last=1, init="pretrained", delta=1e-6).eval()
+    buffers = {name: value.clone() for name, value in network.named_buffers()}
+    draws = sample_outputs(network, X, 4)
+    assert torch.allclose(draws, plain.eval()(X).expand_as(draws), atol=1e-3)
+    assert all(torch.equal(value, buffers[name]) for name, value in network.named_buffers())
