@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import lightning as L
 from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_fedbayes.errors import FederationError
 
@@ -25,6 +26,11 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
         yield (
             f"{type(module).__name__}.automatic_optimization is False: clients' steps are taken by the Trainer; "
             "use automatic optimization with one optimizer"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        yield (
+            f"{type(module).__name__}.training_step takes dataloader_iter and fetches its own batches, so nobody knows "
+            "whose they are; take batch and batch_idx"
         )
     if trainer.world_size > 1:
         yield (

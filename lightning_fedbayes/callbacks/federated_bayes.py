@@ -391,8 +391,7 @@ class FederatedBayes(L.Callback):
             return
         assert self._engine is not None
         self._engine.log.end_round()
-        figures = {f"federation/{name}": value for name, value in self.history[-1].items() if name != "round"}
-        pl_module.log_dict({"round": float(trainer.current_epoch + 1), **figures})
+        self._report.log_round(trainer, self.history[-1])
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the federation for the loggers; drop a round that was cut short."""

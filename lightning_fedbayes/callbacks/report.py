@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
@@ -99,6 +100,21 @@ class FederationReport:
         if self._losses:
             totals["train_loss"] = sum(loss * n for loss, n in self._losses) / sum(n for _, n in self._losses)
         return totals
+
+    def log_round(self, trainer: L.Trainer, figures: dict[str, float]) -> None:
+        """Log a round's figures as ``federation/...``; other callbacks can monitor them.
+
+        They go to the loggers directly: ``self.log`` costs 0.3 ms each, as much as a step of a small network.
+
+        Args:
+            trainer: at the end of a training epoch.
+            figures: name → value; "round", counted from 0, becomes the x-axis.
+        """
+        named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
+        row = {**named, "round": figures["round"] + 1, "epoch": float(trainer.current_epoch)}
+        for logger in trainer.loggers:
+            logger.log_metrics(row, step=trainer.global_step)
 
     def finish(self, trainer: L.Trainer, accuracy: Tensor | None) -> None:
         """Log the table of clients.

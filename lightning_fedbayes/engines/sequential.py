@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedbayes.engines.loader import FailedBatch
-from lightning_fedbayes.engines.optimization import plain_step, step_is_plain
+from lightning_fedbayes.engines.plain_steps import plain_advance, plain_step, steps_are_plain
 from lightning_fedbayes.engines.plan import RoundPlan
 from lightning_fedbayes.engines.round import ClientUpdate
 from lightning_fedbayes.engines.state import ResidentModel, Tensors
@@ -109,10 +109,11 @@ class SequentialEngine:
 
     def install(self) -> None:
         """Guard the Trainer's step: a client that raises is left out, and the run goes on."""
-        loop = self.trainer.fit_loop.epoch_loop.automatic_optimization
-        step = plain_step(self.trainer) if step_is_plain(self.trainer) else loop.run
+        loop: Any = self.trainer.fit_loop.epoch_loop
+        plain = steps_are_plain(self.trainer)
+        step = plain_step(self.trainer) if plain else loop.automatic_optimization.run
 
-        def guarded(optimizer: Optimizer, batch_idx: int, kwargs: Any) -> Mapping[str, Any]:
+        def guarded(optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
             if self._failure is not None:
                 return {}
             batch = self.log.batch = next(iter(kwargs.values()))
@@ -127,12 +128,16 @@ class SequentialEngine:
                 self._failure = error
                 return {}
 
-        loop.run = guarded  # pyright: ignore[reportAttributeAccessIssue]
+        loop.automatic_optimization.run = guarded
+        if plain:
+            loop.advance = plain_advance(self.trainer, guarded)
         self.log.install()
 
     def remove(self) -> None:
         """Give the Trainer its own step back."""
-        self.trainer.fit_loop.epoch_loop.automatic_optimization.__dict__.pop("run", None)
+        loop = self.trainer.fit_loop.epoch_loop
+        loop.automatic_optimization.__dict__.pop("run", None)
+        loop.__dict__.pop("advance", None)
         self.log.remove()
 
     def begin_round(self, plan: RoundPlan) -> None:

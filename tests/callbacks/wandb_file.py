@@ -28,16 +28,21 @@ class Run:
     Attributes:
         project: where it belongs.
         config: its settings.
-        history: one dict per call of ``log``, in order.
-        step_metrics: name or pattern → name of the metric on its x-axis, as the logging side defined it.
-        expanded: logged name → x-axis, as W&B resolved the patterns.
+        history: one dict per call of ``log``, in order; nested keys are joined by "/".
+        step_metrics: name or pattern (ending in "*") → name of the metric on its x-axis.
     """
 
     project: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     step_metrics: dict[str, str] = field(default_factory=dict)
-    expanded: dict[str, str] = field(default_factory=dict)
+
+    def axes(self, name: str) -> set[str]:
+        """What may be on the x-axis of ``name``: W&B prefers an exact name, then takes any pattern that matches."""
+        if name in self.step_metrics:
+            return {self.step_metrics[name]}
+        return {step for pattern, step in self.step_metrics.items()
+                if pattern.endswith("*") and name.startswith(pattern[:-1])}
 
 
 def read_run(path: Path) -> Run:
@@ -54,11 +59,7 @@ def read_run(path: Path) -> Run:
         elif kind == "history":
             run.history.append({_key(item): json.loads(item.value_json) for item in record.history.item})
         elif kind == "metric":
-            metric = record.metric
-            if metric.expanded_from_glob:
-                run.expanded[metric.name] = metric.step_metric
-            else:
-                run.step_metrics[metric.name or metric.glob_name] = metric.step_metric
+            run.step_metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
     return run
 
 

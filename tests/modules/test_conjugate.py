@@ -72,10 +72,10 @@ def test_training_finds_the_optimal_mean_field_posterior(estimator, kl_weight):
     precision = design.T @ design / (kl_weight * NOISE_STD**2) + torch.eye(4) / PRIOR_STD**2
     exact_mean = torch.linalg.solve(precision, design.T @ y / (kl_weight * NOISE_STD**2)).flatten()
     exact_variance = 1 / precision.diagonal()
-    assert torch.allclose(mean, exact_mean, atol=0.15 * float(exact_variance.sqrt().min()))
-    assert torch.allclose(variance, exact_variance, rtol=0.1)
+    assert ((mean - exact_mean).abs() < 0.1 * exact_variance.sqrt()).all()
+    assert torch.allclose(variance, exact_variance, rtol=0.2)
     marginal = torch.linalg.inv(precision).diagonal()
-    assert (marginal / exact_variance).max() > 1.5  # the test tells the two apart
+    assert (marginal / exact_variance).max() > 2  # the test tells the two apart
 
 
 def test_a_learnt_noise_is_the_expected_squared_residual():
@@ -85,4 +85,4 @@ def test_a_learnt_noise_is_the_expected_squared_residual():
     mean, variance = fitted(model)
     design = torch.cat([x, torch.ones(N, 1)], 1)
     expected = ((y.flatten() - design @ mean).square() + design.square() @ variance).mean()
-    assert float(model.noise_variance.detach()) == pytest.approx(float(expected), rel=0.05)
+    assert model.noise_variance.item() == pytest.approx(expected.item(), rel=0.05)

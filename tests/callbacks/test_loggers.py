@@ -1,0 +1,331 @@
+"""One federation told to W&B, CSV and TensorBoard: every figure, picture and table arrives, with the round beside it."""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.modules import mlp
+
+from .wandb_file import read_run
+
+ROUNDS, CLIENTS = 3, 3
+VALIDATION = {"val/accuracy", "val/nll", "val/ece", "val/brier", "val/entropy", "val/aleatoric", "val/epistemic",
+              "val/client_accuracy", "val/worst_client_accuracy", "val/retained_area_entropy",
+              "val/retained_area_aleatoric", "val/retained_area_epistemic"}
+FEDERATION = {"federation/seconds", "federation/megabytes_up", "federation/megabytes_down",
+              "federation/posterior_variance", "federation/disagreement", "federation/effective_clients",
+              "federation/failed_clients", "federation/train_loss"}
+TRAINING = {"train/nll", "train/kl", "train/kl_factor"}
+SCALARS = VALIDATION | FEDERATION | TRAINING
+IMAGES = {"federation/clients_by_class": 0, "val/reliability": ROUNDS, "val/accuracy_retained": ROUNDS}
+SETTINGS = {"clients": CLIENTS, "fusion": "reverse_kl_barycenter", "weighting": "train_size", "seed": 7,
+            "local_epochs": 1, "fraction": 1.0, "engine": "sequential", "prior": "fixed", "buffers": "average",
+            "optimizer_state": "reset", "min_clients": 1, "local_parameters": []}
+COLUMNS = ["client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds", "megabytes_up",
+           "last_failure"]
+PNG = b"\x89PNG"
+
+
+class Recorder(L.Callback):
+    """The figures that the Trainer knows of each validation."""
+
+    def __init__(self):
+        self.validations = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        scores = {name: float(value) for name, value in trainer.callback_metrics.items() if name in VALIDATION}
+        self.validations.append(scores)
+
+
+def federate(loggers):
+    """A small federation over the digits; returns its callback and the figures of each round."""
+    torch.manual_seed(0)
+    digits = fb.DigitsDataModule()
+    digits.setup()
+    train, val = (TensorDataset(*(t[:n] for t in part.tensors))
+                  for part, n in ((digits.train, 150), (digits.validation, 100)))
+    federation = fb.FederatedBayes(fb.DirichletPartition(clients=CLIENTS, alpha=0.5), seed=7)
+    recorder = Recorder()
+    model = fb.HybridBayesianClassifier(mlp(64, 10, (12,)), bayesian_last=1, learning_rate=0.01)
+    trainer = L.Trainer(
+        max_epochs=ROUNDS, accelerator="cpu", logger=loggers, callbacks=[federation, recorder],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(train, 16, shuffle=True), DataLoader(val, 64))
+    rounds = [
+        {**scores, **{f"federation/{name}": value for name, value in figures.items() if name != "round"}}
+        for scores, figures in zip(recorder.validations, federation.history, strict=True)
+    ]
+    return federation, rounds
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """No account and none of W&B's folders but temporary ones."""
+    folder = tmp_path_factory.mktemp("loggers")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("WANDB")]:
+            patch.delenv(name)
+        patch.setenv("WANDB_SILENT", "true")
+        for name in ("CACHE", "DATA", "CONFIG"):
+            patch.setenv(f"WANDB_{name}_DIR", str(folder / name.lower()))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def logged(home):
+    """Folder, callback and figures of one federation with all three loggers."""
+    import wandb
+
+    loggers = [
+        WandbLogger(project="fedbayes", save_dir=str(home), offline=True),
+        CSVLogger(str(home), name="csv"),
+        TensorBoardLogger(str(home), name="tensorboard"),
+    ]
+    federation, rounds = federate(loggers)
+    wandb.finish()
+    return home, federation, rounds
+
+
+def same(values, expected):
+    """Loggers keep float32."""
+    return values == pytest.approx(expected, rel=1e-5, nan_ok=True)
+
+
+def test_the_rounds_have_the_figures_of_the_federation(logged):
+    _, _, rounds = logged
+    assert len(rounds) == ROUNDS
+    for figures in rounds:
+        assert set(figures) >= VALIDATION | FEDERATION
+        assert figures["federation/failed_clients"] == 0
+        assert figures["federation/seconds"] > 0
+        assert figures["federation/posterior_variance"] > 0
+        assert 1 <= figures["federation/effective_clients"] <= CLIENTS
+        # mean and variance of each float32 parameter that is Gaussian, the mean of the others: once per client
+        parameters = (64 * 12 + 12) + 2 * (12 * 10 + 10)
+        assert figures["federation/megabytes_up"] == pytest.approx(CLIENTS * parameters * 4 / 1e6)
+        assert figures["federation/megabytes_down"] == pytest.approx(CLIENTS * parameters * 4 / 1e6)
+
+
+# -- Weights & Biases --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(logged):
+    """The one offline run and its folder."""
+    (path,) = (logged[0] / "wandb").glob("offline-run-*/run-*.wandb")
+    return path.parent, read_run(path)
+
+
+def entries(history, name):
+    """The rows of the history that have ``name``, a number."""
+    return [row for row in history if isinstance(row.get(name), int | float)]
+
+
+def test_wandb_config_has_the_settings_of_federation_and_model(run):
+    _, recorded = run
+    assert recorded.project == "fedbayes"
+    settings = recorded.config["federation"]
+    assert SETTINGS.items() <= settings.items()
+    assert settings["partition"].startswith("DirichletPartition(clients=3, alpha=0.5")
+    assert recorded.config["bayesian_last"] == 1
+    assert recorded.config["estimator"] == "local_reparameterization"
+
+
+@pytest.mark.parametrize("name", sorted(SCALARS))
+def test_wandb_history_has_every_figure_beside_its_round(run, logged, name):
+    rows = entries(run[1].history, name)
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    if name not in TRAINING:
+        assert same([row[name] for row in rows], [figures[name] for figures in logged[2]])
+
+
+def test_wandb_draws_every_figure_over_the_rounds(run):
+    """W&B takes any pattern that matches: a name has the round as its axis if no pattern says otherwise."""
+    axes = {name: run[1].axes(name) for name in SCALARS}
+    assert axes == dict.fromkeys(SCALARS, {"round"})
+
+
+def test_wandb_keys_are_either_numbers_or_media(run):
+    """A key that is both loses its chart."""
+    history = run[1].history
+    numbers = {name for row in history for name, value in row.items() if isinstance(value, int | float)}
+    media = {name.removesuffix("/_type") for row in history for name in row if name.endswith("/_type")}
+    assert numbers & media == set()
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_wandb_has_the_images(run, name):
+    folder, recorded = run
+    (row,) = (row for row in recorded.history if f"{name}/_type" in row)
+    assert row[f"{name}/_type"] == "image-file"
+    assert row["round"] == IMAGES[name]
+    path = row[f"{name}/path"]
+    assert path.startswith(f"media/images/{name}_")
+    assert (folder / "files" / path).read_bytes().startswith(PNG)
+
+
+def test_wandb_has_the_table_of_clients(run, logged):
+    folder, recorded = run
+    (row,) = (row for row in recorded.history if row.get("federation/clients/_type") == "table-file")
+    assert row["round"] == ROUNDS
+    table = json.loads((folder / "files" / row["federation/clients/path"]).read_text())
+    assert table["columns"] == COLUMNS
+    check_table(table["data"], logged)
+
+
+def check_table(rows, logged):
+    """One row per client, in the terms of the federation."""
+    _, federation, rounds = logged
+    columns = {name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}
+    assert [str(name) for name in columns["client"]] == list(federation.clients.names)
+    sizes = [int(n) for n in columns["examples"]]
+    assert sizes == list(federation.clients.sizes)
+    assert [int(n) for n in columns["rounds"]] == [ROUNDS] * CLIENTS
+    assert [int(n) for n in columns["failures"]] == [0] * CLIENTS
+    assert [float(w) for w in columns["weight"]] == pytest.approx([n / sum(sizes) for n in sizes])
+    sent = math.fsum(float(megabytes) for megabytes in columns["megabytes_up"])
+    assert sent == pytest.approx(rounds[-1]["federation/megabytes_up"])
+    loss = math.fsum(n * float(loss) for n, loss in zip(sizes, columns["train_loss"], strict=True)) / sum(sizes)
+    assert loss == pytest.approx(rounds[-1]["federation/train_loss"])
+    mean = math.fsum(n * float(a) for n, a in zip(sizes, columns["accuracy"], strict=True)) / sum(sizes)
+    assert mean == pytest.approx(rounds[-1]["val/client_accuracy"], rel=1e-5)
+    assert min(float(a) for a in columns["accuracy"]) == pytest.approx(
+        rounds[-1]["val/worst_client_accuracy"], rel=1e-5)
+    assert list(columns["last_failure"]) == [""] * CLIENTS
+
+
+# -- CSV ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def csv_folder(logged):
+    (folder,) = (logged[0] / "csv").iterdir()
+    return folder
+
+
+def read_csv(path):
+    with open(path, newline="") as file:
+        return list(csv.reader(file))
+
+
+@pytest.mark.parametrize("name", sorted(SCALARS))
+def test_csv_has_every_figure_beside_its_round(csv_folder, logged, name):
+    head, *lines = read_csv(csv_folder / "metrics.csv")
+    rows = [dict(zip(head, line, strict=True)) for line in lines]
+    rows = [row for row in rows if row[name]]
+    assert [float(row["round"]) for row in rows] == [1, 2, 3]
+    if name not in TRAINING:
+        assert same([float(row[name]) for row in rows], [figures[name] for figures in logged[2]])
+
+
+def test_csv_has_pictures_and_table_as_files_beside_it(csv_folder, logged):
+    names = {path.name for path in csv_folder.iterdir()}
+    pictures = {f"{name.replace('/', '_')}.png" for name in IMAGES}
+    assert names == {"metrics.csv", "hparams.yaml", "federation_clients.csv"} | pictures
+    for name in pictures:
+        assert (csv_folder / name).read_bytes().startswith(PNG)
+    head, *rows = read_csv(csv_folder / "federation_clients.csv")
+    assert head == COLUMNS
+    check_table(rows, logged)
+
+
+def test_csv_hyperparameters_have_the_settings_of_federation_and_model(csv_folder):
+    recorded = yaml.safe_load((csv_folder / "hparams.yaml").read_text())
+    assert SETTINGS.items() <= recorded["federation"].items()
+    assert recorded["bayesian_last"] == 1
+
+
+# -- TensorBoard -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def events(logged):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (folder,) = (logged[0] / "tensorboard").iterdir()
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    return accumulator.Reload()
+
+
+@pytest.mark.parametrize("name", sorted(SCALARS))
+def test_tensorboard_has_every_figure_at_the_step_of_its_round(events, logged, name):
+    rounds = {event.step: event.value for event in events.Scalars("round")}
+    assert [rounds[event.step] for event in events.Scalars(name)] == [1, 2, 3]
+    values = [event.value for event in events.Scalars(name)]
+    if name not in TRAINING:
+        assert same(values, [figures[name] for figures in logged[2]])
+
+
+def test_tensorboard_shows_the_settings_of_the_federation(events):
+    """As hyperparameters, of which TensorBoard shows the first that were logged, or as text."""
+    hyperparameters = [metadata.plugin_data.content for metadata in events.summary_metadata.values()]
+    texts = [event.tensor_proto.string_val[0] for tag in events.Tags()["tensors"] for event in events.Tensors(tag)]
+    assert any(SETTINGS["fusion"].encode() in shown for shown in (*hyperparameters, *texts))
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_tensorboard_has_the_images(events, name):
+    (image,) = events.Images(name)
+    assert image.step == IMAGES[name]
+    assert image.encoded_image_string.startswith(PNG)
+
+
+def test_tensorboard_has_the_table_of_clients(events, logged):
+    (event,) = events.Tensors("federation/clients/text_summary")
+    head, _, *rows = event.tensor_proto.string_val[0].decode().splitlines()
+    assert [cell.strip() for cell in head.strip("|").split("|")] == COLUMNS
+    assert [row.split("|")[1].strip() for row in rows] == list(logged[1].clients.names)
+    assert [int(row.split("|")[2]) for row in rows] == list(logged[1].clients.sizes)
+
+
+# -- no logger, no account ---------------------------------------------------------------------------------------------
+
+
+def test_without_a_logger_nothing_is_written(home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, rounds = federate(loggers=False)
+    assert len(rounds) == ROUNDS
+    assert list(tmp_path.rglob("*")) == []
+
+
+SCRIPT = """
+import lightning as L, torch
+from lightning.pytorch.loggers import WandbLogger
+from torch.utils.data import DataLoader, TensorDataset
+import lightning_fedbayes as fb
+from lightning_fedbayes.modules import mlp
+
+data = TensorDataset(torch.randn(40, 4), torch.randint(0, 2, (40,)))
+trainer = L.Trainer(
+    max_epochs=2, accelerator="cpu", logger=WandbLogger(project="fedbayes"), enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False, callbacks=[fb.FederatedBayes(fb.IIDPartition(2))],
+)
+trainer.fit(fb.HybridBayesianClassifier(mlp(4, 2), bayesian_last=1), DataLoader(data, 8), DataLoader(data, 40))
+"""
+
+
+def test_without_an_account_wandb_logs_offline_and_asks_nothing(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
+    (tmp_path / "home").mkdir()
+    (tmp_path / "work").mkdir()
+    finished = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=tmp_path / "work", env={**environment, "HOME": str(tmp_path / "home")},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "wandb sync" in finished.stdout + finished.stderr  # says how to upload it later
+    (path,) = (tmp_path / "work").rglob("offline-run-*/run-*.wandb")
+    recorded = read_run(path)
+    assert [row["round"] for row in entries(recorded.history, "val/accuracy")] == [1, 2]

@@ -1,0 +1,254 @@
+"""UncertaintyReport beside a user's own module, without a federation."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.metrics.functional import (
+    accuracy_retained_area,
+    aleatoric_uncertainty,
+    epistemic_uncertainty,
+    predictive_entropy,
+)
+
+CLASSES, EXAMPLES = 3, 120
+AREAS = {"entropy": predictive_entropy, "aleatoric": aleatoric_uncertainty, "epistemic": epistemic_uncertainty}
+PICTURES = {"reliability", "accuracy_retained"}
+
+
+class Own(L.LightningModule):
+    """A user's classifier that knows its probabilities by heart: an example's input is its number.
+
+    Args:
+        probs: shape (examples, classes), or (samples, examples, classes).
+        returns: whether its steps return what the report reads.
+    """
+
+    def __init__(self, probs, returns=True):
+        super().__init__()
+        self.probs, self.returns = probs, returns
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0].float().unsqueeze(1)).square().mean()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        numbers, target = batch
+        if self.returns:
+            return {"probs": self.probs[..., numbers, :], "target": target}
+        self.log("val/own", target.float().mean())
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def table(samples=0, seed=0):
+    """Probabilities of every example, and targets that they say something about."""
+    draws = torch.Generator().manual_seed(seed)
+    logits = 1.5 * torch.randn(EXAMPLES, CLASSES, generator=draws)
+    target = torch.multinomial(logits.softmax(1), 1, generator=draws).squeeze(1)
+    noise = torch.randn(samples, EXAMPLES, CLASSES, generator=draws) if samples else 0
+    return (logits + noise).softmax(-1), target
+
+
+def loaders(target, *parts):
+    """One loader per part of the examples, with uneven batches."""
+    data = TensorDataset(torch.arange(EXAMPLES), target)
+    return [DataLoader(torch.utils.data.Subset(data, part), 17) for part in (parts or [range(EXAMPLES)])]
+
+
+def trainer(report, **options):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+             "enable_model_summary": False}
+    return L.Trainer(accelerator="cpu", callbacks=[report], **{**quiet, **options})
+
+
+def logged(run):
+    return {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+def correct_of(probs, target):
+    return (probs.view(-1, EXAMPLES, CLASSES).mean(0).argmax(1) == target).double()
+
+
+# -- areas -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["val", "test"])
+@pytest.mark.parametrize("samples", [0, 5])
+def test_areas_are_those_of_all_predictions(samples, stage):
+    probs, target = table(samples)
+    run = trainer(fb.UncertaintyReport())
+    evaluate = run.validate if stage == "val" else run.test
+    evaluate(Own(probs), loaders(target), verbose=False)
+    by_sample = probs.view(-1, EXAMPLES, CLASSES)
+    expected = {
+        f"{stage}/retained_area_{name}": float(accuracy_retained_area(correct_of(probs, target), measure(by_sample)))
+        for name, measure in AREAS.items()
+    }
+    assert logged(run) == pytest.approx(expected, abs=2e-3)  # the metric keeps a histogram
+    area = logged(run)[f"{stage}/retained_area_entropy"]
+    assert area > float(correct_of(probs, target).mean()) + 0.05  # the uncertainty is worth something
+    if not samples:  # nothing epistemic: the area is the plain accuracy
+        assert logged(run)[f"{stage}/retained_area_epistemic"] == pytest.approx(
+            float(correct_of(probs, target).mean()))
+
+
+def test_every_evaluation_starts_anew():
+    probs, target = table()
+    report = fb.UncertaintyReport()
+    run = trainer(report)
+    run.validate(Own(probs), loaders(target, range(40)), verbose=False)
+    run.validate(Own(probs), loaders(target), verbose=False)
+    expected = float(accuracy_retained_area(correct_of(probs, target), predictive_entropy(probs.unsqueeze(0))))
+    assert logged(run)["val/retained_area_entropy"] == pytest.approx(expected, abs=2e-3)
+
+
+def test_in_training_every_validation_is_logged_but_not_the_sanity_check():
+    probs, target = table()
+    run = trainer(fb.UncertaintyReport(), max_epochs=2, num_sanity_val_steps=2)
+    run.fit(Own(probs), loaders(target)[0], loaders(target))
+    expected = float(accuracy_retained_area(correct_of(probs, target), predictive_entropy(probs.unsqueeze(0))))
+    assert logged(run)["val/retained_area_entropy"] == pytest.approx(expected, abs=2e-3)
+
+
+def test_modules_that_return_nothing_are_left_alone(tmp_path):
+    probs, target = table()
+    run = trainer(fb.UncertaintyReport(), max_epochs=1, logger=CSVLogger(str(tmp_path), name="run"))
+    run.fit(Own(probs, returns=False), loaders(target)[0], loaders(target))
+    assert set(logged(run)) == {"val/own"}
+    assert list(tmp_path.rglob("*.png")) == []
+
+
+# -- accuracy per client -----------------------------------------------------------------------------------------------
+
+SIZES = (30, 10, 60)
+COUNTS = torch.tensor([[20, 10, 0], [0, 0, 10], [10, 30, 20]])
+
+
+def told(counts=COUNTS, classes=(0, 1, 2)):
+    report = fb.UncertaintyReport()
+    report.set_clients(SIZES, counts, classes)
+    return report
+
+
+def check_averages(run, accuracies):
+    expected = {"val/client_accuracy": sum(n * a for n, a in zip(SIZES, accuracies, strict=True)) / sum(SIZES),
+                "val/worst_client_accuracy": min(accuracies)}  # the worst tenth of three clients is one
+    assert {name: logged(run)[name] for name in expected} == pytest.approx(expected)
+
+
+def test_accuracies_by_label_mix_are_importance_weighted():
+    """Each example weighs (share of its class at the client) / (share of its class in the validation data)."""
+    probs, target = table()
+    report = told()
+    run = trainer(report)
+    run.validate(Own(probs), loaders(target), verbose=False)
+    shares = target.bincount().double() / EXAMPLES
+    accuracies = []
+    for counts in COUNTS:
+        weights = (counts / counts.sum() / shares)[target]
+        accuracies.append(float((weights * correct_of(probs, target)).sum() / EXAMPLES))
+    assert report.client_accuracy.tolist() == pytest.approx(accuracies)
+    assert len(set(accuracies)) == 3
+    check_averages(run, accuracies)
+
+
+@pytest.mark.parametrize("counts", [COUNTS, None])
+def test_with_as_many_loaders_as_clients_each_has_its_own_accuracy(counts):
+    probs, target = table()
+    parts = (range(20), range(20, 70), range(70, EXAMPLES))
+    report = told(counts)
+    run = trainer(report)
+    run.validate(Own(probs), loaders(target, *parts), verbose=False)
+    accuracies = [float(correct_of(probs, target)[list(part)].mean()) for part in parts]
+    assert report.client_accuracy.tolist() == pytest.approx(accuracies)
+    check_averages(run, accuracies)
+
+
+def test_several_loaders_that_are_not_the_clients_are_taken_together():
+    probs, target = table()
+    together, apart = told(), told()
+    trainer(together).validate(Own(probs), loaders(target), verbose=False)
+    trainer(apart).validate(Own(probs), loaders(target, range(50), range(50, EXAMPLES)), verbose=False)
+    assert apart.client_accuracy.tolist() == pytest.approx(together.client_accuracy.tolist())
+
+
+def test_a_client_whose_classes_are_not_in_the_validation_data_does_not_count():
+    probs, target = table()
+    known = [number for number in range(EXAMPLES) if target[number] != 2]
+    report = told()
+    run = trainer(report)
+    run.validate(Own(probs), loaders(target, known), verbose=False)
+    assert torch.isnan(report.client_accuracy).tolist() == [False, True, False]
+    hits = correct_of(probs, target)
+    zero, one = (float(hits[target == label].mean()) for label in (0, 1))
+    first, last = (20 * zero + 10 * one) / 30, (10 * zero + 30 * one) / 40
+    assert report.client_accuracy[[0, 2]].tolist() == pytest.approx([first, last])
+    assert logged(run)["val/client_accuracy"] == pytest.approx((30 * first + 60 * last) / 90)
+    assert logged(run)["val/worst_client_accuracy"] == pytest.approx(min(first, last))
+
+
+@pytest.mark.parametrize("classes", [(1, 2, 3), (-1, 0, 1)])
+def test_labels_that_are_no_class_indices_give_no_accuracy(classes):
+    probs, target = table()
+    report = told(classes=classes)
+    run = trainer(report)
+    run.validate(Own(probs), loaders(target), verbose=False)
+    assert report.client_accuracy is None
+    assert "val/client_accuracy" not in logged(run)
+
+
+def test_without_clients_there_are_no_client_accuracies():
+    probs, target = table()
+    report = fb.UncertaintyReport()
+    run = trainer(report)
+    run.validate(Own(probs), loaders(target), verbose=False)
+    assert report.client_accuracy is None
+    assert set(logged(run)) == {f"val/retained_area_{name}" for name in AREAS}
+
+
+def test_a_federation_of_the_users_own_module_reports_its_clients():
+    probs, target = table()
+    data = TensorDataset(torch.arange(EXAMPLES), target)
+    sizes = (70, 50)
+    clients = fb.ClientDatasets({"a": torch.utils.data.Subset(data, range(70)),
+                                 "b": torch.utils.data.Subset(data, range(70, EXAMPLES))})
+    run = trainer(fb.FederatedBayes(), max_epochs=1)
+    run.fit(Own(probs), DataLoader(clients, 16), loaders(target, range(70), range(70, EXAMPLES)))
+    accuracies = [float(part.mean()) for part in correct_of(probs, target).split(sizes)]
+    assert logged(run)["val/client_accuracy"] == pytest.approx(float(correct_of(probs, target).mean()))
+    assert logged(run)["val/worst_client_accuracy"] == pytest.approx(min(accuracies))
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def drawn(folder):
+    return {path.stem for path in folder.rglob("*.png")}
+
+
+@pytest.mark.parametrize("stage", ["val", "test"])
+def test_pictures_come_at_the_end(stage, tmp_path):
+    probs, target = table()
+    run = trainer(fb.UncertaintyReport(), max_epochs=2, logger=CSVLogger(str(tmp_path), name="run"))
+    if stage == "val":
+        run.fit(Own(probs), loaders(target)[0], loaders(target))
+    else:
+        run.test(Own(probs), loaders(target), verbose=False)
+    assert drawn(tmp_path) == {f"{stage}_{name}" for name in PICTURES}
+
+
+def test_without_a_logger_nothing_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lightning_fedbayes.plots.reliability_diagram", None)  # whoever draws fails
+    probs, target = table()
+    run = trainer(fb.UncertaintyReport(), max_epochs=1)
+    run.fit(Own(probs), loaders(target)[0], loaders(target))
+    run.test(Own(probs), loaders(target), verbose=False)
+    assert list(tmp_path.rglob("*")) == []

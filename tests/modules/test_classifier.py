@@ -1,0 +1,192 @@
+"""What the classifier predicts and how it is scored."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import entropy as scipy_entropy
+from sklearn.metrics import accuracy_score, log_loss
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics.functional.classification import multiclass_calibration_error
+
+from lightning_fedbayes import HybridBayesianClassifier, bayesianize
+from lightning_fedbayes.errors import ConversionError
+from lightning_fedbayes.layers import MCDropout, NormalPrior
+from lightning_fedbayes.modules import mlp
+
+from .helpers import labelled, loader, trainer
+
+SAMPLES, EXAMPLES, CLASSES = 4, 90, 3
+SCORES = {"accuracy", "nll", "ece", "brier", "entropy", "aleatoric", "epistemic"}
+
+
+def bayesian(**options):
+    return HybridBayesianClassifier(mlp(6, 3, (5,)), bayesian_last=2, posterior_std=0.5, **options)
+
+
+# -- prediction --------------------------------------------------------------------------------------------------------
+
+
+def test_fields_of_a_prediction():
+    prediction = bayesian(samples=7).predict_step(10 * torch.randn(8, 6))
+    assert prediction.probs.shape == (8, 3)
+    assert all(field.shape == (8,) for field in prediction[1:])
+    assert torch.allclose(prediction.probs.sum(1), torch.ones(8))
+    assert torch.equal(prediction.label, prediction.probs.argmax(1))
+    assert ((prediction.entropy >= 0) & (prediction.entropy <= 1)).all()
+    assert (prediction.mutual_information > 0).all()
+    assert (prediction.epistemic > 0).all()
+
+
+def test_aleatoric_and_epistemic_make_the_variance_of_the_label():
+    """Traces of Kwon's two matrices sum to that of diag(p̄) − p̄p̄ᵀ."""
+    prediction = bayesian().predict_step(3 * torch.randn(20, 6))
+    covariance = prediction.probs.diag_embed() - prediction.probs.unsqueeze(2) * prediction.probs.unsqueeze(1)
+    trace = covariance.diagonal(dim1=1, dim2=2).sum(1)
+    assert torch.allclose(prediction.aleatoric + prediction.epistemic, trace, atol=1e-6)
+
+
+@pytest.mark.parametrize("last", [None, 0])
+def test_a_deterministic_network_has_no_epistemic_uncertainty(last):
+    network = mlp(6, 3, (5,))
+    model = HybridBayesianClassifier(network, bayesian_last=last)
+    x = torch.randn(8, 6)
+    prediction = model.predict_step(x)
+    assert torch.equal(prediction.epistemic, torch.zeros(8))
+    assert torch.allclose(prediction.mutual_information, torch.zeros(8), atol=1e-6)
+    assert torch.allclose(prediction.probs, network(x).softmax(1))
+
+
+def test_the_mean_predictive_averages_probabilities_and_not_logits():
+    model = bayesian(samples=5)
+    x = torch.randn(8, 6)
+    torch.manual_seed(1)
+    draws = model.sample(x)
+    torch.manual_seed(1)
+    assert torch.allclose(model.predict_step([x, None]).probs, draws.softmax(-1).mean(0))
+
+
+def test_a_network_with_dropout_samples():
+    model = HybridBayesianClassifier(nn.Sequential(nn.Linear(6, 9), MCDropout(0.5), nn.Linear(9, 3)))
+    assert (model.predict_step(torch.randn(8, 6)).epistemic > 0).all()
+
+
+def test_the_trainer_predicts():
+    data = labelled(20)
+    batches = trainer().predict(bayesian(), loader(data, 8))
+    assert [len(batch.label) for batch in batches] == [8, 8, 4]
+    assert {type(batch).__name__ for batch in batches} == {"ClassPrediction"}
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def table():
+    """Fixed probabilities of every example under every draw, and labels that they say something about."""
+    logits = 2 * torch.randn(EXAMPLES, CLASSES) + torch.randn(SAMPLES, EXAMPLES, CLASSES)
+    return logits.softmax(-1), torch.distributions.Categorical(logits=logits.mean(0)).sample()
+
+
+def looked_up(probs):
+    """A model that predicts ``probs``: an example's input is its number."""
+    model = HybridBayesianClassifier(mlp(1, CLASSES))
+    model.sample_probs = lambda inputs, samples=None: probs[:, inputs[:, 0].long()]
+    return model
+
+
+def expected_scores(probs, target):
+    p, y = probs.mean(0).double().numpy(), target.numpy()
+    draws = probs.double().numpy()
+    return {
+        "accuracy": accuracy_score(y, p.argmax(1)),
+        "nll": log_loss(y, p / p.sum(1, keepdims=True)),
+        "ece": float(multiclass_calibration_error(torch.tensor(p), target, CLASSES, n_bins=15)),
+        "brier": ((p - np.eye(CLASSES)[y]) ** 2).sum(1).mean(),
+        "entropy": (scipy_entropy(p, axis=1) / np.log(CLASSES)).mean(),
+        "aleatoric": (draws * (1 - draws)).sum(2).mean(),
+        "epistemic": draws.var(0).sum(1).mean(),
+    }
+
+
+def numbered(target):
+    return TensorDataset(torch.arange(len(target)).float().unsqueeze(1), target)
+
+
+@pytest.mark.parametrize("stage", ["val", "test"])
+@pytest.mark.parametrize("batch_size", [7, EXAMPLES])
+def test_logged_scores_are_those_of_all_predictions(stage, batch_size):
+    probs, target = table()
+    run, batches = trainer(), loader(numbered(target), batch_size)
+    evaluate = run.validate if stage == "val" else run.test
+    (logged,) = evaluate(looked_up(probs), batches, verbose=False)
+    assert logged == pytest.approx({f"{stage}/{k}": v for k, v in expected_scores(probs, target).items()}, rel=1e-4)
+
+
+def test_a_second_evaluation_starts_anew():
+    probs, target = table()
+    model, run = looked_up(probs), trainer()
+    run.validate(model, loader(numbered(target[:30]), 16), verbose=False)
+    (logged,) = run.validate(model, loader(numbered(target), 16), verbose=False)
+    assert logged["val/nll"] == pytest.approx(expected_scores(probs, target)["nll"], rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", ["val", "test"])
+def test_several_loaders_are_scored_together(stage):
+    probs, target = table()
+    data = numbered(target)
+    parts = [torch.utils.data.Subset(data, range(20)), torch.utils.data.Subset(data, range(20, EXAMPLES))]
+    run = trainer()
+    evaluate = run.validate if stage == "val" else run.test
+    logged = evaluate(looked_up(probs), [loader(part, 16) for part in parts], verbose=False)
+    merged = {name: value for scores in logged for name, value in scores.items()}
+    expected = {f"{stage}/{name}": value for name, value in expected_scores(probs, target).items()}
+    assert merged == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_sanity_check_leaves_no_trace_in_the_scores():
+    probs, target = table()
+    model = looked_up(probs)
+    model.num_examples = EXAMPLES
+    run = trainer(max_epochs=1, num_sanity_val_steps=2)
+    run.fit(model, loader(numbered(target)), loader(numbered(target), 16))
+    logged = {name: float(value) for name, value in run.callback_metrics.items() if name.startswith("val/")}
+    expected = expected_scores(probs, target)
+    assert set(expected) == SCORES
+    assert logged == pytest.approx({f"val/{name}": value for name, value in expected.items()}, rel=1e-4)
+
+
+def test_it_learns():
+    x = torch.randn(200, 6)
+    data = TensorDataset(x, (x[:, 0] > 0).long())
+    model = bayesian(optimizer=functools.partial(torch.optim.Adam, lr=0.05))
+    run = trainer(max_epochs=15)
+    run.fit(model, loader(data, 20, shuffle=True), loader(data, 200))
+    assert run.callback_metrics["val/accuracy"] > 0.85
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_networks_own_bayesian_layers_are_kept():
+    network = bayesianize(mlp(6, 3, (5,)), last=1, estimator="flipout")
+    assert HybridBayesianClassifier(network).network is network
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bayesian_last": 3}, "last=3, but only 2 layers can be converted"),
+        ({"bayesian_last": -1}, "last=-1"),
+        ({"bayesian_last": 1, "estimator": "flip"}, "unknown estimator 'flip'.*flipout"),
+        ({"bayesian_last": 1, "init": "pre-trained"}, "unknown init 'pre-trained'.*pretrained"),
+        ({"bayesian_last": 1, "init": "pretrained", "posterior_std": 0.1}, "posterior_std=0.1"),
+        ({"bayesian_last": 1, "posterior_std": 0.0}, "posterior_std=0.0"),
+        ({"bayesian_last": 1, "prior_std": -1.0}, "std=-1.0 of a prior"),
+        ({"bayesian_last": 1, "prior_std": 1.0, "prior": NormalPrior()}, "prior or prior_std=1.0, not both"),
+    ],
+)
+def test_arguments_of_the_conversion(options, message):
+    with pytest.raises(ConversionError, match=message):
+        HybridBayesianClassifier(mlp(6, 3, (5,)), **options)

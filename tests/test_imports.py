@@ -1,0 +1,126 @@
+"""Imports run downwards, and importing the package is quiet and complete."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import lightning_fedbayes
+
+PACKAGE = Path(lightning_fedbayes.__file__).parent
+PYPROJECT = PACKAGE.parent / "pyproject.toml"
+LEVELS = (
+    ("errors", "seeding", "plots"),
+    ("posterior",),
+    ("fusion",),
+    ("weighting", "partition"),
+    ("metrics",),
+    ("layers",),
+    ("data",),
+    ("modules",),
+    ("engines",),
+    ("callbacks",),
+    ("__init__", "cli", "flower"),
+)
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path):
+    """The top-level package or module that a file belongs to."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def room_of_name(dotted, root="lightning_fedbayes"):
+    """The room of an absolute module name, or None if it is not of this package."""
+    head, *rest = dotted.split(".")
+    return None if head != root else (rest[0] if rest else "__init__")
+
+
+def imported_rooms(source, package):
+    """Rooms that a source text imports from, wherever the statement stands; ``package`` resolves relative imports."""
+    rooms = set()
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            inside = room_of_name(module) == "__init__"
+            submodules = {alias.name for alias in node.names if alias.name in LEVEL}
+            names = [f"{module}.{alias.name}" for alias in node.names if alias.name in submodules] if inside else []
+            names += [module] if not inside or {alias.name for alias in node.names} - submodules else []
+        rooms |= {room for room in map(room_of_name, names) if room is not None}
+    return rooms
+
+
+def violations(room, rooms):
+    return {other for other in rooms if other != room and LEVEL[other] >= LEVEL[room]}
+
+
+def test_every_room_has_its_level():
+    assert {room_of(path) for path in MODULES} <= set(LEVEL)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_module_imports_from_lower_rooms_only(path):
+    room = room_of(path)
+    package = ".".join(("lightning_fedbayes", *path.relative_to(PACKAGE).parts[:-1]))
+    upwards = violations(room, imported_rooms(path.read_text(), package))
+    assert not upwards, f"'{room}' must not import from {sorted(upwards)}"
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "expected"),
+    [
+        ("fusion", "from lightning_fedbayes.weighting import equal", {"weighting"}),
+        ("fusion", "import lightning_fedbayes.engines.round as r", {"engines"}),
+        ("fusion", "from lightning_fedbayes import fuse", {"__init__"}),
+        ("fusion", "from lightning_fedbayes import callbacks, errors", {"callbacks"}),
+        ("fusion", "def late():\n    from lightning_fedbayes.layers import kl", {"layers"}),
+        ("fusion", "from ..layers import kl", {"layers"}),
+        ("fusion", "from .registry import get_rule\nfrom ..posterior import flatten\nimport torch", set()),
+        ("partition", "from lightning_fedbayes.weighting import equal", {"weighting"}),
+        ("seeding", "from lightning_fedbayes import errors", {"errors"}),
+        ("callbacks", "from lightning_fedbayes.engines.round import RoundFusion", set()),
+        ("__init__", "from lightning_fedbayes.callbacks import FederatedBayes", set()),
+    ],
+)
+def test_the_rule_itself(room, source, expected):
+    assert violations(room, imported_rooms(source, f"lightning_fedbayes.{room}")) == expected
+
+
+def warning_options():
+    """The warning filters of the tests, for the command line: an error but for what is ignored there."""
+    filters = tomllib.loads(PYPROJECT.read_text())["tool"]["pytest"]["ini_options"]["filterwarnings"]
+    assert filters[0] == "error"
+    return filters[1:]
+
+
+@pytest.mark.skipif(not PYPROJECT.is_file(), reason="an installed package has no pyproject.toml")
+def test_import_warns_of_nothing_and_defines_every_public_name():
+    """In a fresh process with the filters that the tests run under."""
+    code = ["import warnings", "warnings.simplefilter('error')"]
+    for text in warning_options():
+        _, message, *category = text.split(":")
+        code.append(f"warnings.filterwarnings('ignore', {message!r}, {category[0] if category else 'Warning'})")
+    code += [
+        "import lightning_fedbayes as fb",
+        "assert sorted(set(fb.__all__)) == sorted(fb.__all__), 'a name is exported twice'",
+        "print([name for name in fb.__all__ if not hasattr(fb, name)])",
+    ]
+    run = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]"
+
+
+def test_promised_names_are_public():
+    promised = """FederatedBayes GaussianPosterior HybridBayesianClassifier HybridBayesianRegressor BayesianModule
+    bayesianize IIDPartition DirichletPartition ClassPartition SizesPartition register_fusion fuse
+    available_fusions""".split()
+    assert set(promised) <= set(lightning_fedbayes.__all__)
