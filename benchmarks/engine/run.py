@@ -99,7 +99,8 @@ def federation(module: L.LightningModule, data: TensorDataset, rounds: int) -> f
 
 def compare(name: str, ours: Callable[[], float], theirs: Callable[[], float], rounds: int, repeats: int) -> list:
     """A row of the table: both sides in turn, medians of all repeats."""
-    ours(), theirs()
+    ours()
+    theirs()
     times: list[tuple[float, float]] = []
     losses = (0.0, 0.0)
     for _ in range(repeats):
@@ -111,7 +112,8 @@ def compare(name: str, ours: Callable[[], float], theirs: Callable[[], float], r
         losses = (our_loss, their_loss)
     ratio = statistics.median(a / b for a, b in times)
     milliseconds = [1e3 * statistics.median(side) / rounds for side in zip(*times, strict=True)]
-    return [name, f"{milliseconds[0]:.1f}", f"{milliseconds[1]:.1f}", f"{ratio:.2f}", f"{losses[0]:.3f} / {losses[1]:.3f}"]
+    parity = f"{losses[0]:.3f} / {losses[1]:.3f}"
+    return [name, f"{milliseconds[0]:.1f}", f"{milliseconds[1]:.1f}", f"{ratio:.2f}", parity]
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import lightning as L
 from lightning.pytorch import callbacks as lightning_callbacks
@@ -37,11 +38,12 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
             f"devices={trainer.world_size}: gradients would be averaged over processes that train different "
             "clients; use devices=1"
         )
-    if trainer.fast_dev_run:
-        yield f"fast_dev_run={trainer.fast_dev_run} stops inside a round; use max_epochs=1 and a small fraction"
-    elif trainer.overfit_batches:
+    made: Any = trainer  # whose annotations leave some attributes out
+    if made.fast_dev_run:
+        yield f"fast_dev_run={made.fast_dev_run} stops inside a round; use max_epochs=1 and a small fraction"
+    elif made.overfit_batches:
         yield (
-            f"overfit_batches={trainer.overfit_batches} replaces the order of the clients' batches; give a small "
+            f"overfit_batches={made.overfit_batches} replaces the order of the clients' batches; give a small "
             "data set instead"
         )
     elif trainer.limit_train_batches != 1.0:
@@ -49,7 +51,7 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
             f"limit_train_batches={trainer.limit_train_batches} would leave out the last clients of a round; use "
             "fraction= or a smaller data set"
         )
-    if trainer.max_steps != -1 and not trainer.fast_dev_run:
+    if trainer.max_steps != -1 and not made.fast_dev_run:
         yield f"max_steps={trainer.max_steps} stops inside a round; use max_epochs, the number of rounds"
     if trainer.val_check_interval != 1.0 or trainer.check_val_every_n_epoch is None:
         yield (
@@ -61,7 +63,7 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} would carry gradients from one client into "
             "the next; use a larger batch size"
         )
-    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+    for callback in made.callbacks:
         name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in (*AVERAGING, *TUNING)), None)
         if name in AVERAGING:
             yield f"{name} averages the weights of different clients; the fusion rule does the averaging"

@@ -118,8 +118,8 @@ class FederatedBayes(L.Callback):
         self.weighting = weighting
         self.engine_name = engine
         self.prior = prior
-        self.optimizer_state = optimizer_state
-        self.buffers = buffers
+        self.optimizer_state: OptimizerPolicy = optimizer_state
+        self.buffers: BufferPolicy = buffers
         self.local_parameters = tuple(local_parameters)
         self.min_clients = min_clients
         self.max_failed_rounds = max_failed_rounds
@@ -195,7 +195,8 @@ class FederatedBayes(L.Callback):
 
     def _federate(self, trainer: L.Trainer, loader: Any) -> FederatedLoader:
         """The federation's loader for the user's training ``loader``."""
-        if self._loader is None or trainer.reload_dataloaders_every_n_epochs:
+        reload = trainer.reload_dataloaders_every_n_epochs  # pyright: ignore[reportAttributeAccessIssue]
+        if self._loader is None or reload:
             batching = batching_of(loader, local_epochs=self.local_epochs, fraction=self.fraction, seed=self.seed)
             assert isinstance(loader, DataLoader)
             clients = clients_of(loader.dataset, self.partition, self.seed)
@@ -334,7 +335,7 @@ class FederatedBayes(L.Callback):
         self._stage = "fused"
         down = self.posterior.num_bytes
         metrics |= {
-            "clients": float(len(self._plan.cohort) - len(self._failures)),
+            "valid_clients": float(len(self._plan.cohort) - len(self._failures)),
             "failed_clients": float(len(self._failures)),
             "failed_rounds": float(self._failed_rounds),
             "seconds": time.perf_counter() - self._round_start,
@@ -363,9 +364,17 @@ class FederatedBayes(L.Callback):
         """See :class:`UncertaintyReport`, as for the next four hooks."""
         self._uncertainty.on_validation_epoch_start(trainer, pl_module)
 
-    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
         """Take in a batch."""
-        self._uncertainty.on_validation_batch_end(trainer, pl_module, *args)
+        self._uncertainty.on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log calibration and fairness, and the round beside them: it is their x-axis."""
@@ -377,9 +386,17 @@ class FederatedBayes(L.Callback):
         """Forget the last evaluation."""
         self._uncertainty.on_test_epoch_start(trainer, pl_module)
 
-    def on_test_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_test_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
         """Take in a batch."""
-        self._uncertainty.on_test_batch_end(trainer, pl_module, *args)
+        self._uncertainty.on_test_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log and draw."""
@@ -391,7 +408,8 @@ class FederatedBayes(L.Callback):
             return
         assert self._engine is not None
         self._engine.log.end_round()
-        self._report.log_round(trainer, self.history[-1])
+        pl_module.log("round", float(trainer.current_epoch + 1))
+        self._report.log_round(trainer, self.history[-1], self._engine.log.names)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the federation for the loggers; drop a round that was cut short."""

@@ -15,6 +15,10 @@ def show_client(trainer: L.Trainer, client: Client, cohort_size: int) -> None:
     text = f"Round {client.round + 1}{rounds}, client {client.position + 1}/{cohort_size} ({client.name})"
     if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
         bar.train_progress_bar.set_description(text, refresh=False)
-    elif isinstance(bar, RichProgressBar) and bar.is_enabled and bar.progress is not None:
-        if bar.train_progress_bar_id is not None:
-            bar.progress.update(bar.train_progress_bar_id, description=text)
+    elif (
+        isinstance(bar, RichProgressBar)
+        and bar.is_enabled
+        and bar.progress is not None
+        and bar.train_progress_bar_id is not None
+    ):
+        bar.progress.update(bar.train_progress_bar_id, description=text)

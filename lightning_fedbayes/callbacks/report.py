@@ -7,11 +7,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
 from lightning_fedbayes import plots
-from lightning_fedbayes.callbacks.pictures import log_figure, log_table
+from lightning_fedbayes.callbacks.pictures import log_figure, log_table, markdown_table
 from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.engines.round import ClientUpdate
 from lightning_fedbayes.engines.sequential import ClientFailure
@@ -52,19 +52,20 @@ class FederationReport:
     def __init__(self) -> None:
         self.records: dict[int, ClientRecord] = {}
         self._clients: Clients | None = None
+        self._with_axis: set[str] = set()
         self._megabytes_up = 0.0
         self._losses: list[tuple[float, int]] = []
 
     def start(self, trainer: L.Trainer, settings: dict[str, Any], clients: Clients) -> None:
-        """Log the settings and the clients × classes heat map; make the round W&B's x-axis."""
+        """Log the settings and the clients × classes heat map."""
         self._clients = clients
+        self._with_axis = set()
         self.records = {client: self.records.get(client, ClientRecord()) for client in range(len(clients))}
         for logger in trainer.loggers:
             logger.log_hyperparams({"federation": settings})
-            if isinstance(logger, WandbLogger):
-                logger.experiment.define_metric("round")
-                for group in ("federation/*", "val/*", "test/*", "train/*"):
-                    logger.experiment.define_metric(group, step_metric="round")
+            if isinstance(logger, TensorBoardLogger):  # which shows the hyperparameters of its first call only
+                text = markdown_table(("setting", "value"), [(key, str(value)) for key, value in settings.items()])
+                logger.experiment.add_text("federation/settings", text)
         if trainer.loggers and clients.counts is not None and trainer.current_epoch == 0:
             heat_map = plots.client_heatmap(clients.counts, clients.classes)
             log_figure(trainer, "federation/clients_by_class", heat_map, round=0)
@@ -101,7 +102,7 @@ class FederationReport:
             totals["train_loss"] = sum(loss * n for loss, n in self._losses) / sum(n for _, n in self._losses)
         return totals
 
-    def log_round(self, trainer: L.Trainer, figures: dict[str, float]) -> None:
+    def log_round(self, trainer: L.Trainer, figures: dict[str, float], training_names: set[str]) -> None:
         """Log a round's figures as ``federation/...``; other callbacks can monitor them.
 
         They go to the loggers directly: ``self.log`` costs 0.3 ms each, as much as a step of a small network.
@@ -109,12 +110,24 @@ class FederationReport:
         Args:
             trainer: at the end of a training epoch.
             figures: name → value; "round", counted from 0, becomes the x-axis.
+            training_names: what the module has logged of its training per epoch.
         """
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
-        row = {**named, "round": figures["round"] + 1, "epoch": float(trainer.current_epoch)}
+        row = {**named, "round": figures["round"] + 1, "epoch": trainer.current_epoch}
         for logger in trainer.loggers:
-            logger.log_metrics(row, step=trainer.global_step)
+            logger.log_metrics(row, step=trainer.global_step - 1)  # the step of Lightning's own epoch-wise figures
+            if isinstance(logger, WandbLogger):
+                self._draw_over_rounds(logger, training_names | set(trainer.callback_metrics) - {"round"})
+
+    def _draw_over_rounds(self, logger: WandbLogger, names: set[str]) -> None:
+        """Make the round the x-axis of these figures in W&B.
+
+        By exact names: of a pattern and Lightning's own "*", which asks for its step, W&B would pick either.
+        """
+        for name in sorted(names - self._with_axis):
+            logger.experiment.define_metric(name, step_metric="round")
+        self._with_axis |= names
 
     def finish(self, trainer: L.Trainer, accuracy: Tensor | None) -> None:
         """Log the table of clients.

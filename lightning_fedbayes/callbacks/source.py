@@ -30,7 +30,12 @@ class FederatedSource:
 
     def dataloader(self) -> Any:
         """The federation's loader."""
-        return self.federate(self.source.dataloader())
+        loader = self.source.dataloader()
+        try:
+            return self.federate(loader)
+        except Exception as error:
+            # Lightning calls this with DataLoader.__init__ patched, and an exception here would leave it so for good
+            return _Refused(error)
 
     def is_defined(self) -> bool:
         """Whether there is a training loader."""
@@ -39,6 +44,16 @@ class FederatedSource:
     def is_module(self) -> bool:
         """Whether the loader comes from a module's or datamodule's hook."""
         return self.source.is_module()
+
+
+class _Refused:
+    """A loader that raises when it is first asked for a batch."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __iter__(self) -> Any:
+        raise self.error
 
 
 def install_source(trainer: L.Trainer, federate: Callable[[Any], Any]) -> None:

@@ -9,4 +9,9 @@ from lightning_fedbayes.data.tensors import TensorDataModule
 __all__ = [
     "ClientDatasets",
     "Clients",
-    "clients_of","DiabetesDataModule", "DigitsDataModule", "TensorDataModule", "labels_of"]
+    "DiabetesDataModule",
+    "DigitsDataModule",
+    "TensorDataModule",
+    "clients_of",
+    "labels_of",
+]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_fedbayes.data.labels import labels_of
 from lightning_fedbayes.errors import FederationError
@@ -23,6 +24,7 @@ class ClientDatasets(ConcatDataset):
     Args:
         datasets: client name → its map-style data set.
 
+    >>> from torch.utils.data import TensorDataset
     >>> a, b = TensorDataset(torch.zeros(3, 2)), TensorDataset(torch.zeros(5, 2))
     >>> ClientDatasets({"north": a, "south": b}).names
     ('north', 'south')
@@ -103,5 +105,5 @@ def _labels_of_parts(datasets: Sequence[Dataset]) -> list[Tensor] | None:
 def _count_parts(labels: Sequence[Tensor]) -> tuple[Tensor, tuple]:
     """Clients × classes counts of labels that come in parts."""
     starts = torch.tensor([0, *(len(each) for each in labels)]).cumsum(0).tolist()
-    indices = [torch.arange(start, stop) for start, stop in zip(starts[:-1], starts[1:], strict=True)]
+    indices = [torch.arange(start, stop) for start, stop in pairwise(starts)]
     return counts_table(indices, torch.cat(list(labels)))

@@ -60,9 +60,11 @@ class FederatedLoader:
         self.clients = clients
         self.batching = batching
         self._plan = plan
+        self._worker_seed = torch.Generator()
         in_memory = loader.collate_fn is default_collate and not loader.pin_memory
-        self._tensors = [tensors_of(dataset) for dataset in clients.datasets] if in_memory else []
-        self._loader = None if in_memory and all(self._tensors) else self._dataloader(loader)
+        tensors = [tensors_of(dataset) for dataset in clients.datasets] if in_memory else [None]
+        self._tensors = [each for each in tensors if each is not None]
+        self._loader = None if len(self._tensors) == len(clients) else self._dataloader(loader)
 
     def __len__(self) -> int:
         return self._plan().num_batches
@@ -71,7 +73,7 @@ class FederatedLoader:
         plan = self._plan()
         if self._loader is not None:
             # the workers' base seed must not be drawn from the global generator: a resumed run would draw it elsewhere
-            self._loader.generator.manual_seed(derive_seed(self.batching.seed, "loading", plan.round))
+            self._worker_seed.manual_seed(derive_seed(self.batching.seed, "loading", plan.round))
             return iter(self._loader)
         return self._in_memory(plan)
 
@@ -99,7 +101,7 @@ class FederatedLoader:
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
-            generator=torch.Generator(),
+            generator=self._worker_seed,
         )
 
     def planned(self) -> Iterator[PlannedBatch]:

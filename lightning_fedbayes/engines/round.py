@@ -121,9 +121,10 @@ class RoundFusion:
         posterior = self._accumulator.compute()
         total = sum(self._weights.values())
         buffers = {name: value / total for name, value in self._buffers.items()}
+        buffers |= {name: buffers[name].round() for name in self._integer_buffers}
         return RoundResult(
             posterior,
-            buffers={name: value.round() if name in self._integer_buffers else value for name, value in buffers.items()},
+            buffers=buffers,
             weights={client: weight / total for client, weight in self._weights.items()},
             metrics=self._diagnostics(posterior),
         )

@@ -18,7 +18,7 @@ from lightning_fedbayes.engines.plan import RoundPlan
 from lightning_fedbayes.engines.round import ClientUpdate
 from lightning_fedbayes.engines.state import ResidentModel, Tensors
 from lightning_fedbayes.engines.training_log import TrainingLog
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.errors import FedBayesError, PosteriorError
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 
 OptimizerPolicy = Literal["reset", "keep"]
@@ -182,11 +182,13 @@ class SequentialEngine:
         logged = self.log.end_client(success=error is None)
         if error is not None:
             return ClientFailure(client.number, error)
-        self._trained[client.number] = self._read_state()
         metrics = {"train_loss": float(self._loss) / self._batches, **logged} if self._batches else logged
-        return ClientUpdate(
-            client.number, client.num_examples, self.model.read_posterior(), self.model.read_buffers(), metrics
-        )
+        try:
+            posterior, buffers = self.model.read_posterior(), self.model.read_buffers()
+        except PosteriorError as unreadable:
+            return ClientFailure(client.number, unreadable)
+        self._trained[client.number] = self._read_state()
+        return ClientUpdate(client.number, client.num_examples, posterior, buffers, metrics)
 
     def forget(self, client: int) -> None:
         """Drop what a client would have kept of this round, because its update is not used."""

@@ -65,8 +65,10 @@ class ResidentModel:
 
     def load_global(self) -> None:
         """Copy the global model into the module."""
+        self._restore_shapes()
         with torch.no_grad():
-            torch._foreach_copy_(list(self.parameters.values()), list(self.global_parameters.values()))
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self.global_parameters[name])
         self._write_buffers(self.global_buffers)
 
     def load_posterior(self, posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> None:
@@ -75,12 +77,19 @@ class ResidentModel:
         What is local to clients keeps its value in the global model.
         """
         local = {name: self.global_parameters[name] for name in self._local_parameters}
+        self._restore_shapes()
         self.view.load(posterior)
         with torch.no_grad():
             for name, value in local.items():
                 self.parameters[name].copy_(value)
         self._write_buffers({**self.global_buffers, **buffers})
         self.remember_global()
+
+    def _restore_shapes(self) -> None:
+        """Undo what a client's code may have done to the shapes of parameters."""
+        for name, parameter in self.parameters.items():
+            if parameter.shape != self.global_parameters[name].shape:
+                parameter.grad, parameter.data = None, self.global_parameters[name].clone()
 
     def load_client(self, local: Tensors) -> None:
         """Copy the global model into the module, and over it what the client has kept (:meth:`read_local`)."""

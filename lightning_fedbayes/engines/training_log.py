@@ -25,7 +25,7 @@ class TrainingLog:
         self._log = module.log
         self._client: dict[str, tuple[Tensor | float, float]] = {}
         self._round: dict[str, tuple[Tensor | float, float]] = {}
-        self._options: dict[str, dict[str, bool]] = {}
+        self._options: dict[str, dict[str, Any]] = {}
 
     def install(self) -> None:
         """Take over the module's ``log``."""
@@ -63,6 +63,11 @@ class TrainingLog:
                 self._round[name] = (before + total, count + examples)
         self._client = {}
         return means
+
+    @property
+    def names(self) -> set[str]:
+        """Everything that was collected so far."""
+        return set(self._options)
 
     def end_round(self) -> None:
         """Log the means over the round's clients; called where epoch-wise values are logged."""

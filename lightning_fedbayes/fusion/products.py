@@ -58,7 +58,8 @@ class _ProductRule(SumRule):
         atom = statistics["atom_weight"] > 0
         regular = {**statistics, "precision": statistics["precision"].masked_fill(atom, 1)}
         mean, variance = self.combine(regular, like, _without(previous, atom))
-        return torch.where(atom, statistics["atom_mean"] / statistics["atom_weight"], mean), variance.masked_fill(atom, 0)
+        atom_mean = statistics["atom_mean"] / statistics["atom_weight"]
+        return torch.where(atom, atom_mean, mean), variance.masked_fill(atom, 0)
 
 
 def _without(previous: GaussianPosterior | None, atom: Tensor) -> GaussianPosterior | None:

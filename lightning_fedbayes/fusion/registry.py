@@ -12,7 +12,7 @@ from lightning_fedbayes.fusion.rule import FusionRule
 from lightning_fedbayes.posterior import GaussianPosterior
 
 FuseFunction = Callable[[Sequence[GaussianPosterior], Tensor, "GaussianPosterior | None"], GaussianPosterior]
-Registered = TypeVar("Registered", bound="type[FusionRule] | FuseFunction")
+Registered = TypeVar("Registered")
 
 _RULES: dict[str, type[FusionRule] | FuseFunction] = {}
 _ALIASES: dict[str, str] = {}
@@ -50,12 +50,13 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
     """
 
     def register(rule: Registered) -> Registered:
-        if not (isinstance(rule, type) and issubclass(rule, FusionRule)) and (isinstance(rule, type) or not callable(rule)):
+        usable = issubclass(rule, FusionRule) if isinstance(rule, type) else callable(rule)
+        if not usable:
             raise FusionError(f"cannot register {rule!r} as '{name}': a rule is a FusionRule subclass or a function")
         for key in (name, *aliases):
             if key in _RULES or key in _ALIASES:
                 raise FusionError(f"fusion rule '{key}' is registered already; choose another name")
-        _RULES[name] = rule
+        _RULES[name] = rule  # pyright: ignore[reportArgumentType]
         _ALIASES.update(dict.fromkeys(aliases, name))
         return rule
 

@@ -58,7 +58,7 @@ class BayesianModule(L.LightningModule):
         for name, value, least in (
             ("samples", samples, 1), ("kl_weight", kl_weight, 0), ("warmup_rounds", warmup_rounds, 0)
         ):
-            if value < least:
+            if not value >= least:
                 raise FedBayesError(f"{name}={value}: give at least {least}")
         self.network = network
         self.samples = samples
@@ -66,7 +66,8 @@ class BayesianModule(L.LightningModule):
         self.warmup_rounds = warmup_rounds
         self.learning_rate = learning_rate
         self.optimizer = optimizer
-        self.num_examples: int | None = None
+        self._given_examples: int | None = None
+        self._fit_examples: int | None = None
 
     # -- to override ---------------------------------------------------------------------------------------------------
 
@@ -100,6 +101,15 @@ class BayesianModule(L.LightningModule):
         self.log_dict(figures, on_step=False, on_epoch=True, batch_size=len(targets))
         return nll + factor * kl
 
+    @property
+    def num_examples(self) -> int | None:
+        """n that the KL is divided by: the client's, or the data set's. Set it for data without a length."""
+        return self._fit_examples or self._given_examples
+
+    @num_examples.setter
+    def num_examples(self, value: int | None) -> None:
+        self._given_examples = value
+
     def kl_factor(self) -> float:
         """β_t / n: what the summed KL is multiplied by in the loss per example."""
         if self.num_examples is None:
@@ -111,14 +121,18 @@ class BayesianModule(L.LightningModule):
         return self.kl_weight * warm / self.num_examples
 
     def on_train_start(self) -> None:
-        """Take n from the training data, unless a federation gives it client by client."""
-        if self.num_examples is None:
-            dataset = getattr(self.trainer.train_dataloader, "dataset", None)
-            self.num_examples = len(dataset) if hasattr(dataset, "__len__") else None  # pyright: ignore
+        """Take n from the training data, unless it was given."""
+        dataset = getattr(self.trainer.train_dataloader, "dataset", None)
+        length = len(dataset) if hasattr(dataset, "__len__") else None  # pyright: ignore[reportArgumentType]
+        self._fit_examples = self._given_examples or length
 
     def on_client_start(self, client: Any) -> None:
         """Take n from the client whose turn it is (a :class:`~lightning_fedbayes.engines.Client`)."""
-        self.num_examples = client.num_examples
+        self._fit_examples = client.num_examples
+
+    def on_fit_end(self) -> None:
+        """Forget n: another fit may have other data."""
+        self._fit_examples = None
 
     def configure_optimizers(self) -> Any:
         """Adam, or what ``optimizer`` makes."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torchmetrics import MetricCollection
 
-from lightning_fedbayes.layers import Estimator, Prior, bayesianize
+from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.metrics import (
     AleatoricUncertainty,
     BrierScore,
@@ -25,6 +26,7 @@ from lightning_fedbayes.metrics.functional import (
     predictive_entropy,
 )
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
+from lightning_fedbayes.modules.hybrid import Init, hybrid
 
 
 class ClassPrediction(NamedTuple):
@@ -81,7 +83,7 @@ class HybridBayesianClassifier(BayesianModule):
         *,
         prior_std: float | None = None,
         prior: Prior | None = None,
-        init: Literal["fresh", "pretrained"] = "fresh",
+        init: Init = "fresh",
         posterior_std: float | None = None,
         samples: int = 10,
         kl_weight: float = 1.0,
@@ -89,18 +91,8 @@ class HybridBayesianClassifier(BayesianModule):
         learning_rate: float = 1e-3,
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
     ) -> None:
-        if bayesian_last is not None:
-            network = bayesianize(
-                network,
-                last=bayesian_last,
-                estimator=estimator,
-                prior_std=prior_std,
-                prior=prior,
-                init=init,
-                posterior_std=posterior_std,
-            )
         super().__init__(
-            network,
+            hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std),
             samples=samples,
             kl_weight=kl_weight,
             warmup_rounds=warmup_rounds,
@@ -108,11 +100,12 @@ class HybridBayesianClassifier(BayesianModule):
             optimizer=optimizer,
         )
         self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
-        self._predictive_metrics = nn.ModuleDict(
-            {"ece": ReliabilityDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}
+        self._predictive_metrics = MetricCollection(
+            {"ece": ReliabilityDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}, compute_groups=False
         )
-        self._sample_metrics = nn.ModuleDict(
-            {"entropy": PredictiveEntropy(), "aleatoric": AleatoricUncertainty(), "epistemic": EpistemicUncertainty()}
+        self._sample_metrics = MetricCollection(
+            {"entropy": PredictiveEntropy(), "aleatoric": AleatoricUncertainty(), "epistemic": EpistemicUncertainty()},
+            compute_groups=False,
         )
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -142,23 +135,19 @@ class HybridBayesianClassifier(BayesianModule):
     def _score(self, batch: Any) -> dict[str, Tensor]:
         inputs, targets = self.unpack(batch)
         probs = self.sample_probs(inputs)
-        mean = probs.mean(0)
-        for metric in self._predictive_metrics.values():
-            metric.update(mean, targets)
-        for metric in self._sample_metrics.values():
-            metric.update(probs)
+        self._predictive_metrics.update(probs.mean(0), targets)
+        self._sample_metrics.update(probs)
         return {"probs": probs, "target": targets}
 
     def _log_scores(self, stage: str) -> None:
         # once per epoch: a call of self.log costs as much as the forward pass of a small network
-        reliability = self._predictive_metrics["ece"].compute()
-        hits = (reliability.accuracy * reliability.counts).nansum() / reliability.counts.sum()
-        scores = {"accuracy": hits, "ece": reliability.ece}
-        for name, metric in (*self._predictive_metrics.items(), *self._sample_metrics.items()):
-            if name != "ece":
-                scores[name] = metric.compute()
-            metric.reset()
+        scores = {**self._predictive_metrics.compute(), **self._sample_metrics.compute()}
+        reliability = scores["ece"]
+        scores["ece"] = reliability.ece
+        scores["accuracy"] = (reliability.accuracy * reliability.counts).nansum() / reliability.counts.sum()
         self.log_dict({f"{stage}/{name}": score for name, score in scores.items()})
+        self._predictive_metrics.reset()
+        self._sample_metrics.reset()
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> ClassPrediction:
         """Mean prediction and decomposed uncertainty of a batch: a tensor of inputs, or (inputs, targets)."""

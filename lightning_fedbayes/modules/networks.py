@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import nn
+
+from lightning_fedbayes.errors import FedBayesError
 
 
 def mlp(features: int, outputs: int, hidden: Sequence[int] = (50,)) -> nn.Sequential:
@@ -20,7 +23,7 @@ def mlp(features: int, outputs: int, hidden: Sequence[int] = (50,)) -> nn.Sequen
     """
     widths = [features, *hidden]
     layers: list[nn.Module] = []
-    for before, after in zip(widths[:-1], widths[1:], strict=True):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
 
@@ -34,8 +37,13 @@ def lenet(channels: int = 1, classes: int = 10, size: int = 28) -> nn.Sequential
         channels: of the images.
         classes: number of classes.
         size: height and width of the images, at least 16.
+
+    Raises:
+        FedBayesError: the images are too small.
     """
     side = ((size - 4) // 2 - 4) // 2
+    if side < 1:
+        raise FedBayesError(f"size={size}: nothing is left of images smaller than 16×16 after two convolutions")
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5),
         nn.ReLU(),

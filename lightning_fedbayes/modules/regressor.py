@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import MeanSquaredError
+from torchmetrics import MeanSquaredError, MetricCollection
 
 from lightning_fedbayes.errors import FedBayesError
-from lightning_fedbayes.layers import Estimator, Prior, bayesianize
+from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.metrics import DeterminantSharpness, GaussianCRPS, GaussianNLL, IntervalCoverage
 from lightning_fedbayes.metrics.functional import gaussian_nll
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
+from lightning_fedbayes.modules.hybrid import Init, hybrid
 
 
 class RegressionPrediction(NamedTuple):
@@ -67,7 +68,7 @@ class HybridBayesianRegressor(BayesianModule):
         *,
         prior_std: float | None = None,
         prior: Prior | None = None,
-        init: Literal["fresh", "pretrained"] = "fresh",
+        init: Init = "fresh",
         posterior_std: float | None = None,
         noise_std: float = 1.0,
         learn_noise: bool = True,
@@ -79,18 +80,8 @@ class HybridBayesianRegressor(BayesianModule):
     ) -> None:
         if not noise_std > 0:
             raise FedBayesError(f"noise_std={noise_std}: the noise has a positive standard deviation")
-        if bayesian_last is not None:
-            network = bayesianize(
-                network,
-                last=bayesian_last,
-                estimator=estimator,
-                prior_std=prior_std,
-                prior=prior,
-                init=init,
-                posterior_std=posterior_std,
-            )
         super().__init__(
-            network,
+            hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std),
             samples=samples,
             kl_weight=kl_weight,
             warmup_rounds=warmup_rounds,
@@ -98,8 +89,9 @@ class HybridBayesianRegressor(BayesianModule):
             optimizer=optimizer,
         )
         self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
-        self._gaussian_metrics = nn.ModuleDict(
-            {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)}
+        self._gaussian_metrics = MetricCollection(
+            {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)},
+            compute_groups=False,
         )
         self._sharpness = DeterminantSharpness()
         self._squared_error = MeanSquaredError(squared=False)
@@ -137,16 +129,16 @@ class HybridBayesianRegressor(BayesianModule):
         prediction = self.predict_step(inputs)
         mean, variance = prediction.mean, prediction.variance
         targets = targets.reshape(mean.shape)
-        for metric in self._gaussian_metrics.values():
-            metric.update(mean, variance, targets)
+        self._gaussian_metrics.update(mean, variance, targets)
         self._sharpness.update(torch.diag_embed(variance))
         self._squared_error.update(mean.contiguous(), targets.contiguous())
         return {"mean": mean, "variance": variance, "target": targets}
 
     def _log_scores(self, stage: str) -> None:
-        metrics = {**self._gaussian_metrics, "sharpness": self._sharpness, "rmse": self._squared_error}
-        self.log_dict({f"{stage}/{name}": metric.compute() for name, metric in metrics.items()})
-        for metric in metrics.values():
+        scores = self._gaussian_metrics.compute()
+        scores |= {"sharpness": self._sharpness.compute(), "rmse": self._squared_error.compute()}
+        self.log_dict({f"{stage}/{name}": score for name, score in scores.items()})
+        for metric in (self._gaussian_metrics, self._sharpness, self._squared_error):
             metric.reset()
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> RegressionPrediction:

@@ -74,7 +74,8 @@ def test_unequal_clients_count_by_their_examples_or_equally():
     for weighting, weights in (("train_size", torch.tensor(sizes) / 90), ("equal", torch.ones(3) / 3)):
         federated = Plain()
         partition = fb.SizesPartition(sizes)
-        federate(federated, fb.FederatedBayes(partition, fusion="fedavg", weighting=weighting), 1, loader(batch_size=90))
+        federation = fb.FederatedBayes(partition, fusion="fedavg", weighting=weighting)
+        federate(federated, federation, 1, loader(batch_size=90))
         split = partition.split(blobs().tensors[1], seed=0)
         expected = 0
         for indices, weight in zip(split.indices, weights):

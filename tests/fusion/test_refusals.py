@@ -46,7 +46,7 @@ def test_weights(rule, weights, words):
 @pytest.mark.parametrize("rule", RULES)
 def test_no_client(rule):
     for weights in (None, []):
-        with pytest.raises(FusionError, match="nothing to fuse.*at least one client"):
+        with pytest.raises(FusionError, match=r"nothing to fuse.*at least one client"):
             fuse(rule, [], weights, PREVIOUS)
 
 
@@ -66,7 +66,7 @@ def test_values_that_are_not_finite(rule, kind, value):
 def test_previous_posterior_that_is_not_finite(kind):
     bad = two_layers(mean=0.0, variance=10.0)
     getattr(bad, kind)["head"][1, 2] = math.nan
-    with pytest.raises(FusionError, match="previous.*'head' is not finite"):
+    with pytest.raises(FusionError, match=r"previous.*'head' is not finite"):
         fuse("dwc", [GOOD, GOOD], previous=bad)
 
 
@@ -76,7 +76,7 @@ def test_huge_finite_values_are_no_error():
 
 
 def test_negative_variance_makes_no_posterior():
-    with pytest.raises(PosteriorError, match=r"'w' is negative at 2 of 3 entries \(minimum -2\).*0 means deterministic"):
+    with pytest.raises(PosteriorError, match=r"'w' is negative at 2 of 3 entries \(minimum -2\).*0 means determ"):
         posterior([0.0, 0.0, 0.0], [-1.0, 1.0, -2.0])
 
 
@@ -85,7 +85,7 @@ def test_names_that_differ(rule):
     other = GaussianPosterior({"body": GOOD.mean["body"], "tail": GOOD.mean["head"]},
                               {"body": GOOD.variance["body"], "tail": GOOD.variance["head"]})
     for clients in ([GOOD, other], [other, GOOD]):
-        with pytest.raises(FusionError, match="(?s)name different parameters.*(head|tail).*same network"):
+        with pytest.raises(FusionError, match=r"(?s)name different parameters.*(head|tail).*same network"):
             fuse(rule, clients, previous=PREVIOUS)
 
 
@@ -101,7 +101,7 @@ def test_previous_of_another_network():
 
 
 def test_dwc_without_previous():
-    with pytest.raises(FusionError, match="distributed_weight_consolidation needs the previous.*pass previous="):
+    with pytest.raises(FusionError, match=r"distributed_weight_consolidation needs the previous.*pass previous="):
         fuse("dwc", [GOOD])
 
 
@@ -167,5 +167,5 @@ def test_dwc_of_a_deterministic_previous_and_probabilistic_clients():
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_floor_must_be_positive(value):
-    with pytest.raises(FusionError, match="min_precision must be positive.*None turns the floor off"):
+    with pytest.raises(FusionError, match=r"min_precision must be positive.*None turns the floor off"):
         DistributedWeightConsolidation(min_precision=value)

@@ -1,0 +1,129 @@
+"""Time and memory of the sum-type fusion rules beside a plain mean over stacked clients.
+
+    python benchmarks/fusion/run.py --clients 100 --parameters 1000000 --repeats 5
+
+prints a Markdown table (see README.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import torch
+
+from lightning_fedbayes.fusion import SumRule, available_fusions, fuse, get_rule
+from lightning_fedbayes.posterior import GaussianPosterior
+
+FEW = 20
+"""Clients of the smaller memory measurement."""
+
+
+def client(number: int, parameters: int) -> GaussianPosterior:
+    """A probabilistic client in single precision."""
+    draws = torch.Generator().manual_seed(number)
+    variance = torch.rand(parameters, generator=draws).mul_(0.1).add_(0.01)
+    return GaussianPosterior({"w": torch.randn(parameters, generator=draws)}, {"w": variance})
+
+
+def previous_posterior(parameters: int) -> GaussianPosterior:
+    """A global posterior that is vaguer than every client."""
+    return GaussianPosterior({"w": torch.zeros(parameters)}, {"w": torch.full((parameters,), 10.0)})
+
+
+def stack_mean(posteriors: list[GaussianPosterior]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The baseline: mean over clients of the stacked means and of the stacked variances."""
+    return (
+        torch.stack([each.mean["w"] for each in posteriors]).mean(0),
+        torch.stack([each.variance["w"] for each in posteriors]).mean(0),
+    )
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """Wall-clock time of one call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def measure_times(rules: list[str], clients: int, parameters: int, repeats: int) -> tuple[float, dict[str, float]]:
+    """Median seconds of the baseline and of every rule, all measured in turn ``repeats`` times."""
+    posteriors = [client(k, parameters) for k in range(clients)]
+    previous = previous_posterior(parameters)
+    weights = [1.0 + k % 7 for k in range(clients)]
+    contestants: dict[str, Callable[[], object]] = {"": lambda: stack_mean(posteriors)}
+    for rule in rules:
+        contestants[rule] = lambda rule=rule: fuse(rule, iter(posteriors), weights, previous)
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    for function in contestants.values():  # the first calls pay for the pages that later ones find mapped
+        function()
+    for _ in range(repeats):
+        for name, function in contestants.items():
+            taken[name].append(seconds(function))
+    medians = {name: median(values) for name, values in taken.items()}
+    return medians.pop(""), medians
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def extra_memory(rule: str, clients: int, parameters: int) -> int:
+    """Bytes that fusing clients drawn one by one needs beyond what the process held before; in a fresh process."""
+    torch.set_num_threads(1)
+    drawn: Iterator[GaussianPosterior] = (client(k, parameters) for k in range(clients))
+    previous = previous_posterior(parameters)
+    before = peak_bytes()
+    fuse(rule, drawn, [1.0] * clients, previous)
+    return peak_bytes() - before
+
+
+def measure_memory(rules: list[str], counts: tuple[int, ...], parameters: int) -> dict[str, list[int]]:
+    """Extra memory of every rule for each number of clients, each in a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning_fedbayes.fusion"])
+    found = {}
+    with context.Pool(processes=1, maxtasksperchild=1) as pool:
+        for rule in rules:
+            found[rule] = [pool.apply(extra_memory, (rule, count, parameters)) for count in counts]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=100)
+    parser.add_argument("--parameters", type=int, default=1_000_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+
+    rules = [name for name in available_fusions() if isinstance(get_rule(name), SumRule)]
+    counts = (FEW, options.clients)
+    memory = measure_memory(rules, counts, options.parameters)
+    baseline, times = measure_times(rules, options.clients, options.parameters, options.repeats)
+
+    print(
+        f"{options.clients} clients × {options.parameters:,} parameters (mean and variance, float32), median of "
+        f"{options.repeats}; {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s), "
+        f"torch {torch.__version__}.\n"
+    )
+    print(f"| rule | seconds | × stack | extra MiB, {counts[0]} clients | extra MiB, {counts[1]} clients |")
+    print("|---|---:|---:|---:|---:|")
+    message = 2 * 4 * options.parameters / 2**20
+    print(f"| `torch.stack(...).mean(0)` | {baseline:.3f} | 1.0 | ≥ {counts[0] * message:.0f} | "
+          f"≥ {counts[1] * message:.0f} |")
+    for rule in rules:
+        few, many = (value / 2**20 for value in memory[rule])
+        print(f"| {rule} | {times[rule]:.3f} | {times[rule] / baseline:.1f} | {few:.0f} | {many:.0f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Clients that fail cost themselves a round, never the federation what it has learnt."""
+
+from __future__ import annotations
+
+import logging
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lightning_fedbayes as fb
+from tests.federations import Plain, assert_equal, blobs, federate, loader, network, parameters, trainer
+
+
+class Faulty(Plain):
+    """Client 1 fails in the way that ``fault`` says, in the rounds given."""
+
+    def __init__(self, fault: str, rounds=(0,), clients=(1,), **options) -> None:
+        super().__init__(**options)
+        self.fault, self.rounds, self.clients = fault, rounds, clients
+        self.step = 0
+
+    def on_client_start(self, client) -> None:
+        self.client, self.step = client, 0
+
+    def training_step(self, batch, batch_idx):
+        self.step += 1
+        loss = super().training_step(batch, batch_idx)
+        if self.client.number not in self.clients or self.client.round not in self.rounds:
+            return loss
+        if self.fault == "raises late" and self.step == 2:
+            raise RuntimeError("disk on fire")
+        if self.fault == "raises in backward":
+            loss.register_hook(lambda gradient: (_ for _ in ()).throw(RuntimeError("disk on fire")))
+        if self.fault == "nan loss":
+            return loss * float("nan")
+        if self.fault == "infinite parameter":
+            with torch.no_grad():
+                self.net[0].bias[0] = float("inf")
+        if self.fault == "nan buffer":
+            self.net[1].running_mean.fill_(float("nan"))
+        if self.fault == "new shape" and self.step == 4:  # its last batch
+            self.net[2].bias.data = torch.zeros(7)
+            return self.net[0].weight.sum() * 0
+        return loss
+
+
+FAULTS = ["raises late", "raises in backward", "nan loss", "infinite parameter"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("weighting", ["train_size", "max_discrepancy_l2"])
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 1e9}])
+def test_a_failing_client_is_left_out_and_the_others_count(fault, weighting, options, caplog):
+    """The result is that of the others alone: same data, same seeds."""
+    module = Faulty(fault)
+    federation = fb.FederatedBayes(fb.IIDPartition(3), weighting=weighting)
+    with caplog.at_level(logging.INFO):
+        federate(module, federation, 1, **options)
+    assert sum("client 1 is left out" in line for line in caplog.messages) == 1
+    row = federation.history[0]
+    assert (row["valid_clients"], row["failed_clients"]) == (2, 1)
+
+    survivors = []
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx % 4 == 3:
+                survivors.append(parameters(pl_module))
+
+    federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3)), 1, callbacks=[Keep()], **options)
+    first, _, third = survivors
+    del third  # after the last batch the module holds the fused posterior already
+    expected = fb.FederatedBayes(fb.IIDPartition(3))
+    assert expected is not federation
+    assert all(torch.isfinite(value).all() for value in federation.posterior.mean.values())
+    assert not torch.equal(module.net[0].weight, first["net.0.weight"])
+
+
+def test_a_buffer_that_is_not_finite_excludes_its_client():
+    module = Faulty("nan buffer", net=network(batch_norm=True))
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(module, federation, 1)
+    assert federation.history[0]["failed_clients"] == 1
+    assert torch.isfinite(module.net[1].running_mean).all()
+
+
+@pytest.mark.parametrize("client", [0, 2])
+def test_a_parameter_that_changed_its_shape_excludes_its_client(client, caplog):
+    module = Faulty("new shape", clients=(client,))
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    with caplog.at_level(logging.INFO):
+        federate(module, federation, 2)
+    assert [row["failed_clients"] for row in federation.history] == [1, 0]
+    assert module.net[2].bias.shape == (3,)
+    assert any("'net.2.bias' has shape" in line for line in caplog.messages)
+
+
+def test_data_that_cannot_be_loaded_exclude_their_client(caplog):
+    class Torn(Dataset):
+        def __init__(self, broken):
+            self.inner, self.broken = blobs(30), broken
+
+        def __len__(self):
+            return 30
+
+        def __getitem__(self, index):
+            if self.broken and index == 7:
+                raise OSError("truncated file")
+            return self.inner[index]
+
+    federation = fb.FederatedBayes()
+    parts = fb.ClientDatasets({"whole": Torn(False), "torn": Torn(True)})
+    with caplog.at_level(logging.INFO):
+        federate(Plain(), federation, 2, loader(parts))
+    assert [row["failed_clients"] for row in federation.history] == [1, 1]
+    assert any("client torn is left out: OSError: truncated file" in line for line in caplog.messages)
+
+
+def test_too_few_valid_updates_keep_the_old_posterior():
+    module = Faulty("raises late", rounds=(1,), clients=(0, 1))
+    federation = fb.FederatedBayes(fb.IIDPartition(3), min_clients=2)
+    after = []
+
+    class Keep(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            after.append(parameters(pl_module))
+
+    federate(module, federation, 3, callbacks=[Keep()])
+    assert_equal(after[0], after[1])
+    assert not torch.equal(after[1]["net.0.weight"], after[2]["net.0.weight"])
+    assert [row["failed_rounds"] for row in federation.history] == [0, 1, 0]
+
+
+def test_failed_rounds_in_a_row_stop_the_run_with_the_first_cause_and_the_last_good_model(tmp_path):
+    module = Faulty("raises late", rounds=range(2, 99), clients=range(3))
+    federation = fb.FederatedBayes(fb.IIDPartition(3), max_failed_rounds=2)
+    good = []
+
+    class Keep(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            good.append(parameters(pl_module))
+
+    with pytest.raises(fb.FederationError, match=r"2 rounds in a row .*min_clients=1.*disk on fire") as info:
+        federate(module, federation, 9, callbacks=[Keep()])
+    assert isinstance(info.value.__cause__, RuntimeError)
+    assert_equal(good[1], parameters(module))
+
+
+def test_a_rule_that_cannot_fuse_stops_the_run_with_the_last_good_model():
+    from tests.federations import bayesian
+
+    module = bayesian(posterior_std=1e-3, learning_rate=0.1)
+    before = parameters(module)
+    with pytest.raises(fb.FusionError, match=r"precision is not positive: 'network\.2"):
+        federate(module, fb.FederatedBayes(fb.IIDPartition(3), fusion="dwc", local_epochs=5), 1)
+    assert_equal(before, parameters(module))
+
+
+def test_a_mistake_in_the_set_up_is_not_blamed_on_clients():
+    class Wrong(Plain):
+        def training_step(self, batch, batch_idx):
+            return {"no loss": 1}
+
+    with pytest.raises(Exception, match="training_step"):
+        federate(Wrong(), fb.FederatedBayes(fb.IIDPartition(3)), 1)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_round_leaves_the_last_global_model_and_a_clean_trainer(interrupt):
+    module = Plain()
+    fused = []
+
+    class Stop(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            fused.append(parameters(pl_module))
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 5:
+                raise interrupt
+
+    made = trainer(3, [fb.FederatedBayes(fb.IIDPartition(3)), Stop()])
+    with pytest.raises((interrupt, SystemExit)):
+        made.fit(module, loader())
+    assert_equal(fused[0], parameters(module))
+    assert "run" not in vars(made.fit_loop.epoch_loop.automatic_optimization)
+    assert "advance" not in vars(made.fit_loop.epoch_loop)
+    assert type(made.fit_loop._data_source).__name__ == "_DataLoaderSource"
+    assert not {"log", "on_save_checkpoint"} & set(vars(module))
+
+
+def test_stopping_inside_a_round_drops_it_and_validates_the_global_model():
+    module = Plain()
+    seen = {}
+
+    class Stop(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 5:
+                trainer.should_stop = True
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            seen.setdefault("fused", parameters(pl_module))
+
+        def on_validation_batch_start(self, trainer, pl_module, *args):
+            seen["validated"] = parameters(pl_module)
+
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(module, federation, 5, val=loader(shuffle=False), callbacks=[Stop()])
+    assert_equal(seen["fused"], parameters(module))
+    assert_equal(seen["fused"], seen["validated"])
+    assert len(federation.history) == 1
+
+
+def test_max_time_stops_between_clients_without_harm():
+    module = Plain()
+    made = federate(module, fb.FederatedBayes(fb.IIDPartition(3)), 10**6, max_time={"seconds": 1})
+    assert made.current_epoch >= 1
+    assert all(torch.isfinite(value).all() for value in parameters(module).values())
+
+
+def test_clients_of_one_example_train():
+    x, y = blobs().tensors
+    parts = {str(k): TensorDataset(x[k:k + 1], y[k:k + 1]) for k in range(4)}
+    federation = fb.FederatedBayes()
+    federate(Plain(), federation, 1, loader(fb.ClientDatasets(parts)))
+    assert federation.history[0]["valid_clients"] == 4
+
+
+def test_a_second_federation_with_one_callback_starts_afresh():
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    first, second = Plain(), Plain()
+    federate(first, federation)
+    federate(second, federation)
+    assert_equal(parameters(first), parameters(second))
+    assert len(federation.history) == 2
+
+
+def test_early_stopping_and_checkpoints_monitor_the_round(tmp_path):
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    best = ModelCheckpoint(tmp_path, monitor="val/nll")
+    stop = EarlyStopping("val/nll", patience=1, min_delta=10.0)
+    module = Plain()
+    made = federate(
+        module, fb.FederatedBayes(fb.IIDPartition(3)), 9, val=loader(shuffle=False), callbacks=[best, stop],
+        enable_checkpointing=True,
+    )
+    assert made.current_epoch == 2
+    assert best.best_model_path
+
+
+def test_layers_outside_the_optimizer_are_federated_as_they_are():
+    class Frozen(Plain):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(Frozen(), federation, 1)
+    assert torch.equal(federation.posterior.mean["scale"], torch.ones(1))
