@@ -41,11 +41,11 @@ class TensorDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled training batches."""
-        return DataLoader(self.train, self.batch_size, shuffle=True)
+        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Validation batches in fixed order."""
-        return DataLoader(self.validation, max(self.batch_size, EVALUATION_BATCH))
+        return DataLoader(self.validation, batch_size=max(self.batch_size, EVALUATION_BATCH))
 
     def test_dataloader(self) -> DataLoader[Any]:
         """The validation batches."""

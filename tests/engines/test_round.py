@@ -199,7 +199,7 @@ def test_weighting_that_cannot_judge_a_client_leaves_the_round_unchanged():
     fusion.add(update(0))
     point = GaussianPosterior.point_mass(update(1).posterior.mean)
     with pytest.raises(FusionError, match="'distance_l2'"):
-        fusion.add(ClientUpdate(1, 10, point))
+        fusion.add(ClientUpdate(1, 10, point, update(1).buffers))
     assert_same(fusion.finish(), run("nwa", "distance", [update(0)]))
 
 

@@ -51,11 +51,11 @@ def test_no_client(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", ["mean", "variance"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("mean", math.nan), ("mean", math.inf), ("mean", -math.inf), ("variance", math.nan), ("variance", math.inf)],
+)
 def test_values_that_are_not_finite(rule, kind, value):
-    if (kind, value) == ("variance", -math.inf):
-        pytest.skip("a negative variance makes no posterior")
     bad = two_layers()
     getattr(bad, kind)["head"][1, 2] = value
     with pytest.raises(FusionError, match=f"client 1: {kind} of 'head' is not finite at 1 of 6 entries"):
