@@ -18,7 +18,7 @@ from lightning_fedbayes.callbacks.checks import check_not_finished, check_schedu
 from lightning_fedbayes.callbacks.progress import show_client
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.source import install_source, remove_source, set_round_length
-from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
+from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
 from lightning_fedbayes.callbacks.wandb_account import go_offline_without_account
 from lightning_fedbayes.data.clients import Clients, clients_of
 from lightning_fedbayes.engines.loader import FederatedLoader, batching_of
@@ -176,6 +176,7 @@ class FederatedBayes(L.Callback):
             self._forget()
         self._stage = "between"
         self._loader = None
+        self._uncertainty = bring_report(trainer, beside=self)
         install_source(trainer, lambda loader: self._federate(trainer, loader))
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.save_last is None:
@@ -360,47 +361,10 @@ class FederatedBayes(L.Callback):
             self._abandon_round()
         seed_everything(derive_seed(self.seed, "validation", trainer.current_epoch))
 
-    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See :class:`UncertaintyReport`, as for the next four hooks."""
-        self._uncertainty.on_validation_epoch_start(trainer, pl_module)
-
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Take in a batch."""
-        self._uncertainty.on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
-
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log calibration and fairness, and the round beside them: it is their x-axis."""
-        self._uncertainty.on_validation_epoch_end(trainer, pl_module)
+        """Log the round beside the validation's figures: it is their x-axis."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             pl_module.log("round", float(trainer.current_epoch + 1))
-
-    def on_test_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget the last evaluation."""
-        self._uncertainty.on_test_epoch_start(trainer, pl_module)
-
-    def on_test_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Take in a batch."""
-        self._uncertainty.on_test_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
-
-    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log and draw."""
-        self._uncertainty.on_test_epoch_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round's figures."""
@@ -415,7 +379,6 @@ class FederatedBayes(L.Callback):
         """Draw the federation for the loggers; drop a round that was cut short."""
         if self._stage == "training":
             self._abandon_round()
-        self._uncertainty.draw(trainer, "val")
         self._report.finish(trainer, self._uncertainty.client_accuracy)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -450,7 +413,7 @@ class FederatedBayes(L.Callback):
         """Start a new federation: what an earlier fit of this callback left is no part of it."""
         self._posterior, self._engine, self._restored = None, None, None
         self._failed_rounds, self.history = 0, []
-        self._report, self._uncertainty = FederationReport(), UncertaintyReport()
+        self._report = FederationReport()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
