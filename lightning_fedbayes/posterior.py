@@ -80,6 +80,12 @@ class GaussianPosterior:
         """Mean and variance as two vectors of shape (P,), parameters in the order of :attr:`names`."""
         return flatten(self.mean.values(), dtype), flatten((self.variance[name] for name in self.mean), dtype)
 
+    def ordered(self, names: Sequence[str]) -> GaussianPosterior:
+        """This posterior with its parameters in the order of ``names``, so that flat vectors of two of them align."""
+        if self.names == tuple(names):
+            return self
+        return GaussianPosterior({n: self.mean[n] for n in names}, {n: self.variance[n] for n in names})
+
     def unflatten(self, mean: Tensor, variance: Tensor | None) -> GaussianPosterior:
         """The inverse of :meth:`flatten`, with this posterior's names, shapes and dtypes.
 
@@ -111,7 +117,7 @@ class GaussianPosterior:
         """
         check_same_structure(self.mean, other.mean, "this posterior", "the other")
         mean, variance = self.flatten()
-        other_mean, other_variance = other.flatten()
+        other_mean, other_variance = other.ordered(self.names).flatten()
         return gaussian_kl(mean, variance, other_mean, other_variance)
 
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:

@@ -149,8 +149,11 @@ def client_weights(weighting: str | CohortWeights, facts: Sequence[ClientFacts])
         values = PER_COHORT[weighting](facts)
     else:
         values = [PER_CLIENT[weighting](each) for each in facts]
-    weights = torch.as_tensor(values, dtype=torch.float64).reshape(-1)
     name = weighting if isinstance(weighting, str) else getattr(weighting, "__name__", "your function")
+    try:
+        weights = torch.as_tensor(values, dtype=torch.float64).reshape(-1)
+    except (TypeError, ValueError, RuntimeError):
+        raise FusionError(f"weighting {name} gave {values!r}; give a sequence of weights, one per client") from None
     if len(weights) != len(facts):
         raise FusionError(f"weighting {name} gave {len(weights)} weights for {len(facts)} clients; give one per client")
     if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
@@ -162,7 +165,8 @@ def client_weights(weighting: str | CohortWeights, facts: Sequence[ClientFacts])
 
 def check_weighting(weighting: str | CohortWeights) -> None:
     """Raise FusionError, with the nearest name, unless ``weighting`` is known or a function."""
-    if not callable(weighting) and weighting not in PER_CLIENT and weighting not in PER_COHORT:
+    known = isinstance(weighting, str) and (weighting in PER_CLIENT or weighting in PER_COHORT)
+    if not callable(weighting) and not known:
         raise FusionError(f"unknown weighting '{weighting}': {nearest(str(weighting), [*PER_CLIENT, *PER_COHORT])}")
 
 

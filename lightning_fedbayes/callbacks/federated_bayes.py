@@ -261,7 +261,8 @@ class FederatedBayes(L.Callback):
         set_round_length(trainer, self._plan.num_batches)
         if self.prior == "global":
             set_prior(pl_module, self.posterior)
-        self._fusion = RoundFusion(self.rule, self.weighting, self.posterior)
+        buffers = self._engine.model.federated_buffers
+        self._fusion = RoundFusion(self.rule, self.weighting, self.posterior, buffers)
         self._failures: dict[int, Exception] = {}
         self._report.begin_round()
         self._round_start = time.perf_counter()

@@ -84,6 +84,11 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
         labels = _labels_of_parts(datasets)
         counts, classes = (None, ()) if labels is None else _count_parts(labels)
     else:
+        if isinstance(dataset, ClientDatasets):
+            raise FederationError(
+                f"the training data are a ClientDatasets of {len(dataset.names)} clients, and there is a partition "
+                f"({partition}): drop the partition, or give a plain ConcatDataset to deal all examples out anew"
+            )
         split = partition.split(labels_of(dataset), seed, num_examples=len(dataset))  # pyright: ignore[reportArgumentType]
         datasets = tuple(Subset(dataset, indices.tolist()) for indices in split.indices)
         names = tuple(str(k) for k in range(len(datasets)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -91,9 +92,9 @@ class FederatedLoader:
     def _dataloader(self, loader: DataLoader) -> DataLoader:
         """The user's loader over all clients' data, in the order of the plan."""
         return DataLoader(
-            _ReproducibleDataset(self.clients.datasets, self.batching.seed),
-            batch_sampler=_PlannedBatches(self),
-            collate_fn=_Collate(loader.collate_fn),
+            _ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed),
+            batch_sampler=_PlannedBatches(self.clients.sizes, self.batching, self._plan),
+            collate_fn=_loaded,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
@@ -103,17 +104,6 @@ class FederatedLoader:
             persistent_workers=loader.persistent_workers,
             generator=self._worker_seed,
         )
-
-    def planned(self) -> Iterator[PlannedBatch]:
-        """The example numbers of each batch of the round."""
-        plan = self._plan()
-        for client in plan.cohort:
-            size = self.clients.sizes[client]
-            count, step = batches_per_epoch(size, self.batching), 0
-            for order in client_order(plan.round, client, size, self.batching):
-                for indices in order.split(self.batching.batch_size)[:count]:
-                    yield PlannedBatch(indices.tolist(), plan.round, client, step)
-                    step += 1
 
 
 class PlannedBatch(list):
@@ -133,56 +123,69 @@ class PlannedBatch(list):
 
 
 class _PlannedBatches:
-    """Batch sampler over the plan of the current round."""
+    """Batch sampler over the plan of the current round.
 
-    def __init__(self, loader: FederatedLoader) -> None:
-        self.loader = loader
+    It must not hold the loader: torch waits five seconds for every persistent worker that is freed by the garbage
+    collector.
+    """
+
+    def __init__(self, sizes: Sequence[int], batching: Batching, plan: Callable[[], RoundPlan]) -> None:
+        self.sizes = sizes
+        self.batching = batching
+        self.plan = plan
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return self.plan().num_batches
 
     def __iter__(self) -> Iterator[PlannedBatch]:
-        return self.loader.planned()
+        plan = self.plan()
+        for client in plan.cohort:
+            size = self.sizes[client]
+            count, step = batches_per_epoch(size, self.batching), 0
+            for order in client_order(plan.round, client, size, self.batching):
+                for indices in order.split(self.batching.batch_size)[:count]:
+                    yield PlannedBatch(indices.tolist(), plan.round, client, step)
+                    step += 1
 
 
 class _ReproducibleDataset(Dataset):
-    """All clients' data sets; every batch is loaded under random state of its own."""
+    """All clients' data sets; every batch is loaded and collated under random state of its own."""
 
-    def __init__(self, datasets: Sequence[Dataset], seed: int) -> None:
+    def __init__(self, datasets: Sequence[Dataset], collate: Callable, seed: int) -> None:
         self.datasets = datasets
+        self.collate = collate
         self.seed = seed
 
     def __len__(self) -> int:
         return sum(len(dataset) for dataset in self.datasets)  # pyright: ignore[reportArgumentType]
 
-    def __getitems__(self, batch: PlannedBatch) -> list | FailedBatch:
-        """The examples of one batch, or what went wrong with them."""
+    def __getitems__(self, batch: PlannedBatch) -> Any:
+        """One batch, or what went wrong with it."""
         state = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
         seed_host(derive_seed(self.seed, "loading", batch.round, batch.client, batch.step))
         dataset = self.datasets[batch.client]
         try:
-            return [dataset[index] for index in batch]
+            return self.collate([dataset[index] for index in batch])
         except Exception as error:
-            return FailedBatch(error)
+            return FailedBatch(_sendable(error))
         finally:
             random.setstate(state[0])
             np.random.set_state(state[1])
             torch.random.set_rng_state(state[2])
 
 
-class _Collate:
-    """The user's collate function, which a failed batch passes by."""
+def _loaded(batch: Any) -> Any:
+    """What the data set has collated already."""
+    return batch
 
-    def __init__(self, collate: Callable) -> None:
-        self.collate = collate
 
-    def __call__(self, examples: list | FailedBatch) -> Any:
-        if isinstance(examples, FailedBatch):
-            return examples
-        try:
-            return self.collate(examples)
-        except Exception as error:
-            return FailedBatch(error)
+def _sendable(error: Exception) -> Exception:
+    """``error``, or its text where it would not survive the way from a worker process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def tensors_of(dataset: Dataset) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
@@ -223,14 +226,20 @@ def batching_of(loader: Any, *, local_epochs: int, fraction: float, seed: int) -
             "the training loader has a batch sampler of its own; clients' batches are planned by FederatedBayes: "
             "give batch_size=, shuffle= and drop_last= instead"
         )
-    if type(loader.sampler) not in (RandomSampler, SequentialSampler):
+    sampler = loader.sampler
+    shuffle = (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
+    if not shuffle and type(sampler) is not SequentialSampler:
         raise FederationError(
-            f"the training loader has a {type(loader.sampler).__name__}; clients' orders are planned by "
+            f"the training loader has a {type(sampler).__name__}; clients' orders are planned by "
             "FederatedBayes: give shuffle=True or False instead"
         )
     return Batching(
         batch_size=loader.batch_size,
-        shuffle=type(loader.sampler) is RandomSampler,
+        shuffle=shuffle,
         drop_last=loader.drop_last,
         local_epochs=local_epochs,
         fraction=fraction,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -66,9 +66,17 @@ class RoundFusion:
         rule: the fusion rule.
         weighting: a name, or a function of all clients' facts (see :mod:`lightning_fedbayes.weighting`).
         previous: the global posterior that the clients started from.
+        buffers: the global buffers that the clients started from; None takes the first client's for what they
+            must look like.
     """
 
-    def __init__(self, rule: FusionRule, weighting: str | CohortWeights, previous: GaussianPosterior) -> None:
+    def __init__(
+        self,
+        rule: FusionRule,
+        weighting: str | CohortWeights,
+        previous: GaussianPosterior,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.rule = rule
         self.weighting = weighting
         self.previous = previous
@@ -77,7 +85,7 @@ class RoundFusion:
         self._held: list[ClientUpdate] = []
         self._weights: dict[int, float] = {}
         self._buffers: dict[str, Tensor] = {}
-        self._integer_buffers: set[str] = set()
+        self._previous_buffers = buffers
         self._disagreement: Statistics = {}
 
     def __len__(self) -> int:
@@ -92,11 +100,10 @@ class RoundFusion:
         """
         who = f"client {update.client}"
         check_structure(update.posterior, self.previous, who)
+        update = replace(update, posterior=update.posterior.ordered(self.previous.names))
         mean, variance = update.posterior.flatten()
         check_finite(update.posterior, mean, variance, who)
-        for name, value in update.buffers.items():
-            if not bool(torch.isfinite(value).all()):
-                raise FusionError(f"{who}: buffer '{name}' is not finite")
+        self._check_buffers(update.buffers, who)
         if self._streams:
             self._fuse(update, self._weight(update))
         else:
@@ -104,6 +111,25 @@ class RoundFusion:
                 update.client, update.num_examples, update.posterior.clone(), dict(update.buffers), update.metrics
             )
             self._held.append(held)
+        if self._previous_buffers is None:
+            self._previous_buffers = dict(update.buffers)
+
+    def _check_buffers(self, buffers: Mapping[str, Tensor], who: str) -> None:
+        """Raise FusionError unless ``buffers`` look like those before and are finite wherever those are.
+
+        A mask of minus infinities is a buffer, too.
+        """
+        like = buffers if self._previous_buffers is None else self._previous_buffers
+        wrong = [name for name in sorted(like.keys() | buffers.keys()) if not _alike(like.get(name), buffers.get(name))]
+        if wrong:
+            raise FusionError(
+                f"{who}: buffers {', '.join(wrong)} are not those of the clients before (names, shapes or dtypes "
+                "differ); all clients must train the same network"
+            )
+        for name, value in buffers.items():
+            known = torch.isfinite(like[name]) if self._previous_buffers is not None else torch.tensor(True)
+            if bool((~torch.isfinite(value) & known.to(value.device)).any()):
+                raise FusionError(f"{who}: buffer '{name}' is not finite")
 
     def finish(self) -> RoundResult:
         """Fuse.
@@ -120,14 +146,18 @@ class RoundFusion:
                 self._fuse(update, weight)
         posterior = self._accumulator.compute()
         total = sum(self._weights.values())
-        buffers = {name: value / total for name, value in self._buffers.items()}
-        buffers |= {name: buffers[name].round() for name in self._integer_buffers}
         return RoundResult(
             posterior,
-            buffers=buffers,
+            buffers={name: self._average(name, value / total) for name, value in self._buffers.items()},
             weights={client: weight / total for client, weight in self._weights.items()},
             metrics=self._diagnostics(posterior),
         )
+
+    def _average(self, name: str, value: Tensor) -> Tensor:
+        """An averaged buffer in its own dtype, integers rounded."""
+        assert self._previous_buffers is not None
+        dtype = self._previous_buffers[name].dtype
+        return (value if dtype.is_floating_point else value.round()).to(dtype)
 
     def _weight(self, update: ClientUpdate) -> float:
         """The weight ω, not normalised, of one client."""
@@ -147,7 +177,6 @@ class RoundFusion:
             return
         mean, _ = update.posterior.flatten()
         add_disagreement(self._disagreement, mean, mean.new_tensor(weight))
-        self._integer_buffers = {name for name, value in update.buffers.items() if not value.is_floating_point()}
         for name, value in update.buffers.items():
             term = value.to(torch.float64) * weight
             self._buffers[name] = self._buffers[name] + term if name in self._buffers else term
@@ -163,3 +192,8 @@ class RoundFusion:
             flat = torch.cat([value.to(torch.float64) for value in variances])
             metrics["posterior_variance"] = float(flat.mean())
         return metrics
+
+
+def _alike(first: Tensor | None, second: Tensor | None) -> bool:
+    """Whether two tensors are both there and agree in shape and dtype."""
+    return first is not None and second is not None and (first.shape, first.dtype) == (second.shape, second.dtype)

@@ -104,6 +104,11 @@ class ResidentModel:
         """What the client sends: views of the module's parameters, valid until they change."""
         return self.view.read()
 
+    @property
+    def federated_buffers(self) -> Tensors:
+        """The global model's values of the buffers that clients send."""
+        return {} if self.policy == "frozen" else {name: self.global_buffers[name] for name in self.buffer_names}
+
     def read_buffers(self) -> Tensors:
         """The buffers that the client sends; none if they are frozen."""
         return {} if self.policy == "frozen" else self._read_buffers(self.buffer_names)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fedbayes.errors import FusionError, PosteriorError
 from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
 from lightning_fedbayes.fusion.rule import FusionRule, Statistics, SumRule
-from lightning_fedbayes.posterior import GaussianPosterior, check_same_structure
+from lightning_fedbayes.posterior import GaussianPosterior, check_same_structure, zeros_like
 
 
 class FusionAccumulator:
@@ -31,6 +31,8 @@ class FusionAccumulator:
                 f"{rule_name(rule)} needs the previous global posterior, which the clients started from: "
                 "pass previous=..."
             )
+        if previous is not None:
+            check_finite(previous, *previous.flatten(), "previous posterior")
         self.rule = rule
         self.previous = previous
         self.count = 0
@@ -51,13 +53,14 @@ class FusionAccumulator:
         like = self.previous if self.previous is not None else self._like
         if like is not None:
             check_structure(posterior, like, f"client {self.count}")
+            posterior = posterior.ordered(like.names)
         mean, variance = posterior.flatten()
         check_finite(posterior, mean, variance, f"client {self.count}")
         self.count += 1
         if weight == 0 and self.rule.uses_weights:
             return
         if self._like is None:
-            self._like = posterior
+            self._like = GaussianPosterior.point_mass({n: zeros_like(m) for n, m in posterior.mean.items()})
         self._weights.append(weight)
         if isinstance(self.rule, SumRule):
             self.rule.update(self._statistics, mean, variance, weight)
@@ -127,7 +130,8 @@ def _weight_values(weights: Sequence[float] | Tensor) -> list[float]:
         raise FusionError(f"weights must be finite and at least 0, got {wrong[0]} among {values}")
     if values and sum(values) == 0:
         raise FusionError(f"weights sum to 0: {values}; at least one client needs a positive weight")
-    return values
+    largest = max(values, default=1.0)
+    return [value / largest for value in values]
 
 
 def check_structure(posterior: GaussianPosterior, like: GaussianPosterior, who: str) -> None:

@@ -31,6 +31,8 @@ class LinearPool(SumRule):
 
     def merge(self, statistics: Statistics, other: Statistics) -> None:
         """See :meth:`SumRule.merge`; pairwise form of Chan, Golub and LeVeque."""
+        if not other:
+            return
         if not statistics:
             statistics.update({key: value.clone() for key, value in other.items()})
             return

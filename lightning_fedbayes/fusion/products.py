@@ -44,6 +44,8 @@ class _ProductRule(SumRule):
 
     def merge(self, statistics: Statistics, other: Statistics) -> None:
         """See :meth:`SumRule.merge`; the largest weight is a maximum, all else are sums."""
+        if not other:
+            return
         largest = other["max_weight"]
         largest = torch.maximum(statistics.get("max_weight", largest), largest)
         super().merge(statistics, other)

@@ -53,8 +53,9 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
         usable = issubclass(rule, FusionRule) if isinstance(rule, type) else callable(rule)
         if not usable:
             raise FusionError(f"cannot register {rule!r} as '{name}': a rule is a FusionRule subclass or a function")
-        for key in (name, *aliases):
-            if key in _RULES or key in _ALIASES:
+        keys = (name, *aliases)
+        for i, key in enumerate(keys):
+            if key in _RULES or key in _ALIASES or key in keys[:i]:
                 raise FusionError(f"fusion rule '{key}' is registered already; choose another name")
         _RULES[name] = rule  # pyright: ignore[reportArgumentType]
         _ALIASES.update(dict.fromkeys(aliases, name))
@@ -83,7 +84,8 @@ def rule_name(rule: str | FusionRule) -> str:
     """The name that a rule is registered by; its class's name if it is not registered."""
     if isinstance(rule, str):
         return _ALIASES.get(rule, rule)
-    return next((name for name, known in _RULES.items() if known is type(rule)), type(rule).__name__)
+    kind = rule.function if isinstance(rule, FunctionRule) else type(rule)
+    return next((name for name, known in _RULES.items() if known is kind), getattr(kind, "__name__", repr(kind)))
 
 
 def get_rule(rule: str | FusionRule | FuseFunction) -> FusionRule:

@@ -55,7 +55,7 @@ class HybridBayesianRegressor(BayesianModule):
         FedBayesError: ``noise_std`` is not positive.
         ConversionError: the network has fewer layers to convert than asked for.
 
-    >>> model = HybridBayesianRegressor(nn.Linear(3, 1), bayesian_last=1, noise_std=0.5)
+    >>> model = HybridBayesianRegressor(nn.Linear(3, 1), bayesian_last=1, noise_std=0.5, learn_noise=False)
     >>> model.predict_step(torch.zeros(2, 3)).aleatoric.flatten()
     tensor([0.2500, 0.2500])
     """

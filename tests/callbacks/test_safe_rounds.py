@@ -260,3 +260,16 @@ def test_layers_outside_the_optimizer_are_federated_as_they_are():
     federation = fb.FederatedBayes(fb.IIDPartition(3))
     federate(Frozen(), federation, 1)
     assert torch.equal(federation.posterior.mean["scale"], torch.ones(1))
+
+
+def test_a_mask_of_minus_infinities_is_a_buffer_like_any_other():
+    class Masked(Plain):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+
+    module = Masked()
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(module, federation, 1)
+    assert federation.history[0]["failed_clients"] == 0
+    assert torch.equal(module.mask, torch.full((2, 2), float("-inf")).triu(1))

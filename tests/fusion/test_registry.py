@@ -93,7 +93,7 @@ def test_alias_equal_to_its_own_name_is_refused(temporary):
     assert temporary not in available_fusions()
 
 
-@pytest.mark.parametrize("thing", [int, 3, LinearPool(), "conflation"], ids=repr)
+@pytest.mark.parametrize("thing", [int, 3, LinearPool(), "conflation"], ids=["class", "number", "object", "name"])
 def test_only_rule_classes_and_functions_are_registered(temporary, thing):
     with pytest.raises(FusionError, match=r"cannot register .* as 'temporary_rule'.*FusionRule subclass or a function"):
         register_fusion(temporary)(thing)

@@ -1,0 +1,49 @@
+"""The progress bar says which round and client it is at."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+
+import lightning_fedbayes as fb
+from tests.federations import Plain, federate, loader
+
+
+def descriptions(bar: L.Callback, read) -> list[str]:
+    class Spy(L.Callback):
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def on_train_batch_end(self, *_) -> None:
+            text = read(bar)
+            if text not in self.seen:
+                self.seen.append(text)
+
+    spy = Spy()
+    parts = fb.ClientDatasets({"north": loader().dataset, "south": loader().dataset})
+    federate(Plain(), fb.FederatedBayes(), 2, loader(parts), enable_progress_bar=True, callbacks=[bar, spy])
+    return spy.seen
+
+
+EXPECTED = [
+    f"Round {round}/2, client {client} ({name})"
+    for round in (1, 2)
+    for client, name in (("1/2", "north"), ("2/2", "south"))
+]
+
+
+def test_tqdm():
+    def read(bar):
+        return bar.train_progress_bar.desc.removesuffix(": ")
+
+    assert descriptions(TQDMProgressBar(), read) == EXPECTED
+
+
+def test_rich():
+    pytest.importorskip("rich")
+
+    def read(bar):
+        return bar.progress.tasks[bar.train_progress_bar_id].description
+
+    assert descriptions(RichProgressBar(), read) == EXPECTED
