@@ -6,6 +6,7 @@ u16, type u8, payload), little-endian; chunks join to records, and a record is a
 
 import json
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -45,11 +46,21 @@ class Run:
                 if pattern.endswith("*") and name.startswith(pattern[:-1])}
 
 
-def read_run(path: Path) -> Run:
-    """The run in the file ``path``."""
+def read_run(path: Path, patience: float = 60.0) -> Run:
+    """The finished run in the file ``path``; W&B's own process may write it a little after ``wandb.finish()``."""
+    deadline = time.monotonic() + patience
+    while True:
+        found = [Record.FromString(payload) for payload in records(path.read_bytes())]
+        if any(record.WhichOneof("record_type") == "exit" for record in found):
+            return run_of(found)
+        assert time.monotonic() < deadline, f"{path} has no end after {patience} s"
+        time.sleep(0.1)
+
+
+def run_of(found: list[Any]) -> Run:
+    """The run that these records make."""
     run = Run()
-    for payload in records(path.read_bytes()):
-        record = Record.FromString(payload)
+    for record in found:
         kind = record.WhichOneof("record_type")
         if kind == "run":
             run.project = record.run.project
@@ -77,6 +88,8 @@ def records(data: bytes) -> Iterator[bytes]:
         position += CHUNK.size
         payload = data[position : position + length]
         position += length
+        if position > len(data):
+            return  # still being written
         assert zlib.crc32(payload, zlib.crc32(bytes([kind]))) == checksum
         assert (kind in (FULL, FIRST)) == (not parts)
         parts.append(payload)
