@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -44,3 +45,20 @@ def close_round(checkpoint: Checkpoint, rounds_done: int) -> None:
     loops["epoch_loop.batch_progress"]["is_last_batch"] = False
     for state in checkpoint.get("optimizer_states", []):
         state["state"] = {}  # every client starts with its own
+
+
+def guard_weights_only(module: L.LightningModule, between_rounds: Callable[[Checkpoint], None]) -> None:
+    """Let weights-only checkpoints of ``module`` pass through ``between_rounds``: callbacks are not asked for those."""
+    user_hook = module.on_save_checkpoint
+
+    def on_save_checkpoint(checkpoint: Checkpoint) -> None:
+        if "callbacks" not in checkpoint:
+            between_rounds(checkpoint)
+        user_hook(checkpoint)
+
+    module.on_save_checkpoint = on_save_checkpoint
+
+
+def unguard_weights_only(module: L.LightningModule) -> None:
+    """Give ``module`` its own hook back."""
+    module.__dict__.pop("on_save_checkpoint", None)

@@ -9,6 +9,7 @@ import lightning as L
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_fedbayes.engines.plan import choose_cohort
 from lightning_fedbayes.errors import FederationError
 
 AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
@@ -91,3 +92,13 @@ def check_schedulers(trainer: L.Trainer) -> None:
                 f"{type(config.scheduler).__name__} has interval='step': clients of one round would get different "
                 "learning rates. Use interval='epoch', which is once per round"
             )
+
+
+def check_cohort(clients: int, fraction: float, min_clients: int) -> None:
+    """Raise FederationError if every round would have too few clients."""
+    cohort = len(choose_cohort(0, clients, fraction, seed=0))
+    if cohort < min_clients:
+        raise FederationError(
+            f"min_clients={min_clients}, but a round has only {cohort} of {clients} clients (fraction={fraction}); "
+            "every round would fail"
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -11,28 +10,34 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch.utils.data import DataLoader
 
-from lightning_fedbayes.callbacks.checkpoint import Checkpoint, RoundBoundary, close_round
-from lightning_fedbayes.callbacks.checks import check_not_finished, check_schedulers, check_trainer
+from lightning_fedbayes.callbacks.checkpoint import (
+    Checkpoint,
+    RoundBoundary,
+    close_round,
+    guard_weights_only,
+    unguard_weights_only,
+)
+from lightning_fedbayes.callbacks.checks import check_cohort, check_not_finished, check_schedulers, check_trainer
 from lightning_fedbayes.callbacks.progress import show_client
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.source import install_source, remove_source, set_round_length
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
 from lightning_fedbayes.callbacks.wandb_account import go_offline_without_account
 from lightning_fedbayes.data.clients import Clients, clients_of
+from lightning_fedbayes.engines.federation import Federation, PriorPolicy, Server
 from lightning_fedbayes.engines.loader import FederatedLoader, batching_of
-from lightning_fedbayes.engines.plan import RoundPlan, check_batches, plan_round
-from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion
-from lightning_fedbayes.engines.sequential import ClientFailure, OptimizerPolicy, SequentialEngine
+from lightning_fedbayes.engines.plan import check_batches, plan_round
+from lightning_fedbayes.engines.sequential import OptimizerPolicy, SequentialEngine
 from lightning_fedbayes.engines.state import BufferPolicy, ResidentModel
-from lightning_fedbayes.errors import FederationError, FusionError, nearest
+from lightning_fedbayes.errors import FederationError, nearest
 from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
-from lightning_fedbayes.layers.kl import set_prior
 from lightning_fedbayes.partition import Partition
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 from lightning_fedbayes.weighting import CohortWeights, check_weighting
+
+Engine = Literal["auto", "sequential"]
 
 
 class FederatedBayes(L.Callback):
@@ -72,9 +77,7 @@ class FederatedBayes(L.Callback):
         seed: where every random draw comes from.
 
     Attributes:
-        posterior: the global posterior after the last round.
         clients: the clients, once ``fit`` has begun.
-        history: one dict of figures per finished round, in order.
 
     Raises:
         FusionError, FederationError, PartitionError: an argument, the Trainer, the module or the data cannot be used;
@@ -89,8 +92,8 @@ class FederatedBayes(L.Callback):
         fraction: float = 1.0,
         fusion: str | FusionRule = "reverse_kl_barycenter",
         weighting: str | CohortWeights = "train_size",
-        engine: Literal["auto", "sequential"] = "auto",
-        prior: Literal["fixed", "global"] = "fixed",
+        engine: Engine = "auto",
+        prior: PriorPolicy = "fixed",
         optimizer_state: OptimizerPolicy = "reset",
         buffers: BufferPolicy = "average",
         local_parameters: Sequence[str] = (),
@@ -98,7 +101,7 @@ class FederatedBayes(L.Callback):
         max_failed_rounds: int = 3,
         seed: int = 0,
     ) -> None:
-        self.rule = get_rule(fusion)
+        rule = get_rule(fusion)
         check_weighting(weighting)
         _check_at_least("local_epochs", local_epochs, 1)
         _check_at_least("min_clients", min_clients, 1)
@@ -115,53 +118,55 @@ class FederatedBayes(L.Callback):
         self.local_epochs = local_epochs
         self.fraction = fraction
         self.fusion = fusion
-        self.weighting = weighting
         self.engine_name = engine
-        self.prior = prior
         self.optimizer_state: OptimizerPolicy = optimizer_state
         self.buffers: BufferPolicy = buffers
         self.local_parameters = tuple(local_parameters)
-        self.min_clients = min_clients
-        self.max_failed_rounds = max_failed_rounds
+        self.server = Server(rule, weighting, prior, min_clients, max_failed_rounds)
         self.seed = seed
         go_offline_without_account()
         self.clients: Clients | None = None
-        self.history: list[dict[str, float]] = []
-        self._posterior: GaussianPosterior | None = None
+        self._federation: Federation | None = None
         self._restored: dict[str, Any] | None = None
-        self._failed_rounds = 0
-        self._plan: RoundPlan | None = None
         self._loader: FederatedLoader | None = None
-        self._engine: SequentialEngine | None = None
-        self._fusion: RoundFusion | None = None
         self._boundary: RoundBoundary | None = None
-        self._stage: Literal["between", "training", "fused", "abandoned"] = "between"
         self._report = FederationReport()
         self._uncertainty = UncertaintyReport()
 
     @property
+    def federation(self) -> Federation:
+        """The running federation, or the last one."""
+        if self._federation is None:
+            raise FederationError("there is no federation yet: call trainer.fit first")
+        return self._federation
+
+    @property
     def posterior(self) -> GaussianPosterior:
         """The global posterior after the last round."""
-        if self._posterior is None:
-            raise FederationError("there is no global posterior yet: call trainer.fit first")
-        return self._posterior
+        return self.federation.posterior
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """One dict of figures per finished round, in order."""
+        return self.federation.history
 
     def settings(self) -> dict[str, Any]:
         """The federation's settings, as they are logged."""
-        weighting = self.weighting if isinstance(self.weighting, str) else getattr(self.weighting, "__name__", "custom")
+        weighting = self.server.weighting
+        name = weighting if isinstance(weighting, str) else getattr(weighting, "__name__", "custom")
         return {
             "partition": repr(self.partition),
             "clients": len(self.clients) if self.clients is not None else None,
             "local_epochs": self.local_epochs,
             "fraction": self.fraction,
             "fusion": rule_name(self.fusion),
-            "weighting": weighting if self.rule.uses_weights else "none",
+            "weighting": name if self.server.rule.uses_weights else "none",
             "engine": "sequential",
-            "prior": self.prior,
+            "prior": self.server.prior,
             "optimizer_state": self.optimizer_state,
             "buffers": self.buffers,
             "local_parameters": list(self.local_parameters),
-            "min_clients": self.min_clients,
+            "min_clients": self.server.min_clients,
             "seed": self.seed,
         }
 
@@ -172,9 +177,8 @@ class FederatedBayes(L.Callback):
         if stage != "fit":
             return
         check_trainer(trainer, pl_module)
-        if trainer.current_epoch == 0:
-            self._forget()
-        self._stage = "between"
+        if trainer.current_epoch == 0:  # a new federation: what an earlier fit left is no part of it
+            self._federation, self._restored, self._report = None, None, FederationReport()
         self._loader = None
         self._uncertainty = bring_report(trainer, beside=self)
         install_source(trainer, lambda loader: self._federate(trainer, loader))
@@ -186,33 +190,11 @@ class FederatedBayes(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse to train zero rounds in silence."""
-        rounds_done = trainer.current_epoch if self._restored is None else self._restored["rounds"]
-        check_not_finished(trainer, rounds_done)
-        self._guard_checkpoints(trainer, pl_module)
+        check_not_finished(trainer, trainer.current_epoch if self._restored is None else self._restored["rounds"])
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find mistakes before anything runs."""
         self._prepare(trainer)
-
-    def _federate(self, trainer: L.Trainer, loader: Any) -> FederatedLoader:
-        """The federation's loader for the user's training ``loader``."""
-        reload = trainer.reload_dataloaders_every_n_epochs  # pyright: ignore[reportAttributeAccessIssue]
-        if self._loader is None or reload:
-            batching = batching_of(loader, local_epochs=self.local_epochs, fraction=self.fraction, seed=self.seed)
-            assert isinstance(loader, DataLoader)
-            clients = clients_of(loader.dataset, self.partition, self.seed)
-            check_batches(clients.names, clients.sizes, batching)
-            cohort = len(plan_round(0, clients.sizes, batching).cohort)
-            if cohort < self.min_clients:
-                raise FederationError(
-                    f"min_clients={self.min_clients}, but a round has only {cohort} of {len(clients)} clients "
-                    f"(fraction={self.fraction}); every round would fail"
-                )
-            self.clients = clients
-            self._loader = FederatedLoader(
-                loader, clients, batching, lambda: plan_round(trainer.current_epoch, clients.sizes, batching)
-            )
-        return self._loader
 
     def _prepare(self, trainer: L.Trainer) -> None:
         """Check what can only be known once optimizers and loaders exist."""
@@ -220,147 +202,85 @@ class FederatedBayes(L.Callback):
         if self._loader is None:
             trainer.fit_loop.setup_data()
 
+    def _federate(self, trainer: L.Trainer, loader: Any) -> FederatedLoader:
+        """The federation's loader for the user's training ``loader``."""
+        reload = trainer.reload_dataloaders_every_n_epochs  # pyright: ignore[reportAttributeAccessIssue]
+        if self._loader is None or reload:
+            batching = batching_of(loader, local_epochs=self.local_epochs, fraction=self.fraction, seed=self.seed)
+            clients = clients_of(loader.dataset, self.partition, self.seed)
+            check_batches(clients.names, clients.sizes, batching)
+            check_cohort(len(clients), self.fraction, self.server.min_clients)
+            self.clients = clients
+            self._loader = FederatedLoader(
+                loader, clients, batching, lambda: plan_round(trainer.current_epoch, clients.sizes, batching)
+            )
+        return self._loader
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the engine, and continue where a checkpoint or an earlier fit left off."""
         self._prepare(trainer)
         assert self.clients is not None
         model = ResidentModel(pl_module, self.local_parameters, self.buffers)
-        earlier = self._engine.state_dict() if self._engine is not None else {}
-        self._engine = SequentialEngine(
-            trainer,
-            model,
-            self.clients.names,
-            self.clients.sizes,
-            optimizer_state=self.optimizer_state,
-            seed=self.seed,
-        )
-        if self._restored is not None:
-            self._posterior = GaussianPosterior.from_state_dict(self._restored["posterior"]).to(pl_module.device)
-            self._engine.load_state_dict(self._restored["clients"])
-            self._failed_rounds = self._restored["failed_rounds"]
-            self.history = list(self._restored["history"])
-            self._report.load_state_dict(self._restored["report"])
-            self._restored = None
-        elif self._posterior is None:
-            self._posterior = model.read_posterior().clone()
-        else:
-            self._engine.load_state_dict(earlier)
-        self._engine.install()
-        self._uncertainty.set_clients(self.clients.sizes, self.clients.counts, self.clients.classes)
+        names, sizes = self.clients.names, self.clients.sizes
+        policy, seed = self.optimizer_state, self.seed
+        engine = SequentialEngine(trainer, model, names, sizes, optimizer_state=policy, seed=seed)
+        earlier = self._restored
+        if earlier is None and self._federation is not None:
+            earlier = self.state_dict()
+        self._federation = Federation(self.server, engine)
+        if earlier is not None:
+            self._federation.load_state_dict(earlier)
+            self._report.load_state_dict(earlier["report"])
+        self._restored = None
+        engine.install()
+        guard_weights_only(pl_module, self._between_rounds)
+        self._uncertainty.set_clients(sizes, self.clients.counts, self.clients.classes)
         self._report.start(trainer, self.settings(), self.clients)
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a round: choose the cohort and plan its batches."""
-        assert self._engine is not None
         assert self.clients is not None
         assert self._loader is not None
         self._boundary = RoundBoundary(trainer)
-        self._plan = plan_round(trainer.current_epoch, self.clients.sizes, self._loader.batching)
-        set_round_length(trainer, self._plan.num_batches)
-        if self.prior == "global":
-            set_prior(pl_module, self.posterior)
-        buffers = self._engine.model.federated_buffers
-        self._fusion = RoundFusion(self.rule, self.weighting, self.posterior, buffers)
-        self._failures: dict[int, Exception] = {}
-        self._report.begin_round()
-        self._round_start = time.perf_counter()
-        self._engine.begin_round(self._plan)
-        self._stage = "training"
+        plan = plan_round(trainer.current_epoch, self.clients.sizes, self._loader.batching)
+        set_round_length(trainer, plan.num_batches)
+        self.federation.begin_round(plan)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """At a client's first batch, give it the global posterior."""
-        assert self._engine is not None
-        assert self._plan is not None
-        client = self._engine.begin_batch(batch_idx)
+        client = self.federation.begin_batch(batch_idx)
         if client is not None:
-            self._client_start = time.perf_counter()
-            show_client(trainer, client, len(self._plan.cohort))
+            show_client(trainer, client)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """At a client's last batch, take its posterior; at the last client's, fuse."""
-        assert self._engine is not None
-        assert self._plan is not None
-        outcome = self._engine.end_batch(batch_idx, outputs)
+        outcome = self.federation.end_batch(batch_idx, outputs)
         if outcome is None:
             return
-        self._admit(outcome)
-        if batch_idx + 1 == self._plan.num_batches:
-            self._finish_round(pl_module)
-
-    def _admit(self, outcome: ClientUpdate | ClientFailure) -> None:
-        """Add a client's update to the round, or leave it out."""
-        assert self._fusion is not None
-        assert self._engine is not None
-        assert self.clients is not None
-        error = outcome.error if isinstance(outcome, ClientFailure) else None
-        if isinstance(outcome, ClientUpdate):
-            try:
-                self._fusion.add(outcome)
-            except FusionError as refusal:
-                error = refusal
-        seconds = time.perf_counter() - self._client_start
-        if error is not None:
-            self._engine.forget(outcome.client)
-            self._failures[outcome.client] = error
-            assert self._plan is not None
+        self._report.client(outcome)
+        if outcome.error is not None:
+            assert self.clients is not None
             rank_zero_info(
-                f"Round {self._plan.round + 1}: client {self.clients.names[outcome.client]} is left out: "
-                f"{type(error).__name__}: {error}"
+                f"Round {self.federation.round + 1}: client {self.clients.names[outcome.client]} is left out: "
+                f"{type(outcome.error).__name__}: {outcome.error}"
             )
-        self._report.client(outcome, error, seconds)
-
-    def _finish_round(self, pl_module: L.LightningModule) -> None:
-        """Fuse the round's updates, or keep the old posterior if there are too few."""
-        assert self._engine is not None
-        assert self._fusion is not None
-        assert self._plan is not None
-        success = len(self._fusion) >= self.min_clients
-        self._engine.end_round(success=success)
-        metrics: dict[str, float] = {}
-        if success:
-            result = self._fusion.finish()
-            self._posterior = result.posterior
-            self._engine.model.load_posterior(result.posterior, result.buffers)
-            self._failed_rounds = 0
-            self._report.weights(result.weights)
-            metrics = result.metrics
-        else:
-            self._engine.model.load_global()
-            self._failed_rounds += 1
-        self._fusion = None
-        self._stage = "fused"
-        down = self.posterior.num_bytes
-        metrics |= {
-            "valid_clients": float(len(self._plan.cohort) - len(self._failures)),
-            "failed_clients": float(len(self._failures)),
-            "failed_rounds": float(self._failed_rounds),
-            "seconds": time.perf_counter() - self._round_start,
-            "megabytes_down": down * len(self._plan.cohort) / 1e6,
-        }
-        self.history.append({"round": float(self._plan.round), **metrics, **self._report.totals()})
-        if self._failed_rounds >= self.max_failed_rounds:
-            first = next(iter(self._failures.values()))
-            raise FederationError(
-                f"{self._failed_rounds} rounds in a row had fewer than min_clients={self.min_clients} valid updates; "
-                f"the global posterior of the last good round is kept. The first failure of this round was "
-                f"{type(first).__name__}: {first}"
-            ) from first
+        if self.federation.round_is_complete:
+            self.federation.end_round()
+            self._report.weights(self.federation.weights)
 
     # -- between rounds ------------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Seed the Monte Carlo samples of the validation; see that it scores the global posterior."""
-        if trainer.state.fn != "fit" or trainer.sanity_checking:
-            return
-        if self._stage == "training":
-            self._abandon_round()
-        seed_everything(derive_seed(self.seed, "validation", trainer.current_epoch))
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._drop_unfinished_round()
+            seed_everything(derive_seed(self.seed, "validation", trainer.current_epoch))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round beside the validation's figures: it is their x-axis."""
@@ -369,97 +289,69 @@ class FederatedBayes(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round's figures."""
-        if self._stage != "fused":
-            return
-        assert self._engine is not None
-        self._engine.log.end_round()
-        pl_module.log("round", float(trainer.current_epoch + 1))
-        self._report.log_round(trainer, self.history[-1], self._engine.log.names)
+        if self.federation.stage == "fused":
+            self.federation.engine.log.end_round()
+            pl_module.log("round", float(trainer.current_epoch + 1))
+            self._report.log_round(trainer, self.history[-1], self.federation.engine.log.names)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the federation for the loggers; drop a round that was cut short."""
-        if self._stage == "training":
-            self._abandon_round()
+        """Log the table of clients; drop a round that was cut short."""
+        self._drop_unfinished_round()
         self._report.finish(trainer, self._uncertainty.client_accuracy)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave the module with the global posterior of the last good round: nothing learnt is lost."""
-        if self._stage == "training" and self._engine is not None:
-            self._abandon_round()
-        self._remove(trainer, pl_module)
+        self._drop_unfinished_round()
+        self._give_back(trainer, pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give the Trainer and the module back as they were."""
         if stage == "fit":
-            self._remove(trainer, pl_module)
+            self._give_back(trainer, pl_module)
 
-    def _abandon_round(self) -> None:
-        """Forget an unfinished round."""
-        assert self._engine is not None
-        assert self._plan is not None
-        self._engine.end_round(success=False)
-        self._engine.model.load_global()
-        rank_zero_info(
-            f"Round {self._plan.round + 1} was cut short; the module holds the global posterior that it started from."
-        )
-        self._stage = "abandoned"
+    def _drop_unfinished_round(self) -> None:
+        """Forget a round that was cut short, by early stopping, a time limit or an exception."""
+        if self._federation is not None and self._federation.stage == "training":
+            self._federation.abandon_round()
+            rank_zero_info(
+                f"Round {self._federation.round + 1} was cut short; the module holds the global posterior that it "
+                "started from."
+            )
 
-    def _remove(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _give_back(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         remove_source(trainer)
-        pl_module.__dict__.pop("on_save_checkpoint", None)
-        if self._engine is not None:
-            self._engine.remove()
-
-    def _forget(self) -> None:
-        """Start a new federation: what an earlier fit of this callback left is no part of it."""
-        self._posterior, self._engine, self._restored = None, None, None
-        self._failed_rounds, self.history = 0, []
-        self._report = FederationReport()
+        unguard_weights_only(pl_module)
+        if self._federation is not None:
+            self._federation.engine.remove()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The whole federation at the end of the last finished round."""
-        if self._posterior is None or self._engine is None:
+        if self._federation is None:
             return {}
-        return {
-            "rounds": len(self.history),
-            "posterior": self._posterior.state_dict(),
-            "clients": self._engine.state_dict(),
-            "failed_rounds": self._failed_rounds,
-            "history": list(self.history),
-            "report": self._report.state_dict(),
-            "settings": self.settings(),
-        }
+        report = {"report": self._report.state_dict(), "settings": self.settings()}
+        return {**self._federation.state_dict(), **report}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave, once ``fit`` has made the engine."""
         self._restored = state_dict or None
 
-    def _guard_checkpoints(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See to it that every checkpoint of this fit lies between two rounds.
-
-        The module's hook is the last that Lightning calls, and it calls it for weights-only checkpoints too.
-        """
-        user_hook = pl_module.on_save_checkpoint
-
-        def on_save_checkpoint(checkpoint: Checkpoint) -> None:
-            self._between_rounds(checkpoint)
-            user_hook(checkpoint)
-
-        pl_module.on_save_checkpoint = on_save_checkpoint
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
+        """See to it that the checkpoint lies between two rounds, whenever it is written."""
+        self._between_rounds(checkpoint)
 
     def _between_rounds(self, checkpoint: Checkpoint) -> None:
         """Make ``checkpoint`` hold the global model of the last finished round and nothing of a begun one."""
-        if self._plan is None or self._engine is None or self._stage == "between":
+        federation = self._federation
+        if federation is None or self._boundary is None:
             return
-        if self._stage == "fused":
-            close_round(checkpoint, self._plan.round + 1)
-            return
-        assert self._boundary is not None
-        self._boundary.apply(checkpoint, self._plan.round)
-        model = self._engine.model
-        checkpoint["state_dict"] = {**checkpoint["state_dict"], **model.global_parameters, **model.global_buffers}
+        if len(federation.history) > federation.round:
+            close_round(checkpoint, len(federation.history))
+        else:
+            self._boundary.apply(checkpoint, len(federation.history))
+            model = federation.engine.model
+            checkpoint["state_dict"] |= {**model.global_parameters, **model.global_buffers}
 
 
 def _check_at_least(name: str, value: int, least: int) -> None:

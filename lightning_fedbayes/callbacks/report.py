@@ -13,8 +13,7 @@ from torch import Tensor
 from lightning_fedbayes import plots
 from lightning_fedbayes.callbacks.pictures import log_figure, log_table, markdown_table
 from lightning_fedbayes.data.clients import Clients
-from lightning_fedbayes.engines.round import ClientUpdate
-from lightning_fedbayes.engines.sequential import ClientFailure
+from lightning_fedbayes.engines.federation import ClientOutcome
 
 
 @dataclass
@@ -53,8 +52,6 @@ class FederationReport:
         self.records: dict[int, ClientRecord] = {}
         self._clients: Clients | None = None
         self._with_axis: set[str] = set()
-        self._megabytes_up = 0.0
-        self._losses: list[tuple[float, int]] = []
 
     def start(self, trainer: L.Trainer, settings: dict[str, Any], clients: Clients) -> None:
         """Log the settings and the clients × classes heat map."""
@@ -70,37 +67,22 @@ class FederationReport:
             heat_map = plots.client_heatmap(clients.counts, clients.classes)
             log_figure(trainer, "federation/clients_by_class", heat_map, round=0)
 
-    def begin_round(self) -> None:
-        """Forget the last round's sums."""
-        self._megabytes_up, self._losses = 0.0, []
-
-    def client(self, outcome: ClientUpdate | ClientFailure, error: Exception | None, seconds: float) -> None:
+    def client(self, outcome: ClientOutcome) -> None:
         """Note what became of a client in this round."""
         record = self.records[outcome.client]
         record.rounds += 1
-        record.seconds = seconds
-        if error is not None:
+        record.seconds = outcome.seconds
+        if outcome.error is not None:
             record.failures += 1
-            record.last_failure = f"{type(error).__name__}: {error}"
-            return
-        assert isinstance(outcome, ClientUpdate)
-        record.megabytes_up = outcome.num_bytes / 1e6
-        self._megabytes_up += record.megabytes_up
-        if "train_loss" in outcome.metrics:
-            record.train_loss = outcome.metrics["train_loss"]
-            self._losses.append((record.train_loss, outcome.num_examples))
+            record.last_failure = f"{type(outcome.error).__name__}: {outcome.error}"
+        elif outcome.update is not None:
+            record.megabytes_up = outcome.update.num_bytes / 1e6
+            record.train_loss = outcome.update.metrics.get("train_loss", float("nan"))
 
     def weights(self, weights: dict[int, float]) -> None:
         """Note the clients' weights in this round."""
         for client, weight in weights.items():
             self.records[client].weight = weight
-
-    def totals(self) -> dict[str, float]:
-        """Figures of this round over all clients: size of the updates, mean training loss per example."""
-        totals = {"megabytes_up": self._megabytes_up}
-        if self._losses:
-            totals["train_loss"] = sum(loss * n for loss, n in self._losses) / sum(n for _, n in self._losses)
-        return totals
 
     def log_round(self, trainer: L.Trainer, figures: dict[str, float], training_names: set[str]) -> None:
         """Log a round's figures as ``federation/...``; other callbacks can monitor them.

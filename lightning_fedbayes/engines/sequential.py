@@ -34,6 +34,7 @@ class Client:
         num_examples: its number of training examples n_k.
         round: the round, from 0.
         position: its place in the cohort, from 0.
+        cohort: number of clients in the cohort.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Client:
     num_examples: int
     round: int
     position: int
+    cohort: int
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,8 @@ class SequentialEngine:
         if batch_idx != self.plan.starts[self._position]:
             return None
         number = self.plan.cohort[self._position]
-        client = Client(number, self.names[number], self.sizes[number], self.plan.round, self._position)
+        place, cohort = self._position, len(self.plan.cohort)
+        client = Client(number, self.names[number], self.sizes[number], self.plan.round, place, cohort)
         self._client, self._failure, self._loss, self._batches = client, None, 0.0, 0
         state = self.states.get(number, ClientState())
         self.model.load_client(state.local)

@@ -112,6 +112,17 @@ def test_checkpoints_written_inside_a_round_resume_at_its_start(tmp_path, settin
     assert_equal(whole, resumed)
 
 
+@pytest.mark.parametrize("setting", ["plain", "everything kept"])
+def test_a_checkpoint_written_because_of_the_crash_resumes_at_the_rounds_start(tmp_path, setting):
+    whole = state(*run(tmp_path / "whole", setting, save_on_exception=True))
+    with pytest.raises(Crash):
+        run(tmp_path / "parts", setting, callbacks=[Interrupt(3, 5, crash)], save_on_exception=True)
+    (written,) = (tmp_path / "parts").glob("epoch=3*.ckpt")
+    assert torch.load(written, weights_only=False)["epoch"] == 3
+    resumed = state(*run(tmp_path / "parts", setting, ckpt_path=written, save_on_exception=True))
+    assert_equal(whole, resumed)
+
+
 @pytest.mark.parametrize("options", [{"save_weights_only": True}, {"save_weights_only": False}])
 def test_a_checkpoint_never_holds_one_clients_model(tmp_path, options):
     starts = []

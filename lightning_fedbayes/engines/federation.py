@@ -1,0 +1,196 @@
+"""A running federation: rounds of one engine's clients on a server that fuses them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_fedbayes.engines.plan import RoundPlan
+from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion
+from lightning_fedbayes.engines.sequential import Client, ClientFailure, SequentialEngine
+from lightning_fedbayes.errors import FederationError, FusionError
+from lightning_fedbayes.fusion import FusionRule
+from lightning_fedbayes.layers import set_prior
+from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.weighting import CohortWeights
+
+PriorPolicy = Literal["fixed", "global"]
+Stage = Literal["between", "training", "fused"]
+
+
+@dataclass(frozen=True)
+class Server:
+    """How the server runs its rounds; see :class:`~lightning_fedbayes.FederatedBayes` for each argument."""
+
+    rule: FusionRule
+    weighting: str | CohortWeights = "train_size"
+    prior: PriorPolicy = "fixed"
+    min_clients: int = 1
+    max_failed_rounds: int = 3
+
+
+@dataclass(frozen=True)
+class ClientOutcome:
+    """What became of a client in a round.
+
+    Args:
+        client: its number.
+        update: what it sent, None if it failed.
+        error: why it is left out, None if it counts.
+        seconds: how long it took.
+    """
+
+    client: int
+    update: ClientUpdate | None
+    error: Exception | None
+    seconds: float
+
+
+class Federation:
+    """The global posterior and the rounds that make it.
+
+    Args:
+        server: how rounds are run.
+        engine: trains the clients; it holds the resident network.
+
+    Attributes:
+        posterior: the global posterior after the last round.
+        history: one dict of figures per finished round, in order.
+        failed_rounds: rounds in a row that had too few valid updates.
+        stage: "between" rounds, "training" clients, or "fused": the round is done, but the Trainer's epoch is not.
+        plan: the plan of the last round that was begun.
+    """
+
+    def __init__(self, server: Server, engine: SequentialEngine) -> None:
+        self.server = server
+        self.engine = engine
+        self.posterior = engine.model.read_posterior().clone()
+        self.history: list[dict[str, float]] = []
+        self.failed_rounds = 0
+        self.stage: Stage = "between"
+        self.plan: RoundPlan | None = None
+        self.weights: dict[int, float] = {}
+        self._outcomes: list[ClientOutcome] = []
+
+    @property
+    def round(self) -> int:
+        """The round that is under way, or was last, from 0; −1 before the first."""
+        return -1 if self.plan is None else self.plan.round
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """Send the global posterior to the clients of ``plan``."""
+        self.plan = plan
+        self.stage = "training"
+        self._outcomes = []
+        self._start = time.perf_counter()
+        if self.server.prior == "global":
+            set_prior(self.engine.model.module, self.posterior)
+        buffers = self.engine.model.federated_buffers
+        self._fusion = RoundFusion(self.server.rule, self.server.weighting, self.posterior, buffers)
+        self.engine.begin_round(plan)
+
+    def begin_batch(self, batch_idx: int) -> Client | None:
+        """Called before every batch. Returns the client, if this is its first batch."""
+        client = self.engine.begin_batch(batch_idx)
+        if client is not None:
+            self._client_start = time.perf_counter()
+        return client
+
+    def end_batch(self, batch_idx: int, outputs: Any) -> ClientOutcome | None:
+        """Called after every batch. Returns what became of the client, if this was its last batch.
+
+        Raises:
+            FusionError: this was the round's last batch, and the rule cannot fuse the posteriors.
+            FederationError: likewise, and there have been too many failed rounds in a row.
+        """
+        result = self.engine.end_batch(batch_idx, outputs)
+        if result is None:
+            return None
+        error = result.error if isinstance(result, ClientFailure) else None
+        update = result if isinstance(result, ClientUpdate) else None
+        if update is not None:
+            try:
+                self._fusion.add(update)
+            except FusionError as refusal:
+                error = refusal
+        if error is not None:
+            self.engine.forget(result.client)
+        outcome = ClientOutcome(result.client, update, error, time.perf_counter() - self._client_start)
+        self._outcomes.append(outcome)
+        return outcome
+
+    @property
+    def round_is_complete(self) -> bool:
+        """Whether all clients of the round have had their last batch."""
+        return self.stage == "training" and self.plan is not None and len(self._outcomes) == len(self.plan.cohort)
+
+    def end_round(self) -> None:
+        """Fuse the round's updates, or keep the old posterior if there are too few.
+
+        Raises:
+            FusionError: the rule cannot fuse these posteriors.
+            FederationError: too many rounds in a row had too few valid updates.
+        """
+        assert self.plan is not None
+        metrics: dict[str, float] = {}
+        success = len(self._fusion) >= self.server.min_clients
+        if success:
+            result = self._fusion.finish()
+            self.posterior, self.weights, metrics = result.posterior, result.weights, result.metrics
+            self.engine.model.load_posterior(result.posterior, result.buffers)
+        else:
+            self.engine.model.load_global()
+        self.engine.end_round(success=success)
+        self.failed_rounds = 0 if success else self.failed_rounds + 1
+        self.stage = "fused"
+        self.history.append({"round": float(self.plan.round), **metrics, **self._figures()})
+        if self.failed_rounds >= self.server.max_failed_rounds:
+            first = next(outcome.error for outcome in self._outcomes if outcome.error is not None)
+            raise FederationError(
+                f"{self.failed_rounds} rounds in a row had fewer than min_clients={self.server.min_clients} valid "
+                f"updates; the global posterior of the last good round is kept. The first failure of this round was "
+                f"{type(first).__name__}: {first}"
+            ) from first
+
+    def abandon_round(self) -> None:
+        """Forget an unfinished round: the module holds the global posterior that it started from."""
+        self.engine.end_round(success=False)
+        self.engine.model.load_global()
+        self.stage = "between"
+
+    def _figures(self) -> dict[str, float]:
+        """Counts, time and traffic of the round."""
+        valid = [outcome.update for outcome in self._outcomes if outcome.error is None and outcome.update is not None]
+        figures = {
+            "valid_clients": float(len(valid)),
+            "failed_clients": float(len(self._outcomes) - len(valid)),
+            "failed_rounds": float(self.failed_rounds),
+            "seconds": time.perf_counter() - self._start,
+            "megabytes_down": self.posterior.num_bytes * len(self._outcomes) / 1e6,
+            "megabytes_up": sum(update.num_bytes for update in valid) / 1e6,
+        }
+        measured = [update for update in valid if "train_loss" in update.metrics]
+        if measured:
+            total = sum(update.metrics["train_loss"] * update.num_examples for update in measured)
+            figures["train_loss"] = total / sum(update.num_examples for update in measured)
+        return figures
+
+    def state_dict(self) -> dict[str, Any]:
+        """The federation at the end of the last finished round."""
+        return {
+            "rounds": len(self.history),
+            "posterior": self.posterior.state_dict(),
+            "clients": self.engine.state_dict(),
+            "failed_rounds": self.failed_rounds,
+            "history": list(self.history),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave; the module's parameters are restored by its own checkpoint."""
+        device = next(iter(self.posterior.mean.values())).device
+        self.posterior = GaussianPosterior.from_state_dict(state["posterior"]).to(device)
+        self.engine.load_state_dict(state["clients"])
+        self.failed_rounds = state["failed_rounds"]
+        self.history = list(state["history"])
