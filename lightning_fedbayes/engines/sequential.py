@@ -182,7 +182,7 @@ class SequentialEngine:
         self._position += 1
         if self._position < len(self.plan.cohort):
             self._seed_client()
-        logged = self.log.end_client(success=error is None)
+        logged = self.log.end_client(client.number)
         if error is not None:
             return ClientFailure(client.number, error)
         metrics = {"train_loss": float(self._loss) / self._batches, **logged} if self._batches else logged
@@ -194,8 +194,9 @@ class SequentialEngine:
         return ClientUpdate(client.number, client.num_examples, posterior, buffers, metrics)
 
     def forget(self, client: int) -> None:
-        """Drop what a client would have kept of this round, because its update is not used."""
+        """Drop what a client has logged and would have kept of this round, because its update is not used."""
         self._trained.pop(client, None)
+        self.log.forget(client)
 
     def end_round(self, *, success: bool) -> None:
         """Keep what the clients keep, if the round counts."""

@@ -23,8 +23,8 @@ class TrainingLog:
         self.module = module
         self.batch: Any = None
         self._log = module.log
-        self._client: dict[str, tuple[Tensor | float, float]] = {}
-        self._round: dict[str, tuple[Tensor | float, float]] = {}
+        self._sums: dict[str, tuple[Tensor | float, float]] = {}
+        self._clients: dict[int, dict[str, tuple[Tensor | float, float]]] = {}
         self._options: dict[str, dict[str, Any]] = {}
 
     def install(self) -> None:
@@ -50,19 +50,18 @@ class TrainingLog:
             return
         weight = kwargs.get("batch_size") or extract_batch_size(self.batch)
         detached = value.detach() if isinstance(value, Tensor) else float(value)
-        total, examples = self._client.get(name, (0.0, 0.0))
-        self._client[name] = (total + detached * weight, examples + weight)
+        total, examples = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = (total + detached * weight, examples + weight)
         self._options[name] = {key: kwargs[key] for key in ("prog_bar", "logger") if key in kwargs}
 
-    def end_client(self, *, success: bool) -> dict[str, float]:
-        """The client's means; they count for the round if its update does."""
-        means = {name: float(total) / examples for name, (total, examples) in self._client.items()}
-        if success:
-            for name, (total, examples) in self._client.items():
-                before, count = self._round.get(name, (0.0, 0.0))
-                self._round[name] = (before + total, count + examples)
-        self._client = {}
-        return means
+    def end_client(self, client: int) -> dict[str, float]:
+        """The means of the client that has just trained; they count for the round unless it is forgotten."""
+        self._clients[client], self._sums = self._sums, {}
+        return {name: float(total) / examples for name, (total, examples) in self._clients[client].items()}
+
+    def forget(self, client: int) -> None:
+        """Do not count a client that is left out."""
+        self._clients.pop(client, None)
 
     @property
     def names(self) -> set[str]:
@@ -71,6 +70,9 @@ class TrainingLog:
 
     def end_round(self) -> None:
         """Log the means over the round's clients; called where epoch-wise values are logged."""
-        for name, (total, examples) in self._round.items():
-            self._log(name, total / examples, on_step=False, on_epoch=True, **self._options[name])
-        self._client, self._round = {}, {}
+        for name, options in self._options.items():
+            sums = [client[name] for client in self._clients.values() if name in client]
+            if sums:
+                mean = sum(total for total, _ in sums) / sum(examples for _, examples in sums)
+                self._log(name, mean, on_step=False, on_epoch=True, **options)
+        self._sums, self._clients = {}, {}

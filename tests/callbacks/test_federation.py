@@ -281,3 +281,32 @@ def test_every_client_draws_its_own_noise_whatever_came_before():
     assert torch.equal(torch.stack(both.last[-5:]), torch.stack(more.last[-5:]))
 
 
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 1e9}])
+def test_a_schedule_steps_once_per_round(options):
+    class Scheduled(Plain):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+        def on_client_start(self, client):
+            self.rates = [*getattr(self, "rates", []), self.trainer.optimizers[0].param_groups[0]["lr"]]
+
+    module = Scheduled()
+    federate(module, fb.FederatedBayes(fb.IIDPartition(2), optimizer_state="keep"), 3, **options)
+    assert module.rates == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_validation_draws_the_same_samples_whatever_was_drawn_before():
+    class Draw(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx + 1 == trainer.num_training_batches:
+                torch.rand(3)
+
+    scores = []
+    for callbacks in ([], [Draw()]):
+        federation = fb.FederatedBayes(fb.IIDPartition(2))
+        made = federate(bayesian(posterior_std=0.5), federation, 1, val=loader(shuffle=False), callbacks=callbacks)
+        scores.append({name: float(value) for name, value in made.callback_metrics.items() if name.startswith("val/")})
+    assert scores[0] == scores[1]

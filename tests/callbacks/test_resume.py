@@ -136,6 +136,7 @@ def test_a_checkpoint_never_holds_one_clients_model(tmp_path, options):
     assert len(checkpoints) > 2 * ROUNDS
     for checkpoint in checkpoints:
         round = checkpoint["epoch"]
+        assert all(not each["state"] for each in checkpoint.get("optimizer_states", [])), "momentum of one client"
         if round < ROUNDS:
             assert_equal(checkpoint["state_dict"], starts[round])
 

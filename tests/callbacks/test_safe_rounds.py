@@ -273,3 +273,31 @@ def test_a_mask_of_minus_infinities_is_a_buffer_like_any_other():
     federate(module, federation, 1)
     assert federation.history[0]["failed_clients"] == 0
     assert torch.equal(module.mask, torch.full((2, 2), float("-inf")).triu(1))
+
+
+def test_a_client_that_is_left_out_keeps_nothing_of_the_round():
+    class Personal(Faulty):
+        def on_client_start(self, client):
+            super().on_client_start(client)
+            if client.number == 1:
+                self.heads = [*getattr(self, "heads", []), self.net[2].weight.detach().clone()]
+
+    module = Personal("infinite parameter", rounds=(1,))
+    federation = fb.FederatedBayes(fb.IIDPartition(3), local_parameters=["net.2.*"], optimizer_state="keep")
+    federate(module, federation, 4)
+    first, second, third, fourth = module.heads
+    assert not torch.equal(first, second)
+    assert torch.equal(second, third), "what it learnt in the failed round 1 is forgotten"
+    assert not torch.equal(third, fourth)
+
+
+def test_what_a_left_out_client_logged_does_not_count():
+    class Logging(Faulty):
+        def training_step(self, batch, batch_idx):
+            value = 100.0 if self.client.number == 1 else 1.0
+            self.log("train/value", value, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    for rounds, mean in (((), 34.0), ((0,), 1.0)):
+        made = federate(Logging("infinite parameter", rounds=rounds), fb.FederatedBayes(fb.IIDPartition(3)), 1)
+        assert float(made.callback_metrics["train/value"]) == pytest.approx(mean)
