@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning as L
@@ -101,4 +101,23 @@ def check_cohort(clients: int, fraction: float, min_clients: int) -> None:
         raise FederationError(
             f"min_clients={min_clients}, but a round has only {cohort} of {clients} clients (fraction={fraction}); "
             "every round would fail"
+        )
+
+
+def check_same_federation(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise FederationError if a checkpoint's clients hold other data than those at hand.
+
+    Args:
+        stored: the settings in the checkpoint.
+        settings: the present ones.
+    """
+    changed = [
+        f"{name}={settings[name]} (was {stored[name]})"
+        for name in ("seed", "client_sizes")
+        if name in stored and stored[name] != settings[name]
+    ]
+    if changed:
+        raise FederationError(
+            f"the checkpoint is of another federation: {', '.join(changed)}. Resume with the same data, partition and "
+            "seed; or start a new federation from its weights alone, with load_from_checkpoint"
         )

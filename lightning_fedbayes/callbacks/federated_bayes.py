@@ -18,7 +18,13 @@ from lightning_fedbayes.callbacks.checkpoint import (
     guard_weights_only,
     unguard_weights_only,
 )
-from lightning_fedbayes.callbacks.checks import check_cohort, check_not_finished, check_schedulers, check_trainer
+from lightning_fedbayes.callbacks.checks import (
+    check_cohort,
+    check_not_finished,
+    check_same_federation,
+    check_schedulers,
+    check_trainer,
+)
 from lightning_fedbayes.callbacks.progress import show_client
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.source import install_source, remove_source, set_round_length
@@ -157,6 +163,7 @@ class FederatedBayes(L.Callback):
         return {
             "partition": repr(self.partition),
             "clients": len(self.clients) if self.clients is not None else None,
+            "client_sizes": list(self.clients.sizes) if self.clients is not None else None,
             "local_epochs": self.local_epochs,
             "fraction": self.fraction,
             "fusion": rule_name(self.fusion),
@@ -229,6 +236,7 @@ class FederatedBayes(L.Callback):
             earlier = self.state_dict()
         self._federation = Federation(self.server, engine)
         if earlier is not None:
+            check_same_federation(earlier["settings"], self.settings())
             self._federation.load_state_dict(earlier)
             self._report.load_state_dict(earlier["report"])
         self._restored = None

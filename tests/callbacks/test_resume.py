@@ -205,3 +205,13 @@ def test_results_do_not_depend_on_workers(workers):
         federate(module, federation("plain"), 2, loader(data, **options))
         modules.append(module)
     assert_equal(*(dict(module.state_dict()) for module in modules))
+
+
+@pytest.mark.parametrize(("options", "message"), [({"seed": 4}, r"seed=4 \(was 3\)"), ({}, "client_sizes")])
+def test_a_checkpoint_of_another_federation_is_refused(tmp_path, options, message):
+    module, _, made = run(tmp_path, "plain")
+    made.save_checkpoint(tmp_path / "one.ckpt")
+    sizes = (30, 25, 15, 12, 8) if options else (50, 10, 10, 10, 10)
+    other = fb.FederatedBayes(fb.SizesPartition(sizes), fraction=0.6, **{"seed": 3, **options})
+    with pytest.raises(fb.FederationError, match=f"another federation: .*{message}.*load_from_checkpoint"):
+        federate(module, other, ROUNDS + 1, loader(), ckpt_path=tmp_path / "one.ckpt")
