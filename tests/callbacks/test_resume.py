@@ -19,7 +19,7 @@ from tests.federations import CLASSES, FEATURES, assert_equal, federate, loader
 
 ROUNDS = 5
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*mid-epoch.*")
+pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
 
 
 class Everything(fb.HybridBayesianClassifier):
