@@ -21,11 +21,20 @@ class RoundBoundary:
     def __init__(self, trainer: L.Trainer) -> None:
         self.loop_state = copy.deepcopy(trainer.fit_loop.state_dict())
         self.global_step = trainer.global_step
+        self.schedulers = [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
+        self.param_groups = [
+            [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+            for optimizer in trainer.optimizers
+        ]
 
     def apply(self, checkpoint: Checkpoint, rounds_done: int) -> None:
         """Make ``checkpoint`` one of the start of the round."""
         checkpoint["loops"]["fit_loop"] = copy.deepcopy(self.loop_state)
         checkpoint["global_step"] = self.global_step
+        if "lr_schedulers" in checkpoint:
+            checkpoint["lr_schedulers"] = copy.deepcopy(self.schedulers)
+        for state, groups in zip(checkpoint.get("optimizer_states", []), self.param_groups, strict=False):
+            state["param_groups"] = [{**now, **then} for now, then in zip(state["param_groups"], groups, strict=True)]
         close_round(checkpoint, rounds_done)
 
 
@@ -62,3 +71,21 @@ def guard_weights_only(module: L.LightningModule, between_rounds: Callable[[Chec
 def unguard_weights_only(module: L.LightningModule) -> None:
     """Give ``module`` its own hook back."""
     module.__dict__.pop("on_save_checkpoint", None)
+
+
+def pending_plateau(trainer: L.Trainer, stage: str) -> dict[str, Any]:
+    """What epoch-wise ``ReduceLROnPlateau`` schedulers are yet to be told of a fused round, monitor → value.
+
+    Lightning steps them after it has written the round's checkpoint, and on resuming leaves that step out.
+    """
+    if stage != "fused":
+        return {}
+    monitors = [str(config.monitor) for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    return {name: trainer.callback_metrics[name] for name in monitors if name in trainer.callback_metrics}
+
+
+def step_plateau(trainer: L.Trainer, pending: dict[str, Any], rounds_done: int) -> None:
+    """Take the steps of :func:`pending_plateau` after ``rounds_done`` rounds."""
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.monitor in pending and rounds_done % config.frequency == 0:
+            config.scheduler.step(pending[config.monitor])

@@ -9,8 +9,10 @@ import lightning as L
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.engines.plan import choose_cohort
 from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.partition import Partition
 
 AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 TUNING = ("LearningRateFinder", "BatchSizeFinder")
@@ -47,14 +49,14 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
             f"overfit_batches={made.overfit_batches} replaces the order of the clients' batches; give a small "
             "data set instead"
         )
-    elif trainer.limit_train_batches != 1.0:
+    elif not _is_all(trainer.limit_train_batches):
         yield (
             f"limit_train_batches={trainer.limit_train_batches} would leave out the last clients of a round; use "
             "fraction= or a smaller data set"
         )
     if trainer.max_steps != -1 and not made.fast_dev_run:
         yield f"max_steps={trainer.max_steps} stops inside a round; use max_epochs, the number of rounds"
-    if trainer.val_check_interval != 1.0 or trainer.check_val_every_n_epoch is None:
+    if not _is_all(trainer.val_check_interval) or trainer.check_val_every_n_epoch is None:
         yield (
             f"val_check_interval={trainer.val_check_interval} validates inside a round, when the module holds one "
             "client's model; use 1.0, and check_val_every_n_epoch for fewer validations"
@@ -74,13 +76,40 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
             yield "GradientAccumulationScheduler would carry gradients from one client into the next"
 
 
+def _is_all(limit: int | float | None) -> bool:
+    """Whether a limit is the share 1.0; the integer 1 is one batch."""
+    return isinstance(limit, float) and limit == 1.0
+
+
+def check_partition(partition: Any) -> None:
+    """Raise FederationError unless ``partition`` is None or can split."""
+    if partition is not None and not isinstance(partition, Partition):
+        raise FederationError(
+            f"partition={partition!r} is no Partition: give one, such as IIDPartition(clients=10), or None if the "
+            "data set is a ClientDatasets"
+        )
+
+
+def check_same_number(before: Clients, clients: Clients) -> None:
+    """Raise FederationError if reloaded data have another number of clients."""
+    if len(before) != len(clients):
+        raise FederationError(
+            f"the reloaded training data have {len(clients)} clients, and there were {len(before)}: a client may get "
+            "other data during a fit, but none may come or go. Use fraction= for clients that are absent"
+        )
+
+
+def is_finished(trainer: L.Trainer, rounds_done: int) -> bool:
+    """Whether no round is left to train."""
+    return trainer.max_epochs not in (None, -1) and rounds_done >= trainer.max_epochs
+
+
 def check_not_finished(trainer: L.Trainer, rounds_done: int) -> None:
     """Raise FederationError if the Trainer would train no round; Lightning would return without a word."""
-    max_epochs = trainer.max_epochs
-    if max_epochs is not None and max_epochs != -1 and rounds_done >= max_epochs:
+    if is_finished(trainer, rounds_done):
         raise FederationError(
-            f"this Trainer has finished: {rounds_done} of max_epochs={max_epochs} rounds are done, so it would train "
-            "none. Make a new Trainer, or raise trainer.fit_loop.max_epochs to go on"
+            f"this Trainer has finished: {rounds_done} of max_epochs={trainer.max_epochs} rounds are done, so it would "
+            "train none. Make a new Trainer, or raise trainer.fit_loop.max_epochs to go on"
         )
 
 

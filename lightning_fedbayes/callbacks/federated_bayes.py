@@ -16,14 +16,19 @@ from lightning_fedbayes.callbacks.checkpoint import (
     RoundBoundary,
     close_round,
     guard_weights_only,
+    pending_plateau,
+    step_plateau,
     unguard_weights_only,
 )
 from lightning_fedbayes.callbacks.checks import (
     check_cohort,
     check_not_finished,
+    check_partition,
     check_same_federation,
+    check_same_number,
     check_schedulers,
     check_trainer,
+    is_finished,
 )
 from lightning_fedbayes.callbacks.progress import show_client
 from lightning_fedbayes.callbacks.report import FederationReport
@@ -109,6 +114,7 @@ class FederatedBayes(L.Callback):
     ) -> None:
         rule = get_rule(fusion)
         check_weighting(weighting)
+        check_partition(partition)
         _check_at_least("local_epochs", local_epochs, 1)
         _check_at_least("min_clients", min_clients, 1)
         _check_at_least("max_failed_rounds", max_failed_rounds, 1)
@@ -149,12 +155,14 @@ class FederatedBayes(L.Callback):
     @property
     def posterior(self) -> GaussianPosterior:
         """The global posterior after the last round."""
+        if self._restored is not None:  # a checkpoint of a complete federation: there was nothing to train
+            return GaussianPosterior.from_state_dict(self._restored["posterior"])
         return self.federation.posterior
 
     @property
     def history(self) -> list[dict[str, float]]:
         """One dict of figures per finished round, in order."""
-        return self.federation.history
+        return self.federation.history if self._restored is None else list(self._restored["history"])
 
     def settings(self) -> dict[str, Any]:
         """The federation's settings, as they are logged."""
@@ -191,13 +199,18 @@ class FederatedBayes(L.Callback):
         install_source(trainer, lambda loader: self._federate(trainer, loader))
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.save_last is None:
-                callback.save_last = "link"  # so that ckpt_path="last" finds the last round
+                callback.save_last = True  # so that ckpt_path="last" finds the last round; a link could dangle
         # epoch-wise figures are logged whatever the number of batches
         warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse to train zero rounds in silence."""
-        check_not_finished(trainer, trainer.current_epoch if self._restored is None else self._restored["rounds"])
+        if self._restored is None:
+            check_not_finished(trainer, trainer.current_epoch)
+        elif trainer.current_epoch == 0 and is_finished(trainer, self._restored["rounds"]):
+            rank_zero_info(f"The checkpoint's federation is complete: {self._restored['rounds']} rounds are done.")
+        else:
+            check_not_finished(trainer, self._restored["rounds"])
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find mistakes before anything runs."""
@@ -217,6 +230,8 @@ class FederatedBayes(L.Callback):
             clients = clients_of(loader.dataset, self.partition, self.seed)
             check_batches(clients.names, clients.sizes, batching)
             check_cohort(len(clients), self.fraction, self.server.min_clients)
+            if self._loader is not None:
+                check_same_number(self._loader.clients, clients)
             self.clients = clients
             self._loader = FederatedLoader(
                 loader, clients, batching, lambda: plan_round(trainer.current_epoch, clients.sizes, batching)
@@ -239,10 +254,10 @@ class FederatedBayes(L.Callback):
             check_same_federation(earlier["settings"], self.settings())
             self._federation.load_state_dict(earlier)
             self._report.load_state_dict(earlier["report"])
+            step_plateau(trainer, earlier.get("plateau", {}), earlier["rounds"])
         self._restored = None
         engine.install()
         guard_weights_only(pl_module, self._between_rounds)
-        self._uncertainty.set_clients(sizes, self.clients.counts, self.clients.classes)
         self._report.start(trainer, self.settings(), self.clients)
 
     # -- a round -------------------------------------------------------------------------------------------------------
@@ -252,6 +267,9 @@ class FederatedBayes(L.Callback):
         assert self.clients is not None
         assert self._loader is not None
         self._boundary = RoundBoundary(trainer)
+        self.federation.engine.set_clients(self.clients.names, self.clients.sizes)  # data may have been reloaded
+        self._uncertainty.set_clients(self.clients.sizes, self.clients.counts, self.clients.classes)
+        self._report.set_clients(self.clients)
         plan = plan_round(trainer.current_epoch, self.clients.sizes, self._loader.batching)
         set_round_length(trainer, plan.num_batches)
         self.federation.begin_round(plan)
@@ -330,7 +348,7 @@ class FederatedBayes(L.Callback):
         remove_source(trainer)
         unguard_weights_only(pl_module)
         if self._federation is not None:
-            self._federation.engine.remove()
+            self._federation.close()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -348,16 +366,18 @@ class FederatedBayes(L.Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
         """See to it that the checkpoint lies between two rounds, whenever it is written."""
         self._between_rounds(checkpoint)
+        if self._federation is not None and trainer.current_epoch == self._federation.round:
+            checkpoint["callbacks"][self.state_key]["plateau"] = pending_plateau(trainer, self._federation.stage)
 
     def _between_rounds(self, checkpoint: Checkpoint) -> None:
         """Make ``checkpoint`` hold the global model of the last finished round and nothing of a begun one."""
         federation = self._federation
         if federation is None or self._boundary is None:
             return
-        if len(federation.history) > federation.round:
-            close_round(checkpoint, len(federation.history))
+        if federation.rounds_done > federation.round:
+            close_round(checkpoint, federation.rounds_done)
         else:
-            self._boundary.apply(checkpoint, len(federation.history))
+            self._boundary.apply(checkpoint, federation.round)
             model = federation.engine.model
             checkpoint["state_dict"] |= {**model.global_parameters, **model.global_buffers}
 

@@ -55,9 +55,8 @@ class FederationReport:
 
     def start(self, trainer: L.Trainer, settings: dict[str, Any], clients: Clients) -> None:
         """Log the settings and the clients × classes heat map."""
-        self._clients = clients
         self._with_axis = set()
-        self.records = {client: self.records.get(client, ClientRecord()) for client in range(len(clients))}
+        self.set_clients(clients)
         for logger in trainer.loggers:
             logger.log_hyperparams({"federation": settings})
             if isinstance(logger, TensorBoardLogger):  # which shows the hyperparameters of its first call only
@@ -66,6 +65,11 @@ class FederationReport:
         if trainer.loggers and clients.counts is not None and trainer.current_epoch == 0:
             heat_map = plots.client_heatmap(clients.counts, clients.classes)
             log_figure(trainer, "federation/clients_by_class", heat_map, round=0)
+
+    def set_clients(self, clients: Clients) -> None:
+        """Say who the clients are."""
+        self._clients = clients
+        self.records = {client: self.records.get(client, ClientRecord()) for client in range(len(clients))}
 
     def client(self, outcome: ClientOutcome) -> None:
         """Note what became of a client in this round."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import lightning as L
 
+from lightning_fedbayes.errors import FederationError
+
 
 class FederatedSource:
     """Stands in for the Trainer's source of training loaders.
@@ -53,6 +55,8 @@ class _Refused:
         self.error = error
 
     def __iter__(self) -> Any:
+        if isinstance(self.error, TypeError):  # which Lightning would take for its own
+            raise FederationError(f"the training data cannot be dealt out to clients: {self.error}") from self.error
         raise self.error
 
 

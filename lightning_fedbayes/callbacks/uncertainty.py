@@ -84,7 +84,7 @@ class UncertaintyReport(L.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Take in a batch."""
-        if isinstance(outputs, dict) and "probs" in outputs and "target" in outputs:
+        if isinstance(outputs, dict) and are_class_predictions(outputs.get("probs"), outputs.get("target")):
             self.update(outputs["probs"].detach().cpu(), outputs["target"].detach().cpu(), dataloader_idx)
 
     on_test_batch_end = on_validation_batch_end
@@ -163,6 +163,18 @@ class UncertaintyReport(L.Callback):
             curve = metric.compute()
             curves[name] = (curve.fraction, curve.accuracy)
         log_figure(trainer, f"{stage}/accuracy_retained", plots.accuracy_retained(curves), round)
+
+
+def are_class_predictions(probs: Any, target: Any) -> bool:
+    """Whether these are class probabilities (samples, batch, classes) or (batch, classes), and classes (batch,)."""
+    return (
+        isinstance(probs, Tensor)
+        and isinstance(target, Tensor)
+        and probs.ndim in (2, 3)
+        and target.ndim == 1
+        and not target.is_floating_point()
+        and probs.shape[-2] == len(target)
+    )
 
 
 def bring_report(trainer: L.Trainer, beside: L.Callback) -> UncertaintyReport:

@@ -59,6 +59,7 @@ class Federation:
         posterior: the global posterior after the last round.
         history: one dict of figures per finished round, in order.
         failed_rounds: rounds in a row that had too few valid updates.
+        rounds_done: number of the round after the last finished one.
         stage: "between" rounds, "training" clients, or "fused": the round is done, but the Trainer's epoch is not.
         plan: the plan of the last round that was begun.
     """
@@ -69,6 +70,7 @@ class Federation:
         self.posterior = engine.model.read_posterior().clone()
         self.history: list[dict[str, float]] = []
         self.failed_rounds = 0
+        self.rounds_done = 0
         self.stage: Stage = "between"
         self.plan: RoundPlan | None = None
         self.weights: dict[int, float] = {}
@@ -86,7 +88,7 @@ class Federation:
         self._outcomes = []
         self._start = time.perf_counter()
         if self.server.prior == "global":
-            set_prior(self.engine.model.module, self.posterior)
+            set_prior(self.engine.model.module, self.posterior, exclude=self.engine.model.local_names)
         buffers = self.engine.model.federated_buffers
         self._fusion = RoundFusion(self.server.rule, self.server.weighting, self.posterior, buffers)
         self.engine.begin_round(plan)
@@ -145,6 +147,7 @@ class Federation:
         self.engine.end_round(success=success)
         self.failed_rounds = 0 if success else self.failed_rounds + 1
         self.stage = "fused"
+        self.rounds_done = self.plan.round + 1
         self.history.append({"round": float(self.plan.round), **metrics, **self._figures()})
         if self.failed_rounds >= self.server.max_failed_rounds:
             first = next(outcome.error for outcome in self._outcomes if outcome.error is not None)
@@ -159,6 +162,12 @@ class Federation:
         self.engine.end_round(success=False)
         self.engine.model.load_global()
         self.stage = "between"
+
+    def close(self) -> None:
+        """Give the Trainer its step back, and the layers their own priors."""
+        self.engine.remove()
+        if self.server.prior == "global":
+            set_prior(self.engine.model.module, None)
 
     def _figures(self) -> dict[str, float]:
         """Counts, time and traffic of the round."""
@@ -180,7 +189,7 @@ class Federation:
     def state_dict(self) -> dict[str, Any]:
         """The federation at the end of the last finished round."""
         return {
-            "rounds": len(self.history),
+            "rounds": self.rounds_done,
             "posterior": self.posterior.state_dict(),
             "clients": self.engine.state_dict(),
             "failed_rounds": self.failed_rounds,
@@ -193,4 +202,5 @@ class Federation:
         self.posterior = GaussianPosterior.from_state_dict(state["posterior"]).to(device)
         self.engine.load_state_dict(state["clients"])
         self.failed_rounds = state["failed_rounds"]
+        self.rounds_done = state["rounds"]
         self.history = list(state["history"])

@@ -157,7 +157,7 @@ class RoundFusion:
         """An averaged buffer in its own dtype, integers rounded."""
         assert self._previous_buffers is not None
         dtype = self._previous_buffers[name].dtype
-        return (value if dtype.is_floating_point else value.round()).to(dtype)
+        return (value if dtype.is_floating_point or dtype.is_complex else value.round()).to(dtype)
 
     def _weight(self, update: ClientUpdate) -> float:
         """The weight ω, not normalised, of one client."""
@@ -178,7 +178,7 @@ class RoundFusion:
         mean, _ = update.posterior.flatten()
         add_disagreement(self._disagreement, mean, mean.new_tensor(weight))
         for name, value in update.buffers.items():
-            term = value.to(torch.float64) * weight
+            term = value.to(torch.complex128 if value.is_complex() else torch.float64) * weight
             self._buffers[name] = self._buffers[name] + term if name in self._buffers else term
 
     def _diagnostics(self, posterior: GaussianPosterior) -> dict[str, float]:

@@ -109,6 +109,10 @@ class SequentialEngine:
         self._loss: Tensor | float = 0.0
         self._batches = 0
 
+    def set_clients(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+        """Take over names and numbers of examples of the clients; their number stays."""
+        self.names, self.sizes = names, sizes
+
     def install(self) -> None:
         """Guard the Trainer's step: a client that raises is left out, and the run goes on."""
         loop: Any = self.trainer.fit_loop.epoch_loop
@@ -166,7 +170,10 @@ class SequentialEngine:
                 optimizer.state.update({p: _copy(kept) for p, kept in state.optimizers[i].items()})
         on_client_start = getattr(self.model.module, "on_client_start", None)
         if on_client_start is not None:
-            on_client_start(client)
+            try:
+                on_client_start(client)
+            except Exception as error:
+                self._failure = error
         return client
 
     def end_batch(self, batch_idx: int, outputs: Any) -> ClientUpdate | ClientFailure | None:

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
+from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
 from lightning_fedbayes.errors import FederationError, nearest
@@ -27,8 +28,11 @@ class ResidentModel:
             "average" (weighted mean over the clients), "local" (every client keeps its own; the global model gets
             their average) or "frozen" (they never change).
 
+    Attributes:
+        local_names: posterior names of the parameters that never leave a client.
+
     Raises:
-        FederationError: a pattern matches nothing, or every parameter is local.
+        FederationError: a pattern matches nothing, every parameter is local, or a parameter is complex.
     """
 
     def __init__(
@@ -37,14 +41,15 @@ class ResidentModel:
         self.module = module
         self.policy = buffers
         parameters = dict(module.named_parameters())
-        persistent = module.state_dict(keep_vars=True)
-        buffer_names = [name for name, _ in module.named_buffers() if name in persistent]
+        check_real(parameters)
+        buffer_names = federated_buffer_names(module)
         sites = gaussian_sites(module)
         posterior_names = {id(p): name for name, site in sites.items() for p in (site.mean, site.rho)}
         aliases = {name: posterior_names.get(id(p), name) for name, p in parameters.items()}
         self.local_parameters = _matches(local_parameters, parameters, aliases, buffer_names)
         local = set(self.local_parameters)
-        self.view = PosteriorView(module, exclude={aliases[name] for name in local if name in aliases})
+        self.local_names = {aliases[name] for name in local if name in aliases}
+        self.view = PosteriorView(module, exclude=self.local_names)
         if not self.view.read().names:
             raise FederationError(
                 f"local_parameters={list(local_parameters)} keeps every parameter on the clients; nothing is left to "
@@ -134,6 +139,28 @@ class ResidentModel:
         with torch.no_grad():
             for name, value in values.items():
                 live[name].copy_(value)
+
+
+def check_real(parameters: Mapping[str, Tensor]) -> None:
+    """Raise FederationError for complex parameters, which have no real Gaussian."""
+    wrong = [name for name, parameter in parameters.items() if parameter.is_complex()]
+    if wrong:
+        raise FederationError(
+            f"complex parameters cannot be fused: {', '.join(wrong)}; keep real and imaginary parts "
+            "(torch.view_as_real) as the parameters instead"
+        )
+
+
+def federated_buffer_names(module: nn.Module) -> list[str]:
+    """Buffers that belong to the model: persistent, and not the noise and priors of bayesian-torch's layers."""
+    persistent = module.state_dict(keep_vars=True)
+    own = {
+        f"{path}.{name}" if path else name
+        for path, layer in module.named_modules()
+        if isinstance(layer, BaseVariationalLayer_)
+        for name in layer._buffers
+    }
+    return [name for name, _ in module.named_buffers() if name in persistent and name not in own]
 
 
 def _matches(

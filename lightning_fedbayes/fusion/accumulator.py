@@ -36,6 +36,7 @@ class FusionAccumulator:
         self.rule = rule
         self.previous = previous
         self.count = 0
+        self._scale = 1.0
         self._like: GaussianPosterior | None = None
         self._statistics: Statistics = {}
         self._posteriors: list[GaussianPosterior] = []
@@ -60,7 +61,9 @@ class FusionAccumulator:
         if weight == 0 and self.rule.uses_weights:
             return
         if self._like is None:
+            self._scale = weight if weight > 0 else 1.0  # relative weights: a single client's is exactly 1
             self._like = GaussianPosterior.point_mass({n: zeros_like(m) for n, m in posterior.mean.items()})
+        weight = weight / self._scale
         self._weights.append(weight)
         if isinstance(self.rule, SumRule):
             self.rule.update(self._statistics, mean, variance, weight)
@@ -81,7 +84,7 @@ class FusionAccumulator:
         if isinstance(self.rule, SumRule):
             return self._like.unflatten(*self.rule.compute(self._statistics, self._like, self.previous))
         weights = torch.tensor(self._weights, dtype=torch.float64)
-        return self.rule.fuse(self._posteriors, weights, self.previous)
+        return self.rule.fuse(self._posteriors, weights / weights.sum(), self.previous)
 
 
 def fuse(

@@ -34,7 +34,7 @@ class FusionRule(ABC):
 
         Args:
             posteriors: one per client, of equal names and shapes, all values finite.
-            weights: shape (clients,), float64, positive; they need not sum to 1.
+            weights: shape (clients,), float64, positive, of sum 1.
             previous: the global posterior that the clients started from.
         """
 

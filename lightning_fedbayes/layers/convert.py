@@ -194,6 +194,8 @@ def check_convertible(network: nn.Module, name: str, module: nn.Module) -> None:
         reason = "is lazy, so its sizes are unknown: run one batch through the network first"
     elif id(module) not in {id(candidate) for candidate in candidate_modules(network).values()}:
         reason = "is inside an attention or Bayesian layer, which does not call it: choose that layer"
+    elif inside_encoder_layer(network, module):
+        reason = "is inside a TransformerEncoderLayer, which reads its weight itself: wrap that whole layer in Reparameterized"
     elif is_parametrized(module) or (affine_kind(module) is not None and not isinstance(
             module._parameters.get("weight"), Tensor)):
         reason = "has a parametrised weight (weight_norm, spectral_norm, ...): remove the parametrisation first"
@@ -213,6 +215,17 @@ def check_convertible(network: nn.Module, name: str, module: nn.Module) -> None:
             reason = f"shares a parameter with '{others[0]}': untie them first"
     if reason is not None:
         raise ConversionError(f"'{name}' ({type(module).__name__}) cannot be made Bayesian: it {reason}")
+
+
+def inside_encoder_layer(network: nn.Module, module: nn.Module) -> bool:
+    """Whether ``module`` is a part of a ``TransformerEncoderLayer`` of ``network``, but not such a layer."""
+    return any(
+        module is part
+        for layer in network.modules()
+        if isinstance(layer, nn.TransformerEncoderLayer)
+        for part in layer.modules()
+        if part is not layer
+    )
 
 
 def check_disjoint(chosen: dict[str, nn.Module]) -> None:

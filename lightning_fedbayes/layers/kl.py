@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +35,7 @@ def kl_divergence(module: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def set_prior(module: nn.Module, posterior: GaussianPosterior | None) -> None:
+def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: Collection[str] = ()) -> None:
     """Make ``posterior`` the prior of every Gaussian site of ``module``, or bring the layers' own priors back (None).
 
     The tensors are copied, so ``posterior`` may be a view of the module. bayesian-torch layers get mean and standard
@@ -42,12 +44,13 @@ def set_prior(module: nn.Module, posterior: GaussianPosterior | None) -> None:
     Args:
         module: any network.
         posterior: has every Gaussian site of ``module``, with positive variance; other names are ignored.
+        exclude: names of sites that keep the prior they have.
 
     Raises:
         PosteriorError: a site is missing, has another shape, or has a variance of 0: the KL divergence from a point
             mass is infinite.
     """
-    sites = gaussian_sites(module)
+    sites = {name: site for name, site in gaussian_sites(module).items() if name not in exclude}
     if posterior is None:
         for site in sites.values():
             site.replace_prior(None)

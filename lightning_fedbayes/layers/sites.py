@@ -62,7 +62,16 @@ class ForeignSite(Site):
         for name, copy, value in zip(self._buffers, kept, (prior.mean, prior.std)):
             if copy not in self.layer._buffers:
                 self.layer.register_buffer(copy, self.layer._buffers[name], persistent=False)
+                self.layer.register_state_dict_post_hook(store_own_prior)
             self.layer._buffers[name] = torch.as_tensor(value, device=self.mean.device)
+
+
+def store_own_prior(layer: nn.Module, state: dict, prefix: str, metadata: object) -> None:
+    """Let the ``state_dict`` of a bayesian-torch layer hold its own prior where another is in force."""
+    for name, value in layer._buffers.items():
+        own = name.removesuffix(KEPT)
+        if own != name and f"{prefix}{own}" in state:
+            state[f"{prefix}{own}"] = value
 
 
 def sites_of(layer: BaseVariationalLayer_) -> Iterator[Site]:

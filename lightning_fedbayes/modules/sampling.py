@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from weakref import WeakSet
+
 import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
 from lightning_fedbayes.layers import MCDropout
+
+_ONE_BY_ONE: WeakSet[nn.Module] = WeakSet()
+"""Networks that turned out not to vectorise."""
 
 
 def is_stochastic(network: nn.Module) -> bool:
@@ -17,12 +24,13 @@ def is_stochastic(network: nn.Module) -> bool:
 def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
     """``samples`` independent draws of the network's output.
 
-    One vectorised pass: layers before the first Bayesian one run once for all samples. Networks with an operation
-    that cannot be vectorised (an LSTM, layers of bayesian-torch that draw noise in place) run once per sample. A
-    network without randomness runs once, and its one sample is all there is.
+    One vectorised pass: layers before the first Bayesian one run once for all samples. A network that cannot be
+    vectorised (an LSTM, a branch on a value, layers of bayesian-torch that draw noise in place) runs once per sample.
+    A network without randomness runs once, and its one sample is all there is.
 
     Args:
         network: maps ``inputs`` to a tensor; a tuple's first element counts (bayesian-torch returns the KL second).
+            In evaluation mode, so that BatchNorm updates nothing.
         inputs: shape (batch, *).
         samples: number of draws S, at least 1.
 
@@ -35,14 +43,32 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
 
     if samples == 1 or not is_stochastic(network):
         return forward().unsqueeze(0)
-    draws = torch.empty(samples, device=inputs.device)
-    if network_vectorizes(network):
-        return torch.func.vmap(lambda _: forward(), randomness="different")(draws)
+    if network not in _ONE_BY_ONE:
+        devices = [inputs.device] if inputs.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):  # a failed attempt must draw nothing
+            outputs = _vectorized(forward, samples, inputs.device) if may_vectorize(network) else None
+            states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
+        if outputs is not None:
+            torch.set_rng_state(states[0])
+            for device, state in zip(devices, states[1], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            return outputs
+        _ONE_BY_ONE.add(network)
     return torch.stack([forward() for _ in range(samples)])
 
 
-def network_vectorizes(network: nn.Module) -> bool:
-    """Whether one vectorised pass can draw all samples: known not to be for LSTMs and bayesian-torch's own layers."""
+def _vectorized(forward: Callable[[], Tensor], samples: int, device: torch.device) -> Tensor | None:
+    """All draws in one pass, or None if the network does not vectorise."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but right
+        try:
+            return torch.func.vmap(lambda _: forward(), randomness="different")(torch.empty(samples, device=device))
+        except (RuntimeError, ValueError):  # if the network itself is wrong, it will say so when it runs alone
+            return None
+
+
+def may_vectorize(network: nn.Module) -> bool:
+    """Whether it is worth trying: known to fail are recurrent networks and layers that draw noise in place."""
     return not any(
         isinstance(module, nn.RNNBase)
         or (isinstance(module, BaseVariationalLayer_) and not module.__module__.startswith("lightning_fedbayes."))

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import (
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import lightning_fedbayes as fb
-from tests.federations import Plain, blobs, federate, loader, parameters, trainer
+from tests.federations import Plain, assert_equal, blobs, federate, loader, parameters, trainer
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,8 @@ def test_arguments(options, message):
     [
         ({"limit_train_batches": 0.5}, "limit_train_batches=0.5.*last clients.*fraction="),
         ({"limit_train_batches": 3}, "limit_train_batches=3"),
+        ({"limit_train_batches": 1}, "limit_train_batches=1"),
+        ({"val_check_interval": 1}, "val_check_interval=1"),
         ({"max_steps": 5}, "max_steps=5.*max_epochs"),
         ({"val_check_interval": 0.5}, "val_check_interval=0.5.*check_val_every_n_epoch"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2.*batch size"),
@@ -132,11 +134,24 @@ class TestFinishedTrainers:
         with pytest.raises(fb.FederationError, match=r"has finished: 2 of max_epochs=2 rounds.*max_epochs"):
             made.fit(module, loader())
 
-    def test_and_so_is_a_checkpoint_of_the_last_round(self, tmp_path):
-        made = federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3)))
+    def test_even_with_its_own_checkpoint(self, tmp_path):
+        module = Plain()
+        made = federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
         made.save_checkpoint(tmp_path / "done.ckpt")
         with pytest.raises(fb.FederationError, match=r"has finished: 2 of max_epochs=2"):
-            federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3)), ckpt_path=tmp_path / "done.ckpt")
+            made.fit(module, loader(), ckpt_path=tmp_path / "done.ckpt")
+
+    def test_a_new_trainer_loads_a_complete_federation_and_trains_nothing(self, tmp_path, caplog):
+        first = fb.FederatedBayes(fb.IIDPartition(3))
+        trained = Plain()
+        federate(trained, first).save_checkpoint(tmp_path / "done.ckpt")
+        module, again = Plain(lr=0.3), fb.FederatedBayes(fb.IIDPartition(3))
+        with caplog.at_level("INFO"):
+            federate(module, again, ckpt_path=tmp_path / "done.ckpt")
+        assert any("federation is complete: 2 rounds are done" in line for line in caplog.messages)
+        assert_equal(parameters(trained), parameters(module))
+        assert_equal(dict(first.posterior.mean), dict(again.posterior.mean))
+        assert again.history == first.history
 
 
 class TestData:
@@ -178,6 +193,23 @@ class TestData:
     def test_a_sampler_of_ones_own(self):
         sampler = WeightedRandomSampler([1.0] * 90, 90)
         self.refuse(loader(shuffle=False, sampler=sampler), "WeightedRandomSampler.*shuffle=")
+
+    def test_something_that_is_no_partition(self):
+        with pytest.raises(fb.FederationError, match=r"partition='iid' is no Partition.*IIDPartition"):
+            fb.FederatedBayes("iid")
+
+    def test_a_partition_with_a_mistake_shows_it(self):
+        class Wrong(type(fb.IIDPartition(3))):
+            def deal(self, labels, num_examples, generator):
+                return len(None)
+
+        self.refuse(loader(), "cannot be dealt out to clients: object of type 'NoneType' has no len", Wrong(3))
+
+    def test_complex_parameters(self):
+        module = Plain()
+        module.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+        with pytest.raises(fb.FederationError, match=r"complex parameters cannot be fused: phase.*view_as_real"):
+            federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
 
     def test_several_loaders(self):
         self.refuse([loader(), loader()], "training loader is a list.*ClientDatasets")

@@ -310,3 +310,96 @@ def test_validation_draws_the_same_samples_whatever_was_drawn_before():
         made = federate(bayesian(posterior_std=0.5), federation, 1, val=loader(shuffle=False), callbacks=callbacks)
         scores.append({name: float(value) for name, value in made.callback_metrics.items() if name.startswith("val/")})
     assert scores[0] == scores[1]
+
+
+def dnn_to_bnn(net):
+    from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
+
+    dnn_to_bnn(net, {
+        "prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -3.0,
+        "type": "Flipout", "moped_enable": False, "moped_delta": 0.5,
+    })
+    return net
+
+
+@pytest.mark.parametrize("make", [lambda: bayesian().network, lambda: dnn_to_bnn(network())])
+def test_the_layers_own_prior_is_back_after_a_federation_with_the_global_prior(make, tmp_path):
+    module = Plain(make())
+    before = fb.kl_divergence(module)
+    saved = []
+
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            saved.append({name: value.clone() for name, value in pl_module.state_dict().items() if "prior" in name})
+
+    initial = {name: value.clone() for name, value in module.state_dict().items() if "prior" in name}
+    federate(module, fb.FederatedBayes(fb.IIDPartition(2), prior="global"), 2, callbacks=[Save()])
+    for state in saved:
+        assert_equal(initial, state)
+    fresh = Plain(make())
+    fresh.load_state_dict(module.state_dict())
+    torch.testing.assert_close(fb.kl_divergence(fresh), fb.kl_divergence(module))
+    assert not torch.equal(before, fb.kl_divergence(module))
+
+
+def test_the_global_prior_of_a_bayesian_torch_network_is_that_of_the_round():
+    module = Plain(dnn_to_bnn(network()))
+    priors, posteriors = [], []
+
+    class Spy(L.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            posteriors.append(federation.posterior.mean["net.0.weight"].clone())
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            priors.append((trainer.current_epoch, pl_module.net[0].prior_weight_mu.clone()))
+
+    federation = fb.FederatedBayes(fb.IIDPartition(2), prior="global")
+    federate(module, federation, 3, callbacks=[Spy()])
+    for round, prior in priors:
+        assert torch.equal(prior, posteriors[round])
+
+
+def test_a_personal_bayesian_layer_keeps_its_prior():
+    module = bayesian()
+    federate(module, fb.FederatedBayes(fb.IIDPartition(2), prior="global", local_parameters=["network.2.*"]))
+    federate(bayesian(), fb.FederatedBayes(fb.IIDPartition(2), prior="global", local_parameters=["network.0.*"]))
+
+
+def test_reloaded_data_may_change_sizes_but_not_the_number_of_clients():
+    x, y = blobs().tensors
+
+    class Growing(L.LightningDataModule):
+        def __init__(self, sizes):
+            super().__init__()
+            self.sizes, self.calls = sizes, 0
+
+        def train_dataloader(self):
+            parts = self.sizes[min(self.calls, len(self.sizes) - 1)]
+            self.calls += 1
+            data = {str(k): TensorDataset(x[:n], y[:n]) for k, n in enumerate(parts)}
+            return loader(fb.ClientDatasets(data))
+
+    seen = []
+    module = Plain()
+    module.on_client_start = lambda client: seen.append((client.round, client.num_examples))
+    made = trainer(2, [fb.FederatedBayes()], reload_dataloaders_every_n_epochs=1)
+    made.fit(module, datamodule=Growing([(20, 20), (20, 60)]))
+    assert seen == [(0, 20), (0, 20), (1, 20), (1, 60)]
+    made = trainer(2, [fb.FederatedBayes()], reload_dataloaders_every_n_epochs=1)
+    with pytest.raises(fb.FederationError, match="have 3 clients, and there were 2"):
+        made.fit(Plain(), datamodule=Growing([(20, 20), (20, 20, 20)]))
+
+
+def test_one_client_in_double_precision_equals_plain_training_bit_by_bit():
+    federated, plain = Plain(lr=0.01), Plain(lr=0.01)
+    federate(federated, fb.FederatedBayes(fb.IIDPartition(1)), rounds=3, precision="64-true")
+    order = InOrder(90, Batching(batch_size=8))
+    trainer(3, precision="64-true").fit(plain, loader(shuffle=False, sampler=order))
+    assert_equal(parameters(federated), parameters(plain))
+
+
+def test_complex_buffers_are_averaged_as_such():
+    module = Plain()
+    module.register_buffer("phase", torch.tensor([1 + 2j]))
+    federate(module, fb.FederatedBayes(fb.IIDPartition(3)), 1)
+    assert torch.equal(module.phase, torch.tensor([1 + 2j]))

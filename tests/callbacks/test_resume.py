@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 import lightning_fedbayes as fb
-from tests.federations import CLASSES, FEATURES, assert_equal, federate, loader
+from tests.federations import CLASSES, FEATURES, assert_equal, federate, loader, trainer
 
 ROUNDS = 5
 
@@ -36,6 +36,13 @@ class Everything(fb.HybridBayesianClassifier):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class OnPlateau(Everything):
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val/nll"}}
 
 
 SETTINGS = {
@@ -75,9 +82,9 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(folder: Path, setting: str, ckpt_path=None, callbacks=(), **checkpoint):
+def run(folder: Path, setting: str, ckpt_path=None, callbacks=(), module_class=Everything, **checkpoint):
     """Fit with checkpoints in ``folder``; the module, its federation and the trainer."""
-    module, fed = Everything(), federation(setting)
+    module, fed = module_class(), federation(setting)
     saver = ModelCheckpoint(dirpath=folder, **checkpoint)
     made = federate(
         module, fed, ROUNDS, loader(), loader(shuffle=False), ckpt_path, enable_checkpointing=True,
@@ -100,6 +107,32 @@ def test_a_crash_inside_a_round_changes_nothing(tmp_path, setting):
         run(tmp_path / "parts", setting, callbacks=[Interrupt(3, 5, crash)])
     resumed = state(*run(tmp_path / "parts", setting, ckpt_path="last"))
     assert_equal(whole, resumed)
+
+
+def test_a_plateau_schedule_resumes_bit_by_bit(tmp_path):
+    whole = run(tmp_path / "whole", "plain", module_class=OnPlateau)
+    assert whole[2].optimizers[0].param_groups[0]["lr"] < 0.05
+    with pytest.raises(Crash):
+        run(tmp_path / "parts", "plain", module_class=OnPlateau, callbacks=[Interrupt(3, 5, crash)])
+    resumed = run(tmp_path / "parts", "plain", ckpt_path="last", module_class=OnPlateau)
+    assert resumed[2].optimizers[0].param_groups[0]["lr"] == whole[2].optimizers[0].param_groups[0]["lr"]
+    assert_equal(state(*whole), state(*resumed))
+
+
+def test_a_checkpoint_by_a_callback_before_ours_at_the_last_batch_resumes(tmp_path):
+    class Early(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 2 and batch_idx + 1 == trainer.num_training_batches:
+                trainer.save_checkpoint(tmp_path / "early.ckpt")
+
+    module, fed = Everything(), federation("plain")
+    made = trainer(ROUNDS, [Early(), fed])
+    made.fit(module, loader(), loader(shuffle=False))
+    assert torch.load(tmp_path / "early.ckpt", weights_only=True)["epoch"] == 2
+    again, fed_again = Everything(), federation("plain")
+    made_again = trainer(ROUNDS, [fed_again])
+    made_again.fit(again, loader(), loader(shuffle=False), ckpt_path=tmp_path / "early.ckpt")
+    assert_equal(state(module, fed, made), state(again, fed_again, made_again))
 
 
 @pytest.mark.parametrize("setting", ["plain", "everything kept"])

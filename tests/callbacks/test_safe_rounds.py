@@ -301,3 +301,14 @@ def test_what_a_left_out_client_logged_does_not_count():
     for rounds, mean in (((), 34.0), ((0,), 1.0)):
         made = federate(Logging("infinite parameter", rounds=rounds), fb.FederatedBayes(fb.IIDPartition(3)), 1)
         assert float(made.callback_metrics["train/value"]) == pytest.approx(mean)
+
+
+def test_a_client_whose_start_raises_is_left_out():
+    class Picky(Plain):
+        def on_client_start(self, client):
+            if client.number == 1:
+                raise RuntimeError("no licence")
+
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(Picky(), federation, 1)
+    assert federation.history[0]["failed_clients"] == 1

@@ -252,3 +252,19 @@ def test_without_a_logger_nothing_is_drawn(tmp_path, monkeypatch):
     run.fit(Own(probs), loaders(target)[0], loaders(target))
     run.test(Own(probs), loaders(target), verbose=False)
     assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize(
+    ("probs", "target"),
+    [
+        (torch.rand(4, 3, 5, 5), torch.zeros(4, 5, 5, dtype=torch.int64)),
+        (torch.rand(4), torch.zeros(4, dtype=torch.int64)),
+        (torch.rand(4, 3), torch.rand(4, 3)),
+        (torch.rand(4, 3), torch.rand(4)),
+        ([0.1, 0.9], None),
+    ],
+)
+def test_predictions_of_another_shape_are_left_alone(probs, target):
+    report = fb.UncertaintyReport()
+    report.on_validation_batch_end(None, None, {"probs": probs, "target": target}, None, 0)
+    assert report._seen == 0

@@ -200,3 +200,10 @@ class Block(Wall):
 def test_what_cannot_be_converted_is_refused_with_the_reason(network, arguments, message):
     with pytest.raises(ConversionError, match=message):
         bayesianize(network, **arguments)
+
+
+def test_parts_of_an_encoder_layer_are_refused_by_name():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    with pytest.raises(ConversionError, match=r"'linear2' .*inside a TransformerEncoderLayer.*whole layer"):
+        bayesianize(layer, last=1)
+    assert Reparameterized(layer).eval()(torch.zeros(2, 3, 4)).shape == (2, 3, 4)

@@ -157,3 +157,55 @@ def test_batch_norm_in_evaluation_normalises_with_its_running_statistics(positio
     draws = sample_outputs(network, X, 4)
     assert torch.allclose(draws, plain.eval()(X).expand_as(draws), atol=1e-3)
     assert all(torch.equal(value, buffers[name]) for name, value in network.named_buffers())
+
+
+class Residual(nn.Module):
+    """Adds in place to what has no samples: torch cannot vectorise that."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.bayes = bayesianize(nn.Linear(3, 3), last=1, posterior_std=0.3)
+
+    def forward(self, x):
+        h = self.first(x)
+        h += self.bayes(h)
+        return h
+
+
+class Branching(Residual):
+    def forward(self, x):
+        h = self.bayes(self.first(x))
+        return h if h.mean() > 100 else -h
+
+
+@pytest.mark.parametrize("make", [Residual, Branching])
+def test_what_cannot_be_vectorised_runs_once_per_sample(make):
+    network = make().eval()
+    torch.manual_seed(0)
+    draws = sample_outputs(network, torch.ones(2, 3), 5)
+    assert draws.shape == (5, 2, 3)
+    assert draws[:, 0, 0].unique().numel() == 5
+    torch.manual_seed(0)
+    assert torch.equal(draws, sample_outputs(network, torch.ones(2, 3), 5)), "the failed attempt drew something"
+
+
+def test_a_mistake_of_the_network_is_shown_as_it_is():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        sample_outputs(Residual(), torch.ones(2, 7), 5)
+
+
+def test_attention_and_recurrent_cells_are_sampled_without_advice():
+    class Attend(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = Reparameterized(nn.MultiheadAttention(4, 2, batch_first=True), posterior_std=0.3)
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0]
+
+    cell = Reparameterized(nn.GRUCell(4, 4), posterior_std=0.3)
+    for network, inputs in ((Attend().eval(), torch.ones(2, 5, 4)), (cell.eval(), torch.ones(2, 4))):
+        draws = sample_outputs(network, inputs, 4)
+        assert len(draws) == 4
+        assert draws.flatten(1)[:, 0].unique().numel() == 4
