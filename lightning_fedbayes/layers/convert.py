@@ -195,7 +195,7 @@ def check_convertible(network: nn.Module, name: str, module: nn.Module) -> None:
     elif id(module) not in {id(candidate) for candidate in candidate_modules(network).values()}:
         reason = "is inside an attention or Bayesian layer, which does not call it: choose that layer"
     elif inside_encoder_layer(network, module):
-        reason = "is inside a TransformerEncoderLayer, which reads its weight itself: wrap that whole layer in Reparameterized"
+        reason = "is inside a TransformerEncoderLayer, which reads its weight: wrap that whole layer in Reparameterized"
     elif is_parametrized(module) or (affine_kind(module) is not None and not isinstance(
             module._parameters.get("weight"), Tensor)):
         reason = "has a parametrised weight (weight_norm, spectral_norm, ...): remove the parametrisation first"

@@ -180,7 +180,7 @@ class Branching(Residual):
 
 
 @pytest.mark.parametrize("make", [Residual, Branching])
-def test_what_cannot_be_vectorised_runs_once_per_sample(make):
+def test_a_failed_attempt_to_vectorise_draws_nothing(make):
     network = make().eval()
     torch.manual_seed(0)
     draws = sample_outputs(network, torch.ones(2, 3), 5)
