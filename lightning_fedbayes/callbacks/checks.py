@@ -133,18 +133,17 @@ def check_cohort(clients: int, fraction: float, min_clients: int) -> None:
         )
 
 
-def check_same_federation(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raise FederationError if a checkpoint's clients hold other data than those at hand.
 
     Args:
+        trainer: which may reload data of other sizes during a fit.
         stored: the settings in the checkpoint.
         settings: the present ones.
     """
-    changed = [
-        f"{name}={settings[name]} (was {stored[name]})"
-        for name in ("seed", "client_sizes")
-        if name in stored and stored[name] != settings[name]
-    ]
+    made: Any = trainer
+    names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
+    changed = [f"{name}={settings[name]} (was {stored[name]})" for name in names if stored[name] != settings[name]]
     if changed:
         raise FederationError(
             f"the checkpoint is of another federation: {', '.join(changed)}. Resume with the same data, partition and "

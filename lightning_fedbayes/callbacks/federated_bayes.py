@@ -251,7 +251,7 @@ class FederatedBayes(L.Callback):
             earlier = self.state_dict()
         self._federation = Federation(self.server, engine)
         if earlier is not None:
-            check_same_federation(earlier["settings"], self.settings())
+            check_same_federation(trainer, earlier["settings"], self.settings())
             self._federation.load_state_dict(earlier)
             self._report.load_state_dict(earlier["report"])
             step_plateau(trainer, earlier.get("plateau", {}), earlier["rounds"])
