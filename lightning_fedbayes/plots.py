@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -94,6 +95,26 @@ def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
             axes.text(c, k, str(value), ha="center", va="center", fontsize=8, color="white" if dark[k, c] else INK)
     else:
         figure.colorbar(image, ax=axes, label="examples", aspect=40).outline.set_visible(False)  # type: ignore[operator]
+    return figure
+
+
+def client_accuracy(accuracies: Tensor) -> Figure:
+    """Accuracy of every client, from the worst to the best, with their mean.
+
+    Args:
+        accuracies: shape (clients,), NaN for a client without examples, which is left out.
+    """
+    known = ~torch.isnan(accuracies)
+    order = torch.argsort(accuracies.where(known, torch.inf))[: int(known.sum())]
+    figure, axes = _figure()
+    axes.bar(range(len(order)), _array(accuracies[order]), color=PALETTE[0])
+    axes.set_xticks(range(len(order)), [str(client) for client in order.tolist()])
+    if len(order):
+        mean = float(accuracies[order].mean())
+        axes.axhline(mean, color=INK, linestyle="--", linewidth=1.2, label=f"mean {mean:.1%}")
+        _legend(axes, 1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set(title="Accuracy of the clients", xlabel="client, from the worst to the best", ylabel="accuracy")
     return figure
 
 

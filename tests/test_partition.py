@@ -286,3 +286,21 @@ def test_split_of_own_indices_is_sorted():
 def test_errors_name_value_rule_and_remedy(build, says):
     with pytest.raises(PartitionError, match=says):
         build()
+
+
+@pytest.mark.parametrize("convert", [list, tuple, np.array, torch.tensor])
+def test_labels_may_be_lists_arrays_and_tensors(convert):
+    labels = [0, 1, 2] * 20
+    splits = [DirichletPartition(4, 0.5).split(each, seed=0) for each in (torch.tensor(labels), convert(labels))]
+    for first, second in zip(splits[0].indices, splits[1].indices, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_labels_that_are_no_numbers_are_refused():
+    with pytest.raises(PartitionError, match=r"labels of type list cannot be read as numbers.*one integer per example"):
+        IIDPartition(2).split(["cat", "dog"], seed=0)
+
+
+def test_half_a_client_is_refused():
+    with pytest.raises(PartitionError, match=r"clients is 2.5; .*whole number"):
+        IIDPartition(2.5).split(None, seed=0, num_examples=10)

@@ -70,6 +70,8 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
         name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in (*AVERAGING, *TUNING)), None)
         if name in AVERAGING:
             yield f"{name} averages the weights of different clients; the fusion rule does the averaging"
+        elif isinstance(callback, lightning_callbacks.ModelPruning):
+            yield "ModelPruning renames the parameters while clients train; prune the global model after the fit"
         elif name in TUNING:
             yield f"{name} trains on part of a round; tune on one client's data without FederatedBayes first"
         elif isinstance(callback, lightning_callbacks.GradientAccumulationScheduler) and callback.scheduling != {0: 1}:

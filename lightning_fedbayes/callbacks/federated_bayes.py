@@ -182,6 +182,7 @@ class FederatedBayes(L.Callback):
             "buffers": self.buffers,
             "local_parameters": list(self.local_parameters),
             "min_clients": self.server.min_clients,
+            "max_failed_rounds": self.server.max_failed_rounds,
             "seed": self.seed,
         }
 

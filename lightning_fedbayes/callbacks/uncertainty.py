@@ -157,7 +157,7 @@ class UncertaintyReport(L.Callback):
         if not self._seen or not trainer.loggers:
             return
         round = trainer.current_epoch
-        log_figure(trainer, f"{stage}/reliability", self._reliability.plot(), round)
+        log_figure(trainer, f"{stage}/reliability", self._reliability.plot()[0], round)
         curves = {}
         for name, metric in self._retained.items():
             curve = metric.compute()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_fedbayes.errors import ConversionError
 from lightning_fedbayes.layers.base import BayesianAffine
 from lightning_fedbayes.layers.functional import Estimator
 from lightning_fedbayes.layers.priors import Prior
@@ -45,6 +46,11 @@ class BayesianConv(BayesianAffine):
         self.stride: tuple[int, ...] = template.stride
         self.padding: str | tuple[int, ...] = template.padding
         self.dilation: tuple[int, ...] = template.dilation
+        if any(step < 1 for step in self.dilation):
+            raise ConversionError(
+                f"dilation={self.dilation} must be at least 1; pass everything behind kernel_size by keyword, the "
+                "order of bayesian-torch's arguments differs from layer to layer"
+            )
         self.groups: int = template.groups
         self.padding_mode: str = template.padding_mode
 

@@ -130,15 +130,20 @@ def choose(
         )
     candidates = candidate_modules(network)
     if last is not None:
+        if isinstance(last, bool) or not isinstance(last, int):
+            raise ConversionError(f"last={last!r} must be a whole number: how many layers become Bayesian")
         return choose_last(candidates, last)
     if names is not None:
+        if isinstance(names, str) or not names:
+            raise ConversionError(f"names={names!r} must be a list of one or more module names, such as ['fc1']")
         known = dict(network.named_modules(remove_duplicate=False))
         for name in names:
             if name not in known:
                 raise ConversionError(f"the network has no module '{name}'; {nearest(name, known)}")
         return {name: known[name] for name in names}
-    wanted = tuple(types or ())
-    if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in wanted):
+    assert types is not None
+    wanted = tuple(types) if isinstance(types, Sequence) else (types,)
+    if not wanted or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in wanted):
         raise ConversionError(f"types={types} must be classes of modules, such as (nn.Linear, nn.Conv2d)")
     found = {name: module for name, module in candidates.items() if isinstance(module, wanted)}
     if not found:

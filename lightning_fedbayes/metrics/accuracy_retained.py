@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics import Metric
@@ -87,7 +88,8 @@ class AccuracyRetained(Metric):
         values = (*curve_of_groups(counts, hits), area_of_groups(counts, hits))
         return RetainedCurve(*(value.float().to(self.device) for value in values))
 
-    def plot(self, label: str = "model") -> Figure:
-        """The curve so far as a figure."""
+    def plot(self, label: str = "model") -> tuple[Figure, Axes]:
+        """The curve so far: (figure, axes)."""
         curve = self.compute()
-        return plots.accuracy_retained({label: (curve.fraction, curve.accuracy)})
+        figure = plots.accuracy_retained({label: (curve.fraction, curve.accuracy)})
+        return figure, figure.axes[0]

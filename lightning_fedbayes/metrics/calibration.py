@@ -54,3 +54,7 @@ class AdaptiveCalibrationError(Metric):
         """The calibration error so far, a scalar."""
         sums = (sums.cpu().double() for sums in (self.counts, self.confidences, self.hits))
         return equal_mass_error(*sums, bins=self.bins).float().to(self.device)
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """The value so far, or the values ``val``, as torchmetrics draws them: (figure, axes)."""
+        return self._plot(val, ax)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_fedbayes import plots
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.metrics.functional.checks import check_predictive
 from lightning_fedbayes.metrics.functional.groups import sum_by_index
@@ -67,3 +70,8 @@ class ClientAccuracy(Metric):
     def compute(self) -> Tensor:
         """Accuracy of each client so far, shape (clients,); NaN for a client without examples."""
         return self.hits / self.counts
+
+    def plot(self, val: Tensor | None = None) -> tuple[Figure, Axes]:
+        """Accuracy of every client so far, or ``val`` of shape (clients,), as bars: (figure, axes)."""
+        figure = plots.client_accuracy(self.compute() if val is None else val)
+        return figure, figure.axes[0]

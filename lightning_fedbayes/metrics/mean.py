@@ -40,3 +40,7 @@ class ExampleMean(Metric):
     def compute(self) -> Tensor:
         """The mean so far."""
         return getattr(self, self.total_name) / self.count
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """The value so far, or the values ``val``, as torchmetrics draws them: (figure, axes)."""
+        return self._plot(val, ax)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics import Metric
@@ -56,6 +57,7 @@ class ReliabilityDiagram(Metric):
         """The diagram so far."""
         return reliability_of_sums(self.counts, self.confidences, self.hits)
 
-    def plot(self) -> Figure:
-        """The diagram so far as a figure."""
-        return plots.reliability_diagram(*self.compute())
+    def plot(self) -> tuple[Figure, Axes]:
+        """The diagram so far: (figure, axes)."""
+        figure = plots.reliability_diagram(*self.compute())
+        return figure, figure.axes[0]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from lightning_fedbayes.errors import PartitionError
@@ -24,7 +25,7 @@ class Partition(ABC):
     by class.
     """
 
-    def split(self, labels: Tensor | None, seed: int, num_examples: int | None = None) -> Split:
+    def split(self, labels: Tensor | ArrayLike | None, seed: int, num_examples: int | None = None) -> Split:
         """Deal the examples out: the same arguments give the same split (for one version of NumPy).
 
         Args:
@@ -35,6 +36,7 @@ class Partition(ABC):
         Raises:
             PartitionError: labels missing or not integers, or examples that cannot be dealt out as asked.
         """
+        labels = None if labels is None else as_labels(labels)
         if labels is not None and num_examples not in (None, len(labels)):
             raise PartitionError(
                 f"num_examples is {num_examples}, but there are {len(labels)} labels; pass one label per example"
@@ -82,10 +84,20 @@ class LabelPartition(Partition):
         """Index arrays of all clients, given the integer label of every example, shape (num_examples,)."""
 
 
+def as_labels(labels: Tensor | ArrayLike) -> Tensor:
+    """Labels, also a list or an array, as a tensor; PartitionError if they are no numbers."""
+    try:
+        return torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PartitionError(
+            f"labels of type {type(labels).__name__} cannot be read as numbers ({error}); give one integer per example"
+        ) from None
+
+
 def check_clients(clients: int) -> None:
-    """Raise PartitionError unless ``clients`` is at least 1."""
-    if clients < 1:
-        raise PartitionError(f"clients is {clients}; a federation has at least 1 client")
+    """Raise PartitionError unless ``clients`` is a whole number of at least 1."""
+    if clients < 1 or clients != int(clients):
+        raise PartitionError(f"clients is {clients}; a federation has a whole number of clients, at least 1")
 
 
 def check_enough(clients: int, num_examples: int | None) -> int:

@@ -207,3 +207,22 @@ def test_parts_of_an_encoder_layer_are_refused_by_name():
     with pytest.raises(ConversionError, match=r"'linear2' .*inside a TransformerEncoderLayer.*whole layer"):
         bayesianize(layer, last=1)
     assert Reparameterized(layer).eval()(torch.zeros(2, 3, 4)).shape == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"last": 1.5}, r"last=1.5 must be a whole number"),
+        ({"last": True}, r"last=True must be a whole number"),
+        ({"names": "0"}, r"names='0' must be a list"),
+        ({"names": []}, r"names=\[\] must be a list of one or more"),
+        ({"types": 3}, r"must be classes of modules"),
+    ],
+)
+def test_choices_of_another_type_are_refused(choice, message):
+    with pytest.raises(ConversionError, match=message):
+        bayesianize(nn.Sequential(nn.Linear(2, 2)), **choice)
+
+
+def test_one_type_may_stand_alone():
+    assert type(bayesianize(nn.Sequential(nn.Linear(2, 2)), types=nn.Linear)[0]) is LinearLocalReparameterization

@@ -161,10 +161,35 @@ def test_reliability_counts_are_exact_and_its_ece_is_its_own():
     assert torch.allclose(gap.sum() / BATCH, diagram.ece)
 
 
-@pytest.mark.parametrize("metric", [M.ReliabilityDiagram(), M.AccuracyRetained()])
-def test_plots(metric):
-    metric.update(*((CORRECT, ENTROPY) if isinstance(metric, M.AccuracyRetained) else (MEAN_PROBS, TARGET)))
-    assert isinstance(metric.plot(), Figure)
+REAL = torch.linspace(-1, 1, 7)
+INPUTS = {
+    "AccuracyRetained": (CORRECT, ENTROPY),
+    "AdaptiveCalibrationError": (MEAN_PROBS, TARGET),
+    "BrierScore": (MEAN_PROBS, TARGET),
+    "ClientAccuracy": (MEAN_PROBS, TARGET, 0),
+    "DeterminantSharpness": (torch.eye(2).expand(3, 2, 2),),
+    "EnsembleCRPS": (torch.randn(4, 7), REAL),
+    "NegativeLogLikelihood": (MEAN_PROBS, TARGET),
+    "ReliabilityDiagram": (MEAN_PROBS, TARGET),
+    **dict.fromkeys(("GaussianCRPS", "GaussianNLL", "IntervalCoverage"), (REAL, torch.ones(7), REAL)),
+    **dict.fromkeys(
+        ("AleatoricUncertainty", "EpistemicUncertainty", "MutualInformation", "PredictiveEntropy"),
+        (MEAN_PROBS.expand(3, *MEAN_PROBS.shape),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(M.__all__) - {"functional", "RetainedCurve"}))
+def test_every_metric_plots(name):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    metric = getattr(M, name)(*((2,) if name == "ClientAccuracy" else ()))
+    metric.update(*INPUTS[name])
+    figure, axes = metric.plot()
+    assert isinstance(figure, Figure)
+    assert axes in figure.axes
+    matplotlib.pyplot.close(figure)
 
 
 def test_one_client_number_for_a_whole_batch_and_clients_without_data():

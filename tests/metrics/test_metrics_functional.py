@@ -348,3 +348,9 @@ BATCH, SAMPLES = torch.full((3, 2), 0.5), torch.full((4, 3, 2), 0.5)
 def test_errors_name_the_shape_and_the_remedy(call, says):
     with pytest.raises(FedBayesError, match=says):
         call()
+
+
+@pytest.mark.parametrize("score", [F.gaussian_nll, F.gaussian_crps, F.interval_coverage])
+def test_a_negative_variance_is_refused(score):
+    with pytest.raises(FedBayesError, match=r"variance is negative at 1 of 3 entries \(minimum -1\)"):
+        score(torch.zeros(3), torch.tensor([1.0, -1.0, 0.5]), torch.zeros(3))

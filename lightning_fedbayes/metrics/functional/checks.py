@@ -58,3 +58,13 @@ def check_bins(bins: int) -> None:
 def at_least_float32(tensor: Tensor) -> Tensor:
     """``tensor`` in float32 if it has fewer bits: entropies and logarithms of half floats are too coarse."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def check_gaussian(mean: Tensor, variance: Tensor, target: Tensor) -> None:
+    """Raise FedBayesError unless these are of one shape and no variance is negative."""
+    check_same_shape(mean=mean, variance=variance, target=target)
+    if bool((variance < 0).any()):
+        raise FedBayesError(
+            f"variance is negative at {int((variance < 0).sum())} of {variance.numel()} entries "
+            f"(minimum {variance.min():.3g}); a variance is at least 0"
+        )

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.metrics.functional.checks import check_vectors
 
+Vector = Tensor | Sequence[float]
 
-def weighted_accuracy(accuracies: Tensor, weights: Tensor) -> Tensor:
+
+def weighted_accuracy(accuracies: Vector, weights: Vector) -> Tensor:
     r"""Average accuracy over clients, :math:`\sum_k \omega_k \mathrm{Acc}_k`: the utilitarian view of fairness.
 
     Args:
@@ -26,12 +30,13 @@ def weighted_accuracy(accuracies: Tensor, weights: Tensor) -> Tensor:
     >>> weighted_accuracy(torch.tensor([0.5, 1.0, torch.nan]), torch.tensor([3, 1, 6]))
     tensor(0.6250)
     """
+    accuracies, weights = as_floats(accuracies), as_floats(weights)
     check_vectors(accuracies=accuracies, weights=weights)
     known = ~accuracies.isnan()
     return (accuracies[known] * weights[known]).sum() / weights[known].sum()
 
 
-def worst_fraction_accuracy(accuracies: Tensor, fraction: float = 0.1) -> Tensor:
+def worst_fraction_accuracy(accuracies: Vector, fraction: float = 0.1) -> Tensor:
     """Mean accuracy of the worst ⌈fraction·K⌉ clients: the egalitarian view of fairness.
 
     Args:
@@ -48,7 +53,14 @@ def worst_fraction_accuracy(accuracies: Tensor, fraction: float = 0.1) -> Tensor
     """
     if not 0 < fraction <= 1:
         raise FedBayesError(f"fraction is {fraction}; it lies above 0 and at most at 1")
+    accuracies = as_floats(accuracies)
     check_vectors(accuracies=accuracies)
     known = accuracies[~accuracies.isnan()]
     # 0.1 · 30 is a little more than 3 in floating point, and is meant as 3.
     return known.sort().values[: math.ceil(fraction * len(known) - 1e-9)].mean()
+
+
+def as_floats(values: Vector) -> Tensor:
+    """A list or a tensor of any numbers as a floating-point tensor."""
+    tensor = torch.as_tensor(values)
+    return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())

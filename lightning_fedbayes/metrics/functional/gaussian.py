@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FedBayesError
-from lightning_fedbayes.metrics.functional.checks import at_least_float32, check_same_shape
+from lightning_fedbayes.metrics.functional.checks import at_least_float32, check_gaussian
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:
@@ -23,10 +23,13 @@ def gaussian_nll(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:
 
     Returns: the same shape; its mean is the score.
 
+    Raises:
+        FedBayesError: shapes that differ, or a negative variance; so for the functions below.
+
     >>> gaussian_nll(torch.zeros(1), torch.ones(1), torch.zeros(1))
     tensor([0.9189])
     """
-    check_same_shape(mean=mean, variance=variance, target=target)
+    check_gaussian(mean, variance, target)
     variance = at_least_float32(variance)
     variance = variance.clamp_min(torch.finfo(variance.dtype).tiny)
     return 0.5 * ((2 * math.pi * variance).log() + (target - mean) ** 2 / variance)
@@ -50,7 +53,7 @@ def gaussian_crps(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:
     >>> gaussian_crps(torch.zeros(2), torch.tensor([1.0, 0.0]), torch.tensor([0.0, -3.0]))
     tensor([0.2337, 3.0000])
     """
-    check_same_shape(mean=mean, variance=variance, target=target)
+    check_gaussian(mean, variance, target)
     error, deviation = at_least_float32(target - mean), at_least_float32(variance).sqrt()
     z = error / deviation.clamp_min(torch.finfo(deviation.dtype).tiny)
     density = torch.exp(-z.square() / 2) / math.sqrt(2 * math.pi)
@@ -74,7 +77,7 @@ def interval_coverage(mean: Tensor, variance: Tensor, target: Tensor, level: flo
     """
     if not 0 < level < 1:
         raise FedBayesError(f"level is {level}; the probability of an interval lies strictly between 0 and 1")
-    check_same_shape(mean=mean, variance=variance, target=target)
+    check_gaussian(mean, variance, target)
     variance = at_least_float32(variance)
     half_width = math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.float64)).item() * variance.sqrt()
     return ((target - mean).abs() <= half_width).to(variance.dtype)
