@@ -11,6 +11,8 @@ from lightning_fedbayes.layers.conv import (
     Conv3dFlipout,
     Conv3dLocalReparameterization,
     Conv3dReparameterization,
+)
+from lightning_fedbayes.layers.conv_transpose import (
     ConvTranspose1dFlipout,
     ConvTranspose1dLocalReparameterization,
     ConvTranspose1dReparameterization,

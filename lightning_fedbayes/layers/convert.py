@@ -13,7 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_fedbayes.errors import ConversionError, nearest
-from lightning_fedbayes.layers import conv, linear
+from lightning_fedbayes.layers import conv, conv_transpose, linear
 from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, check_estimator, default_weight_std
 from lightning_fedbayes.layers.functional import Estimator, inverse_softplus_std
 from lightning_fedbayes.layers.priors import NormalPrior, Prior, check_std
@@ -25,7 +25,11 @@ AFFINE: dict[type[nn.Module], dict[Estimator, Callable[..., BayesianAffine]]] = 
         "local_reparameterization": getattr(room, f"{kind.__name__}LocalReparameterization"),
         "flipout": getattr(room, f"{kind.__name__}Flipout"),
     }
-    for room, kinds in ((linear, (nn.Linear,)), (conv, tuple(conv.CONVOLVE)))
+    for room, kinds in (
+        (linear, (nn.Linear,)),
+        (conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+        (conv_transpose, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)),
+    )
     for kind in kinds
 }
 """Deterministic layer → estimator → Bayesian layer."""
