@@ -30,16 +30,17 @@ from lightning_fedbayes.callbacks.checks import (
     check_trainer,
     is_finished,
 )
-from lightning_fedbayes.callbacks.progress import show_client
+from lightning_fedbayes.callbacks.progress import show_clients
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.source import install_source, remove_source, set_round_length
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
 from lightning_fedbayes.callbacks.wandb_account import go_offline_without_account
 from lightning_fedbayes.data.clients import Clients, clients_of
+from lightning_fedbayes.engines.engine import OptimizerPolicy
 from lightning_fedbayes.engines.federation import Federation, PriorPolicy, Server
 from lightning_fedbayes.engines.loader import FederatedLoader, batching_of
 from lightning_fedbayes.engines.plan import check_batches, plan_round
-from lightning_fedbayes.engines.sequential import OptimizerPolicy, SequentialEngine
+from lightning_fedbayes.engines.sequential import SequentialEngine
 from lightning_fedbayes.engines.state import BufferPolicy, ResidentModel
 from lightning_fedbayes.errors import FederationError, nearest
 from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
@@ -272,31 +273,29 @@ class FederatedBayes(L.Callback):
         self._uncertainty.set_clients(self.clients.sizes, self.clients.counts, self.clients.classes)
         self._report.set_clients(self.clients)
         plan = plan_round(trainer.current_epoch, self.clients.sizes, self._loader.batching)
-        set_round_length(trainer, plan.num_batches)
+        set_round_length(trainer, self.federation.engine.num_batches(plan))
         self.federation.begin_round(plan)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """At a client's first batch, give it the global posterior."""
-        client = self.federation.begin_batch(batch_idx)
-        if client is not None:
-            show_client(trainer, client)
+        clients = self.federation.begin_batch(batch_idx)
+        if clients:
+            show_clients(trainer, clients)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """At a client's last batch, take its posterior; at the last client's, fuse."""
-        outcome = self.federation.end_batch(batch_idx, outputs)
-        if outcome is None:
-            return
-        self._report.client(outcome)
-        if outcome.error is not None:
-            assert self.clients is not None
-            rank_zero_info(
-                f"Round {self.federation.round + 1}: client {self.clients.names[outcome.client]} is left out: "
-                f"{type(outcome.error).__name__}: {outcome.error}"
-            )
+        for outcome in self.federation.end_batch(batch_idx, outputs):
+            self._report.client(outcome)
+            if outcome.error is not None:
+                assert self.clients is not None
+                rank_zero_info(
+                    f"Round {self.federation.round + 1}: client {self.clients.names[outcome.client]} is left out: "
+                    f"{type(outcome.error).__name__}: {outcome.error}"
+                )
         if self.federation.round_is_complete:
             self.federation.end_round()
             self._report.weights(self.federation.weights)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
-from lightning_fedbayes.engines.sequential import Client
+from lightning_fedbayes.engines.client import Client
 
 
-def show_client(trainer: L.Trainer, client: Client) -> None:
-    """Let the training progress bar say which round and client it is at; other bars stay as they are."""
+def show_clients(trainer: L.Trainer, clients: Sequence[Client]) -> None:
+    """Let the training progress bar say which round and clients it is at; other bars stay as they are."""
     bar = trainer.progress_bar_callback
     rounds = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
-    text = f"Round {client.round + 1}{rounds}, client {client.position + 1}/{client.cohort} ({client.name})"
+    first = clients[0]
+    if len(clients) == 1:
+        who = f"client {first.position + 1}/{first.cohort} ({first.name})"
+    elif len(clients) == first.cohort:
+        who = f"all {first.cohort} clients at once"
+    else:
+        who = f"{len(clients)} of {first.cohort} clients at once"
+    text = f"Round {first.round + 1}{rounds}, {who}"
     if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
         bar.train_progress_bar.set_description(text, refresh=False)
     elif (

@@ -79,9 +79,9 @@ class FederationReport:
         if outcome.error is not None:
             record.failures += 1
             record.last_failure = f"{type(outcome.error).__name__}: {outcome.error}"
-        elif outcome.update is not None:
-            record.megabytes_up = outcome.update.num_bytes / 1e6
-            record.train_loss = outcome.update.metrics.get("train_loss", float("nan"))
+        else:
+            record.megabytes_up = outcome.num_bytes / 1e6
+            record.train_loss = outcome.metrics.get("train_loss", float("nan"))
 
     def weights(self, weights: dict[int, float]) -> None:
         """Note the clients' weights in this round."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_fedbayes.engines.client import Client, ClientFailure
+from lightning_fedbayes.engines.engine import Engine
 from lightning_fedbayes.engines.plan import RoundPlan
 from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion
-from lightning_fedbayes.engines.sequential import Client, ClientFailure, SequentialEngine
 from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.fusion import FusionRule
 from lightning_fedbayes.layers import set_prior
@@ -37,15 +38,19 @@ class ClientOutcome:
 
     Args:
         client: its number.
-        update: what it sent, None if it failed.
         error: why it is left out, None if it counts.
-        seconds: how long it took.
+        seconds: how long it took; the clients' equal share where several train at once.
+        num_examples: its number of training examples.
+        num_bytes: size of what it sent, 0 if it failed.
+        metrics: what it measured while training, name → value.
     """
 
     client: int
-    update: ClientUpdate | None
     error: Exception | None
     seconds: float
+    num_examples: int
+    num_bytes: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Federation:
@@ -64,7 +69,7 @@ class Federation:
         plan: the plan of the last round that was begun.
     """
 
-    def __init__(self, server: Server, engine: SequentialEngine) -> None:
+    def __init__(self, server: Server, engine: Engine) -> None:
         self.server = server
         self.engine = engine
         self.posterior = engine.model.read_posterior().clone()
@@ -93,34 +98,37 @@ class Federation:
         self._fusion = RoundFusion(self.server.rule, self.server.weighting, self.posterior, buffers)
         self.engine.begin_round(plan)
 
-    def begin_batch(self, batch_idx: int) -> Client | None:
-        """Called before every batch. Returns the client, if this is its first batch."""
-        client = self.engine.begin_batch(batch_idx)
-        if client is not None:
-            self._client_start = time.perf_counter()
-        return client
+    def begin_batch(self, batch_idx: int) -> Sequence[Client]:
+        """Called before every batch. Returns the clients whose first batch it is."""
+        clients = self.engine.begin_batch(batch_idx)
+        if clients:
+            self._clients_start = time.perf_counter()
+        return clients
 
-    def end_batch(self, batch_idx: int, outputs: Any) -> ClientOutcome | None:
-        """Called after every batch. Returns what became of the client, if this was its last batch.
+    def end_batch(self, batch_idx: int, outputs: Any) -> Sequence[ClientOutcome]:
+        """Called after every batch. Returns what became of the clients whose last batch it was."""
+        results = self.engine.end_batch(batch_idx, outputs)
+        if not results:
+            return ()
+        seconds = (time.perf_counter() - self._clients_start) / len(results)
+        outcomes = [self._admit(result, seconds) for result in results]
+        self._outcomes += outcomes
+        return outcomes
 
-        Raises:
-            FusionError: this was the round's last batch, and the rule cannot fuse the posteriors.
-            FederationError: likewise, and there have been too many failed rounds in a row.
-        """
-        result = self.engine.end_batch(batch_idx, outputs)
-        if result is None:
-            return None
-        error = result.error if isinstance(result, ClientFailure) else None
-        update = result if isinstance(result, ClientUpdate) else None
-        if update is not None:
+    def _admit(self, result: ClientUpdate | ClientFailure, seconds: float) -> ClientOutcome:
+        """Add one client's update to the round, if it can be used."""
+        size = self.engine.sizes[result.client]
+        if isinstance(result, ClientFailure):
+            outcome = ClientOutcome(result.client, result.error, seconds, size)
+        else:
+            error = None
             try:
-                self._fusion.add(update)
+                self._fusion.add(result)
             except FusionError as refusal:
                 error = refusal
-        if error is not None:
+            outcome = ClientOutcome(result.client, error, seconds, size, result.num_bytes, result.metrics)
+        if outcome.error is not None:
             self.engine.forget(result.client)
-        outcome = ClientOutcome(result.client, update, error, time.perf_counter() - self._client_start)
-        self._outcomes.append(outcome)
         return outcome
 
     @property
@@ -171,19 +179,19 @@ class Federation:
 
     def _figures(self) -> dict[str, float]:
         """Counts, time and traffic of the round."""
-        valid = [outcome.update for outcome in self._outcomes if outcome.error is None and outcome.update is not None]
+        valid = [outcome for outcome in self._outcomes if outcome.error is None]
         figures = {
             "valid_clients": float(len(valid)),
             "failed_clients": float(len(self._outcomes) - len(valid)),
             "failed_rounds": float(self.failed_rounds),
             "seconds": time.perf_counter() - self._start,
             "megabytes_down": self.posterior.num_bytes * len(self._outcomes) / 1e6,
-            "megabytes_up": sum(update.num_bytes for update in valid) / 1e6,
+            "megabytes_up": sum(outcome.num_bytes for outcome in valid) / 1e6,
         }
-        measured = [update for update in valid if "train_loss" in update.metrics]
+        measured = [outcome for outcome in valid if "train_loss" in outcome.metrics]
         if measured:
-            total = sum(update.metrics["train_loss"] * update.num_examples for update in measured)
-            figures["train_loss"] = total / sum(update.num_examples for update in measured)
+            total = sum(outcome.metrics["train_loss"] * outcome.num_examples for outcome in measured)
+            figures["train_loss"] = total / sum(outcome.num_examples for outcome in measured)
         return figures
 
     def state_dict(self) -> dict[str, Any]:
