@@ -70,6 +70,17 @@ class GaussianPosterior:
         variance = {name: zeros_like(v) if is_zero(v) else v.detach().clone() for name, v in self.variance.items()}
         return GaussianPosterior({name: value.detach().clone() for name, value in self.mean.items()}, variance)
 
+    def unbind(self) -> list[GaussianPosterior]:
+        """The posteriors of several clients, views of this one, whose tensors have a first dimension of clients."""
+        posteriors = []
+        rows = [zip(*(each.unbind(0) for each in part.values())) for part in (self.mean, self.variance)]
+        for mean, variance in zip(*rows, strict=True):
+            posterior = object.__new__(GaussianPosterior)  # rows of what has been checked
+            object.__setattr__(posterior, "mean", dict(zip(self.mean, mean)))
+            object.__setattr__(posterior, "variance", dict(zip(self.variance, variance)))
+            posteriors.append(posterior)
+        return posteriors
+
     def to(self, device: torch.device | str) -> GaussianPosterior:
         """This posterior on another device."""
         variance = {n: zeros_like(self.mean[n].to(device)) if is_zero(v) else v.to(device)

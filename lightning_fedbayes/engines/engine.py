@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import lightning as L
 
 from lightning_fedbayes.engines.client import Client, ClientFailure, ClientState
+from lightning_fedbayes.engines.loader import FederatedLoader
 from lightning_fedbayes.engines.plan import RoundPlan
 from lightning_fedbayes.engines.round import ClientUpdate
 from lightning_fedbayes.engines.state import ResidentModel
@@ -66,6 +67,9 @@ class Engine(ABC):
         return Client(
             number, self.names[number], self.sizes[number], self.plan.round, position, len(self.plan.cohort)
         )
+
+    def arrange(self, loader: FederatedLoader) -> None:  # noqa: B027
+        """Let ``loader`` bring batches as this engine wants them: by default client after client."""
 
     @abstractmethod
     def install(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from lightning_fedbayes.data.clients import Clients
-from lightning_fedbayes.engines.plan import Batching, RoundPlan, batches_per_epoch, client_order
+from lightning_fedbayes.engines.plan import Batching, RoundPlan, batches_per_epoch, client_batches, client_order
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.seeding import derive_seed, seed_host
 
@@ -38,8 +38,24 @@ class FailedBatch:
         self.error = error
 
 
+BatchOrder = Callable[[RoundPlan], Iterator[tuple[int, int]]]
+"""The order of a round's batches: client and number of its batch."""
+
+
+class Arrangement(Protocol):
+    """Another way than client after client to hand out the batches of a round."""
+
+    def length(self, plan: RoundPlan) -> int:
+        """How many batches the Trainer gets."""
+        ...
+
+    def batches(self, plan: RoundPlan) -> Iterator[Any]:
+        """Those batches."""
+        ...
+
+
 class FederatedLoader:
-    """Iterates over the batches of the current round, client after client.
+    """Iterates over the batches of the current round, client after client unless an engine arranges them otherwise.
 
     Whole batches of tensors are indexed at once where every client's data are tensors in memory; otherwise a
     :class:`torch.utils.data.DataLoader` with the user's settings (workers, collate function, pinning) loads them.
@@ -51,6 +67,10 @@ class FederatedLoader:
         clients: the clients.
         batching: how examples become batches.
         plan: returns the plan of the current round.
+
+    Attributes:
+        arrangement: how batches are handed out; None: client after client.
+        tensors: of every client's data the tensors in memory and the rows of them; empty if they are not in memory.
     """
 
     def __init__(
@@ -60,28 +80,40 @@ class FederatedLoader:
         self.batch_size = batching.batch_size
         self.clients = clients
         self.batching = batching
+        self.arrangement: Arrangement | None = None
+        self._user_loader = loader
         self._plan = plan
         self._worker_seed = torch.Generator()
         in_memory = loader.collate_fn is default_collate and not loader.pin_memory
         tensors = [tensors_of(dataset) for dataset in clients.datasets] if in_memory else [None]
-        self._tensors = [each for each in tensors if each is not None]
-        self._loader = None if len(self._tensors) == len(clients) else self._dataloader(loader)
+        found = [each for each in tensors if each is not None]
+        self.tensors = found if len(found) == len(clients) else []
+        self._loader = None if self.tensors else self.dataloader(client_after_client)
 
     def __len__(self) -> int:
-        return self._plan().num_batches
+        plan = self._plan()
+        return plan.num_batches if self.arrangement is None else self.arrangement.length(plan)
 
     def __iter__(self) -> Iterator[Any]:
+        # a generator: Lightning makes the first iterator before there is an engine, and asks it for batches afterwards
         plan = self._plan()
-        if self._loader is not None:
-            # the workers' base seed must not be drawn from the global generator: a resumed run would draw it elsewhere
-            self._worker_seed.manual_seed(derive_seed(self.batching.seed, "loading", plan.round))
-            return iter(self._loader)
-        return self._in_memory(plan)
+        if self.arrangement is not None:
+            yield from self.arrangement.batches(plan)
+        elif self._loader is None:
+            yield from self._in_memory(plan)
+        else:
+            yield from self.iterate(self._loader, plan)
+
+    def iterate(self, loader: DataLoader, plan: RoundPlan) -> Iterator[Any]:
+        """The batches of a round out of what :meth:`dataloader` gave."""
+        # the workers' base seed must not be drawn from the global generator: a resumed run would draw it elsewhere
+        self._worker_seed.manual_seed(derive_seed(self.batching.seed, "loading", plan.round))
+        return iter(loader)
 
     def _in_memory(self, plan: RoundPlan) -> Iterator[list[Tensor]]:
         """Batches as slices of tensors that are put in order once per local epoch."""
         for client in plan.cohort:
-            tensors, rows = self._tensors[client]
+            tensors, rows = self.tensors[client]
             size = len(tensors[0]) if rows is None else len(rows)
             count = batches_per_epoch(size, self.batching)
             for order in client_order(plan.round, client, size, self.batching):
@@ -89,11 +121,12 @@ class FederatedLoader:
                 parts = [tensor[picked].split(self.batching.batch_size) for tensor in tensors]
                 yield from (list(batch) for batch in list(zip(*parts, strict=True))[:count])
 
-    def _dataloader(self, loader: DataLoader) -> DataLoader:
-        """The user's loader over all clients' data, in the order of the plan."""
+    def dataloader(self, sequence: BatchOrder) -> DataLoader:
+        """The user's loader over all clients' data, its batches in the order of ``sequence``."""
+        loader = self._user_loader
         return DataLoader(
             _ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed),
-            batch_sampler=_PlannedBatches(self.clients.sizes, self.batching, self._plan),
+            batch_sampler=_PlannedBatches(self.clients.sizes, self.batching, self._plan, sequence),
             collate_fn=_loaded,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
@@ -104,6 +137,18 @@ class FederatedLoader:
             persistent_workers=loader.persistent_workers,
             generator=self._worker_seed,
         )
+
+    def load(self, round: int, client: int) -> Any:
+        """The first batch of a client, loaded here and now."""
+        dataset = _ReproducibleDataset(self.clients.datasets, self._user_loader.collate_fn, self.batching.seed)
+        indices = client_order(round, client, self.clients.sizes[client], self.batching)[0]
+        return dataset.__getitems__(PlannedBatch(indices[: self.batch_size].tolist(), round, client, 0))
+
+
+def client_after_client(plan: RoundPlan) -> Iterator[tuple[int, int]]:
+    """Each client's batches in a row."""
+    for position, client in enumerate(plan.cohort):
+        yield from ((client, step) for step in range(plan.starts[position + 1] - plan.starts[position]))
 
 
 class PlannedBatch(list):
@@ -129,23 +174,27 @@ class _PlannedBatches:
     collector.
     """
 
-    def __init__(self, sizes: Sequence[int], batching: Batching, plan: Callable[[], RoundPlan]) -> None:
+    def __init__(
+        self, sizes: Sequence[int], batching: Batching, plan: Callable[[], RoundPlan], sequence: BatchOrder
+    ) -> None:
         self.sizes = sizes
         self.batching = batching
         self.plan = plan
+        self.sequence = sequence
 
     def __len__(self) -> int:
         return self.plan().num_batches
 
     def __iter__(self) -> Iterator[PlannedBatch]:
         plan = self.plan()
-        for client in plan.cohort:
-            size = self.sizes[client]
-            count, step = batches_per_epoch(size, self.batching), 0
-            for order in client_order(plan.round, client, size, self.batching):
-                for indices in order.split(self.batching.batch_size)[:count]:
-                    yield PlannedBatch(indices.tolist(), plan.round, client, step)
-                    step += 1
+        under_way: dict[int, list[Tensor]] = {}
+        for client, step in self.sequence(plan):
+            if client not in under_way:
+                under_way[client] = client_batches(plan.round, client, self.sizes[client], self.batching)
+            batches = under_way[client]
+            yield PlannedBatch(batches[step].tolist(), plan.round, client, step)
+            if step + 1 == len(batches):
+                del under_way[client]
 
 
 class _ReproducibleDataset(Dataset):

@@ -7,7 +7,8 @@ has anything to do there, the functions here take the same step: the same number
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -45,26 +46,35 @@ BATCH_HOOKS = (
 
 
 def steps_are_plain(trainer: L.Trainer) -> bool:
-    """Whether a step is nothing but a batch, ``training_step``, backward and the optimizer's step.
+    """Whether a step is nothing but a batch, ``training_step``, backward and the optimizer's step, in full precision.
 
-    True if nothing overrides one of :data:`STEP_HOOKS` and :data:`BATCH_HOOKS`, in full precision, on one device,
-    without gradient clipping, profiling or anomaly detection.
+    See :func:`step_obstacles`; gradients must not be clipped either.
     """
-    made: Any = trainer
-    overriding: list[tuple[Any, Iterable[str]]] = [(trainer.lightning_module, (*STEP_HOOKS, *BATCH_HOOKS))]
-    overriding += [(callback, [h for h in STEP_HOOKS if hasattr(L.Callback, h)]) for callback in made.callbacks]
-    if made.datamodule is not None:
-        overriding.append((made.datamodule, BATCH_HOOKS[:3]))
     return (
-        type(trainer.strategy) is SingleDeviceStrategy
-        and type(trainer.precision_plugin) is Precision
-        and isinstance(made.profiler, PassThroughProfiler)
+        type(trainer.precision_plugin) is Precision
         and not trainer.gradient_clip_val
-        and not made._detect_anomaly
-        and len(trainer.optimizers) == 1
-        and not _needs_closure(trainer.optimizers[0])
-        and not any(is_overridden(hook, owner) for owner, hooks in overriding for hook in hooks)
+        and next(step_obstacles(trainer), None) is None
     )
+
+
+def step_obstacles(trainer: L.Trainer) -> Iterator[str]:
+    """What has to happen in a step besides ``training_step``, backward, clipping and the optimizer's step, in words."""
+    made: Any = trainer
+    if type(trainer.strategy) is not SingleDeviceStrategy:
+        yield f"the strategy is {type(trainer.strategy).__name__}"
+    if not isinstance(made.profiler, PassThroughProfiler):
+        yield f"{type(made.profiler).__name__} profiles the hooks"
+    if made._detect_anomaly:
+        yield "detect_anomaly=True"
+    if len(trainer.optimizers) != 1:
+        yield f"there are {len(trainer.optimizers)} optimizers"
+    yield from (f"{type(each).__name__} needs a closure" for each in trainer.optimizers if _needs_closure(each))
+    owners: list[tuple[Any, Iterable[str]]] = [(trainer.lightning_module, (*STEP_HOOKS, *BATCH_HOOKS))]
+    owners += [(callback, [hook for hook in STEP_HOOKS if hasattr(L.Callback, hook)]) for callback in made.callbacks]
+    if made.datamodule is not None:
+        owners.append((made.datamodule, BATCH_HOOKS[:3]))
+    for owner, hooks in owners:
+        yield from (f"{type(owner).__name__} has a hook {hook}" for hook in hooks if is_overridden(hook, owner))
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
@@ -87,7 +97,7 @@ def plain_step(trainer: L.Trainer) -> Step:
         attributes["_current_fx_name"] = None
         if output is None:
             return {}
-        loss, extra = _loss_and_rest(output)
+        loss, extra = loss_and_rest(output)
         progress.increment_ready()
         optimizer.zero_grad()
         loss.backward()
@@ -98,7 +108,7 @@ def plain_step(trainer: L.Trainer) -> Step:
     return step
 
 
-def _loss_and_rest(output: Tensor | Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:
+def loss_and_rest(output: Tensor | Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:
     """The loss that ``training_step`` returned, and what else it returned."""
     if isinstance(output, Tensor):
         return output, {}
@@ -107,8 +117,15 @@ def _loss_and_rest(output: Tensor | Mapping[str, Any]) -> tuple[Tensor, Mapping[
     return output["loss"], {key: value for key, value in output.items() if key != "loss"}
 
 
-def plain_advance(trainer: L.Trainer, step: Step) -> Callable[[Any], None]:
+def plain_advance(
+    trainer: L.Trainer, step: Step, prepare: Callable[[Any], Any] | None = None
+) -> Callable[[Any], None]:
     """One batch of the Trainer's epoch loop, with ``step`` for its optimization.
+
+    Args:
+        trainer: inside ``fit``.
+        step: takes the optimizer, the number of the batch, and {"batch": batch, "batch_idx": number}.
+        prepare: makes the batch of what the data fetcher gives; by default it moves it to the device.
 
     Returns: a function of the data fetcher, as the loop's ``advance`` is.
     """
@@ -121,6 +138,8 @@ def plain_advance(trainer: L.Trainer, step: Step) -> Callable[[Any], None]:
     ends = [each.on_train_batch_end for each in callbacks if is_overridden("on_train_batch_end", each)]
     device = trainer.strategy.root_device
     full_advance = loop.advance
+    if prepare is None and device.type != "cpu":
+        prepare = partial(move_data_to_device, device=device)
 
     def advance(fetcher: Any) -> None:
         if loop.restarting:
@@ -129,8 +148,8 @@ def plain_advance(trainer: L.Trainer, step: Step) -> Callable[[Any], None]:
         batch, _, _ = next(fetcher)
         batch_idx = loop.batch_idx + 1
         progress.is_last_batch = fetcher.done
-        if device.type != "cpu":
-            batch = move_data_to_device(batch, device)
+        if prepare is not None:
+            batch = prepare(batch)
         progress.increment_ready()
         connector.on_batch_start(batch)
         attributes["_current_fx_name"] = "on_train_batch_start"

@@ -88,6 +88,13 @@ def client_order(round: int, client: int, size: int, batching: Batching) -> list
     return [torch.randperm(size, generator=draws) for _ in range(batching.local_epochs)]
 
 
+def client_batches(round: int, client: int, size: int, batching: Batching) -> list[Tensor]:
+    """The example numbers of each of a client's batches in a round, all local epochs in a row."""
+    count = batches_per_epoch(size, batching)
+    orders = client_order(round, client, size, batching)
+    return [indices for order in orders for indices in order.split(batching.batch_size)[:count]]
+
+
 def check_batches(names: Sequence[str], sizes: Sequence[int], batching: Batching) -> None:
     """Raise FederationError for a client that would never have a batch."""
     idle = [f"{n} ({s})" for n, s in zip(names, sizes, strict=True) if batches_per_epoch(s, batching) == 0]

@@ -120,9 +120,13 @@ class ResidentModel:
 
     def read_local(self) -> Tensors:
         """What the client keeps for its next round: local parameters and buffers."""
-        kept = {name: p.detach().clone() for name, p in self._local_parameters.items()}
+        return {name: value.detach().clone() for name, value in self.kept_values().items()}
+
+    def kept_values(self) -> Tensors:
+        """The module's own local parameters and buffers, not copied."""
         names = self._local_buffer_names + (self.buffer_names if self.policy == "local" else [])
-        return {**kept, **self._read_buffers(names)}
+        live = dict(self.module.named_buffers()) if names else {}
+        return {**self._local_parameters, **{name: live[name] for name in names}}
 
     def _read_buffers(self, names: Sequence[str]) -> Tensors:
         """Copies of the named buffers."""

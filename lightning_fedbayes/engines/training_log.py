@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -37,22 +38,23 @@ class TrainingLog:
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stands in for :meth:`lightning.LightningModule.log`."""
-        collects = (
-            self.module._current_fx_name == "training_step"
-            and not args
-            and isinstance(value, Tensor | float | int)
-            and kwargs.get("on_step") is False
-            and kwargs.get("on_epoch") is True
-            and kwargs.get("reduce_fx", "mean") == "mean"
-        )
-        if not collects:
+        if self.in_training_step and not args and is_epoch_mean(value, kwargs):
+            weight = kwargs.get("batch_size") or extract_batch_size(self.batch)
+            detached = value.detach() if isinstance(value, Tensor) else float(value)
+            total, examples = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = (total + detached * weight, examples + weight)
+            self._remember(name, kwargs)
+        else:
             self._log(name, value, *args, **kwargs)
-            return
-        weight = kwargs.get("batch_size") or extract_batch_size(self.batch)
-        detached = value.detach() if isinstance(value, Tensor) else float(value)
-        total, examples = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (total + detached * weight, examples + weight)
-        self._options[name] = {key: kwargs[key] for key in ("prog_bar", "logger") if key in kwargs}
+
+    @property
+    def in_training_step(self) -> bool:
+        """Whether ``training_step`` is running."""
+        return self.module._current_fx_name == "training_step"
+
+    def _remember(self, name: str, options: Mapping[str, Any]) -> None:
+        """Keep what the mean of the round is to be logged with."""
+        self._options[name] = {key: options[key] for key in ("prog_bar", "logger") if key in options}
 
     def end_client(self, client: int) -> dict[str, float]:
         """The means of the client that has just trained; they count for the round unless it is forgotten."""
@@ -76,3 +78,13 @@ class TrainingLog:
                 mean = sum(total for total, _ in sums) / sum(examples for _, examples in sums)
                 self._log(name, mean, on_step=False, on_epoch=True, **options)
         self._sums, self._clients = {}, {}
+
+
+def is_epoch_mean(value: Any, options: Mapping[str, Any]) -> bool:
+    """Whether a call of ``self.log`` asks for nothing but the mean over the epoch."""
+    return (
+        isinstance(value, Tensor | float | int)
+        and options.get("on_step") is False
+        and options.get("on_epoch") is True
+        and options.get("reduce_fx", "mean") == "mean"
+    )

@@ -104,7 +104,7 @@ class BayesianModule(L.LightningModule):
     @property
     def num_examples(self) -> int | None:
         """n that the KL is divided by: the client's, or the data set's. Set it for data without a length."""
-        return self._fit_examples or self._given_examples
+        return self._given_examples if self._fit_examples is None else self._fit_examples
 
     @num_examples.setter
     def num_examples(self, value: int | None) -> None:

@@ -1,0 +1,234 @@
+"""The vectorized engine: the clients of a round train at once, as one stack of networks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from lightning_fedbayes.engines.client import Client, ClientFailure, ClientState
+from lightning_fedbayes.engines.engine import Engine
+from lightning_fedbayes.engines.loader import FederatedLoader
+from lightning_fedbayes.engines.plain_steps import plain_advance
+from lightning_fedbayes.engines.plan import RoundPlan
+from lightning_fedbayes.engines.round import ClientUpdate
+from lightning_fedbayes.engines.state import ResidentModel
+from lightning_fedbayes.engines.vectorized.batches import StackedBatch, StackedBatches
+from lightning_fedbayes.engines.vectorized.clipping import clip_norms, clip_values
+from lightning_fedbayes.engines.vectorized.log import StackedTrainingLog
+from lightning_fedbayes.engines.vectorized.places import Places
+from lightning_fedbayes.engines.vectorized.rows import add_rows
+from lightning_fedbayes.engines.vectorized.schedule import Group, Scheduler, Slots, slots_of
+from lightning_fedbayes.engines.vectorized.stack import ClientStack, Clip
+from lightning_fedbayes.engines.vectorized.step import StackedStep
+from lightning_fedbayes.engines.vectorized.trial import Trial
+from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.seeding import derive_seed, seed_everything
+
+
+class VectorizedEngine(Engine):
+    """Trains clients at once: one batch of the Trainer is one step of all clients that have a batch of that size left.
+
+    ``training_step`` runs under :func:`torch.func.vmap` with each client's own parameters, buffers and noise, and the
+    user's optimizer steps the stack. The module itself holds the global model throughout. Without noise the result is
+    that of the sequential engine to rounding; with noise, the same in distribution.
+
+    Args:
+        trainer, model, names, sizes, optimizer_state, seed: see :class:`~lightning_fedbayes.engines.engine.Engine`.
+        trial: what a trial of the first batch has shown.
+        loader: the federation's loader.
+        clients_at_once: most clients in the stack.
+    """
+
+    name: ClassVar[str] = "vectorized"
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        model: ResidentModel,
+        names: tuple[str, ...],
+        sizes: tuple[int, ...],
+        *,
+        trial: Trial,
+        loader: FederatedLoader,
+        clients_at_once: int,
+        **options: Any,
+    ) -> None:
+        module = trainer.lightning_module
+        self.log: StackedTrainingLog
+        super().__init__(trainer, model, names, sizes, StackedTrainingLog(module), **options)
+        self.trial = trial
+        self.clients_at_once = clients_at_once
+        self._step = StackedStep(module, Places(module), self.log, trainer.precision_plugin.train_step_context)
+        self._clip = clipping(trainer)
+        self._stack: ClientStack | None = None
+        self._failures: dict[int, Exception] = {}
+        self.arrange(loader)
+
+    def arrange(self, loader: FederatedLoader) -> None:
+        """Let ``loader`` bring stacked batches."""
+        self._scheduler = Scheduler(loader.clients.sizes, loader.batching, self.clients_at_once)
+        loader.arrangement = StackedBatches(loader, self._scheduler)
+
+    def install(self) -> None:
+        """Take over the Trainer's batches."""
+        loop: Any = self.trainer.fit_loop.epoch_loop
+        loop.advance = plain_advance(self.trainer, self._train_batch, self._prepare)
+        self.log.install()
+
+    def remove(self) -> None:
+        """Give the Trainer its own batches back."""
+        self._drop_stack()
+        self.trainer.fit_loop.epoch_loop.__dict__.pop("advance", None)
+        self.log.remove()
+
+    def num_batches(self, plan: RoundPlan) -> int:
+        """One for each group of clients at the same step."""
+        return len(self._scheduler(plan))
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """Prepare for the clients of ``plan``."""
+        super().begin_round(plan)
+        self._schedule = self._scheduler(plan)
+        self._positions = {client: position for position, client in enumerate(plan.cohort)}
+
+    def end_round(self, *, success: bool) -> None:
+        """Keep what the clients keep, if the round counts."""
+        self._drop_stack()
+        super().end_round(success=success)
+
+    def begin_batch(self, batch_idx: int) -> Sequence[Client]:
+        """At the first batch of a chunk, stack its clients."""
+        chunk, group = self._schedule.places[batch_idx]
+        if group is not chunk.groups[0]:
+            return ()
+        clients = [self.client(self._positions[number]) for number in chunk.clients]
+        self._failures = {}
+        self._losses = torch.zeros(len(clients), device=self.trainer.strategy.root_device)
+        self._batches = [0] * len(clients)
+        starts = self.plan.starts
+        self._lengths = [starts[client.position + 1] - starts[client.position] for client in clients]
+        self._kept: dict[int, Any] = {}
+        self.log.begin_chunk(len(clients))
+        seed_everything(derive_seed(self.seed, "training", self.plan.round, min(chunk.clients)))
+        try:
+            self._stack = self.stack(clients)
+        except Exception as error:  # of on_client_start
+            self._failures = dict.fromkeys(range(len(clients)), error)
+        return clients
+
+    def stack(self, clients: Sequence[Client]) -> ClientStack:
+        """The networks of ``clients``, as they start."""
+        states = [self.states.get(client.number, ClientState()) for client in clients]
+        optimizer, trial = self.trainer.optimizers[0], self.trial
+        return ClientStack(self.model, optimizer, self._step, clients, states, trial.buffers, trial.stacked_keys)
+
+    def _prepare(self, batch: StackedBatch) -> Any:
+        """Bring a stacked batch to the device. Returns what callbacks see of it."""
+        convert, device = self.trainer.precision_plugin.convert_input, self.trainer.strategy.root_device
+        parts = [(slots, move_data_to_device(convert(data), device)) for slots, data in batch.parts]
+        self._batch = StackedBatch(parts, batch.failures)
+        return parts[0][1] if len(parts) == 1 else [data for _, data in parts]
+
+    def _train_batch(self, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """One stacked step, in place of the Trainer's automatic optimization."""
+        _, group = self._schedule.places[batch_idx]
+        for slot, error in self._batch.failures.items():
+            self._failures.setdefault(slot, error)
+        progress = self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        progress.increment_ready()
+        outputs: Mapping[str, Any] = {}
+        parts = [part for slots, data in self._batch.parts for part in self._parts(slots, data)]
+        for slots, data in parts:
+            outputs = self._train(slots, data, replace(group, alone=False) if len(parts) > 1 else group, batch_idx)
+        progress.increment_completed()
+        return outputs
+
+    def _parts(self, slots: Slots, data: Any) -> Iterator[tuple[Slots, Any]]:
+        """The clients that have not failed, with their batches, in groups that can step together."""
+        healthy = slots_of([slot for slot in slots if slot not in self._failures]) if self._failures else slots
+        if self._stack is None or not healthy:
+            return
+        for together in self._stack.optimizer.alike(healthy):
+            yield together, data if together == slots else _rows_of(data, [slots.index(slot) for slot in together])
+
+    def _train(self, slots: Slots, data: Any, group: Group, batch_idx: int) -> Mapping[str, Any]:
+        """One step of clients of one kind; if it fails, one after another, so that only those fail that must."""
+        assert self._stack is not None
+        optimizer = self._stack.optimizer
+        try:
+            losses, rest = self._stack.forward_backward(
+                slots, data, group.step, batch_idx, alone=group.alone, clip=self._clip
+            )
+            if losses is None:
+                optimizer.skip()
+                return rest
+            optimizer.step()
+        except (MisconfigurationException, FedBayesError):
+            raise  # a mistake in the set-up, the same for every client
+        except Exception as error:
+            if len(slots) == 1:
+                self._failures[slots[0]] = error
+                return {}
+            singles = [(range(slot, slot + 1), _rows_of(data, [place])) for place, slot in enumerate(slots)]
+            return [self._train(single, batch, group, batch_idx) for single, batch in singles][-1]
+        add_rows(self._losses, slots, losses)
+        self.log.add(slots, group.batch_size)
+        for slot in slots:
+            self._batches[slot] += 1
+            if self.keep_optimizer and group.step + 1 == self._lengths[slot]:
+                self._kept[slot] = optimizer.keep(slot)
+        return {"loss": losses.mean(), **rest}
+
+    def end_batch(self, batch_idx: int, outputs: Any) -> Sequence[ClientUpdate | ClientFailure]:
+        """At the last batch of a chunk, read what its clients send."""
+        chunk, group = self._schedule.places[batch_idx]
+        if group is not chunk.groups[-1]:
+            return ()
+        stack, logged = self._stack, self.log.end_chunk(chunk.clients)
+        results: list[ClientUpdate | ClientFailure] = []
+        if stack is None:
+            return [ClientFailure(number, self._failures[slot]) for slot, number in enumerate(chunk.clients)]
+        losses, posteriors = self._losses.tolist(), stack.read_posteriors()
+        for slot, number in enumerate(chunk.clients):
+            if slot in self._failures:
+                results.append(ClientFailure(number, self._failures[slot]))
+                continue
+            metrics = logged[slot]
+            if self._batches[slot]:
+                metrics = {"train_loss": losses[slot] / self._batches[slot], **metrics}
+            results.append(
+                ClientUpdate(number, self.sizes[number], posteriors[slot], stack.read_buffers(slot), metrics)
+            )
+            kept = [self._kept[slot]] if slot in self._kept else []
+            self._trained[number] = ClientState(stack.read_local(slot), kept)
+        self._drop_stack()
+        return results
+
+    def _drop_stack(self) -> None:
+        """Forget the clients in the stack."""
+        if self._stack is not None:
+            self._stack.remove()
+            self._stack = None
+
+
+def _rows_of(data: Any, places: list[int]) -> Any:
+    """Some of the clients' batches."""
+    return tree_map(lambda tensor: tensor[places], data)
+
+
+def clipping(trainer: L.Trainer) -> Clip | None:
+    """What the Trainer's gradient clipping does to stacked gradients."""
+    limit = trainer.gradient_clip_val
+    if not limit:
+        return None
+    clip = clip_values if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE else clip_norms
+    return lambda gradients: clip(gradients, limit)

@@ -1,0 +1,98 @@
+"""What ``training_step`` logs when it runs for several clients at once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.engines.training_log import TrainingLog, is_epoch_mean
+from lightning_fedbayes.engines.vectorized.rows import add_rows
+from lightning_fedbayes.engines.vectorized.schedule import Slots
+
+SIGNATURE = inspect.signature(L.LightningModule.log)
+
+REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
+
+class StackedTrainingLog(TrainingLog):
+    """Collects what a stacked step logs: means per epoch client by client, the rest over the clients of the step.
+
+    Args:
+        module: as in :class:`~lightning_fedbayes.engines.training_log.TrainingLog`.
+    """
+
+    def __init__(self, module: L.LightningModule) -> None:
+        super().__init__(module)
+        self._calls: list[tuple[str, Any, Mapping[str, Any]]] = []
+        self._totals: dict[str, Tensor] = {}
+        self._examples: dict[str, list[float]] = {}
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Stands in for :meth:`lightning.LightningModule.log`; inside a step it only takes notes."""
+        if not self.in_training_step:
+            self._log(name, value, *args, **kwargs)
+            return
+        if args:
+            given = SIGNATURE.bind(None, name, value, *args, **kwargs).arguments
+            kwargs = {key: given[key] for key in list(given)[3:]}
+        self._calls.append((name, value, kwargs))
+
+    def begin_step(self) -> None:
+        """Forget the notes of the step before."""
+        self._calls = []
+
+    def step_values(self) -> dict[str, Tensor]:
+        """The tensors among the notes, for vmap to hand out."""
+        return {str(i): value.detach() for i, (_, value, _) in enumerate(self._calls) if isinstance(value, Tensor)}
+
+    def end_step(self, values: Mapping[str, Tensor]) -> None:
+        """Take the tensors from vmap, now one value per client."""
+        self._calls = [(name, values.get(str(i), value), kw) for i, (name, value, kw) in enumerate(self._calls)]
+
+    def begin_chunk(self, clients: int) -> None:
+        """Prepare for a stack of ``clients``."""
+        self._slots, self._totals, self._examples = clients, {}, {}
+
+    def add(self, slots: Slots, batch_size: int) -> None:
+        """Count what the last step has logged for the clients in ``slots``, each with ``batch_size`` examples."""
+        for name, value, options in self._calls:
+            weight = options.get("batch_size") or batch_size
+            if is_epoch_mean(value, options):
+                if name not in self._totals:
+                    like = value if isinstance(value, Tensor) else torch.tensor(0.0)
+                    dtype = like.dtype if like.is_floating_point() else torch.float32
+                    self._totals[name] = torch.zeros(self._slots, dtype=dtype, device=like.device)
+                    self._examples[name] = [0.0] * self._slots
+                add_rows(self._totals[name], slots, value * weight)
+                examples = self._examples[name]
+                for slot in slots:
+                    examples[slot] += weight
+                self._remember(name, options)
+            else:
+                self._log_now(name, value, {**options, "batch_size": weight * len(slots)})
+
+    def _log_now(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        """Let Lightning log one value of all clients of the step."""
+        if isinstance(value, Tensor) and value.dim():
+            reduce = options.get("reduce_fx", "mean")
+            value = REDUCTIONS.get(reduce, reduce)(value.float() if reduce == "mean" else value)
+        self.module.__dict__["_current_fx_name"] = "training_step"
+        try:
+            self._log(name, value, **options)
+        finally:
+            self.module.__dict__["_current_fx_name"] = None
+
+    def end_chunk(self, clients: tuple[int, ...]) -> list[dict[str, float]]:
+        """The means of the clients in the stack, slot by slot; each counts for the round unless it is forgotten."""
+        totals = {name: total.tolist() for name, total in self._totals.items()}
+        means = []
+        for slot, client in enumerate(clients):
+            sums = {name: (totals[name][slot], n[slot]) for name, n in self._examples.items() if n[slot]}
+            self._clients[client] = dict(sums)
+            means.append({name: total / examples for name, (total, examples) in sums.items()})
+        return means

@@ -1,0 +1,183 @@
+"""The first batch of two clients, trained without consequences, to see whether and how a module can be stacked."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_fedbayes.engines.client import Client, ClientState, parameters_of
+from lightning_fedbayes.engines.loader import FailedBatch, FederatedLoader
+from lightning_fedbayes.engines.plain_steps import step_obstacles
+from lightning_fedbayes.engines.state import ResidentModel
+from lightning_fedbayes.engines.vectorized.batches import stack_batches
+from lightning_fedbayes.engines.vectorized.entrywise import check_entrywise
+from lightning_fedbayes.engines.vectorized.log import StackedTrainingLog
+from lightning_fedbayes.engines.vectorized.places import Places
+from lightning_fedbayes.engines.vectorized.reasons import CannotVectorize
+from lightning_fedbayes.engines.vectorized.stack import ClientStack
+from lightning_fedbayes.engines.vectorized.step import StackedStep
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the vectorized engine must know of a module.
+
+    Args:
+        buffers: names of the buffers that change in a step, of which every client needs its own.
+        stacked_keys: names of the optimizer's state that has the parameter's shape.
+        flops: floating-point operations of one client's step, in matrix products and convolutions.
+        bytes_per_client: memory that one more client in the stack takes.
+    """
+
+    buffers: tuple[str, ...]
+    stacked_keys: frozenset[str]
+    flops: int
+    bytes_per_client: int
+
+
+def try_two_clients(
+    trainer: L.Trainer, model: ResidentModel, loader: FederatedLoader, clients: Sequence[Client]
+) -> Trial:
+    """Take one step of ``clients`` as a stack and forget it.
+
+    Args:
+        trainer: in ``fit``, with its optimizers.
+        model: the resident network.
+        loader: the federation's loader.
+        clients: two clients.
+
+    Raises:
+        CannotVectorize: the module, its optimizer, its batches or the Trainer do not allow it; the message says why.
+    """
+    obstacle = next(step_obstacles(trainer), None) or next(_stacking_obstacles(trainer, model), None)
+    if obstacle is not None:
+        raise CannotVectorize(obstacle)
+    module = trainer.lightning_module
+    first = loader.load(0, clients[0].number)
+    if isinstance(first, FailedBatch):
+        raise CannotVectorize(f"the first batch could not be loaded: {first.error}") from first.error
+    ((slots, data),) = stack_batches(range(2), [first, first]).parts
+    data = move_data_to_device(trainer.precision_plugin.convert_input(data), trainer.strategy.root_device)
+
+    log, places = StackedTrainingLog(module), Places(module)
+    step = StackedStep(module, places, log, trainer.precision_plugin.train_step_context)
+    buffers = [name for name, _ in module.named_buffers()]
+    log.install()
+    try:
+        with _undisturbed(module), FlopCounterMode(display=False) as flops, _Allocations() as allocations:
+            stack = ClientStack(
+                model, trainer.optimizers[0], step, clients, [ClientState()] * 2, buffers, frozenset()
+            )
+            before = {name: stack.buffers[name]._version for name in buffers}
+            try:
+                stack.forward_backward(slots, data, 0, 0, alone=True)
+            finally:
+                stack.remove()
+            changed = tuple(name for name in buffers if stack.buffers[name]._version != before[name])
+    except CannotVectorize:
+        raise
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise CannotVectorize(f"training_step cannot run for several clients at once: {reason}") from error
+    finally:
+        log.remove()
+    stacked_keys = check_entrywise(trainer.optimizers[0])
+    own = sum(p.numel() * p.element_size() for p in parameters_of(trainer.optimizers[0]))
+    total = allocations.bytes // 2 + own * (2 + len(stacked_keys))
+    return Trial(changed, stacked_keys, flops.get_total_flops() // 2, total)
+
+
+def _stacking_obstacles(trainer: L.Trainer, model: ResidentModel) -> Iterator[str]:
+    """What would go unnoticed, or cannot be shared by the clients of a stack, in words."""
+    own = {id(p) for p in model.parameters.values()}
+    for parameter in parameters_of(trainer.optimizers[0]):
+        if id(parameter) not in own:
+            yield "the optimizer holds a tensor that is no parameter of the module"
+    for name, parameter in model.parameters.items():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            yield f"the parameter {name} has a hook, which would not see the clients' gradients"
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        yield "a gradient scaler would skip the step of all clients when one overflows; use bf16-mixed"
+
+
+@contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module`` runs without consequences for its attributes and the generators of random numbers.
+
+    Raises:
+        CannotVectorize: it kept a tensor of a client, or drew from a generator that all clients would share.
+    """
+    attributes = [(each, _snapshot(vars(each))) for each in module.modules()]
+    host = random.getstate(), np.random.get_state()
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+        leaks = [name for each, _ in attributes for name, value in vars(each).items() if _holds_stacked(value)]
+        if leaks:
+            raise CannotVectorize(f"training_step keeps a client's tensor in self.{leaks[0]}")
+        if random.getstate() != host[0] or str(np.random.get_state()) != str(host[1]):
+            raise CannotVectorize(
+                "training_step draws from Python's or NumPy's generator, and clients would share the draw; use torch's"
+            )
+    finally:
+        random.setstate(host[0])
+        np.random.set_state(host[1])
+        for each, snapshot in attributes:
+            _restore(vars(each), snapshot)
+
+
+def _snapshot(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The attributes, and copies of those that are containers."""
+    return {
+        name: (value, copy.copy(value) if isinstance(value, list | dict | set | deque) else None)
+        for name, value in attributes.items()
+    }
+
+
+def _restore(attributes: dict[str, Any], snapshot: dict[str, tuple[Any, Any]]) -> None:
+    for name in attributes.keys() - snapshot.keys():
+        del attributes[name]
+    for name, (value, content) in snapshot.items():
+        attributes[name] = value
+        if (content is not None and len(value) != len(content)) or (content is not None and isinstance(value, dict)):
+            value.clear()
+            (value.extend if isinstance(value, list | deque) else value.update)(content)
+
+
+def _holds_stacked(value: Any) -> bool:
+    """Whether a tensor from inside vmap is in ``value``."""
+    return any(
+        isinstance(leaf, Tensor) and is_functorch_wrapped_tensor(leaf)
+        for leaf in tree_leaves(value)
+    )
+
+
+class _Allocations(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations make: more than a step ever holds at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            new = [t for t in tree_leaves(result) if isinstance(t, Tensor) and not any(t is given for given in args)]
+            self.bytes += sum(t.numel() * t.element_size() for t in new)
+        return result
