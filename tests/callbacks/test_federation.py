@@ -191,7 +191,9 @@ def test_local_parameters_never_leave_a_client():
         starts.setdefault(client.number, []).append(module.net[2].weight.detach().clone())
 
     module.on_client_start = on_client_start
-    federation = fb.FederatedBayes(fb.DirichletPartition(2, 0.5), local_parameters=["net.2.*"])
+    federation = fb.FederatedBayes(
+        fb.DirichletPartition(2, 0.5), local_parameters=["net.2.*"], engine="sequential"
+    )
     federate(module, federation, rounds=3)
     assert not any(name.startswith("net.2") for name in federation.posterior.names)
     assert torch.equal(module.net[2].weight, initial), "the global model keeps the initial head"
@@ -212,7 +214,7 @@ def test_buffers_follow_their_policy_and_keep_their_dtype(policy):
         starts.append((norm.running_mean.clone(), norm.num_batches_tracked.clone()))
 
     module.on_client_start = on_client_start
-    federate(module, fb.FederatedBayes(fb.SizesPartition((60, 30)), buffers=policy), rounds=2)
+    federate(module, fb.FederatedBayes(fb.SizesPartition((60, 30)), buffers=policy, engine="sequential"), rounds=2)
     norm = module.net[1]
     assert norm.num_batches_tracked.dtype == torch.int64
     first, second = starts[2:]
@@ -255,8 +257,8 @@ def test_an_unmodified_bayesian_torch_network_federates():
 def test_the_short_step_equals_the_trainers_own(options):
     """A clip value that never bites makes the Trainer take its own step."""
     first, second = bayesian(), bayesian()
-    federate(first, fb.FederatedBayes(fb.IIDPartition(3)))
-    made = federate(second, fb.FederatedBayes(fb.IIDPartition(3)), **options)
+    federate(first, fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"))
+    made = federate(second, fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"), **options)
     assert_equal(parameters(first), parameters(second))
     assert made.global_step == 2 * 3 * 4
 
@@ -382,7 +384,7 @@ def test_reloaded_data_may_change_sizes_but_not_the_number_of_clients():
     seen = []
     module = Plain()
     module.on_client_start = lambda client: seen.append((client.round, client.num_examples))
-    made = trainer(2, [fb.FederatedBayes()], reload_dataloaders_every_n_epochs=1)
+    made = trainer(2, [fb.FederatedBayes(engine="sequential")], reload_dataloaders_every_n_epochs=1)
     made.fit(module, datamodule=Growing([(20, 20), (20, 60)]))
     assert seen == [(0, 20), (0, 20), (1, 20), (1, 60)]
     made = trainer(2, [fb.FederatedBayes()], reload_dataloaders_every_n_epochs=1)

@@ -22,7 +22,7 @@ def descriptions(bar: L.Callback, read) -> list[str]:
 
     spy = Spy()
     parts = fb.ClientDatasets({"north": loader().dataset, "south": loader().dataset})
-    federate(Plain(), fb.FederatedBayes(), 2, loader(parts), enable_progress_bar=True, callbacks=[bar, spy])
+    federate(Plain(), fb.FederatedBayes(engine="sequential"), 2, loader(parts), enable_progress_bar=True, callbacks=[bar, spy])
     return spy.seen
 
 

@@ -104,7 +104,7 @@ def state(module, fed, made) -> dict[str, torch.Tensor]:
 def test_a_crash_inside_a_round_changes_nothing(tmp_path, setting):
     whole = state(*run(tmp_path / "whole", setting))
     with pytest.raises(Crash):
-        run(tmp_path / "parts", setting, callbacks=[Interrupt(3, 5, crash)])
+        run(tmp_path / "parts", setting, callbacks=[Interrupt(3, 2, crash)])
     resumed = state(*run(tmp_path / "parts", setting, ckpt_path="last"))
     assert_equal(whole, resumed)
 
@@ -113,7 +113,7 @@ def test_a_plateau_schedule_resumes_bit_by_bit(tmp_path):
     whole = run(tmp_path / "whole", "plain", module_class=OnPlateau)
     assert whole[2].optimizers[0].param_groups[0]["lr"] < 0.05
     with pytest.raises(Crash):
-        run(tmp_path / "parts", "plain", module_class=OnPlateau, callbacks=[Interrupt(3, 5, crash)])
+        run(tmp_path / "parts", "plain", module_class=OnPlateau, callbacks=[Interrupt(3, 2, crash)])
     resumed = run(tmp_path / "parts", "plain", ckpt_path="last", module_class=OnPlateau)
     assert resumed[2].optimizers[0].param_groups[0]["lr"] == whole[2].optimizers[0].param_groups[0]["lr"]
     assert_equal(state(*whole), state(*resumed))
@@ -140,7 +140,7 @@ def test_a_checkpoint_by_a_callback_before_ours_at_the_last_batch_resumes(tmp_pa
 def test_checkpoints_written_inside_a_round_resume_at_its_start(tmp_path, setting, every):
     whole = state(*run(tmp_path / "whole", setting))
     with pytest.raises(Crash):
-        run(tmp_path / "parts", setting, callbacks=[Interrupt(2, 5, crash)], every_n_train_steps=every)
+        run(tmp_path / "parts", setting, callbacks=[Interrupt(2, 2, crash)], every_n_train_steps=every)
     resumed = state(*run(tmp_path / "parts", setting, ckpt_path="last", every_n_train_steps=every))
     assert_equal(whole, resumed)
 
@@ -149,7 +149,7 @@ def test_checkpoints_written_inside_a_round_resume_at_its_start(tmp_path, settin
 def test_a_checkpoint_written_because_of_the_crash_resumes_at_the_rounds_start(tmp_path, setting):
     whole = state(*run(tmp_path / "whole", setting, save_on_exception=True))
     with pytest.raises(Crash):
-        run(tmp_path / "parts", setting, callbacks=[Interrupt(3, 5, crash)], save_on_exception=True)
+        run(tmp_path / "parts", setting, callbacks=[Interrupt(3, 2, crash)], save_on_exception=True)
     (written,) = (tmp_path / "parts").glob("epoch=3*.ckpt")
     assert torch.load(written, weights_only=False)["epoch"] == 3
     resumed = state(*run(tmp_path / "parts", setting, ckpt_path=written, save_on_exception=True))

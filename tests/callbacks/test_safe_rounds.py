@@ -56,7 +56,7 @@ FAULTS = ["raises late", "raises in backward", "nan loss", "infinite parameter"]
 def test_a_failing_client_is_left_out_and_the_others_count(fault, weighting, options, caplog):
     """The result is that of the others alone: same data, same seeds."""
     module = Faulty(fault)
-    federation = fb.FederatedBayes(fb.IIDPartition(3), weighting=weighting)
+    federation = fb.FederatedBayes(fb.IIDPartition(3), weighting=weighting, engine="sequential")
     with caplog.at_level(logging.INFO):
         federate(module, federation, 1, **options)
     assert sum("client 1 is left out" in line for line in caplog.messages) == 1
@@ -70,7 +70,7 @@ def test_a_failing_client_is_left_out_and_the_others_count(fault, weighting, opt
             if batch_idx % 4 == 3:
                 survivors.append(parameters(pl_module))
 
-    federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3)), 1, callbacks=[Keep()], **options)
+    federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"), 1, callbacks=[Keep()], **options)
     first, _, third = survivors
     del third  # after the last batch the module holds the fused posterior already
     expected = fb.FederatedBayes(fb.IIDPartition(3))
@@ -178,7 +178,7 @@ def test_an_interrupted_round_leaves_the_last_global_model_and_a_clean_trainer(i
             fused.append(parameters(pl_module))
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.current_epoch == 1 and batch_idx == 5:
+            if trainer.current_epoch == 1 and batch_idx == 2:
                 raise interrupt
 
     made = trainer(3, [fb.FederatedBayes(fb.IIDPartition(3)), Stop()])
@@ -197,7 +197,7 @@ def test_stopping_inside_a_round_drops_it_and_validates_the_global_model():
 
     class Stop(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.current_epoch == 1 and batch_idx == 5:
+            if trainer.current_epoch == 1 and batch_idx == 2:
                 trainer.should_stop = True
 
         def on_train_epoch_end(self, trainer, pl_module):

@@ -145,4 +145,6 @@ def _last_batch_size(size: int, batching: Batching) -> int:
 
 def slots_of(slots: Sequence[int]) -> Slots:
     """``slots`` as a range, if they are one."""
+    if not slots:
+        return range(0)
     return range(slots[0], slots[-1] + 1) if slots[-1] - slots[0] + 1 == len(slots) else tuple(slots)

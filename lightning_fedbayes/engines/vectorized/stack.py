@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from lightning_fedbayes.engines.client import Client, ClientState, parameters_of
 from lightning_fedbayes.engines.state import ResidentModel, Tensors
@@ -57,7 +58,9 @@ class ClientStack:
             for name, value in live.items()
         }
         kept: list[Kept] = [state.optimizers[0] if state.optimizers else {} for state in states]
-        self.attributes = start_clients(step.module, clients)  # before anything is changed that must be put back
+        everything = {**dict(zip(self.names, rows)), **self.buffers}
+        # before anything is changed that must be put back
+        self.attributes = start_clients(step.module, clients, step.places, everything)
         self.optimizer = StackedOptimizer(optimizer, rows, kept, stacked_keys)
 
     def forward_backward(
@@ -79,7 +82,7 @@ class ClientStack:
         optimizer.select(slots, steps, alone=alone)
         parameters: Tensors = dict(zip(self.names, optimizer.parameters))
         buffers = {name: take_rows(stack, slots) for name, stack in self.buffers.items()}
-        stacked = {name: take_rows(value, slots) for name, value in self.attributes.stacked.items()}
+        stacked = tree_map(lambda value: take_rows(value, slots), self.attributes.stacked)
         output = self.step(parameters, buffers, Attributes(stacked, self.attributes.shared), batch, batch_idx)
         for name, buffer in (buffers | output.buffers).items():
             put_rows(self.buffers[name], slots, buffer)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node, tree_leaves
 
 from lightning_fedbayes.engines.client import Client
-from lightning_fedbayes.engines.vectorized.step import ABSENT, Attributes, restore_attributes
+from lightning_fedbayes.engines.state import Tensors
+from lightning_fedbayes.engines.vectorized.attributes import Snapshot
+from lightning_fedbayes.engines.vectorized.places import Places
+from lightning_fedbayes.engines.vectorized.reasons import CannotVectorize
+from lightning_fedbayes.engines.vectorized.step import Attributes
+
+PLAIN = (int, float, str, type(None))
 
 
 class StackedClient(Client):
@@ -32,27 +41,62 @@ class StackedClient(Client):
         raise RuntimeError("on_client_start reads the client's name, and clients that train at once have several")
 
 
-def start_clients(module: L.LightningModule, clients: Sequence[Client]) -> Attributes:
+register_pytree_node(
+    StackedClient,
+    lambda client: ([client.number, client.num_examples, client.position], client),
+    lambda tensors, like: StackedClient(tensors[0], tensors[1], tensors[2], like),  # pyright: ignore
+)
+
+
+def start_clients(
+    module: L.LightningModule, clients: Sequence[Client], places: Places, tensors: Tensors
+) -> Attributes:
     """Call the module's ``on_client_start``, if it has one, for several clients at once.
 
-    Returns: the attributes that it set; the module itself stays as it was.
+    Args:
+        module: the user's module; its attributes stay as they are.
+        clients: who starts.
+        places: where the module's parameters and buffers live.
+        tensors: what the hook finds there: name → tensor of shape (clients, *).
+
+    Returns: the attributes that it set.
+
+    Raises:
+        CannotVectorize: it did something else than to set the module's attributes to tensors or plain values.
     """
     hook = getattr(module, "on_client_start", None)
     if hook is None:
         return Attributes()
     shared: dict[str, Any] = {}
+    given: list[weakref.ref[Any]] = []
 
-    def start(number: Tensor, num_examples: Tensor, position: Tensor) -> dict[str, Tensor]:
-        before = dict(module.__dict__)
+    def start(number: Tensor, num_examples: Tensor, position: Tensor, tensors: Tensors) -> dict[str, Any]:
+        client = StackedClient(number, num_examples, position, clients[0])
+        given.extend(weakref.ref(each) for each in (client, number, num_examples, position))
+        before = Snapshot(module)
         try:
-            hook(StackedClient(number, num_examples, position, clients[0]))
+            with places.holding(tensors):
+                hook(client)
+            changed = before.changes()
         finally:
-            after = dict(module.__dict__)
-            changed = {name: value for name, value in after.items() if before.get(name, ABSENT) is not value}
-            restore_attributes(module, {name: before.get(name, ABSENT) for name in changed})
-        shared.update({name: value for name, value in changed.items() if not isinstance(value, Tensor)})
-        return {name: value for name, value in changed.items() if isinstance(value, Tensor)}
+            before.restore()
+        if not changed:
+            raise CannotVectorize("on_client_start does something else than to set attributes of the module")
+        stacked = {}
+        for name, value in changed.items():
+            if isinstance(value, PLAIN):
+                shared[name] = value
+            elif (leaves := tree_leaves(value)) and all(isinstance(leaf, Tensor) for leaf in leaves):
+                stacked[name] = value
+            else:
+                raise CannotVectorize(f"on_client_start sets self.{name} to a {type(value).__name__}")
+        return stacked
 
     numbers = [torch.tensor([getattr(c, name) for c in clients]) for name in ("number", "num_examples", "position")]
-    stacked = torch.func.vmap(start, randomness="different")(*(each.to(module.device) for each in numbers))
+    numbers = [each.to(module.device) for each in numbers]
+    stacked = torch.func.vmap(start, randomness="different")(*numbers, tensors)
+    if any(each() is not None for each in given):
+        gc.collect()
+        if any(each() is not None for each in given):
+            raise CannotVectorize("on_client_start keeps what it is told outside of the module's attributes")
     return Attributes(stacked, shared)

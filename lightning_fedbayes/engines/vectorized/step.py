@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from lightning_fedbayes.engines.plain_steps import loss_and_rest
 from lightning_fedbayes.engines.state import Tensors
+from lightning_fedbayes.engines.vectorized.attributes import holding_attributes
 from lightning_fedbayes.engines.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.engines.vectorized.places import Places
-
-ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -26,11 +25,11 @@ class Attributes:
     """What a module's ``on_client_start`` has set on it.
 
     Args:
-        stacked: what differs between clients, name → tensor of shape (clients, *).
+        stacked: what differs between clients, name → tensor of shape (clients, *), or something made of such.
         shared: what does not.
     """
 
-    stacked: Tensors = field(default_factory=dict)
+    stacked: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
 
 
@@ -95,7 +94,7 @@ class StackedStep:
         self.log.end_step(logged)
         return StepOutput(None if self._skipped else losses, {**self._constants, **rest}, replaced)
 
-    def _one(self, parameters: Tensors, buffers: Tensors, attributes: Tensors, batch: Any) -> tuple:
+    def _one(self, parameters: Tensors, buffers: Tensors, attributes: dict[str, Any], batch: Any) -> tuple:
         """The step of one client, as vmap sees it."""
         held = {**self._shared, **attributes, "_current_fx_name": "training_step"}
         with holding_attributes(self.module, held), self.places.holding({**parameters, **buffers}):
@@ -112,24 +111,3 @@ class StackedStep:
         self._constants = {name: value for name, value in rest.items() if not isinstance(value, Tensor)}
         tensors = {name: value for name, value in rest.items() if isinstance(value, Tensor)}
         return loss.reshape(()), tensors, values, replaced
-
-
-@contextmanager
-def holding_attributes(module: L.LightningModule, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, ``module`` has these ``attributes``, set without the 1 µs that each costs through ``nn.Module``."""
-    state = module.__dict__
-    before = {name: state.get(name, ABSENT) for name in attributes}
-    state.update(attributes)
-    try:
-        yield
-    finally:
-        restore_attributes(module, before)
-
-
-def restore_attributes(module: L.LightningModule, before: Mapping[str, Any]) -> None:
-    """Give ``module`` these attributes back; :data:`ABSENT` ones are removed."""
-    for name, value in before.items():
-        if value is ABSENT:
-            module.__dict__.pop(name, None)
-        else:
-            module.__dict__[name] = value

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import random
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +13,6 @@ import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,6 +21,7 @@ from lightning_fedbayes.engines.client import Client, ClientState, parameters_of
 from lightning_fedbayes.engines.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.engines.plain_steps import step_obstacles
 from lightning_fedbayes.engines.state import ResidentModel
+from lightning_fedbayes.engines.vectorized.attributes import Snapshot
 from lightning_fedbayes.engines.vectorized.batches import stack_batches
 from lightning_fedbayes.engines.vectorized.entrywise import check_entrywise
 from lightning_fedbayes.engines.vectorized.log import StackedTrainingLog
@@ -83,12 +81,17 @@ def try_two_clients(
             stack = ClientStack(
                 model, trainer.optimizers[0], step, clients, [ClientState()] * 2, buffers, frozenset()
             )
-            before = {name: stack.buffers[name]._version for name in buffers}
+            before = {name: (buffer._version, buffer.clone()) for name, buffer in stack.buffers.items()}
             try:
                 stack.forward_backward(slots, data, 0, 0, alone=True)
             finally:
                 stack.remove()
-            changed = tuple(name for name in buffers if stack.buffers[name]._version != before[name])
+            # batch norm writes without telling the version counter; other writes may leave the values as they were
+            changed = tuple(
+                name
+                for name, (version, values) in before.items()
+                if stack.buffers[name]._version != version or not torch.equal(stack.buffers[name], values)
+            )
     except CannotVectorize:
         raise
     except Exception as error:
@@ -120,17 +123,17 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     """Inside, ``module`` runs without consequences for its attributes and the generators of random numbers.
 
     Raises:
-        CannotVectorize: it kept a tensor of a client, or drew from a generator that all clients would share.
+        CannotVectorize: it changed an attribute or drew from a generator, which all clients would share.
     """
-    attributes = [(each, _snapshot(vars(each))) for each in module.modules()]
+    snapshots = [Snapshot(each) for each in module.modules()]
     host = random.getstate(), np.random.get_state()
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices):
             yield
-        leaks = [name for each, _ in attributes for name, value in vars(each).items() if _holds_stacked(value)]
-        if leaks:
-            raise CannotVectorize(f"training_step keeps a client's tensor in self.{leaks[0]}")
+        changed = [name for snapshot in snapshots for name in snapshot.changes()]
+        if changed:
+            raise CannotVectorize(f"training_step changes self.{changed[0]}, which clients would share")
         if random.getstate() != host[0] or str(np.random.get_state()) != str(host[1]):
             raise CannotVectorize(
                 "training_step draws from Python's or NumPy's generator, and clients would share the draw; use torch's"
@@ -138,34 +141,8 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(host[0])
         np.random.set_state(host[1])
-        for each, snapshot in attributes:
-            _restore(vars(each), snapshot)
-
-
-def _snapshot(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The attributes, and copies of those that are containers."""
-    return {
-        name: (value, copy.copy(value) if isinstance(value, list | dict | set | deque) else None)
-        for name, value in attributes.items()
-    }
-
-
-def _restore(attributes: dict[str, Any], snapshot: dict[str, tuple[Any, Any]]) -> None:
-    for name in attributes.keys() - snapshot.keys():
-        del attributes[name]
-    for name, (value, content) in snapshot.items():
-        attributes[name] = value
-        if (content is not None and len(value) != len(content)) or (content is not None and isinstance(value, dict)):
-            value.clear()
-            (value.extend if isinstance(value, list | deque) else value.update)(content)
-
-
-def _holds_stacked(value: Any) -> bool:
-    """Whether a tensor from inside vmap is in ``value``."""
-    return any(
-        isinstance(leaf, Tensor) and is_functorch_wrapped_tensor(leaf)
-        for leaf in tree_leaves(value)
-    )
+        for snapshot in snapshots:
+            snapshot.restore()
 
 
 class _Allocations(TorchDispatchMode):
