@@ -129,7 +129,9 @@ class VectorizedEngine(Engine):
         """The networks of ``clients``, as they start."""
         states = [self.states.get(client.number, ClientState()) for client in clients]
         optimizer, trial = self.trainer.optimizers[0], self.trial
-        return ClientStack(self.model, optimizer, self._step, clients, states, trial.buffers, trial.stacked_keys)
+        return ClientStack(
+            self.model, optimizer, self._step, clients, states, trial.buffers, trial.stacked_keys, trial.layouts
+        )
 
     def _prepare(self, batch: StackedBatch) -> Any:
         """Bring a stacked batch to the device. Returns what callbacks see of it."""

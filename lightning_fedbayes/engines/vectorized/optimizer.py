@@ -40,9 +40,8 @@ class StackedOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.rows = list(rows)
-        self.parameters = [Parameter(stack) for stack in rows]
         self._own = parameters_of(optimizer)
-        set_parameters(optimizer, self.parameters)
+        self.parameters: list[Parameter] = []
         optimizer.state.clear()
         self._stacks: dict[int, dict[str, Tensor]] = {i: {} for i in range(len(rows))}
         self._stacked_keys = stacked_keys
@@ -115,8 +114,12 @@ class StackedOptimizer:
         self._selected, self._steps = slots, steps
         rest = self._shared[self._kinds[slots[0]]][steps]
         self.optimizer.state.clear()
+        # new objects: a graph that somebody keeps of an earlier step would hold on to the old ones' shapes
+        self.parameters = [
+            Parameter(take_rows(stack, slots), own.requires_grad) for stack, own in zip(self.rows, self._own)
+        ]
+        set_parameters(self.optimizer, self.parameters)
         for i, parameter in enumerate(self.parameters):
-            parameter.grad, parameter.data = None, take_rows(self.rows[i], slots)
             if i in rest:
                 state = {key: take_rows(stack, slots) for key, stack in self._stacks[i].items()}
                 state.update({key: _copy(value) for key, value in rest[i].items()})
@@ -160,7 +163,7 @@ class StackedOptimizer:
     def _stack(self, i: int, key: str, like: Tensor) -> Tensor:
         """The stacked state ``key`` of a parameter."""
         if key not in self._stacks[i]:
-            self._stacks[i][key] = torch.zeros(self.rows[i].shape, dtype=like.dtype, device=like.device)
+            self._stacks[i][key] = torch.zeros_like(self.rows[i], dtype=like.dtype)
         return self._stacks[i][key]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_fedbayes.engines.client import Client, ClientState, parameters_of
 from lightning_fedbayes.engines.state import ResidentModel, Tensors
+from lightning_fedbayes.engines.vectorized.layout import Layout, empty_with_layout
 from lightning_fedbayes.engines.vectorized.optimizer import Kept, StackedOptimizer
 from lightning_fedbayes.engines.vectorized.rows import put_rows, take_rows
 from lightning_fedbayes.engines.vectorized.schedule import Slots
@@ -32,6 +33,8 @@ class ClientStack:
         states: what each of them has kept.
         buffers: names of the buffers that change in a step; the clients share the memory of the others.
         stacked_keys: see :class:`~lightning_fedbayes.engines.vectorized.optimizer.StackedOptimizer`.
+        layouts: how the stacks of parameters lie in memory, by name; see
+            :mod:`~lightning_fedbayes.engines.vectorized.layout`.
     """
 
     def __init__(
@@ -43,13 +46,14 @@ class ClientStack:
         states: Sequence[ClientState],
         buffers: Collection[str],
         stacked_keys: Collection[str],
+        layouts: Mapping[str, Layout | None],
     ) -> None:
         self.model = model
         self.step = step
         names = {id(parameter): name for name, parameter in model.parameters.items()}
         self.names = [names[id(parameter)] for parameter in parameters_of(optimizer)]
         locals_ = [state.local for state in states]
-        rows = [_stack(model.global_parameters[name], name, locals_) for name in self.names]
+        rows = [_stack(model.global_parameters[name], name, locals_, layouts.get(name)) for name in self.names]
         live = {**dict(model.module.named_buffers()), **model.global_buffers}
         self.buffers = {
             name: _stack(value, name, locals_)
@@ -125,9 +129,10 @@ class ClientStack:
         self.optimizer.remove()
 
 
-def _stack(value: Tensor, name: str, local: Sequence[Tensors]) -> Tensor:
+def _stack(value: Tensor, name: str, local: Sequence[Tensors], layout: Layout | None = None) -> Tensor:
     """``value`` once for each client, or what the client has kept under ``name``; shape (clients, *)."""
-    stack = value.detach().expand(len(local), *value.shape).clone()
+    stack = empty_with_layout((len(local), *value.shape), layout, value)
+    stack.copy_(value)
     for slot, kept in enumerate(local):
         if name in kept:
             stack[slot] = kept[name]

@@ -94,7 +94,7 @@ def start_clients(
 
     numbers = [torch.tensor([getattr(c, name) for c in clients]) for name in ("number", "num_examples", "position")]
     numbers = [each.to(module.device) for each in numbers]
-    stacked = torch.func.vmap(start, randomness="different")(*numbers, tensors)
+    stacked = torch.func.vmap(start, randomness="different")(numbers[0], numbers[1], numbers[2], tensors)
     if any(each() is not None for each in given):
         gc.collect()
         if any(each() is not None for each in given):

@@ -109,5 +109,5 @@ class StackedStep:
         if loss.numel() != 1:
             raise MisconfigurationException(f"the loss of `training_step` must be one number, not {loss.numel()}")
         self._constants = {name: value for name, value in rest.items() if not isinstance(value, Tensor)}
-        tensors = {name: value for name, value in rest.items() if isinstance(value, Tensor)}
+        tensors = {name: value.detach() for name, value in rest.items() if isinstance(value, Tensor)}
         return loss.reshape(()), tensors, values, replaced

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from lightning_fedbayes.engines.state import ResidentModel
 from lightning_fedbayes.engines.vectorized.attributes import Snapshot
 from lightning_fedbayes.engines.vectorized.batches import stack_batches
 from lightning_fedbayes.engines.vectorized.entrywise import check_entrywise
+from lightning_fedbayes.engines.vectorized.layout import Layout, layout_of
 from lightning_fedbayes.engines.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.engines.vectorized.places import Places
 from lightning_fedbayes.engines.vectorized.reasons import CannotVectorize
@@ -38,12 +39,14 @@ class Trial:
     Args:
         buffers: names of the buffers that change in a step, of which every client needs its own.
         stacked_keys: names of the optimizer's state that has the parameter's shape.
+        layouts: how the gradients of the parameters lie in memory, by name.
         flops: floating-point operations of one client's step, in matrix products and convolutions.
         bytes_per_client: memory that one more client in the stack takes.
     """
 
     buffers: tuple[str, ...]
     stacked_keys: frozenset[str]
+    layouts: Mapping[str, Layout | None]
     flops: int
     bytes_per_client: int
 
@@ -79,8 +82,13 @@ def try_two_clients(
     try:
         with _undisturbed(module), FlopCounterMode(display=False) as flops, _Allocations() as allocations:
             stack = ClientStack(
-                model, trainer.optimizers[0], step, clients, [ClientState()] * 2, buffers, frozenset()
+                model, trainer.optimizers[0], step, clients, [ClientState()] * 2, buffers, frozenset(), {}
             )
+            layouts: dict[str, Layout | None] = {}
+            stack.optimizer.select(slots, 0, alone=True)
+            for name, parameter in zip(stack.names, stack.optimizer.parameters):
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda gradient, name=name: layouts.update({name: layout_of(gradient)}))
             before = {name: (buffer._version, buffer.clone()) for name, buffer in stack.buffers.items()}
             try:
                 stack.forward_backward(slots, data, 0, 0, alone=True)
@@ -102,7 +110,7 @@ def try_two_clients(
     stacked_keys = check_entrywise(trainer.optimizers[0])
     own = sum(p.numel() * p.element_size() for p in parameters_of(trainer.optimizers[0]))
     total = allocations.bytes // 2 + own * (2 + len(stacked_keys))
-    return Trial(changed, stacked_keys, flops.get_total_flops() // 2, total)
+    return Trial(changed, stacked_keys, layouts, flops.get_total_flops() // 2, total)
 
 
 def _stacking_obstacles(trainer: L.Trainer, model: ResidentModel) -> Iterator[str]:
