@@ -10,7 +10,7 @@ import lightning_fedbayes as fb
 from tests.federations import Plain, federate, loader
 
 
-def descriptions(bar: L.Callback, read) -> list[str]:
+def descriptions(bar: L.Callback, read, engine="sequential", **settings) -> list[str]:
     class Spy(L.Callback):
         def __init__(self) -> None:
             self.seen: list[str] = []
@@ -22,7 +22,8 @@ def descriptions(bar: L.Callback, read) -> list[str]:
 
     spy = Spy()
     parts = fb.ClientDatasets({"north": loader().dataset, "south": loader().dataset})
-    federate(Plain(), fb.FederatedBayes(engine="sequential"), 2, loader(parts), enable_progress_bar=True, callbacks=[bar, spy])
+    federation = fb.FederatedBayes(engine=engine, **settings)
+    federate(Plain(), federation, 2, loader(parts), enable_progress_bar=True, callbacks=[bar, spy])
     return spy.seen
 
 
@@ -47,3 +48,12 @@ def test_rich():
         return bar.progress.tasks[bar.train_progress_bar_id].description
 
     assert descriptions(RichProgressBar(), read) == EXPECTED
+
+
+@pytest.mark.parametrize(("clients_at_once", "who"), [(None, ["all 2 clients at once"]), (1, EXPECTED)])
+def test_several_clients_at_once(clients_at_once, who):
+    def read(bar):
+        return bar.train_progress_bar.desc.removesuffix(": ")
+
+    expected = who if clients_at_once else [f"Round {round}/2, {who[0]}" for round in (1, 2)]
+    assert descriptions(TQDMProgressBar(), read, "vectorized", clients_at_once=clients_at_once) == expected

@@ -133,13 +133,13 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     Raises:
         CannotVectorize: it changed an attribute or drew from a generator, which all clients would share.
     """
-    snapshots = [Snapshot(each) for each in module.modules()]
+    snapshots = {path: Snapshot(each) for path, each in module.named_modules()}
     host = random.getstate(), np.random.get_state()
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices):
             yield
-        changed = [name for snapshot in snapshots for name in snapshot.changes()]
+        changed = [f"{path}.{name}" if path else name for path, each in snapshots.items() for name in each.changes()]
         if changed:
             raise CannotVectorize(f"training_step changes self.{changed[0]}, which clients would share")
         if random.getstate() != host[0] or str(np.random.get_state()) != str(host[1]):
@@ -149,7 +149,7 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(host[0])
         np.random.set_state(host[1])
-        for snapshot in snapshots:
+        for snapshot in snapshots.values():
             snapshot.restore()
 
 
