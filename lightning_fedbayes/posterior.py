@@ -89,7 +89,10 @@ class GaussianPosterior:
 
     def flatten(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """Mean and variance as two vectors of shape (P,), parameters in the order of :attr:`names`."""
-        return flatten(self.mean.values(), dtype), flatten((self.variance[name] for name in self.mean), dtype)
+        mean = flatten(self.mean.values(), dtype)
+        if all(is_zero(variance) for variance in self.variance.values()):
+            return mean, zeros_like(mean)
+        return mean, flatten((self.variance[name] for name in self.mean), dtype)
 
     def ordered(self, names: Sequence[str]) -> GaussianPosterior:
         """This posterior with its parameters in the order of ``names``, so that flat vectors of two of them align."""
@@ -181,7 +184,7 @@ def is_zero(variance: Tensor) -> bool:
     """Whether ``variance`` is known to be all zero without reading all of it (see :func:`zeros_like`)."""
     if variance.numel() == 0:
         return True
-    return all(step == 0 for step in variance.stride()) and bool(variance.reshape(-1)[0] == 0)
+    return not any(variance.stride()) and variance.as_strided((), ()).item() == 0
 
 
 def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
@@ -190,8 +193,11 @@ def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
     The vector lies where the tensors lie, but on the CPU for MPS, which has no float64.
     """
     parts = [tensor.detach().reshape(-1) for tensor in tensors]
-    parts = [(part.cpu() if part.device.type == "mps" else part).to(dtype) for part in parts]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
+    if any(part.device.type == "mps" for part in parts):
+        parts = [part.cpu() for part in parts]
+    if len({part.dtype for part in parts}) > 1:  # each is exact in the result, but not in each other
+        parts = [part.to(dtype) for part in parts]
+    return torch.cat(parts).to(dtype) if parts else torch.zeros(0, dtype=dtype)
 
 
 def check_same_structure(

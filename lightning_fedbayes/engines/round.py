@@ -100,12 +100,13 @@ class RoundFusion:
         """
         who = f"client {update.client}"
         check_structure(update.posterior, self.previous, who)
-        update = replace(update, posterior=update.posterior.ordered(self.previous.names))
+        if update.posterior.names != self.previous.names:
+            update = replace(update, posterior=update.posterior.ordered(self.previous.names))
         mean, variance = update.posterior.flatten()
         check_finite(update.posterior, mean, variance, who)
         self._check_buffers(update.buffers, who)
         if self._streams:
-            self._fuse(update, self._weight(update))
+            self._fuse(update, mean, variance, self._weight(update))
         else:
             held = ClientUpdate(
                 update.client, update.num_examples, update.posterior.clone(), dict(update.buffers), update.metrics
@@ -143,7 +144,7 @@ class RoundFusion:
             else:
                 weights = [1.0] * len(self._held)
             for update, weight in zip(self._held, weights, strict=True):
-                self._fuse(update, weight)
+                self._fuse(update, *update.posterior.flatten(), weight)
         posterior = self._accumulator.compute()
         total = sum(self._weights.values())
         return RoundResult(
@@ -169,13 +170,12 @@ class RoundFusion:
     def _facts(self, update: ClientUpdate) -> ClientFacts:
         return ClientFacts(update.client, update.num_examples, update.posterior, self.previous, update.metrics)
 
-    def _fuse(self, update: ClientUpdate, weight: float) -> None:
-        """Add one admitted client to all running sums."""
-        self._accumulator.add(update.posterior, weight)
+    def _fuse(self, update: ClientUpdate, mean: Tensor, variance: Tensor, weight: float) -> None:
+        """Add one admitted client, whose flat posterior is (mean, variance), to all running sums."""
+        self._accumulator.add_checked(update.posterior, mean, variance, weight)
         self._weights[update.client] = weight
         if weight == 0:
             return
-        mean, _ = update.posterior.flatten()
         add_disagreement(self._disagreement, mean, mean.new_tensor(weight))
         for name, value in update.buffers.items():
             term = value.to(torch.complex128 if value.is_complex() else torch.float64) * weight

@@ -57,6 +57,10 @@ class FusionAccumulator:
             posterior = posterior.ordered(like.names)
         mean, variance = posterior.flatten()
         check_finite(posterior, mean, variance, f"client {self.count}")
+        self.add_checked(posterior, mean, variance, weight)
+
+    def add_checked(self, posterior: GaussianPosterior, mean: Tensor, variance: Tensor, weight: float) -> None:
+        """As :meth:`add`, for what is known to be right: ``mean`` and ``variance`` are ``posterior.flatten()``."""
         self.count += 1
         if weight == 0 and self.rule.uses_weights:
             return

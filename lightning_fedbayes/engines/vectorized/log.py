@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
@@ -46,13 +46,12 @@ class StackedTrainingLog(TrainingLog):
         """Forget the notes of the step before."""
         self._calls = []
 
-    def step_values(self) -> dict[str, Tensor]:
-        """The tensors among the notes, for vmap to hand out."""
-        return {str(i): value.detach() for i, (_, value, _) in enumerate(self._calls) if isinstance(value, Tensor)}
-
-    def end_step(self, values: Mapping[str, Tensor]) -> None:
-        """Take the tensors from vmap, now one value per client."""
-        self._calls = [(name, values.get(str(i), value), kw) for i, (name, value, kw) in enumerate(self._calls)]
+    def end_step(self, stacked: Callable[[Tensor], Tensor]) -> None:
+        """Turn the tensors among the notes into one value per client, by ``stacked``."""
+        self._calls = [
+            (name, stacked(value.detach()) if isinstance(value, Tensor) else value, options)
+            for name, value, options in self._calls
+        ]
 
     def begin_chunk(self, clients: int) -> None:
         """Prepare for a stack of ``clients``."""

@@ -12,12 +12,15 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_fedbayes.engines.plain_steps import loss_and_rest
 from lightning_fedbayes.engines.state import Tensors
 from lightning_fedbayes.engines.vectorized.attributes import holding_attributes
+from lightning_fedbayes.engines.vectorized.functions import StackedFunctions
 from lightning_fedbayes.engines.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.engines.vectorized.places import Places
+from lightning_fedbayes.engines.vectorized.vmap import clients, enter, leave
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class StepOutput:
 
 
 class StackedStep:
-    """``training_step`` under :func:`torch.func.vmap`, with every client's own parameters, buffers and noise.
+    """``training_step`` under vmap, with every client's own parameters, buffers and noise.
 
     Args:
         module: the user's module.
@@ -70,11 +73,7 @@ class StackedStep:
         self.log = log
         self._context = context
         self._takes_index = len(inspect.signature(module.training_step).parameters) > 1
-        self._vmapped = torch.func.vmap(self._one, randomness="different")
-        self._batch_idx = 0
-        self._shared: dict[str, Any] = {}
-        self._constants: dict[str, Any] = {}
-        self._skipped = False
+        torch.func.vmap(torch.sin)(torch.zeros(1))  # loads torch's batching rules that are written in Python
 
     def __call__(
         self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int
@@ -87,27 +86,38 @@ class StackedStep:
             batch: the clients' batches, tensors of shape (clients, batch, *).
             batch_idx: as ``training_step`` takes it.
         """
-        self._batch_idx, self._shared, self._constants, self._skipped = batch_idx, attributes.shared, {}, False
+        held = {**attributes.shared, "_current_fx_name": "training_step"}
+        tensors = {**parameters, **buffers}
+        count = len(next(iter(tensors.values())))
         self.log.begin_step()
-        with self._context():
-            losses, rest, logged, replaced = self._vmapped(parameters, buffers, attributes.stacked, batch)
-        self.log.end_step(logged)
-        return StepOutput(None if self._skipped else losses, {**self._constants, **rest}, replaced)
+        with self._context(), clients(count) as level:
 
-    def _one(self, parameters: Tensors, buffers: Tensors, attributes: dict[str, Any], batch: Any) -> tuple:
-        """The step of one client, as vmap sees it."""
-        held = {**self._shared, **attributes, "_current_fx_name": "training_step"}
-        with holding_attributes(self.module, held), self.places.holding({**parameters, **buffers}):
-            output = self.module.training_step(*((batch, self._batch_idx) if self._takes_index else (batch,)))
-            after = {name: self.places[name] for name in buffers}
-        replaced = {name: buffer for name, buffer in after.items() if buffer is not buffers[name]}
-        values = self.log.step_values()
-        if output is None:
-            self._skipped = True
-            return next(iter(parameters.values())).detach().sum(), {}, values, replaced
-        loss, rest = loss_and_rest(output)
-        if loss.numel() != 1:
-            raise MisconfigurationException(f"the loss of `training_step` must be one number, not {loss.numel()}")
-        self._constants = {name: value for name, value in rest.items() if not isinstance(value, Tensor)}
-        tensors = {name: value.detach() for name, value in rest.items() if isinstance(value, Tensor)}
-        return loss.reshape(()), tensors, values, replaced
+            def inside(value: Any) -> Any:
+                return tree_map_only(Tensor, lambda stack: enter(stack, level), value)
+
+            held |= {name: inside(value) for name, value in attributes.stacked.items()}
+            entered = {name: enter(stack, level) for name, stack in tensors.items()}
+            batch = [enter(each, level) for each in batch] if is_list_of_tensors(batch) else inside(batch)
+            with holding_attributes(self.module, held), self.places.holding(entered), StackedFunctions(level):
+                output = self.module.training_step(*((batch, batch_idx) if self._takes_index else (batch,)))
+                replaced = {
+                    name: leave(after, level, count)
+                    for name in buffers
+                    if (after := self.places[name]) is not entered[name] and after is not None
+                }
+            self.log.end_step(lambda value: leave(value, level, count))
+            if output is None:
+                return StepOutput(None, {}, replaced)
+            loss, rest = loss_and_rest(output)
+            if loss.numel() != 1:
+                raise MisconfigurationException(f"the loss of `training_step` must be one number, not {loss.numel()}")
+            rest = {
+                name: leave(value.detach(), level, count) if isinstance(value, Tensor) else value
+                for name, value in rest.items()
+            }
+            return StepOutput(leave(loss.reshape(()), level, count), rest, replaced)
+
+
+def is_list_of_tensors(batch: Any) -> bool:
+    """Whether a batch is what a ``TensorDataset`` gives."""
+    return type(batch) is list and all(isinstance(each, Tensor) for each in batch)

@@ -1,0 +1,113 @@
+"""A worker's end of a measurement: the gate that every side passes between two rounds.
+
+At the gate the worker writes one JSON object and reads the number of rounds that it shall run until it comes back, so
+that the sides of a comparison can be timed in turn though each of them lives in a process, and some in an interpreter,
+of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import workloads
+from settings import Order
+from torch import Tensor
+
+MIB = 2**20
+
+
+class Gate:
+    """Times the rounds between two orders of the benchmark.
+
+    Call it before every round; it returns False when there is no other. Its first answer is that the worker is ready,
+    its last the report. Standard output and input belong to it: whatever else is printed goes to standard error.
+
+    Args:
+        order: what the worker was started with.
+        versions: of the packages that this side consists of, beside torch.
+    """
+
+    def __init__(self, order: Order, versions: dict[str, str]) -> None:
+        self.order = order
+        self._answers = os.fdopen(os.dup(1), "w")
+        self._orders = os.fdopen(os.dup(0))
+        os.dup2(2, 1)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        self._left = 0
+        self._start = time.perf_counter()
+        self._facts = {
+            "versions": {"torch": torch.__version__, **versions},
+            "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name() if order.device == "cuda" else "cpu",
+        }
+
+    def __call__(self, parameters: Callable[[], Sequence[Tensor]], facts: dict[str, str] | None = None) -> bool:
+        """Whether there is another round to run; waits for the benchmark after the last of a burst.
+
+        Args:
+            parameters: the global network's, asked for after the last round alone.
+            facts: what the report says besides.
+        """
+        if self._left == 0:
+            if self.order.device == "cuda":
+                torch.cuda.synchronize()
+            self._answer({"seconds": time.perf_counter() - self._start, **self._facts})
+            self._left = int(self._orders.readline() or 0)
+            if self._left == 0:
+                self._report(parameters(), facts or {})
+                return False
+            self._start = time.perf_counter()
+        self._left -= 1
+        return True
+
+    def _report(self, parameters: Sequence[Tensor], facts: dict[str, str]) -> None:
+        peak = peak_mib(self.order.device)  # before the evaluation, which needs memory of its own
+        final = workloads.final_loss(
+            self.order.workload, [parameter.detach().cpu() for parameter in parameters], self.order.data
+        )
+        self._answer({"loss": final, "peak_mib": peak, "facts": facts})
+
+    def _answer(self, answer: dict) -> None:
+        print(json.dumps(answer), file=self._answers, flush=True)
+
+
+def start() -> Order:
+    """What this worker was started with, from its command line."""
+    torch.manual_seed(workloads.SEED)
+    return Order.loads(sys.argv[1])
+
+
+def peak_mib(device: str) -> float:
+    """Largest memory so far: of the GPU's tensors, or resident in this process and, at present, its descendants."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / MIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (MIB if sys.platform == "darwin" else 1024) + _descendants_mib()
+
+
+def _descendants_mib() -> float:
+    """Memory of the processes under this one, a page that n processes share counted as 1/n; 0 outside Linux."""
+    parents: dict[int, int] = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(directory.name)] = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended meanwhile
+            continue
+    family = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    total = 0.0
+    for pid in family - {os.getpid()}:
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+    return total

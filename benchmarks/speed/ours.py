@@ -1,0 +1,83 @@
+"""Worker: rounds of a FederatedBayes through one Lightning Trainer and one ``fit``."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import lightning as L
+import torch
+import workloads
+from gate import Gate, start
+from settings import WORKLOADS, Order, Workload
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+
+
+class Plain(L.LightningModule):
+    """A user's own module, which knows nothing of federations."""
+
+    def __init__(self, network: nn.Module, workload: Workload) -> None:
+        super().__init__()
+        self.network = network
+        self.rate = workload.rate
+        self.kl_factor = workloads.KL_WEIGHT / workload.examples if workload.bayesian else 0.0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss = workloads.loss(self.network(inputs), targets)
+        return loss + self.kl_factor * fb.kl_divergence(self.network) if self.kl_factor else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+def network(workload: Workload) -> nn.Module:
+    """The workload's network; mean-field out of our layers."""
+    deterministic = workloads.network(workload)
+    if not workload.bayesian:
+        return deterministic
+    bayesian = fb.bayesianize(
+        deterministic, last=2, estimator="reparameterization", posterior_std=workloads.POSTERIOR_STD
+    )
+    workloads.set_means(bayesian, deterministic.parameters())
+    return bayesian
+
+
+class AtTheGate(L.Callback):
+    """Passes the gate before every epoch; stands before FederatedBayes, so that it sees the global network."""
+
+    def __init__(self, gate: Gate, federation: fb.FederatedBayes) -> None:
+        self.gate = gate
+        self.federation = federation
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        network = pl_module.network
+        assert isinstance(network, nn.Module)
+        if not self.gate(lambda: workloads.means(network), {"engine": str(self.federation.settings()["engine"])}):
+            trainer.should_stop = True
+
+
+def federation(order: Order) -> None:
+    """All rounds, and one more after the report, because an epoch that has begun is run."""
+    workload = WORKLOADS[order.workload]
+    clients = {str(k): TensorDataset(*each) for k, each in enumerate(workloads.client_data(order.workload, order.data))}
+    loader = DataLoader(fb.ClientDatasets(clients), batch_size=workload.batch, shuffle=True)
+    engine: str = order.engine
+    callback = fb.FederatedBayes(fusion="fedavg", engine=engine, seed=workloads.SEED)  # pyright: ignore[reportArgumentType]
+    gate = Gate(order, {"lightning": L.__version__})
+    trainer = L.Trainer(
+        max_epochs=order.rounds + 1, accelerator="gpu" if order.device == "cuda" else "cpu", devices=1,
+        callbacks=[AtTheGate(gate, callback), callback], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Plain(network(workload), workload), loader)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    federation(start())
