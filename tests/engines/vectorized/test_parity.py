@@ -241,6 +241,24 @@ def test_a_client_with_a_hybrid_network_logs_its_own_elbo():
         torch.testing.assert_close(second.callback_metrics[name], first.callback_metrics[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("estimator", ["reparameterization", "local_reparameterization", "flipout"])
+@pytest.mark.parametrize("kind", ["classifier", "regressor", "learnt noise"])
+def test_the_ready_modules_train_at_once(kind, estimator):
+    torch.manual_seed(0)
+    options = {"bayesian_last": 2, "estimator": estimator, "warmup_rounds": 3}
+    x, y = blobs().tensors
+    if kind == "classifier":
+        module, train = fb.HybridBayesianClassifier(network(), **options), loader()
+    else:
+        net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
+        module = fb.HybridBayesianRegressor(net, learn_noise=kind == "learnt noise", **options)
+        train = loader(TensorDataset(x, y.float().unsqueeze(1)))
+    federation = fb.FederatedBayes(PARTITIONS[1])
+    federate(module, federation, 2, train)
+    assert federation.federation.engine.name == "vectorized"
+    assert federation.history[-1]["failed_clients"] == 0
+
+
 class Noisy(L.LightningModule):
     """One Bayesian layer and dropout."""
 
