@@ -253,7 +253,7 @@ def test_the_ready_modules_train_at_once(kind, estimator):
         net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
         module = fb.HybridBayesianRegressor(net, learn_noise=kind == "learnt noise", **options)
         train = loader(TensorDataset(x, y.float().unsqueeze(1)))
-    federation = fb.FederatedBayes(PARTITIONS[1])
+    federation = fb.FederatedBayes(PARTITIONS[3])
     federate(module, federation, 2, train)
     assert federation.federation.engine.name == "vectorized"
     assert federation.history[-1]["failed_clients"] == 0
