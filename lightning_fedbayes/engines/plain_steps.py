@@ -132,7 +132,7 @@ def plain_advance(
     loop: Any = trainer.fit_loop.epoch_loop
     module = trainer.lightning_module
     attributes = module.__dict__
-    progress, connector = loop.batch_progress, loop.trainer._logger_connector
+    progress, connector, results = loop.batch_progress, loop.trainer._logger_connector, loop._results
     callbacks: list[L.Callback] = loop.trainer.callbacks
     starts = [each.on_train_batch_start for each in callbacks if is_overridden("on_train_batch_start", each)]
     ends = [each.on_train_batch_end for each in callbacks if is_overridden("on_train_batch_end", each)]
@@ -151,7 +151,9 @@ def plain_advance(
         if prepare is not None:
             batch = prepare(batch)
         progress.increment_ready()
-        connector.on_batch_start(batch)
+        # as connector.on_batch_start(batch), which looks the results up by the state of the Trainer, three times
+        connector._first_loop_iter = connector._first_loop_iter is None
+        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
         attributes["_current_fx_name"] = "on_train_batch_start"
         for hook in starts:
             hook(trainer, module, batch, batch_idx)
@@ -165,8 +167,11 @@ def plain_advance(
         for hook in ends:
             hook(trainer, module, outputs, batch, batch_idx)  # pyright: ignore[reportArgumentType]
         attributes["_current_fx_name"] = None
-        connector.on_batch_end()
+        if results:  # something has been logged
+            connector.on_batch_end()
+        results.batch = results.batch_size = None
         progress.increment_completed()
-        connector.update_train_step_metrics()
+        if results:
+            connector.update_train_step_metrics()
 
     return advance

@@ -29,6 +29,7 @@ from lightning_fedbayes.engines.vectorized.rows import add_rows
 from lightning_fedbayes.engines.vectorized.schedule import Group, Scheduler, Slots, slots_of
 from lightning_fedbayes.engines.vectorized.stack import ClientStack, Clip
 from lightning_fedbayes.engines.vectorized.step import StackedStep
+from lightning_fedbayes.engines.vectorized.threads import threads_for
 from lightning_fedbayes.engines.vectorized.trial import Trial
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.seeding import derive_seed, seed_everything
@@ -149,8 +150,9 @@ class VectorizedEngine(Engine):
         progress.increment_ready()
         outputs: Mapping[str, Any] = {}
         parts = [part for slots, data in self._batch.parts for part in self._parts(slots, data)]
-        for slots, data in parts:
-            outputs = self._train(slots, data, replace(group, alone=False) if len(parts) > 1 else group, batch_idx)
+        with threads_for(self.trial.flops * len(group.slots)):
+            for slots, data in parts:
+                outputs = self._train(slots, data, replace(group, alone=False) if len(parts) > 1 else group, batch_idx)
         progress.increment_completed()
         return outputs
 
@@ -186,8 +188,9 @@ class VectorizedEngine(Engine):
         self.log.add(slots, group.batch_size)
         for slot in slots:
             self._batches[slot] += 1
-            if self.keep_optimizer and group.step + 1 == self._lengths[slot]:
-                self._kept[slot] = optimizer.keep(slot)
+        if self.keep_optimizer:
+            done = [slot for slot in slots if group.step + 1 == self._lengths[slot]]
+            self._kept.update({slot: optimizer.keep(slot) for slot in done})
         return {"loss": losses.mean(), **rest}
 
     def end_batch(self, batch_idx: int, outputs: Any) -> Sequence[ClientUpdate | ClientFailure]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -93,7 +94,7 @@ class ClientStack:
         if output.losses is None:
             return None, output.rest
         optimizer.optimizer.zero_grad()
-        output.losses.sum().backward()
+        output.losses.backward(torch.ones_like(output.losses))  # of each client alone: they share nothing
         if clip is not None:
             clip([p.grad for p in optimizer.parameters if p.grad is not None])
         return output.losses.detach(), output.rest

@@ -30,6 +30,7 @@ from lightning_fedbayes.engines.vectorized.places import Places
 from lightning_fedbayes.engines.vectorized.reasons import CannotVectorize
 from lightning_fedbayes.engines.vectorized.stack import ClientStack
 from lightning_fedbayes.engines.vectorized.step import StackedStep
+from lightning_fedbayes.engines.vectorized.threads import threads_for
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def try_two_clients(
     buffers = [name for name, _ in module.named_buffers()]
     log.install()
     try:
-        with _undisturbed(module), FlopCounterMode(display=False) as flops, _Allocations() as allocations:
+        with threads_for(0), _undisturbed(module), FlopCounterMode(display=False) as flops, _Allocations() as allocations:
             stack = ClientStack(
                 model, trainer.optimizers[0], step, clients, [ClientState()] * 2, buffers, frozenset(), {}
             )
@@ -142,7 +143,7 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
         changed = [f"{path}.{name}" if path else name for path, each in snapshots.items() for name in each.changes()]
         if changed:
             raise CannotVectorize(f"training_step changes self.{changed[0]}, which clients would share")
-        if random.getstate() != host[0] or str(np.random.get_state()) != str(host[1]):
+        if random.getstate() != host[0] or not _equal(np.random.get_state(), host[1]):
             raise CannotVectorize(
                 "training_step draws from Python's or NumPy's generator, and clients would share the draw; use torch's"
             )
@@ -151,6 +152,11 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
         np.random.set_state(host[1])
         for snapshot in snapshots.values():
             snapshot.restore()
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """Whether two states of NumPy's generator are the same."""
+    return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 class _Allocations(TorchDispatchMode):
