@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -15,8 +15,15 @@ from torch.nn import Parameter
 
 from lightning_fedbayes.errors import ConversionError, nearest
 from lightning_fedbayes.layers import functional
-from lightning_fedbayes.layers.functional import ESTIMATORS, Estimator, Normal, inverse_softplus_std, softplus_std
-from lightning_fedbayes.layers.priors import Prior, choose_prior, map_tensors
+from lightning_fedbayes.layers.functional import (
+    ESTIMATORS,
+    SMALL,
+    Estimator,
+    Normal,
+    inverse_softplus_std,
+    softplus_std,
+)
+from lightning_fedbayes.layers.priors import NormalPrior, Prior, choose_prior, map_tensors
 
 RELATIVE_STD = 0.1
 """Initial σ of a weight, as a part of the standard deviation of its deterministic initialisation: the variance of an
@@ -106,7 +113,7 @@ class BayesianLayer(BaseVariationalLayer_):
 
     def kl_loss(self) -> Tensor:
         """KL(q‖p) of the layer from its prior: the **sum** over its parameters, in nats. Returns a scalar."""
-        return cast("Tensor", sum(site.kl() for site in self.sites()))
+        return sum_kl(self.sites())
 
     def _apply(self, fn: Any, recurse: bool = True) -> BayesianLayer:
         super()._apply(fn, recurse)
@@ -210,7 +217,7 @@ class BayesianAffine(BayesianLayer):
             bias_mean, None if self.rho_bias is None else softplus_std(self.rho_bias))
         if self.estimator == "local_reparameterization":
             mean, std = functional.output_moments(op, x, weight, bias)
-            return torch.addcmul(mean, std, torch.randn_like(mean))
+            return mean + std * torch.randn_like(mean)
         weight_noise = torch.randn_like(weight_mean)
         bias_noise = None if self.mu_bias is None else torch.randn_like(self.mu_bias)
         if self.estimator == "reparameterization":
@@ -225,6 +232,29 @@ class BayesianAffine(BayesianLayer):
         return f"estimator={self.estimator!r}, prior={shown}"
 
 
+def sum_kl(sites: Iterable[Site]) -> Tensor:
+    """Sum of the divergences of one or more ``sites`` from their priors, in nats. Returns a scalar.
+
+    Small sites that share N(m, s²) are joined: they cost what their calls cost, whatever the number of their entries.
+    """
+    groups: dict[Hashable, list[Site]] = {}
+    for site in sites:
+        key: Hashable = site
+        prior, mean = site.prior, site.mean
+        if isinstance(prior, NormalPrior) and prior.is_scalar and mean.numel() < SMALL:
+            key = prior.mean, prior.std, mean.dtype, mean.device
+        groups.setdefault(key, []).append(site)
+    divergences = [group[0].kl() if len(group) == 1 else kl_of_joined(group) for group in groups.values()]
+    return sum(divergences[1:], divergences[0])
+
+
+def kl_of_joined(sites: Sequence[Site]) -> Tensor:
+    """KL(q‖p) of ``sites`` that share prior, dtype and device, as that of one site."""
+    mean = torch.cat([site.mean.flatten() for site in sites])
+    rho = torch.cat([site.rho.flatten() for site in sites])
+    return sites[0].prior.kl(mean, softplus_std(rho))
+
+
 def default_weight_std(weight: Tensor) -> float:
     r"""Standard deviation :math:`1/\sqrt{3\,\mathrm{fan\_in}}` of torch's initial weight and bias of such a layer."""
     return 1 / math.sqrt(3 * max(1, math.prod(weight.shape[1:])))
@@ -232,7 +262,7 @@ def default_weight_std(weight: Tensor) -> float:
 
 def random_signs(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Independent ±1 of equal probability, with the dtype and device of ``like``."""
-    return torch.randint(0, 2, shape, device=like.device).to(like.dtype) * 2 - 1
+    return torch.rsub(torch.randint(0, 2, shape, dtype=like.dtype, device=like.device), 1, alpha=2)
 
 
 def check_estimator(name: str) -> Estimator:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedbayes.errors import PosteriorError
+from lightning_fedbayes.layers.base import sum_kl
 from lightning_fedbayes.layers.priors import NormalPrior
 from lightning_fedbayes.layers.sites import gaussian_sites
 from lightning_fedbayes.posterior import GaussianPosterior
@@ -25,13 +26,10 @@ def kl_divergence(module: nn.Module) -> Tensor:
     >>> kl_divergence(nn.Linear(2, 1))
     tensor(0.)
     """
-    total = None
-    for site in gaussian_sites(module).values():
-        kl = site.kl()
-        total = kl if total is None else total + kl
-    if total is None:
+    sites = gaussian_sites(module)
+    if not sites:
         return torch.zeros((), device=next((p.device for p in module.parameters()), None))
-    return total
+    return sum_kl(sites.values())
 
 
 @torch.no_grad()

@@ -47,6 +47,11 @@ class NormalPrior:
     def __post_init__(self) -> None:
         check_std("std", self.std)
 
+    @property
+    def is_scalar(self) -> bool:
+        """Whether all entries of a site have the same prior."""
+        return not isinstance(self.mean, Tensor) and not isinstance(self.std, Tensor)
+
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
         """The closed form of :func:`~lightning_fedbayes.layers.functional.gaussian_kl_sum`."""
         return gaussian_kl_sum(mean, std, self.mean, self.std)

@@ -15,6 +15,10 @@ from lightning_fedbayes.layers import MCDropout
 _ONE_BY_ONE: WeakSet[nn.Module] = WeakSet()
 """Networks that turned out not to vectorise."""
 
+ENTRIES = 2**22
+"""Parameters and inputs that the draws of one pass may have together, where more draws in a pass spare nothing: beyond,
+what they compute leaves the caches of a CPU."""
+
 
 def is_stochastic(network: nn.Module) -> bool:
     """Whether two passes through ``network`` in evaluation mode can differ."""
@@ -24,9 +28,10 @@ def is_stochastic(network: nn.Module) -> bool:
 def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
     """``samples`` independent draws of the network's output.
 
-    One vectorised pass: layers before the first Bayesian one run once for all samples. A network that cannot be
-    vectorised (an LSTM, a branch on a value, layers of bayesian-torch that draw noise in place) runs once per sample.
-    A network without randomness runs once, and its one sample is all there is.
+    One vectorised pass: layers before the first Bayesian one run once for all samples. A large network that has no such
+    layers takes several passes on a CPU. A network that cannot be vectorised (an LSTM, a branch on a value, layers of
+    bayesian-torch that draw noise in place) runs once per sample. A network without randomness runs once, and its one
+    sample is all there is.
 
     Args:
         network: maps ``inputs`` to a tensor; a tuple's first element counts (bayesian-torch returns the KL second).
@@ -46,7 +51,8 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
     if network not in _ONE_BY_ONE:
         devices = [inputs.device] if inputs.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # a failed attempt must draw nothing
-            outputs = _vectorized(forward, samples, inputs.device) if may_vectorize(network) else None
+            chunk = draws_per_pass(network, inputs)
+            outputs = _vectorized(forward, samples, chunk, inputs.device) if may_vectorize(network) else None
             states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
         if outputs is not None:
             torch.set_rng_state(states[0])
@@ -57,14 +63,29 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
     return torch.stack([forward() for _ in range(samples)])
 
 
-def _vectorized(forward: Callable[[], Tensor], samples: int, device: torch.device) -> Tensor | None:
-    """All draws in one pass, or None if the network does not vectorise."""
+def _vectorized(
+    forward: Callable[[], Tensor], samples: int, chunk: int | None, device: torch.device
+) -> Tensor | None:
+    """All draws, ``chunk`` or all of them in a pass, or None if the network does not vectorise."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but right
         try:
-            return torch.func.vmap(lambda _: forward(), randomness="different")(torch.empty(samples, device=device))
+            draw = torch.func.vmap(lambda _: forward(), randomness="different", chunk_size=chunk)
+            return draw(torch.empty(samples, device=device))
         except (RuntimeError, ValueError):  # if the network itself is wrong, it will say so when it runs alone
             return None
+
+
+def draws_per_pass(network: nn.Module, inputs: Tensor) -> int | None:
+    """How many draws one pass makes; None is all of them."""
+    if inputs.device.type != "cpu":
+        return None
+    for module in network.modules():  # the order of definition
+        if isinstance(module, BaseVariationalLayer_ | MCDropout):
+            return max(1, ENTRIES // (inputs.numel() + sum(p.numel() for p in network.parameters())))
+        if next(module.parameters(recurse=False), None) is not None:
+            return None
+    return None
 
 
 def may_vectorize(network: nn.Module) -> bool:

@@ -43,11 +43,21 @@ def test_std_is_softplus_in_double_precision():
     torch.testing.assert_close(softplus_std(rho), torch.logaddexp(rho, torch.zeros_like(rho)), rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradient_of_the_std_is_the_sigmoid_and_differentiable_again():
+    rho = torch.linspace(-30, 50, 81, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(softplus_std(rho).sum(), rho, create_graph=True)
+    torch.testing.assert_close(gradient, rho.sigmoid())
+    (second,) = torch.autograd.grad(gradient.sum(), rho)
+    torch.testing.assert_close(second, rho.sigmoid() * (1 - rho.sigmoid()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_zero_becomes_the_smallest_std(dtype):
     std = softplus_std(inverse_softplus_std(torch.zeros(1, dtype=dtype)))
     assert std >= smallest_std(dtype)
-    assert std < 2 * smallest_std(dtype)
+    assert std < 1.01 * smallest_std(dtype)
+    torch.testing.assert_close(softplus_std(torch.full((1,), -1e4, dtype=dtype)).double(),
+                               torch.tensor([smallest_std(dtype)], dtype=torch.float64), rtol=1e-2, atol=0)
 
 
 @settings(deadline=None)

@@ -11,7 +11,10 @@ from lightning_fedbayes.errors import PosteriorError
 from lightning_fedbayes.layers import (
     LinearFlipout,
     LinearReparameterization,
+    NormalPrior,
     Reparameterized,
+    TiedMeanPrior,
+    base,
     gaussian_sites,
     kl_divergence,
     read_posterior,
@@ -41,6 +44,29 @@ def test_network_without_gaussian_parameters_has_none():
 def test_tied_layer_counts_once():
     layer = LinearReparameterization(3, 3)
     torch.testing.assert_close(kl_divergence(nn.Sequential(layer, nn.ReLU(), layer)), layer.kl_loss())
+
+
+@pytest.mark.parametrize("small", [0, 2**14])
+def test_sites_count_the_same_joined_or_one_by_one(small, monkeypatch):
+    """Numbers, tensors and other families as priors, two dtypes, small and large sites, a tied layer."""
+    monkeypatch.setattr(base, "SMALL", small)
+    tied = LinearReparameterization(5, 5, prior_std=0.5)
+    network = nn.Sequential(
+        LinearReparameterization(150, 130), LinearFlipout(3, 2, prior_mean=0.4), LinearFlipout(3, 2, prior_std=0.5),
+        tied, tied, LinearFlipout(2, 2, prior=TiedMeanPrior(0.2)), LinearFlipout(2, 2, dtype=torch.float64),
+        Reparameterized(nn.LSTM(2, 3)), LinearReparameterization(2, 2, prior=NormalPrior(torch.ones(()), 0.3)))
+    assert max(site.mean.numel() for site in gaussian_sites(network).values()) > 2**14
+    joined = kl_divergence(network)
+    joined.backward()
+    gradients = [p.grad for p in network.parameters()]
+    network.zero_grad()
+    alone = sum(site.kl() for site in gaussian_sites(network).values())
+    alone.backward()
+    torch.testing.assert_close(joined, alone, rtol=1e-6, atol=0)
+    for gradient, p in zip(gradients, network.parameters()):
+        torch.testing.assert_close(gradient, p.grad)
+    set_prior(network, read_posterior(network))
+    torch.testing.assert_close(kl_divergence(network).float(), torch.zeros(()), atol=1e-4, rtol=0)
 
 
 FOREIGN = [

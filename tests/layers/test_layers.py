@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from contextlib import nullcontext
 
 import bayesian_torch.layers as bt
 import pytest
@@ -20,6 +21,7 @@ from lightning_fedbayes.layers import (
     MCDropout,
     NormalPrior,
     TiedMeanPrior,
+    functional,
     kl_divergence,
     mean_only,
     use_estimator,
@@ -87,8 +89,10 @@ def test_bfloat16_autocast(kind, estimator):
     layer, x = make(kind, estimator), example(kind)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
+        kl = layer.kl_loss()
     assert y.dtype == torch.bfloat16
-    y.float().sum().backward()
+    assert kl.dtype == torch.float32
+    (y.float().sum() + kl).backward()
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
@@ -146,6 +150,54 @@ def test_kl_under_vmap_is_every_clients_own():
 
     together = vmap(lambda p: functional_call(KL(template), {f"network.{k}": v for k, v in p.items()}, ()))(parameters)
     torch.testing.assert_close(together, torch.stack([kl_divergence(client) for client in clients]))
+
+
+class Objective(nn.Module):
+    """Squared output plus KL of a network, with or without its noise."""
+
+    def __init__(self, network, noise):
+        super().__init__()
+        self.network, self.noise = network, noise
+
+    def forward(self, x):
+        with nullcontext() if self.noise else mean_only(self.network):
+            return self.network(x).square().mean() + kl_divergence(self.network)
+
+
+@pytest.mark.parametrize("small", [0, 2**14])
+def test_gradients_of_stacked_clients_are_those_of_each_alone(estimator, small, monkeypatch):
+    """The backward pass outside ``vmap``, as an engine takes it."""
+    monkeypatch.setattr(functional, "SMALL", small)
+    network = nn.Sequential(make("Linear", estimator), nn.ReLU(), LinearFlipout(2, 1))
+    clients = [Objective(copy.deepcopy(network), noise=False) for _ in range(3)]
+    with torch.no_grad():
+        for k, client in enumerate(clients):
+            for p in client.parameters():
+                p.mul_(1 + k)
+    stack = {name: value.detach().requires_grad_() for name, value in stack_module_state(clients)[0].items()}
+    x = torch.randn(3, 4, 3)
+    vmap(lambda p, x: functional_call(clients[0], p, (x,)))(stack, x).sum().backward()
+    for k, client in enumerate(clients):
+        client(x[k]).backward()
+        for name, p in client.named_parameters():
+            torch.testing.assert_close(stack[name].grad[k], p.grad)
+    noisy = Objective(network, noise=True)
+    vmap(lambda p, x: functional_call(noisy, p, (x,)), randomness="different")(stack, x).sum().backward()
+    assert all(value.grad.isfinite().all() for value in stack.values())
+
+
+@pytest.mark.parametrize("small", [0, 2**14])
+def test_a_training_step_compiles_to_one_graph(estimator, small, monkeypatch):
+    monkeypatch.setattr(functional, "SMALL", small)
+    torch._dynamo.reset()
+    objective, x = Objective(make("Linear", estimator), noise=False), example("Linear")
+    compiled = torch.compile(objective, backend="aot_eager", fullgraph=True)
+    compiled(x).backward()
+    found = [p.grad for p in objective.parameters()]
+    objective.zero_grad()
+    objective(x).backward()
+    for gradient, p in zip(found, objective.parameters()):
+        torch.testing.assert_close(gradient, p.grad)
 
 
 @pytest.mark.parametrize("kind", ["Linear", "Conv2d"])
@@ -258,8 +310,10 @@ def test_dropout_is_on_at_prediction_and_off_at_the_mean():
 
 def test_flipout_signs_are_never_zero_and_balanced():
     from lightning_fedbayes.layers.base import random_signs
-    signs = random_signs((100_000,), torch.zeros(()))
-    assert set(signs.unique().tolist()) == {-1.0, 1.0}
-    assert abs(float(signs.mean())) < 0.02
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        signs = random_signs((100_000,), torch.zeros((), dtype=dtype))
+        assert signs.dtype == dtype
+        assert set(signs.unique().tolist()) == {-1.0, 1.0}
+        assert abs(float(signs.double().mean())) < 0.02
     shapes = Conv2dFlipout(2, 5, 3).sign_shapes(torch.zeros(7, 2, 8, 8))
     assert shapes == ((7, 2, 1, 1), (7, 5, 1, 1))

@@ -6,7 +6,7 @@ from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
 from torch import nn
 
 from lightning_fedbayes.layers import ESTIMATORS, MCDropout, Reparameterized, bayesianize
-from lightning_fedbayes.modules import is_stochastic, mlp, sample_outputs
+from lightning_fedbayes.modules import is_stochastic, mlp, sample_outputs, sampling
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 DRAWS = 4000
@@ -105,6 +105,20 @@ def test_the_network_runs_once_and_its_deterministic_beginning_for_one_sample_on
             torch._C._functorch.is_batchedtensor(output)))
     sample_outputs(network, X, 7)
     assert batched == [False, False, False, False, True]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("last", "passes"), [(2, 4), (1, 1)])
+def test_a_large_network_without_a_deterministic_beginning_takes_several_passes(last, passes, monkeypatch):
+    network = bayesianize(mlp(6, 3, (5,)), last=last, posterior_std=0.3)
+    entries = X.numel() + sum(p.numel() for p in network.parameters())
+    monkeypatch.setattr(sampling, "ENTRIES", 2 * entries + 1)
+    calls = []
+    network.register_forward_hook(lambda *_: calls.append(1))
+    draws = sample_outputs(network, X, 7)
+    assert len(calls) == passes
+    assert draws.shape == (7, 4, 3)
+    assert draws[:, 0, 0].unique().numel() == 7
 
 
 @torch.no_grad()

@@ -1,0 +1,224 @@
+"""Training steps, memory and predictions of the Bayesian layers against torch's own layers and bayesian-torch's.
+
+    python benchmarks/layers/run.py [--repeats 15] [--threads 2]
+
+All contestants of a table take turns in one process, a few calls each; a figure is the median over the repeats, a
+ratio the median of the repeats' ratios, so that a machine that slows down slows them all. A training step is forward,
+KL divergence, backward of mean(y²) + 0.001 KL; the KL is left out of the deterministic layer, which has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping
+
+import bayesian_torch
+import bayesian_torch.layers as peer
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from lightning_fedbayes import layers
+from lightning_fedbayes.callbacks.pictures import markdown_table
+from lightning_fedbayes.layers import ESTIMATORS, bayesianize, kl_divergence, mean_only
+from lightning_fedbayes.modules import sample_outputs
+from lightning_fedbayes.modules.networks import lenet, mlp
+
+SUFFIX = {
+    "reparameterization": "Reparameterization",
+    "local_reparameterization": "LocalReparameterization",
+    "flipout": "Flipout",
+}
+
+Contestants = Mapping[str, Callable[[], object]]
+
+
+def take_turns(contestants: Contestants, repeats: int, seconds: float = 0.1) -> dict[str, list[float]]:
+    """Seconds per call of every contestant, once per repeat; a turn takes about ``seconds``."""
+    calls = {}
+    for name, run in contestants.items():
+        run()
+        start = time.perf_counter()
+        run()
+        calls[name] = max(1, round(seconds / (time.perf_counter() - start)))
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(repeats):
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                run()
+            times[name].append((time.perf_counter() - start) / calls[name])
+    return times
+
+
+def ratio(times: dict[str, list[float]], slower: str, faster: str) -> str:
+    """How many times the time of ``faster`` the contestant ``slower`` takes."""
+    return f"{statistics.median(a / b for a, b in zip(times[slower], times[faster], strict=True)):.2f}"
+
+
+def microseconds(times: dict[str, list[float]], name: str) -> str:
+    """Median time of a call."""
+    return f"{1e6 * statistics.median(times[name]):.0f}"
+
+
+def training_step(layer: nn.Module, inputs: Tensor) -> Callable[[], None]:
+    """Forward, KL and backward of one layer; bayesian-torch's returns its KL beside the output."""
+
+    def step() -> None:
+        for parameter in layer.parameters():
+            parameter.grad = None
+        output = layer(inputs)
+        if isinstance(output, tuple):
+            output, kl = output
+        else:
+            kl = layer.kl_loss() if isinstance(layer, layers.BayesianLayer) else 0.0
+        (output.square().mean() + 1e-3 * kl).backward()
+
+    return step
+
+
+def layer_steps(repeats: int) -> list[list[str]]:
+    """Rows of the table of training steps."""
+    rows = []
+    inputs = torch.randn(32, 784)
+    ours = {e: getattr(layers, f"Linear{suffix}")(784, 400) for e, suffix in SUFFIX.items()}
+    theirs = {"reparameterization": peer.LinearReparameterization(784, 400), "flipout": peer.LinearFlipout(784, 400)}
+    rows += contest("linear 784→400, batch 32", nn.Linear(784, 400), ours, theirs, inputs, repeats)
+    inputs = torch.randn(32, 16, 16, 16)
+    ours = {e: getattr(layers, f"Conv2d{suffix}")(16, 32, 3, padding=1) for e, suffix in SUFFIX.items()}
+    theirs = {"reparameterization": peer.Conv2dReparameterization(16, 32, 3, padding=1),
+              "flipout": peer.Conv2dFlipout(16, 32, 3, padding=1)}
+    rows += contest("conv 16→32, 3×3, 16×16, batch 32", nn.Conv2d(16, 32, 3, padding=1), ours, theirs, inputs, repeats)
+    return rows
+
+
+def contest(
+    what: str, plain: nn.Module, ours: Mapping[str, nn.Module], theirs: Mapping[str, nn.Module], inputs: Tensor,
+    repeats: int,
+) -> list[list[str]]:
+    """A row per estimator: times, and ratios to the deterministic layer and to bayesian-torch's layer."""
+    contestants = {"deterministic": training_step(plain, inputs)}
+    contestants |= {f"ours {name}": training_step(layer, inputs) for name, layer in ours.items()}
+    contestants |= {f"theirs {name}": training_step(layer, inputs) for name, layer in theirs.items()}
+    times = take_turns(contestants, repeats)
+    rows = []
+    for name, layer in ours.items():
+        peer_name = name if name in theirs else "reparameterization"  # bayesian-torch has no local reparameterisation
+        rows.append([
+            what, name, microseconds(times, "deterministic"), microseconds(times, f"ours {name}"),
+            microseconds(times, f"theirs {peer_name}"), ratio(times, f"ours {name}", "deterministic"),
+            ratio(times, f"theirs {peer_name}", f"ours {name}"), f"{size(layer) / size(theirs[peer_name]):.2f}",
+        ])
+    return rows
+
+
+def size(layer: nn.Module) -> int:
+    """Bytes of parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers()))
+
+
+@torch.no_grad()
+def predictions(samples: int, repeats: int) -> list[list[str]]:
+    """Rows of the table of predictions: a LeNet whose last layers are Bayesian, 128 images."""
+    rows = []
+    inputs = torch.randn(128, 1, 28, 28)
+    for last in (1, 2, 3):
+        plain = lenet().eval()
+        network = bayesianize(plain, last=last)
+        assert isinstance(network, nn.Sequential)
+        start = next(i for i, layer in enumerate(network) if isinstance(layer, layers.BayesianLayer))
+        head, tail = network[:start], network[start:]
+        hidden = head(inputs)
+
+        def all_samples(network: nn.Module = network) -> Tensor:
+            return sample_outputs(network, inputs, samples)
+
+        def parts(head: nn.Module = head, tail: nn.Module = tail, hidden: Tensor = hidden) -> None:
+            head(inputs)
+            for _ in range(samples):
+                tail(hidden)
+
+        def mean(network: nn.Module = network) -> Tensor:
+            with mean_only(network):
+                return network(inputs)
+
+        def naive(network: nn.Module = network) -> None:
+            for _ in range(samples):
+                network(inputs)
+
+        times = take_turns({"samples": all_samples, "parts": parts, "naive": naive, "mean": mean,
+                            "plain": lambda plain=plain: plain(inputs)}, repeats)
+        rows.append([str(last), microseconds(times, "samples"), ratio(times, "samples", "parts"),
+                     ratio(times, "samples", "naive"), microseconds(times, "mean"), ratio(times, "mean", "plain")])
+    return rows
+
+
+class Objective(nn.Module):
+    """Squared error plus KL of a network, as one module that ``functional_call`` takes."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: Tensor, targets: Tensor, with_kl: bool) -> Tensor:
+        loss = (self.network(inputs) - targets).square().mean()
+        return loss + 1e-3 * kl_divergence(self.network) if with_kl else loss
+
+
+def stacked_networks(clients: int, repeats: int) -> list[list[str]]:
+    """Rows of the table of many small networks trained at once, under vmap and one by one."""
+    rows = []
+    inputs, targets = torch.randn(clients, 16, 13), torch.randn(clients, 16, 1)
+    for estimator in ESTIMATORS:
+        objective = Objective(bayesianize(mlp(13, 1), last=2, estimator=estimator))
+        stack = {name: parameter.detach().expand(clients, *parameter.shape).clone().requires_grad_()
+                 for name, parameter in objective.named_parameters()}
+        alone = copy.deepcopy(objective)
+
+        def together(with_kl: bool, objective: nn.Module = objective, stack: dict[str, Tensor] = stack) -> None:
+            for parameter in stack.values():
+                parameter.grad = None
+            one = lambda p, x, y: functional_call(objective, p, (x, y, with_kl))  # noqa: E731
+            vmap(one, randomness="different")(stack, inputs, targets).sum().backward()
+
+        def in_turn(alone: nn.Module = alone) -> None:
+            for x, y in zip(inputs, targets):
+                for parameter in alone.parameters():
+                    parameter.grad = None
+                alone(x, y, True).backward()
+
+        times = take_turns({"with": lambda: together(True), "without": lambda: together(False), "turn": in_turn},
+                           repeats)
+        rows.append([str(clients), estimator, microseconds(times, "with"), ratio(times, "with", "without"),
+                     ratio(times, "turn", "with")])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(arguments.threads)
+    repeats = arguments.repeats
+
+    print(f"torch {torch.__version__}, bayesian-torch {getattr(bayesian_torch, '__version__', '0.5.0')}, "
+          f"{torch.get_num_threads()} threads, medians of {repeats}\n")
+    print(markdown_table(("training step", "estimator", "deterministic, µs", "ours, µs", "bayesian-torch, µs",
+                          "ours / deterministic", "bayesian-torch / ours", "memory, ours / bayesian-torch"),
+                         layer_steps(repeats)))
+    print()
+    print(markdown_table(("Bayesian layers of LeNet", "100 samples, µs", "/ (beginning once + 100 × the rest)",
+                          "/ 100 passes", "mean_only, µs", "mean_only / deterministic"), predictions(100, repeats)))
+    print()
+    print(markdown_table(("networks 13-50-1 at once", "estimator", "step, µs", "step with KL / without",
+                          "one by one / at once"), [*stacked_networks(10, repeats), *stacked_networks(100, repeats)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The closed-form gradient of the KL divergence against autograd of the plain formula, on both sides of SMALL."""
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from torch.distributions import Normal as TorchNormal
+from torch.distributions import kl_divergence as torch_kl
+from torch.func import grad, vmap
+
+from lightning_fedbayes.layers import functional
+from lightning_fedbayes.layers.autograd import GaussianKL
+from lightning_fedbayes.layers.functional import gaussian_kl_sum, softplus_std
+
+
+@pytest.fixture(params=["closed form", "autograd"])
+def path(request, monkeypatch):
+    """Which of the two gradients ``gaussian_kl_sum`` takes."""
+    monkeypatch.setattr(functional, "SMALL", 0 if request.param == "closed form" else math.inf)
+    return request.param
+
+
+def positive(*shape):
+    return torch.rand(*shape, dtype=torch.float64) + 0.2
+
+
+def leaf(tensor):
+    return tensor.detach().clone().requires_grad_()
+
+
+def reference(mean, std, prior_mean, prior_std):
+    return torch_kl(TorchNormal(mean, std), TorchNormal(prior_mean, prior_std)).sum()
+
+
+PRIORS = {
+    "numbers": lambda: (0.3, 2.0),
+    "standard": lambda: (0.0, 1.0),
+    "number and tensor": lambda: (torch.randn(4, 3, dtype=torch.float64), 1.0),
+    "tensors": lambda: (torch.randn(4, 3, dtype=torch.float64), positive(4, 3)),
+    "broadcast": lambda: (torch.randn(3, dtype=torch.float64), positive(4, 1)),
+}
+
+
+@pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
+def test_value_and_gradients_are_those_of_torch(path, prior):
+    values = torch.randn(4, 3, dtype=torch.float64), positive(4, 3), *prior()
+    ours, theirs = ([leaf(v) if isinstance(v, torch.Tensor) else v for v in values] for _ in range(2))
+    kl, expected = gaussian_kl_sum(*ours), reference(*theirs)
+    (3 * kl).backward()
+    (3 * expected).backward()
+    torch.testing.assert_close(kl, expected)
+    for a, b in zip(ours, theirs):
+        if isinstance(a, torch.Tensor):
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
+def test_first_and_second_derivatives_are_those_of_finite_differences(path, prior):
+    prior = prior()
+    tensors = [leaf(v) for v in (torch.randn(4, 3), positive(4, 3), *prior) if isinstance(v, torch.Tensor)]
+    tensors[0] = leaf(tensors[0].double())
+
+    def kl(mean, std, *prior_tensors):
+        return gaussian_kl_sum(mean, std, *(prior_tensors or prior))
+
+    assert gradcheck(kl, tensors)
+    assert gradgradcheck(kl, tensors)
+
+
+def test_derivatives_are_those_of_the_docstring():
+    mean, std = leaf(torch.randn(5, dtype=torch.float64)), leaf(positive(5))
+    prior_mean, prior_std = leaf(torch.randn(5, dtype=torch.float64)), leaf(positive(5))
+    GaussianKL.apply(mean, std, prior_mean, prior_std).backward()
+    shift = (mean - prior_mean).detach()
+    torch.testing.assert_close(mean.grad, shift / prior_std**2)
+    torch.testing.assert_close(std.grad, std / prior_std**2 - 1 / std)
+    torch.testing.assert_close(prior_mean.grad, -shift / prior_std**2)
+    torch.testing.assert_close(prior_std.grad, 1 / prior_std - (std**2 + shift**2) / prior_std**3)
+
+
+BATCHED = {
+    "all": (0, 0, 0, 0), "mean only": (0, None, None, None), "std only": (None, 0, None, None),
+    "last dimension": (2, 1, None, 0), "prior only": (None, None, 0, None),
+}
+
+
+@pytest.mark.parametrize("dims", BATCHED.values(), ids=BATCHED)
+def test_vmap_is_a_loop_with_the_backward_pass_outside(path, dims):
+    def batch(value, dim):
+        stack = torch.stack([value * (1 + 0.1 * k) for k in range(5)])
+        return leaf(value if dim is None else stack.movedim(0, dim))
+
+    means = torch.randn(2, 4, 3, dtype=torch.float64)
+    base = means[0], positive(4, 3), means[1], positive(4, 3)
+    values = [batch(v, d) for v, d in zip(base, dims)]
+    weights = torch.arange(1.0, 6.0, dtype=torch.float64)
+    together = vmap(gaussian_kl_sum, in_dims=dims)(*values)
+    (weights * together).sum().backward()
+    found = [v.grad for v in values]
+    for v in values:
+        v.grad = None
+    loop = torch.stack([gaussian_kl_sum(*(v if d is None else v.select(d, k) for v, d in zip(values, dims)))
+                        for k in range(5)])
+    (weights * loop).sum().backward()
+    torch.testing.assert_close(together, loop)
+    for v, gradient in zip(values, found):
+        torch.testing.assert_close(gradient, v.grad)
+
+
+def test_vmap_over_any_dimension_of_the_closed_form():
+    mean, std, prior_std = torch.randn(3, 5), positive(5, 3).float(), positive(3, 5).float()
+    found = vmap(lambda m, s, p: GaussianKL.apply(m, s, 0.5, p), in_dims=(1, 0, 1))(mean, std, prior_std)
+    torch.testing.assert_close(found, GaussianKL.apply(mean.T, std, 0.5, prior_std.T))
+
+
+def test_nested_vmap_is_a_double_loop(path):
+    means, stds, prior_means = torch.randn(2, 4, 3), positive(5, 4, 3).float(), torch.randn(5, 4, 3)
+    inner = vmap(lambda m, s, p: gaussian_kl_sum(m, s, p, 2.0), in_dims=(0, None, None))
+    found = vmap(inner, in_dims=(None, 0, 0))(means, stds, prior_means)
+    loop = torch.stack([torch.stack([gaussian_kl_sum(m, s, p, 2.0) for m in means])
+                        for s, p in zip(stds, prior_means)])
+    torch.testing.assert_close(found, loop)
+
+
+def test_functional_derivatives_under_vmap(path):
+    means, std = torch.randn(5, 3, dtype=torch.float64), positive(3)
+    first = grad(lambda m: gaussian_kl_sum(m, std, 0.5, 2.0))
+    torch.testing.assert_close(vmap(first)(means), (means - 0.5) / 4)
+    second = grad(lambda m: first(m).square().sum())
+    torch.testing.assert_close(vmap(second)(means), (means - 0.5) / 8)
+
+
+@pytest.mark.parametrize(("rho", "dtype", "gradient"), [
+    (-1e4, torch.float32, 0.0), (-200.0, torch.float32, 0.0), (-30.0, torch.float32, -1.0),
+    (30.0, torch.float32, 30.0), (1e4, torch.float32, 1e4),
+    (-1e4, torch.float64, 0.0), (-200.0, torch.float64, -1.0), (1e4, torch.float64, 1e4)])
+def test_extreme_spreads_have_the_limits_of_the_gradient(path, rho, dtype, gradient):
+    """dKL/dρ = (σ − 1/σ) sigmoid(ρ): −1 for small σ, σ for large ones, 0 where σ is at its bound."""
+    rho, mean = (torch.full((3,), value, dtype=dtype, requires_grad=True) for value in (rho, 0.5))
+    kl = gaussian_kl_sum(mean, softplus_std(rho), 0.0, 1.0)
+    kl.backward()
+    assert kl.isfinite()
+    torch.testing.assert_close(rho.grad, torch.full_like(rho, gradient), rtol=0.04, atol=1e-3)
+
+
+def test_nothing_diverges_from_nothing(path):
+    mean, std = (torch.ones(0, 3, requires_grad=True) for _ in range(2))
+    kl = gaussian_kl_sum(mean, std, 0.0, 1.0)
+    kl.backward()
+    assert kl == 0
+    assert mean.grad is not None
+    assert mean.grad.shape == (0, 3)
+    stacked = vmap(lambda m: gaussian_kl_sum(m, m + 1, 0.0, 1.0))(torch.ones(2, 0))
+    assert torch.equal(stacked, torch.zeros(2))
+    torch.testing.assert_close(gaussian_kl_sum(torch.tensor(1.0), torch.tensor(1.0), 0.0, 1.0), torch.tensor(0.5))
+
+
+def test_a_small_divergence_of_many_entries_is_not_cancelled_away(path):
+    mean, std = torch.full((1_000_000,), 1e-3), torch.full((1_000_000,), 1.001)
+    exact = gaussian_kl_sum(mean.double(), std.double(), 0.0, 1.0)
+    assert 1 < exact < 2
+    assert abs(gaussian_kl_sum(mean, std, 0.0, 1.0) - exact) < 0.15  # half a unit in the last place of 1 per entry
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_has_gradients_of_its_own_type(path, dtype):
+    mean, rho = (torch.full((100,), value, dtype=dtype, requires_grad=True) for value in (0.5, 0.0))
+    kl = gaussian_kl_sum(mean, softplus_std(rho), 0.0, 1.0)
+    kl.backward()
+    assert kl.dtype == torch.float32
+    assert mean.grad is not None
+    torch.testing.assert_close(mean.grad, mean)
+
+
+def test_compiles_to_one_graph(path):
+    torch._dynamo.reset()
+    mean, std = (leaf(v) for v in (torch.randn(4, 3), positive(4, 3).float()))
+    compiled = torch.compile(lambda m, s: gaussian_kl_sum(m, s, 0.3, 2.0), backend="aot_eager", fullgraph=True)
+    kl = compiled(mean, std)
+    kl.backward()
+    torch.testing.assert_close(kl, reference(mean, std, 0.3, 2.0))
+    torch.testing.assert_close(mean.grad, (mean - 0.3) / 4)
+    torch.testing.assert_close(std.grad, std / 4 - 1 / std)
