@@ -249,10 +249,10 @@ def sum_kl(sites: Iterable[Site]) -> Tensor:
 
 
 def kl_of_joined(sites: Sequence[Site]) -> Tensor:
-    """KL(q‖p) of ``sites`` that share prior, dtype and device, as that of one site."""
-    mean = torch.cat([site.mean.flatten() for site in sites])
-    rho = torch.cat([site.rho.flatten() for site in sites])
-    return sites[0].prior.kl(mean, softplus_std(rho))
+    """KL(q‖p) of ``sites`` that share a scalar Gaussian prior, dtype and device, as that of one site."""
+    prior = cast("NormalPrior", sites[0].prior)
+    means, rhos = [site.mean for site in sites], [site.rho for site in sites]
+    return functional.joined_kl_sum(means, rhos, cast("float", prior.mean), cast("float", prior.std))
 
 
 def default_weight_std(weight: Tensor) -> float:

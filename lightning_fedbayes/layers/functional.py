@@ -1,5 +1,6 @@
 r"""The pure core of the layers: standard deviations, the KL divergence and the three estimators.
 
+:func:`softplus_std` and :func:`joined_kl_sum` can be overridden by a ``TorchFunctionMode``, as torch's functions can.
 Nothing here draws random numbers: noise is an argument. An ``op`` is any map that is linear in its weight,
 ``op(x, weight, bias) -> output``: ``F.linear``, a convolution or a transposed convolution.
 """
@@ -7,12 +8,13 @@ Nothing here draws random numbers: noise is an argument. An ``op`` is any map th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 from lightning_fedbayes.layers.autograd import GaussianKL
 
@@ -53,6 +55,8 @@ def softplus_std(rho: Tensor) -> Tensor:
     >>> softplus_std(torch.tensor([-1e4, 0.0, 1e4])) > 0
     tensor([True, True, True])
     """
+    if has_torch_function_unary(rho):
+        return handle_torch_function(softplus_std, (rho,), rho)
     # a bound by addition has the gradient of softplus itself; that of a maximum would take two more passes
     return F.softplus(rho, threshold=40.0).add_(smallest_std(rho.dtype))
 
@@ -76,8 +80,8 @@ def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior
     .. math:: \mathrm{KL}(q\|p) = \sum_i \log\frac{s_i}{\sigma_i}
               + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{2 s_i^2} - \frac12
 
-    The gradient of a large site is that of :class:`~lightning_fedbayes.layers.autograd.GaussianKL`: half the passes over
-    memory of autograd's own. That of a small site is autograd's: under ``vmap`` it is several times as cheap.
+    The gradient of a large site is that of :class:`~lightning_fedbayes.layers.autograd.GaussianKL`: half the passes
+    over memory of autograd's own. That of a small site is autograd's: under ``vmap`` it is several times as cheap.
 
     Args:
         mean, std: :math:`\mu, \sigma` of q, of one shape. Half precision is computed in float32.
@@ -98,6 +102,14 @@ def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior
     prior = [value.expand(mean.shape).flatten() if isinstance(value, Tensor) else value
              for value in (prior_mean, prior_std)]
     return cast("Tensor", GaussianKL.apply(mean.flatten(), std.flatten(), *prior))
+
+
+def joined_kl_sum(means: Sequence[Tensor], rhos: Sequence[Tensor], prior_mean: float, prior_std: float) -> Tensor:
+    """:func:`gaussian_kl_sum` over several parameters (μ, ρ) with one prior. Returns a scalar."""
+    if has_torch_function((*means, *rhos)):
+        return handle_torch_function(joined_kl_sum, (*means, *rhos), means, rhos, prior_mean, prior_std)
+    mean, rho = (torch.cat([each.flatten() for each in part]) for part in (means, rhos))
+    return gaussian_kl_sum(mean, softplus_std(rho), prior_mean, prior_std)
 
 
 def reparameterization(

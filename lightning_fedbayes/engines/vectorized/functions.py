@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_fedbayes.engines.vectorized.vmap import enter, stack_of
+from lightning_fedbayes.engines.vectorized.vmap import beneath, enter, stack_of
+from lightning_fedbayes.layers.autograd import GaussianKL
+from lightning_fedbayes.layers.functional import joined_kl_sum, softplus_std
 
 
 class StackedFunctions(TorchFunctionMode):
@@ -22,6 +24,7 @@ class StackedFunctions(TorchFunctionMode):
 
     def __init__(self, level: int) -> None:
         self.level = level
+        self.stds: dict[int, tuple[Tensor, Tensor]] = {}  # of this step: id(ρ) → ρ, σ
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -29,15 +32,16 @@ class StackedFunctions(TorchFunctionMode):
         """``func``, or its stacked form."""
         kwargs = kwargs or {}
         stacked = STACKED.get(func)
-        result = stacked(self.level, *args, **kwargs) if stacked is not None else None
+        result = stacked(self, *args, **kwargs) if stacked is not None else None
         return func(*args, **kwargs) if result is None else result
 
 
-def linear(level: int, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+def linear(mode: StackedFunctions, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """``F.linear`` of inputs, weights and biases that differ between clients; None for anything else.
 
     The gradient of the weights comes from one batched product, that of the biases from one sum.
     """
+    level = mode.level
     x, w = stack_of(input, level), stack_of(weight, level)
     b = None if bias is None else stack_of(bias, level)
     if x is None or w is None or (bias is not None and b is None) or x.dim() < 2:
@@ -49,7 +53,7 @@ def linear(level: int, input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 def cross_entropy(
-    level: int,
+    mode: StackedFunctions,
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -60,6 +64,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """The mean ``F.cross_entropy`` of logits (batch, classes) and classes (batch,); None for anything else."""
+    level = mode.level
     plain = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
     x, y = stack_of(input, level), stack_of(target, level)
     if not plain or x is None or y is None or x.dim() != 3 or y.dim() != 2 or y.is_floating_point():
@@ -68,5 +73,30 @@ def cross_entropy(
     return enter(losses.view(y.shape).sum(1) / (y != ignore_index).sum(1), level)
 
 
-STACKED: dict[Any, Callable[..., Tensor | None]] = {F.linear: linear, F.cross_entropy: cross_entropy}
+def std(mode: StackedFunctions, rho: Tensor) -> Tensor:
+    """:func:`~lightning_fedbayes.layers.functional.softplus_std`, once in a step: for the noise and for the KL."""
+    if id(rho) not in mode.stds:
+        mode.stds[id(rho)] = rho, softplus_std(rho)
+    return mode.stds[id(rho)][1]
+
+
+def kl_sum(
+    mode: StackedFunctions, means: Sequence[Tensor], rhos: Sequence[Tensor], prior_mean: float, prior_std: float
+) -> Tensor | None:
+    """:func:`~lightning_fedbayes.layers.functional.joined_kl_sum` of every client; None if they share a parameter."""
+    mus, sigmas = ([stack_of(each, mode.level) for each in part] for part in (means, [std(mode, rho) for rho in rhos]))
+    if any(each is None for each in (*mus, *sigmas)):
+        return None
+    with beneath():
+        mean, sigma = (torch.cat([each.flatten(1) for each in part if each is not None], 1) for part in (mus, sigmas))
+        divergence = GaussianKL.apply(mean, sigma, prior_mean, prior_std)
+    return enter(cast("Tensor", divergence), mode.level)
+
+
+STACKED: dict[Any, Callable[..., Tensor | None]] = {
+    F.linear: linear,
+    F.cross_entropy: cross_entropy,
+    softplus_std: std,
+    joined_kl_sum: kl_sum,
+}
 """Function → its stacked form, which returns None where it does not apply."""

@@ -93,7 +93,8 @@ class ClientStack:
             put_rows(self.buffers[name], slots, buffer)
         if output.losses is None:
             return None, output.rest
-        optimizer.optimizer.zero_grad()
+        for parameter in optimizer.parameters:
+            parameter.grad = None
         output.losses.backward(torch.ones_like(output.losses))  # of each client alone: they share nothing
         if clip is not None:
             clip([p.grad for p in optimizer.parameters if p.grad is not None])

@@ -81,7 +81,8 @@ def try_two_clients(
     buffers = [name for name, _ in module.named_buffers()]
     log.install()
     try:
-        with threads_for(0), _undisturbed(module), FlopCounterMode(display=False) as flops, _Allocations() as allocations:
+        flops, allocations = FlopCounterMode(display=False), _Allocations()
+        with threads_for(0), _undisturbed(module), flops, allocations:
             stack = ClientStack(
                 model, trainer.optimizers[0], step, clients, [ClientState()] * 2, buffers, frozenset(), {}
             )

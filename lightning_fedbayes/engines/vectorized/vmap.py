@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 REASON = "saved-tensor hooks, as activation checkpointing uses them, do not work for several clients at once"
 
@@ -34,6 +35,11 @@ def enter(stack: Tensor, level: int) -> Tensor:
 def leave(tensor: Tensor, level: int, count: int) -> Tensor:
     """The stack of shape (clients, *) of what each client has made; what they share is repeated."""
     return _functorch._remove_batch_dim(tensor, level, count, 0)
+
+
+def beneath() -> AbstractContextManager[object]:
+    """Inside, operations are on stacks themselves, as outside of :func:`clients`."""
+    return temporarily_pop_interpreter_stack()
 
 
 def stack_of(tensor: Tensor, level: int) -> Tensor | None:
