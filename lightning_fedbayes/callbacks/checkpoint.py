@@ -19,7 +19,7 @@ class RoundBoundary:
     """
 
     def __init__(self, trainer: L.Trainer) -> None:
-        self.loop_state = copy.deepcopy(trainer.fit_loop.state_dict())
+        self.loop_state = trainer.fit_loop.state_dict()
         self.global_step = trainer.global_step
         self.schedulers = [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         self.param_groups = [

@@ -112,7 +112,7 @@ def test_ragged_cohorts_validate_once_after_every_round():
 
     module = Spy()
     sizes = (50, 20, 10, 5, 5)
-    federation = fb.FederatedBayes(fb.SizesPartition(sizes), fraction=0.4)
+    federation = fb.FederatedBayes(fb.SizesPartition(sizes), fraction=0.4, engine="sequential")
     federate(module, federation, rounds=6, val=loader(shuffle=False), num_sanity_val_steps=0)
     assert [epoch for epoch, _ in module.seen] == list(range(6))
     assert len({last for _, last in module.seen}) > 1, "the cohorts were to differ in length"

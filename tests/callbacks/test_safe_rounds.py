@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.engines.vectorized import engine as vectorized
 from tests.federations import Plain, assert_equal, blobs, federate, loader, network, parameters, trainer
 
 
@@ -168,8 +169,10 @@ def test_a_mistake_in_the_set_up_is_not_blamed_on_clients():
         federate(Wrong(), fb.FederatedBayes(fb.IIDPartition(3)), 1)
 
 
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupted_round_leaves_the_last_global_model_and_a_clean_trainer(interrupt):
+def test_an_interrupted_round_leaves_the_last_global_model_and_a_clean_trainer(interrupt, engine, monkeypatch):
+    monkeypatch.setattr(vectorized, "STEPS_PER_BATCH", 1)
     module = Plain()
     fused = []
 
@@ -181,7 +184,7 @@ def test_an_interrupted_round_leaves_the_last_global_model_and_a_clean_trainer(i
             if trainer.current_epoch == 1 and batch_idx == 2:
                 raise interrupt
 
-    made = trainer(3, [fb.FederatedBayes(fb.IIDPartition(3)), Stop()])
+    made = trainer(3, [fb.FederatedBayes(fb.IIDPartition(3), engine=engine), Stop()])
     with pytest.raises((interrupt, SystemExit)):
         made.fit(module, loader())
     assert_equal(fused[0], parameters(module))
@@ -191,7 +194,9 @@ def test_an_interrupted_round_leaves_the_last_global_model_and_a_clean_trainer(i
     assert not {"log", "on_save_checkpoint"} & set(vars(module))
 
 
-def test_stopping_inside_a_round_drops_it_and_validates_the_global_model():
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_stopping_inside_a_round_drops_it_and_validates_the_global_model(engine, monkeypatch):
+    monkeypatch.setattr(vectorized, "STEPS_PER_BATCH", 1)
     module = Plain()
     seen = {}
 
@@ -206,7 +211,7 @@ def test_stopping_inside_a_round_drops_it_and_validates_the_global_model():
         def on_validation_batch_start(self, trainer, pl_module, *args):
             seen["validated"] = parameters(pl_module)
 
-    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    federation = fb.FederatedBayes(fb.IIDPartition(3), engine=engine)
     federate(module, federation, 5, val=loader(shuffle=False), callbacks=[Stop()])
     assert_equal(seen["fused"], parameters(module))
     assert_equal(seen["fused"], seen["validated"])

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader
 
 from lightning_fedbayes.engines.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.engines.plan import RoundPlan, batches_per_epoch, client_order
 from lightning_fedbayes.engines.vectorized.reasons import CannotVectorize
 from lightning_fedbayes.engines.vectorized.rows import take_rows
-from lightning_fedbayes.engines.vectorized.schedule import Chunk, Scheduler, Slots, slots_of
+from lightning_fedbayes.engines.vectorized.schedule import Chunk, Schedule, Scheduler, Slots, slots_of
 
 
 @dataclass(frozen=True)
@@ -47,17 +49,26 @@ class StackedBatches:
         """Number of stacked batches in the round."""
         return len(self.schedule(plan))
 
-    def batches(self, plan: RoundPlan) -> Iterator[StackedBatch]:
-        """The stacked batches of the round."""
-        if self._loader is None:
-            for chunk in self.schedule(plan).chunks:
-                yield from self._in_memory(plan, chunk)
-            return
-        batches = self.loader.iterate(self._loader, plan)
-        for _, group in self.schedule(plan).places:
-            yield stack_batches(group.slots, [next(batches) for _ in group.slots])
+    def batches(self, plan: RoundPlan) -> Iterator[list[StackedBatch]]:
+        """What the Trainer gets: the stacked batches of a few steps at a time."""
+        schedule = self.schedule(plan)
+        steps = self._in_memory(plan, schedule) if self._loader is None else self._loaded(plan, schedule, self._loader)
+        for _, groups in schedule.batches:
+            yield list(islice(steps, len(groups)))
 
-    def _in_memory(self, plan: RoundPlan, chunk: Chunk) -> Iterator[StackedBatch]:
+    def _loaded(self, plan: RoundPlan, schedule: Schedule, loader: DataLoader) -> Iterator[StackedBatch]:
+        """Stacks of the batches that ``loader`` brings."""
+        batches = self.loader.iterate(loader, plan)
+        for chunk in schedule.chunks:
+            for group in chunk.groups:
+                yield stack_batches(group.slots, [next(batches) for _ in group.slots])
+
+    def _in_memory(self, plan: RoundPlan, schedule: Schedule) -> Iterator[StackedBatch]:
+        """Stacks of rows of tensors."""
+        for chunk in schedule.chunks:
+            yield from self._rows(plan, chunk)
+
+    def _rows(self, plan: RoundPlan, chunk: Chunk) -> Iterator[StackedBatch]:
         """Batches as rows of tensors, one index for all clients."""
         sources = [self.loader.tensors[client] for client in chunk.clients]
         sizes = [len(tensors[0]) if rows is None else len(rows) for tensors, rows in sources]

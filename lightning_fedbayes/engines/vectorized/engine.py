@@ -29,14 +29,17 @@ from lightning_fedbayes.engines.vectorized.rows import add_rows
 from lightning_fedbayes.engines.vectorized.schedule import Group, Scheduler, Slots, slots_of
 from lightning_fedbayes.engines.vectorized.stack import ClientStack, Clip
 from lightning_fedbayes.engines.vectorized.step import StackedStep
-from lightning_fedbayes.engines.vectorized.threads import threads_for
+from lightning_fedbayes.engines.vectorized.threads import SMALL_STEP, threads_for
 from lightning_fedbayes.engines.vectorized.trial import Trial
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 
+STEPS_PER_BATCH = 8
+"""Small steps in one of the Trainer's batches, whose own work takes as long as a third of such a step."""
+
 
 class VectorizedEngine(Engine):
-    """Trains clients at once: one batch of the Trainer is one step of all clients that have a batch of that size left.
+    """Trains clients at once: a step is one of all clients that have a batch of that size left.
 
     ``training_step`` runs under :func:`torch.func.vmap` with each client's own parameters, buffers and noise, and the
     user's optimizer steps the stack. The module itself holds the global model throughout. Without noise the result is
@@ -76,7 +79,10 @@ class VectorizedEngine(Engine):
 
     def arrange(self, loader: FederatedLoader) -> None:
         """Let ``loader`` bring stacked batches."""
-        self._scheduler = Scheduler(loader.clients.sizes, loader.batching, self.clients_at_once)
+        sizes, batching = loader.clients.sizes, loader.batching
+        largest = min(self.clients_at_once, max(1, int(batching.fraction * len(sizes) + 0.5)))
+        steps = STEPS_PER_BATCH if self.trial.flops * largest <= SMALL_STEP else 1
+        self._scheduler = Scheduler(sizes, batching, self.clients_at_once, steps)
         loader.arrangement = StackedBatches(loader, self._scheduler)
 
     def install(self) -> None:
@@ -92,7 +98,7 @@ class VectorizedEngine(Engine):
         self.log.remove()
 
     def num_batches(self, plan: RoundPlan) -> int:
-        """One for each group of clients at the same step."""
+        """One for each few steps of groups of clients."""
         return len(self._scheduler(plan))
 
     def begin_round(self, plan: RoundPlan) -> None:
@@ -108,8 +114,8 @@ class VectorizedEngine(Engine):
 
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
         """At the first batch of a chunk, stack its clients."""
-        chunk, group = self._schedule.places[batch_idx]
-        if group is not chunk.groups[0]:
+        chunk, groups = self._schedule.batches[batch_idx]
+        if groups[0] is not chunk.groups[0]:
             return ()
         clients = [self.client(self._positions[number]) for number in chunk.clients]
         self._failures = {}
@@ -134,26 +140,37 @@ class VectorizedEngine(Engine):
             self.model, optimizer, self._step, clients, states, trial.buffers, trial.stacked_keys, trial.layouts
         )
 
-    def _prepare(self, batch: StackedBatch) -> Any:
-        """Bring a stacked batch to the device. Returns what callbacks see of it."""
+    def _prepare(self, batches: list[StackedBatch]) -> Any:
+        """Bring stacked batches to the device. Returns what callbacks see of them: one after another in a list."""
         convert, device = self.trainer.precision_plugin.convert_input, self.trainer.strategy.root_device
-        parts = [(slots, move_data_to_device(convert(data), device)) for slots, data in batch.parts]
-        self._batch = StackedBatch(parts, batch.failures)
-        return parts[0][1] if len(parts) == 1 else [data for _, data in parts]
+        self._batches_at_hand = [
+            StackedBatch([(slots, move_data_to_device(convert(data), device)) for slots, data in b.parts], b.failures)
+            for b in batches
+        ]
+        return [data for batch in self._batches_at_hand for _, data in batch.parts]
 
     def _train_batch(self, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """One stacked step, in place of the Trainer's automatic optimization."""
-        _, group = self._schedule.places[batch_idx]
-        for slot, error in self._batch.failures.items():
-            self._failures.setdefault(slot, error)
+        """A few stacked steps, in place of the Trainer's automatic optimization. Returns the outputs of the last."""
+        _, groups = self._schedule.batches[batch_idx]
         progress = self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-        progress.increment_ready()
         outputs: Mapping[str, Any] = {}
-        parts = [part for slots, data in self._batch.parts for part in self._parts(slots, data)]
+        for group, batch in zip(groups, self._batches_at_hand, strict=True):
+            progress.increment_ready()
+            outputs = self._train_group(group, batch, batch_idx)
+            progress.increment_completed()
+        return outputs
+
+    def _train_group(self, group: Group, batch: StackedBatch, batch_idx: int) -> Mapping[str, Any]:
+        """One step of a group."""
+        for slot, error in batch.failures.items():
+            self._failures.setdefault(slot, error)
+        parts = [part for slots, data in batch.parts for part in self._parts(slots, data)]
+        if len(parts) > 1:
+            group = replace(group, alone=False)
+        outputs: Mapping[str, Any] = {}
         with threads_for(self.trial.flops * len(group.slots)):
             for slots, data in parts:
-                outputs = self._train(slots, data, replace(group, alone=False) if len(parts) > 1 else group, batch_idx)
-        progress.increment_completed()
+                outputs = self._train(slots, data, group, batch_idx)
         return outputs
 
     def _parts(self, slots: Slots, data: Any) -> Iterator[tuple[Slots, Any]]:
@@ -195,8 +212,8 @@ class VectorizedEngine(Engine):
 
     def end_batch(self, batch_idx: int, outputs: Any) -> Sequence[ClientUpdate | ClientFailure]:
         """At the last batch of a chunk, read what its clients send."""
-        chunk, group = self._schedule.places[batch_idx]
-        if group is not chunk.groups[-1]:
+        chunk, groups = self._schedule.batches[batch_idx]
+        if groups[-1] is not chunk.groups[-1]:
             return ()
         stack, logged = self._stack, self.log.end_chunk(chunk.clients)
         results: list[ClientUpdate | ClientFailure] = []

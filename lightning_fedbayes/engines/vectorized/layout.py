@@ -15,6 +15,7 @@ Layout = tuple[int, ...]
 def layout_of(tensor: Tensor) -> Layout | None:
     """The layout of a stacked tensor; None if its entries do not lie side by side, client after client.
 
+    >>> import torch
     >>> layout_of(torch.zeros(2, 3, 4).transpose(1, 2))
     (0, 2, 1)
     """

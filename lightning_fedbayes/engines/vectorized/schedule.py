@@ -48,17 +48,24 @@ class Schedule:
 
     Args:
         chunks: one after another.
+        steps_per_batch: most steps in one of the Trainer's batches.
     """
 
     chunks: tuple[Chunk, ...]
+    steps_per_batch: int = 1
 
     @cached_property
-    def places(self) -> tuple[tuple[Chunk, Group], ...]:
-        """The chunk and the group of every step of the round."""
-        return tuple((chunk, group) for chunk in self.chunks for group in chunk.groups)
+    def batches(self) -> tuple[tuple[Chunk, tuple[Group, ...]], ...]:
+        """What each of the Trainer's batches consists of: a chunk, and some steps of it in a row."""
+        length = self.steps_per_batch
+        return tuple(
+            (chunk, chunk.groups[start : start + length])
+            for chunk in self.chunks
+            for start in range(0, len(chunk.groups), length)
+        )
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.batches)
 
 
 class Scheduler:
@@ -68,34 +75,43 @@ class Scheduler:
         sizes: number of examples of every client.
         batching: how examples become batches.
         clients_at_once: most clients in the stack.
+        steps_per_batch: most steps in one of the Trainer's batches.
     """
 
-    def __init__(self, sizes: Sequence[int], batching: Batching, clients_at_once: int) -> None:
+    def __init__(
+        self, sizes: Sequence[int], batching: Batching, clients_at_once: int, steps_per_batch: int = 1
+    ) -> None:
         self.sizes = tuple(sizes)
         self.batching = batching
         self.clients_at_once = clients_at_once
+        self.steps_per_batch = steps_per_batch
         self._last: tuple[tuple[int, ...], Schedule] = ((), Schedule(()))
 
     def __call__(self, plan: RoundPlan) -> Schedule:
         """The schedule of the round of ``plan``."""
         if self._last[0] != plan.cohort:
-            self._last = plan.cohort, schedule(plan, self.sizes, self.batching, self.clients_at_once)
+            chunks = chunk_cohort(plan, self.sizes, self.batching, self.clients_at_once)
+            self._last = plan.cohort, Schedule(chunks, self.steps_per_batch)
         return self._last[1]
 
     def batch_order(self, plan: RoundPlan) -> Iterator[tuple[int, int]]:
         """Client and step of every batch, as a loader is to bring them."""
-        for chunk, group in self(plan).places:
-            yield from ((chunk.clients[slot], group.step) for slot in group.slots)
+        for chunk in self(plan).chunks:
+            for group in chunk.groups:
+                yield from ((chunk.clients[slot], group.step) for slot in group.slots)
 
 
-def schedule(plan: RoundPlan, sizes: Sequence[int], batching: Batching, clients_at_once: int) -> Schedule:
-    """The steps of the round of ``plan`` with at most ``clients_at_once`` clients in the stack.
+def chunk_cohort(
+    plan: RoundPlan, sizes: Sequence[int], batching: Batching, clients_at_once: int
+) -> tuple[Chunk, ...]:
+    """The cohort of ``plan`` in chunks of at most ``clients_at_once`` clients, with the steps that they take together.
 
     Clients of similar length share a chunk; chunks are as even as they can be.
 
     >>> from lightning_fedbayes.engines.plan import plan_round
     >>> batching = Batching(batch_size=4, shuffle=False)
-    >>> for _, group in schedule(plan_round(0, (8, 6, 3), batching), (8, 6, 3), batching, 3).places: print(group)
+    >>> (chunk,) = chunk_cohort(plan_round(0, (8, 6, 3), batching), (8, 6, 3), batching, clients_at_once=3)
+    >>> for group in chunk.groups: print(group)
     Group(step=0, slots=range(0, 2), batch_size=4, alone=False)
     Group(step=0, slots=range(2, 3), batch_size=3, alone=False)
     Group(step=1, slots=range(0, 1), batch_size=4, alone=False)
@@ -110,7 +126,7 @@ def schedule(plan: RoundPlan, sizes: Sequence[int], batching: Batching, clients_
     count = -(-len(order) // clients_at_once)
     bounds = [len(order) * i // count for i in range(count + 1)]
     chunks = [tuple(order[bounds[i] : bounds[i + 1]]) for i in range(count)]
-    return Schedule(tuple(Chunk(clients, _groups([sizes[c] for c in clients], batching)) for clients in chunks))
+    return tuple(Chunk(clients, _groups([sizes[c] for c in clients], batching)) for clients in chunks)
 
 
 def _groups(sizes: Sequence[int], batching: Batching) -> tuple[Group, ...]:

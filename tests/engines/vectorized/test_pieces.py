@@ -16,7 +16,7 @@ from lightning_fedbayes.engines.vectorized.entrywise import check_entrywise
 from lightning_fedbayes.engines.vectorized.layout import empty_with_layout, layout_of
 from lightning_fedbayes.engines.vectorized.optimizer import StackedOptimizer
 from lightning_fedbayes.engines.vectorized.reasons import CannotVectorize
-from lightning_fedbayes.engines.vectorized.schedule import schedule
+from lightning_fedbayes.engines.vectorized.schedule import Scheduler
 
 
 @settings(deadline=None, max_examples=200)
@@ -26,13 +26,18 @@ from lightning_fedbayes.engines.vectorized.schedule import schedule
     epochs=st.integers(1, 3),
     at_once=st.integers(1, 12),
     drop_last=st.booleans(),
+    steps_per_batch=st.integers(1, 9),
 )
-def test_a_schedule_has_every_batch_of_every_client_once_and_in_order(sizes, batch_size, epochs, at_once, drop_last):
+def test_a_schedule_has_every_batch_of_every_client_once_and_in_order(
+    sizes, batch_size, epochs, at_once, drop_last, steps_per_batch
+):
     batching = Batching(batch_size, drop_last=drop_last, local_epochs=epochs)
     sizes = [max(size, batch_size) if drop_last else size for size in sizes]
-    planned = schedule(plan_round(0, sizes, batching), sizes, batching, at_once)
+    plan = plan_round(0, sizes, batching)
+    planned = Scheduler(sizes, batching, at_once, steps_per_batch)(plan)
     taken: dict[int, list[int]] = {client: [] for client in range(len(sizes))}
-    for chunk, group in planned.places:
+    assert all(1 <= len(groups) <= steps_per_batch for _, groups in planned.batches)
+    for chunk, group in ((chunk, group) for chunk, groups in planned.batches for group in groups):
         assert len(chunk.clients) <= at_once
         assert group.alone == (sum(other.step == group.step for other in chunk.groups) == 1)
         for slot in group.slots:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.engines.vectorized import engine
 from tests.federations import CLASSES, FEATURES, Plain, assert_equal, blobs, federate, loader, parameters
 
 
@@ -231,7 +232,8 @@ def test_a_client_that_has_failed_comes_back_in_the_next_round():
     assert [row["failed_clients"] for row in federation.history] == [0, 3, 0]
 
 
-def test_the_module_holds_the_global_model_during_a_round_and_the_optimizer_its_own_parameters_after_it():
+def test_the_module_holds_the_global_model_during_a_round_and_the_optimizer_its_own_parameters_after_it(monkeypatch):
+    monkeypatch.setattr(engine, "STEPS_PER_BATCH", 1)
     seen = []
 
     class Spy(L.Callback):
