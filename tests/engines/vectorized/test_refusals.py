@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.engines.vectorized import engine
+from lightning_fedbayes.engines.vectorized import engine as vectorized
 from tests.federations import CLASSES, FEATURES, Plain, assert_equal, blobs, federate, loader, parameters
 
 
@@ -233,7 +233,7 @@ def test_a_client_that_has_failed_comes_back_in_the_next_round():
 
 
 def test_the_module_holds_the_global_model_during_a_round_and_the_optimizer_its_own_parameters_after_it(monkeypatch):
-    monkeypatch.setattr(engine, "STEPS_PER_BATCH", 1)
+    monkeypatch.setattr(vectorized, "STEPS_PER_BATCH", 1)
     seen = []
 
     class Spy(L.Callback):
