@@ -52,7 +52,8 @@ def make_engine(
     if name == "sequential":
         return SequentialEngine(trainer, model, names, sizes, **options)
     cohort = choose_cohort(0, len(sizes), loader.batching.fraction, loader.batching.seed)
-    pair = [Client(number, names[number], sizes[number], 0, i, 2) for i, number in enumerate((cohort * 2)[:2])]
+    largest = sorted(cohort * 2, key=lambda number: -sizes[number])[:: 2 if len(cohort) > 1 else 1]
+    pair = [Client(number, names[number], sizes[number], 0, i, 2) for i, number in enumerate(largest[:2])]
     device = trainer.strategy.root_device.type
     try:
         if name == "auto" and len(cohort) == 1:

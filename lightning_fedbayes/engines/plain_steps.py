@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -86,14 +87,14 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 def plain_step(trainer: L.Trainer) -> Step:
     """``training_step``, backward and the optimizer's step, called as Lightning calls its automatic optimization."""
     module = trainer.lightning_module
-    takes_index = len(inspect.signature(module.training_step).parameters) > 1
+    with_index = takes_index(module)
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
     attributes = module.__dict__
 
     def step(optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         attributes["_current_fx_name"] = "training_step"  # what self.log asks for; nn.Module's own setattr costs 1 µs
         batch = kwargs["batch"]
-        output = module.training_step(batch, batch_idx) if takes_index else module.training_step(batch)
+        output = module.training_step(batch, batch_idx) if with_index else module.training_step(batch)
         attributes["_current_fx_name"] = None
         if output is None:
             return {}
@@ -106,6 +107,11 @@ def plain_step(trainer: L.Trainer) -> Step:
         return {"loss": loss.detach(), **extra}
 
     return step
+
+
+def takes_index(module: L.LightningModule) -> bool:
+    """Whether Lightning gives ``training_step`` the number of the batch."""
+    return is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
 
 def loss_and_rest(output: Tensor | Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:

@@ -12,6 +12,7 @@ import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_fedbayes.errors import ConversionError, nearest
 from lightning_fedbayes.layers import functional
@@ -212,7 +213,13 @@ class BayesianAffine(BayesianLayer):
         bias_mean = self.bias if self.mu_bias is None else self.mu_bias
         if self.mean_only:
             return op(x, weight_mean, bias_mean)
-        weight = Normal(weight_mean, softplus_std(getattr(self, f"rho_{self.weight_name}")))
+        weight_rho: Tensor = getattr(self, f"rho_{self.weight_name}")
+        if self.estimator == "reparameterization":
+            drawn = draw(weight_mean, weight_rho)
+            if bias_mean is None or self.rho_bias is None:
+                return op(x, drawn, bias_mean)
+            return op(x, drawn, draw(bias_mean, self.rho_bias))
+        weight = Normal(weight_mean, softplus_std(weight_rho))
         bias = None if bias_mean is None else Normal(
             bias_mean, None if self.rho_bias is None else softplus_std(self.rho_bias))
         if self.estimator == "local_reparameterization":
@@ -220,8 +227,6 @@ class BayesianAffine(BayesianLayer):
             return mean + std * torch.randn_like(mean)
         weight_noise = torch.randn_like(weight_mean)
         bias_noise = None if self.mu_bias is None else torch.randn_like(self.mu_bias)
-        if self.estimator == "reparameterization":
-            return functional.reparameterization(op, x, weight, bias, weight_noise, bias_noise)
         input_signs, output_signs = (random_signs(shape, x) for shape in self.sign_shapes(x))
         return functional.flipout(op, x, weight, bias, weight_noise, bias_noise, input_signs, output_signs)
 
@@ -230,6 +235,17 @@ class BayesianAffine(BayesianLayer):
         prior = self.priors[self.weight_name]
         shown = repr(prior) if len(repr(prior)) < 80 else type(prior).__name__
         return f"estimator={self.estimator!r}, prior={shown}"
+
+
+def draw(mean: Tensor, rho: Tensor) -> Tensor:
+    r"""One draw of N(μ, σ²) by reparameterisation, :math:`w = \mu + \sigma \odot \epsilon`; shape of ``mean``.
+
+    The noise is drawn from torch's global generator. A ``TorchFunctionMode`` can override it, as torch's own functions.
+    Source: Kingma & Welling 2014; Blundell et al. 2015.
+    """
+    if has_torch_function((mean, rho)):
+        return handle_torch_function(draw, (mean, rho), mean, rho)
+    return mean + softplus_std(rho) * torch.randn_like(mean)
 
 
 def sum_kl(sites: Iterable[Site]) -> Tensor:

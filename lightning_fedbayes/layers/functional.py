@@ -112,19 +112,6 @@ def joined_kl_sum(means: Sequence[Tensor], rhos: Sequence[Tensor], prior_mean: f
     return gaussian_kl_sum(mean, softplus_std(rho), prior_mean, prior_std)
 
 
-def reparameterization(
-    op: Op, x: Tensor, weight: Normal, bias: Normal | None, weight_noise: Tensor, bias_noise: Tensor | None
-) -> Tensor:
-    r"""Output at one weight sample that the whole batch shares, :math:`w = \mu + \sigma \odot \epsilon`.
-
-    Kingma & Welling 2014; Blundell et al. 2015.
-
-    Args:
-        weight_noise, bias_noise: standard normal, of the shapes of weight and bias.
-    """
-    return op(x, sample(weight, weight_noise), None if bias is None else sample(bias, bias_noise))
-
-
 def output_moments(op: Op, x: Tensor, weight: Normal, bias: Normal | None) -> tuple[Tensor, Tensor]:
     r"""Mean and standard deviation of every output entry under Gaussian weights; local reparameterisation samples it.
 
@@ -171,10 +158,3 @@ def flipout(
     bias_delta = None if bias is None or bias.std is None or bias_noise is None else bias.std * bias_noise
     delta = op(x * input_signs, weight.std * weight_noise, bias_delta)
     return torch.addcmul(mean, delta, output_signs.to(delta.dtype))
-
-
-def sample(normal: Normal, noise: Tensor | None) -> Tensor:
-    """The draw of ``normal`` at standard normal ``noise``; its mean where it is deterministic."""
-    if normal.std is None or noise is None:
-        return normal.mean
-    return normal.mean + normal.std * noise

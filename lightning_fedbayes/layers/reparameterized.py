@@ -12,8 +12,8 @@ from torch.func import functional_call
 from torch.nn import Parameter
 
 from lightning_fedbayes.errors import ConversionError
-from lightning_fedbayes.layers.base import RELATIVE_STD, BayesianLayer, Site
-from lightning_fedbayes.layers.functional import inverse_softplus_std, softplus_std
+from lightning_fedbayes.layers.base import RELATIVE_STD, BayesianLayer, Site, draw
+from lightning_fedbayes.layers.functional import inverse_softplus_std
 from lightning_fedbayes.layers.priors import Prior, check_std, choose_prior
 
 
@@ -88,11 +88,8 @@ class Reparameterized(BayesianLayer):
     def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.mean_only:
             return self.module(*args, **kwargs)
-        draw: dict[str, Tensor] = {}
-        for site in self.sites():
-            noise = torch.randn_like(site.mean)
-            draw[site.path.removeprefix("module.")] = torch.addcmul(site.mean, softplus_std(site.rho), noise)
-        return functional_call(self.module, draw, args, kwargs)
+        draws = {site.path.removeprefix("module."): draw(site.mean, site.rho) for site in self.sites()}
+        return functional_call(self.module, draws, args, kwargs)
 
 
 def rho_name(name: str) -> str:

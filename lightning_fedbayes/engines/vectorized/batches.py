@@ -43,7 +43,8 @@ class StackedBatches:
     def __init__(self, loader: FederatedLoader, scheduler: Scheduler) -> None:
         self.loader = loader
         self.schedule = scheduler
-        self._loader = None if loader.tensors else loader.dataloader(scheduler.batch_order)
+        shapes = {tuple(tensor.shape[1:] for tensor in tensors) for tensors, _ in loader.tensors}
+        self._loader = None if len(shapes) == 1 else loader.dataloader(scheduler.batch_order)
 
     def length(self, plan: RoundPlan) -> int:
         """Number of stacked batches in the round."""
@@ -75,9 +76,6 @@ class StackedBatches:
         shared = sources[0][0]
         if any(tensors is not shared for tensors, _ in sources):
             parts = [[t if rows is None else t[rows] for t in tensors] for tensors, rows in sources]
-            alike = all([t.shape[1:] for t in part] == [t.shape[1:] for t in parts[0]] for part in parts)
-            if not alike:
-                raise CannotVectorize("the clients' examples differ in shape")
             shared = tuple(torch.cat(each) for each in zip(*parts, strict=True))
             ends = torch.tensor(sizes).cumsum(0).tolist()
             orders = [torch.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -114,9 +112,9 @@ def stack_batches(slots: Slots, batches: list[Any]) -> StackedBatch:
         if slot in failures:
             continue
         leaves, structure = tree_flatten(batch)
-        wrong = next((leaf for leaf in leaves if not isinstance(leaf, Tensor)), None)
-        if wrong is not None:
-            raise CannotVectorize(f"batches hold a {type(wrong).__name__}, which cannot be stacked")
+        wrong = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]
+        if wrong:
+            raise CannotVectorize(f"batches hold more than tensors ({wrong[0]}), which cannot be stacked")
         key = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
         alike.setdefault(key, []).append((slot, leaves))
     parts = []

@@ -25,9 +25,11 @@ from lightning_fedbayes.engines.vectorized.batches import StackedBatch, StackedB
 from lightning_fedbayes.engines.vectorized.clipping import clip_norms, clip_values
 from lightning_fedbayes.engines.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.engines.vectorized.places import Places
+from lightning_fedbayes.engines.vectorized.reasons import CannotVectorize
 from lightning_fedbayes.engines.vectorized.rows import add_rows
 from lightning_fedbayes.engines.vectorized.schedule import Group, Scheduler, Slots, slots_of
 from lightning_fedbayes.engines.vectorized.stack import ClientStack, Clip
+from lightning_fedbayes.engines.vectorized.start import attributes_of
 from lightning_fedbayes.engines.vectorized.step import StackedStep
 from lightning_fedbayes.engines.vectorized.threads import SMALL_STEP, threads_for
 from lightning_fedbayes.engines.vectorized.trial import Trial
@@ -137,7 +139,7 @@ class VectorizedEngine(Engine):
         states = [self.states.get(client.number, ClientState()) for client in clients]
         optimizer, trial = self.trainer.optimizers[0], self.trial
         return ClientStack(
-            self.model, optimizer, self._step, clients, states, trial.buffers, trial.stacked_keys, trial.layouts
+            self.model, optimizer, self._step, clients, states, trial.stacked_keys, trial.layouts
         )
 
     def _prepare(self, batches: list[StackedBatch]) -> Any:
@@ -189,25 +191,28 @@ class VectorizedEngine(Engine):
             losses, rest = self._stack.forward_backward(
                 slots, data, group.step, batch_idx, alone=group.alone, clip=self._clip
             )
-            if losses is None:
-                optimizer.skip()
-                return rest
-            optimizer.step()
         except (MisconfigurationException, FedBayesError):
             raise  # a mistake in the set-up, the same for every client
         except Exception as error:
             if len(slots) == 1:
-                self._failures[slots[0]] = error
+                self._failures[slots[0]] = _explained(error)
                 return {}
             singles = [(range(slot, slot + 1), _rows_of(data, [place])) for place, slot in enumerate(slots)]
             return [self._train(single, batch, group, batch_idx) for single, batch in singles][-1]
-        add_rows(self._losses, slots, losses)
-        self.log.add(slots, group.batch_size)
-        for slot in slots:
-            self._batches[slot] += 1
+        try:
+            optimizer.skip() if losses is None else optimizer.step()
+        except Exception as error:  # it may have stepped some of them
+            self._failures.update(dict.fromkeys(slots, error))
+            return {}
+        self.log.add(slots, data)
         if self.keep_optimizer:
             done = [slot for slot in slots if group.step + 1 == self._lengths[slot]]
             self._kept.update({slot: optimizer.keep(slot) for slot in done})
+        if losses is None:
+            return rest
+        add_rows(self._losses, slots, losses)
+        for slot in slots:
+            self._batches[slot] += 1
         return {"loss": losses.mean(), **rest}
 
     def end_batch(self, batch_idx: int, outputs: Any) -> Sequence[ClientUpdate | ClientFailure]:
@@ -232,6 +237,8 @@ class VectorizedEngine(Engine):
             )
             kept = [self._kept[slot]] if slot in self._kept else []
             self._trained[number] = ClientState(stack.read_local(slot), kept)
+        last = self.client(self._positions[chunk.clients[-1]])
+        vars(self.trainer.lightning_module).update(attributes_of(stack.attributes, last))
         self._drop_stack()
         return results
 
@@ -242,6 +249,16 @@ class VectorizedEngine(Engine):
             self._stack = None
 
 
+def _explained(error: Exception) -> Exception:
+    """``error``, or what to do if ``training_step`` has turned out not to be stackable after all."""
+    if isinstance(error, RuntimeError) and "vmap" in str(error):
+        reason = str(error).strip().split("\n")[0]
+        return CannotVectorize(
+            f"training_step can no longer run for several clients at once: {reason} Use engine='sequential'"
+        )
+    return error
+
+
 def _rows_of(data: Any, places: list[int]) -> Any:
     """Some of the clients' batches."""
     return tree_map(lambda tensor: tensor[places], data)
@@ -250,7 +267,7 @@ def _rows_of(data: Any, places: list[int]) -> Any:
 def clipping(trainer: L.Trainer) -> Clip | None:
     """What the Trainer's gradient clipping does to stacked gradients."""
     limit = trainer.gradient_clip_val
-    if not limit:
+    if not limit or limit < 0:
         return None
     clip = clip_values if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE else clip_norms
     return lambda gradients: clip(gradients, limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from lightning_fedbayes.engines.vectorized.reasons import CannotVectorize
 
 LARGEST = 8
 """Of every dimension of a parameter so many entries are tried."""
+
+STEPS = 8
+"""So many steps: an optimizer may do something else every few steps."""
 
 
 def check_entrywise(optimizer: Optimizer) -> frozenset[str]:
@@ -35,22 +39,26 @@ def check_entrywise(optimizer: Optimizer) -> frozenset[str]:
     set_parameters(together, [Parameter(stack.clone()) for stack in rows])
     for slot, single in enumerate(alone):
         set_parameters(single, [Parameter(stack[slot].clone()) for stack in rows])
-    for scale in (1.0, 0.1):
+    options = copy.deepcopy(_options(together))
+    for step in range(STEPS):
+        scale = 0.1 ** (step % 2)
         gradients = [
             torch.stack([scale * torch.randn(p.shape, generator=random), 100 * torch.randn(p.shape, generator=random)])
             for p in corners
         ]
         for parameter, gradient in zip(parameters_of(together), gradients):
-            parameter.grad = gradient.to(parameter)
+            parameter.grad = gradient.to(parameter, copy=True)
         together.step()
         for slot, single in enumerate(alone):
             for parameter, gradient in zip(parameters_of(single), gradients):
-                parameter.grad = gradient[slot].to(parameter)
+                parameter.grad = gradient[slot].to(parameter, copy=True)
             single.step()
     for i, parameter in enumerate(parameters_of(together)):
         expected = torch.stack([parameters_of(single)[i].detach() for single in alone])
         if not torch.allclose(parameter.detach(), expected, rtol=1e-4, atol=1e-6, equal_nan=True):
             raise CannotVectorize(f"{type(optimizer).__name__} does not treat every entry of a parameter alike")
+    if _options(together) != options:
+        raise CannotVectorize(f"{type(optimizer).__name__} counts in its options, which clients would share")
     return frozenset(
         key
         for parameter, state in together.state.items()
@@ -73,3 +81,9 @@ def _copy_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
     missing = {name: value for name, value in vars(optimizer).items() if name not in vars(copied) and name != "step"}
     vars(copied).update(missing)
     return copied
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of an optimizer's groups, and its own plain attributes."""
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return [*groups, {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float | str)}]

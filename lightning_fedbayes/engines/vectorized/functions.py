@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fedbayes.engines.vectorized.vmap import beneath, enter, stack_of
 from lightning_fedbayes.layers.autograd import GaussianKL
+from lightning_fedbayes.layers.base import draw
 from lightning_fedbayes.layers.functional import joined_kl_sum, softplus_std
 
 
@@ -24,7 +25,7 @@ class StackedFunctions(TorchFunctionMode):
 
     def __init__(self, level: int) -> None:
         self.level = level
-        self.stds: dict[int, tuple[Tensor, Tensor]] = {}  # of this step: id(ρ) → ρ, σ
+        self.stds: dict[Hashable, tuple[Tensor, Tensor]] = {}  # of this step: which ρ → ρ, σ
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -44,12 +45,33 @@ def linear(mode: StackedFunctions, input: Tensor, weight: Tensor, bias: Tensor |
     level = mode.level
     x, w = stack_of(input, level), stack_of(weight, level)
     b = None if bias is None else stack_of(bias, level)
-    if x is None or w is None or (bias is not None and b is None) or x.dim() < 2:
+    if x is None or w is None or (bias is not None and b is None) or x.dim() < 2 or w.dim() != 3:
         return None
     rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
     transposed = w.transpose(1, 2)
     output = torch.bmm(rows, transposed) if b is None else torch.baddbmm(b.unsqueeze(1), rows, transposed)
     return enter(output.view(*x.shape[:-1], w.shape[1]), level)
+
+
+def embedding(
+    mode: StackedFunctions,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    """``F.embedding`` with a padding row, of which vmap itself forgets that it gets no gradient; None without one."""
+    indices, table = stack_of(input, mode.level), stack_of(weight, mode.level)
+    if padding_idx is None or max_norm is not None or scale_grad_by_freq or sparse or indices is None or table is None:
+        return None
+    count, rows, width = table.shape
+    offsets = rows * torch.arange(count, device=indices.device).view(-1, *[1] * (indices.dim() - 1))
+    found = F.embedding(indices + offsets, table.reshape(count * rows, width))
+    padded = (indices == padding_idx % rows).unsqueeze(-1)
+    return enter(torch.where(padded, found.detach(), found), mode.level)
 
 
 def cross_entropy(
@@ -75,9 +97,23 @@ def cross_entropy(
 
 def std(mode: StackedFunctions, rho: Tensor) -> Tensor:
     """:func:`~lightning_fedbayes.layers.functional.softplus_std`, once in a step: for the noise and for the KL."""
-    if id(rho) not in mode.stds:
-        mode.stds[id(rho)] = rho, softplus_std(rho)
-    return mode.stds[id(rho)][1]
+    stack = stack_of(rho, mode.level)
+    if stack is None:
+        return softplus_std(rho)
+    key = id(rho), stack._version, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    if key not in mode.stds:
+        mode.stds[key] = rho, softplus_std(rho)
+    return mode.stds[key][1]
+
+
+def sample(mode: StackedFunctions, mean: Tensor, rho: Tensor) -> Tensor | None:
+    """:func:`~lightning_fedbayes.layers.base.draw` of every client; None if they share a parameter."""
+    mu, sigma = stack_of(mean, mode.level), stack_of(std(mode, rho), mode.level)
+    if mu is None or sigma is None:
+        return None
+    with beneath():
+        drawn = torch.addcmul(mu, sigma, torch.randn_like(mu))
+    return enter(drawn, mode.level)
 
 
 def kl_sum(
@@ -95,8 +131,10 @@ def kl_sum(
 
 STACKED: dict[Any, Callable[..., Tensor | None]] = {
     F.linear: linear,
+    F.embedding: embedding,
     F.cross_entropy: cross_entropy,
     softplus_std: std,
+    draw: sample,
     joined_kl_sum: kl_sum,
 }
 """Function → its stacked form, which returns None where it does not apply."""

@@ -8,7 +8,9 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from lightning_fedbayes.engines.training_log import TrainingLog, is_epoch_mean
 from lightning_fedbayes.engines.vectorized.rows import add_rows
@@ -37,6 +39,8 @@ class StackedTrainingLog(TrainingLog):
         if not self.in_training_step:
             self._log(name, value, *args, **kwargs)
             return
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"self.log('{name}', ...) takes one number, not a tensor of shape {tuple(value.shape)}")
         if args:
             given = SIGNATURE.bind(None, name, value, *args, **kwargs).arguments
             kwargs = {key: given[key] for key in list(given)[3:]}
@@ -49,7 +53,7 @@ class StackedTrainingLog(TrainingLog):
     def end_step(self, stacked: Callable[[Tensor], Tensor]) -> None:
         """Turn the tensors among the notes into one value per client, by ``stacked``."""
         self._calls = [
-            (name, stacked(value.detach()) if isinstance(value, Tensor) else value, options)
+            (name, stacked(value.detach().reshape(())) if isinstance(value, Tensor) else value, options)
             for name, value, options in self._calls
         ]
 
@@ -57,10 +61,10 @@ class StackedTrainingLog(TrainingLog):
         """Prepare for a stack of ``clients``."""
         self._slots, self._totals, self._examples = clients, {}, {}
 
-    def add(self, slots: Slots, batch_size: int) -> None:
-        """Count what the last step has logged for the clients in ``slots``, each with ``batch_size`` examples."""
+    def add(self, slots: Slots, data: Any) -> None:
+        """Count what the last step has logged for the clients in ``slots``, whose batches are ``data``."""
         for name, value, options in self._calls:
-            weight = options.get("batch_size") or batch_size
+            weight = options.get("batch_size") or extract_batch_size(tree_map(lambda stack: stack[0], data))
             if is_epoch_mean(value, options):
                 if name not in self._totals:
                     like = value if isinstance(value, Tensor) else torch.tensor(0.0)

@@ -59,6 +59,8 @@ class StackedOptimizer:
 
     def alike(self, slots: Slots) -> list[Slots]:
         """``slots``, split into clients of one kind, which can step together."""
+        if slots != self._selected:
+            self.write_back()  # which may find out that kinds differ
         if len(self._shared) == 1:
             return [slots]
         kinds = dict.fromkeys(self._kinds[slot] for slot in slots)
@@ -96,7 +98,13 @@ class StackedOptimizer:
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if key in self._stacked_keys:
                     put_rows(self._stack(i, key, value), self._selected, value)
-        self._remember(self._rest())
+        rest = self._rest()
+        others = self._shared[self._kinds[self._selected[0]]].get(self._steps)
+        if others is not None and not _equal(others, rest):  # as when only some have skipped a step
+            for slot in self._selected:
+                self._kinds[slot] = len(self._shared)
+            self._shared.append({})
+        self._remember(rest)
 
     def keep(self, slot: int) -> Kept:
         """What the optimizer keeps of one of the selected clients."""

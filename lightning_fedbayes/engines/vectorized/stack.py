@@ -32,7 +32,6 @@ class ClientStack:
         step: the stacked training step.
         clients: who is in the stack, slot by slot.
         states: what each of them has kept.
-        buffers: names of the buffers that change in a step; the clients share the memory of the others.
         stacked_keys: see :class:`~lightning_fedbayes.engines.vectorized.optimizer.StackedOptimizer`.
         layouts: how the stacks of parameters lie in memory, by name; see
             :mod:`~lightning_fedbayes.engines.vectorized.layout`.
@@ -45,7 +44,6 @@ class ClientStack:
         step: StackedStep,
         clients: Sequence[Client],
         states: Sequence[ClientState],
-        buffers: Collection[str],
         stacked_keys: Collection[str],
         layouts: Mapping[str, Layout | None],
     ) -> None:
@@ -56,12 +54,7 @@ class ClientStack:
         locals_ = [state.local for state in states]
         rows = [_stack(model.global_parameters[name], name, locals_, layouts.get(name)) for name in self.names]
         live = {**dict(model.module.named_buffers()), **model.global_buffers}
-        self.buffers = {
-            name: _stack(value, name, locals_)
-            if name in buffers or any(name in kept for kept in locals_)
-            else value.expand(len(clients), *value.shape)
-            for name, value in live.items()
-        }
+        self.buffers = {name: _stack(value, name, locals_) for name, value in live.items()}
         kept: list[Kept] = [state.optimizers[0] if state.optimizers else {} for state in states]
         everything = {**dict(zip(self.names, rows)), **self.buffers}
         # before anything is changed that must be put back
@@ -87,17 +80,24 @@ class ClientStack:
         optimizer.select(slots, steps, alone=alone)
         parameters: Tensors = dict(zip(self.names, optimizer.parameters))
         buffers = {name: take_rows(stack, slots) for name, stack in self.buffers.items()}
+        before = {name: rows.clone() for name, rows in buffers.items()}
         stacked = tree_map(lambda value: take_rows(value, slots), self.attributes.stacked)
-        output = self.step(parameters, buffers, Attributes(stacked, self.attributes.shared), batch, batch_idx)
+        try:
+            output = self.step(parameters, buffers, Attributes(stacked, self.attributes.shared), batch, batch_idx)
+            if output.losses is not None:
+                for parameter in optimizer.parameters:
+                    parameter.grad = None
+                output.losses.backward(torch.ones_like(output.losses))  # of each client alone: they share nothing
+                if clip is not None:
+                    clip([p.grad for p in optimizer.parameters if p.grad is not None])
+        except Exception:
+            for name, rows in before.items():  # the clients that are well try again alone
+                put_rows(self.buffers[name], slots, rows)
+            raise
         for name, buffer in (buffers | output.buffers).items():
             put_rows(self.buffers[name], slots, buffer)
         if output.losses is None:
             return None, output.rest
-        for parameter in optimizer.parameters:
-            parameter.grad = None
-        output.losses.backward(torch.ones_like(output.losses))  # of each client alone: they share nothing
-        if clip is not None:
-            clip([p.grad for p in optimizer.parameters if p.grad is not None])
         return output.losses.detach(), output.rest
 
     def read_posteriors(self) -> list[GaussianPosterior]:

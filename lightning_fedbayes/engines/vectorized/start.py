@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node, tree_leaves
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from lightning_fedbayes.engines.client import Client
 from lightning_fedbayes.engines.state import Tensors
@@ -100,3 +100,12 @@ def start_clients(
         if any(each() is not None for each in given):
             raise CannotVectorize("on_client_start keeps what it is told outside of the module's attributes")
     return Attributes(stacked, shared)
+
+
+def attributes_of(attributes: Attributes, client: Client) -> dict[str, Any]:
+    """What :func:`start_clients` gave, for the last client in the stack alone: what the module has after a round."""
+    stacked = {
+        name: client if isinstance(value, StackedClient) else tree_map(lambda stack: stack[-1], value)
+        for name, value in attributes.stacked.items()
+    }
+    return {**attributes.shared, **stacked}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_fedbayes.engines.plain_steps import loss_and_rest
+from lightning_fedbayes.engines.plain_steps import loss_and_rest, takes_index
 from lightning_fedbayes.engines.state import Tensors
 from lightning_fedbayes.engines.vectorized.attributes import holding_attributes
 from lightning_fedbayes.engines.vectorized.functions import StackedFunctions
@@ -72,7 +71,7 @@ class StackedStep:
         self.places = places
         self.log = log
         self._context = context
-        self._takes_index = len(inspect.signature(module.training_step).parameters) > 1
+        self._takes_index = takes_index(module)
         torch.func.vmap(torch.sin)(torch.zeros(1))  # loads torch's batching rules that are written in Python
 
     def __call__(
@@ -111,10 +110,7 @@ class StackedStep:
             loss, rest = loss_and_rest(output)
             if loss.numel() != 1:
                 raise MisconfigurationException(f"the loss of `training_step` must be one number, not {loss.numel()}")
-            rest = {
-                name: leave(value.detach(), level, count) if isinstance(value, Tensor) else value
-                for name, value in rest.items()
-            }
+            rest = tree_map_only(Tensor, lambda value: leave(value.detach(), level, count), dict(rest))
             return StepOutput(leave(loss.reshape(()), level, count), rest, replaced)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -38,14 +39,12 @@ class Trial:
     """What the vectorized engine must know of a module.
 
     Args:
-        buffers: names of the buffers that change in a step, of which every client needs its own.
         stacked_keys: names of the optimizer's state that has the parameter's shape.
         layouts: how the gradients of the parameters lie in memory, by name.
         flops: floating-point operations of one client's step, in matrix products and convolutions.
         bytes_per_client: memory that one more client in the stack takes.
     """
 
-    buffers: tuple[str, ...]
     stacked_keys: frozenset[str]
     layouts: Mapping[str, Layout | None]
     flops: int
@@ -69,50 +68,80 @@ def try_two_clients(
     obstacle = next(step_obstacles(trainer), None) or next(_stacking_obstacles(trainer, model), None)
     if obstacle is not None:
         raise CannotVectorize(obstacle)
-    module = trainer.lightning_module
-    first = loader.load(0, clients[0].number)
-    if isinstance(first, FailedBatch):
-        raise CannotVectorize(f"the first batch could not be loaded: {first.error}") from first.error
-    ((slots, data),) = stack_batches(range(2), [first, first]).parts
-    data = move_data_to_device(trainer.precision_plugin.convert_input(data), trainer.strategy.root_device)
-
-    log, places = StackedTrainingLog(module), Places(module)
-    step = StackedStep(module, places, log, trainer.precision_plugin.train_step_context)
-    buffers = [name for name, _ in module.named_buffers()]
+    module, optimizer = trainer.lightning_module, trainer.optimizers[0]
+    log = StackedTrainingLog(module)
+    step = StackedStep(module, Places(module), log, trainer.precision_plugin.train_step_context)
+    flops, allocations = FlopCounterMode(display=False), _Allocations()
     log.install()
     try:
-        flops, allocations = FlopCounterMode(display=False), _Allocations()
-        with threads_for(0), _undisturbed(module), flops, allocations:
-            stack = ClientStack(
-                model, trainer.optimizers[0], step, clients, [ClientState()] * 2, buffers, frozenset(), {}
-            )
-            layouts: dict[str, Layout | None] = {}
-            stack.optimizer.select(slots, 0, alone=True)
-            for name, parameter in zip(stack.names, stack.optimizer.parameters):
-                if parameter.requires_grad:
-                    parameter.register_hook(lambda gradient, name=name: layouts.update({name: layout_of(gradient)}))
-            before = {name: (buffer._version, buffer.clone()) for name, buffer in stack.buffers.items()}
-            try:
-                stack.forward_backward(slots, data, 0, 0, alone=True)
-            finally:
-                stack.remove()
-            # batch norm writes without telling the version counter; other writes may leave the values as they were
-            changed = tuple(
-                name
-                for name, (version, values) in before.items()
-                if stack.buffers[name]._version != version or not torch.equal(stack.buffers[name], values)
-            )
+        data = _first_batch(trainer, loader, clients)
+        with threads_for(0):
+            with _undisturbed(module, optimizer):
+                stack = ClientStack(model, optimizer, step, clients, [ClientState()] * 2, frozenset(), {})
+                try:
+                    with flops, allocations:
+                        layouts = _layouts(stack, data)
+                finally:
+                    stack.remove()
+            with _undisturbed(module, optimizer):
+                _check_independence(model, optimizer, step, clients, data)
+        stacked_keys = check_entrywise(optimizer)
     except CannotVectorize:
         raise
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise CannotVectorize(f"training_step cannot run for several clients at once: {reason}") from error
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise CannotVectorize(f"a step cannot run for several clients at once: {reason}") from error
     finally:
         log.remove()
-    stacked_keys = check_entrywise(trainer.optimizers[0])
-    own = sum(p.numel() * p.element_size() for p in parameters_of(trainer.optimizers[0]))
+    own = sum(p.numel() * p.element_size() for p in parameters_of(optimizer))
     total = allocations.bytes // 2 + own * (2 + len(stacked_keys))
-    return Trial(changed, stacked_keys, layouts, flops.get_total_flops() // 2, total)
+    return Trial(stacked_keys, layouts, flops.get_total_flops() // 2, total)
+
+
+def _first_batch(trainer: L.Trainer, loader: FederatedLoader, clients: Sequence[Client]) -> Any:
+    """The first batch of one of the ``clients``, twice in a stack."""
+    batches = [loader.load(0, client.number) for client in clients]
+    batch = next((batch for batch in batches if not isinstance(batch, FailedBatch)), batches[0])
+    if isinstance(batch, FailedBatch):
+        raise CannotVectorize(f"a first batch could not be loaded: {batch.error}") from batch.error
+    ((_, data),) = stack_batches(range(2), [batch, batch]).parts
+    return move_data_to_device(trainer.precision_plugin.convert_input(data), trainer.strategy.root_device)
+
+
+def _layouts(stack: ClientStack, data: Any) -> dict[str, Layout | None]:
+    """Take a step forward and back. Returns how the gradients lie in memory."""
+    layouts: dict[str, Layout | None] = {}
+    stack.optimizer.select(range(2), 0, alone=True)
+    for name, parameter in zip(stack.names, stack.optimizer.parameters):
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient, name=name: layouts.update({name: layout_of(gradient)}))
+    stack.forward_backward(range(2), data, 0, 0, alone=True)
+    return layouts
+
+
+def _check_independence(
+    model: ResidentModel, optimizer: Optimizer, step: StackedStep, clients: Sequence[Client], data: Any
+) -> None:
+    """See that nothing of the second client reaches the first.
+
+    Raises:
+        CannotVectorize: the first client's loss or gradient is another when the second one's parameters are.
+    """
+    seen: list[list[Tensor]] = []
+    for shift in (0.0, 0.1):
+        stack = ClientStack(model, optimizer, step, clients, [ClientState()] * 2, frozenset(), {})
+        try:
+            torch.manual_seed(0)  # the same noise
+            for row in stack.optimizer.rows:
+                if row.is_floating_point():
+                    row[1] += shift
+            losses, _ = stack.forward_backward(range(2), data, 0, 0, alone=True)
+            gradients = [p.grad[0].clone() for p in stack.optimizer.parameters if p.grad is not None]
+        finally:
+            stack.remove()
+        seen.append([*([] if losses is None else [losses[0]]), *gradients])
+    if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in zip(*seen, strict=True)):
+        raise CannotVectorize("training_step reads parameters from elsewhere than the module, such as the optimizer")
 
 
 def _stacking_obstacles(trainer: L.Trainer, model: ResidentModel) -> Iterator[str]:
@@ -124,26 +153,46 @@ def _stacking_obstacles(trainer: L.Trainer, model: ResidentModel) -> Iterator[st
     for name, parameter in model.parameters.items():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             yield f"the parameter {name} has a hook, which would not see the clients' gradients"
+    for path, each in model.module.named_modules():
+        if each._backward_hooks or each._backward_pre_hooks:
+            yield f"the module {path} has a backward hook, which vmap leaves out"
+    optimizer = trainer.optimizers[0]
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        yield f"{type(optimizer).__name__} has a hook on its step, which may look at the module"
+    kept = tree_leaves([value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")])
+    if any(leaf is parameter for leaf in kept for parameter in parameters_of(optimizer)):
+        yield f"{type(optimizer).__name__} keeps parameters elsewhere than in its groups"
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         yield "a gradient scaler would skip the step of all clients when one overflows; use bf16-mixed"
 
 
 @contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Inside, ``module`` runs without consequences for its attributes and the generators of random numbers.
+def _undisturbed(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Inside, ``module`` runs without consequences for itself and the generators of random numbers.
 
     Raises:
-        CannotVectorize: it changed an attribute or drew from a generator, which all clients would share.
+        CannotVectorize: it changed something that all clients would share.
     """
     snapshots = {path: Snapshot(each) for path, each in module.named_modules()}
+    tensors = {n: (t, t._version, t.detach().clone()) for n, t in (*module.named_parameters(), *module.named_buffers())}
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    options = _options(optimizer)
     host = random.getstate(), np.random.get_state()
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    for parameter in module.parameters():
+        parameter.grad = None
     try:
         with torch.random.fork_rng(devices):
             yield
         changed = [f"{path}.{name}" if path else name for path, each in snapshots.items() for name in each.changes()]
+        changed += [name for name, (tensor, version, _) in tensors.items() if tensor._version != version]
         if changed:
             raise CannotVectorize(f"training_step changes self.{changed[0]}, which clients would share")
+        reached = [n for n, p in module.named_parameters() if p.grad is not None and _holds(optimizer, p)]
+        if reached:
+            raise CannotVectorize(f"training_step keeps the parameter {reached[0]} elsewhere than in its module")
+        if _options(optimizer) != options:
+            raise CannotVectorize("training_step changes the optimizer's options, which clients would share")
         if random.getstate() != host[0] or not _equal(np.random.get_state(), host[1]):
             raise CannotVectorize(
                 "training_step draws from Python's or NumPy's generator, and clients would share the draw; use torch's"
@@ -153,6 +202,24 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
         np.random.set_state(host[1])
         for snapshot in snapshots.values():
             snapshot.restore()
+        with torch.no_grad():
+            for tensor, version, values in tensors.values():
+                if tensor._version != version:
+                    tensor.copy_(values)
+        for name, parameter in module.named_parameters():
+            parameter.grad = gradients[name]
+        for group, before in zip(optimizer.param_groups, options, strict=True):
+            group.update(before)
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of an optimizer's groups."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _holds(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Whether ``parameter`` is one of the optimizer's."""
+    return any(parameter is each for each in parameters_of(optimizer))
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import lightning as L
 import pytest
 import torch
@@ -206,6 +208,74 @@ class PerClient(Plain):
 def test_what_a_client_is_told_reaches_its_own_step():
     """A proximal term, as FedProx has it, and a personal head: the anchor is the client's own start."""
     assert_same(both(PerClient, PARTITIONS[1], rounds=3, local_parameters=["net.2.*"]))
+
+
+class Padded(Plain):
+    """Words, of which 0 is padding."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Sequential(nn.Embedding(7, 4, padding_idx=0), nn.Flatten(), nn.Linear(20, CLASSES)))
+
+
+def test_the_padding_row_of_an_embedding_stays():
+    words = torch.randint(0, 7, (60, 5), generator=torch.Generator().manual_seed(0))
+    results = both(Padded, fb.SizesPartition((30, 20, 10)), train=loader(TensorDataset(words, torch.arange(60) % 3)))
+    assert_same(results)
+    assert not results[1][0].net[0].weight[0].any()
+
+
+class Late(Plain):
+    """A buffer that first changes in the second round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch > 0:
+            self.seen.add_(1.0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_buffer_may_change_later_than_in_the_first_step():
+    assert_same(both(Late, fb.SizesPartition((40, 20, 8)), rounds=3))
+
+
+class SkipsShort(Plain):
+    def training_step(self, batch, batch_idx):
+        self.log("seen", 1.0, on_step=False, on_epoch=True)
+        return None if len(batch[1]) < 4 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("optimizer_state", ["reset", "keep"])
+def test_clients_that_skip_a_step_keep_their_own_number_of_steps(optimizer_state):
+    make = partial(SkipsShort, optimizer=torch.optim.Adam, lr=0.01)
+    assert_same(both(make, fb.SizesPartition((50, 26, 14)), rounds=3, local_epochs=3, optimizer_state=optimizer_state))
+
+
+class TwoPasses(L.LightningModule):
+    """Looks at the network without gradient before it trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = LinearReparameterization(FEATURES, CLASSES, posterior_rho_init=-30.0)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        with torch.no_grad():
+            self.layer(x)
+        return nn.functional.cross_entropy(self.layer(x), y) + 0.01 * self.layer.kl_loss()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_pass_without_gradient_takes_none_from_the_next():
+    results = both(TwoPasses, PARTITIONS[3])
+    assert_same(results, 1e-4)
+    assert (results[1][0].layer.rho_weight.detach() + 30).abs().min() > 1e-3
 
 
 class Logging(Plain):

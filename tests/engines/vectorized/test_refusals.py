@@ -94,6 +94,73 @@ class Recurrent(Plain):
         return self.net(self.lstm(x.unsqueeze(1))[0][:, -1])
 
 
+class FromOptimizer(Plain):
+    def training_step(self, batch, batch_idx):
+        held = self.optimizers().param_groups[0]["params"]
+        return super().training_step(batch, batch_idx) + 0.05 * sum(p.square().sum() for p in held)
+
+
+class KeepsParameters(Plain):
+    def __init__(self):
+        super().__init__()
+        self.decay = list(self.net.parameters())
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 0.05 * sum(p.square().sum() for p in self.decay)
+
+
+class InPlace(Plain):
+    def __init__(self):
+        super().__init__()
+        self.seen = {"steps": {"all": 0}, "sum": torch.zeros(())}
+
+    def training_step(self, batch, batch_idx):
+        self.seen["steps"]["all"] += 1
+        return super().training_step(batch, batch_idx)
+
+
+class TensorInPlace(Plain):
+    def __init__(self):
+        super().__init__()
+        self.count = torch.zeros(())
+
+    def training_step(self, batch, batch_idx):
+        self.count += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Rate(Plain):
+    def training_step(self, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] *= 0.99
+        return super().training_step(batch, batch_idx)
+
+
+class ClipsInside(torch.optim.SGD):
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+class Late(torch.optim.SGD):
+    """Normalises from its fourth step on."""
+
+    taken = 0
+
+    def step(self, closure=None):
+        self.taken += 1
+        if self.taken > 3:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad /= parameter.grad.norm()
+        return super().step(closure)
+
+
+def backward_hook() -> Plain:
+    module = Plain()
+    module.net[0].register_full_backward_hook(lambda layer, inputs, outputs: tuple(2 * each for each in inputs))
+    return module
+
+
 class Vector(Plain):
     def training_step(self, batch, batch_idx):
         return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none")
@@ -122,6 +189,14 @@ REFUSED = {
     "name": (Names, {}, "reads the client's name"),
     "optimizer": (lambda: Plain(optimizer=NormedSGD), {}, "NormedSGD does not treat every entry"),
     "parameter hook": (hooked, {}, "net.0.weight has a hook"),
+    "backward hook": (backward_hook, {}, "net.0 has a backward hook"),
+    "parameters of the optimizer": (FromOptimizer, {}, "reads parameters from elsewhere"),
+    "kept parameters": (KeepsParameters, {}, "keeps the parameter net.0.weight elsewhere"),
+    "nested container": (InPlace, {}, "changes self.seen"),
+    "tensor in place": (TensorInPlace, {}, "changes self.count"),
+    "rate": (Rate, {}, "changes the optimizer's options"),
+    "clipping optimizer": (lambda: Plain(optimizer=ClipsInside), {}, "ClipsInside does not treat every entry"),
+    "late optimizer": (lambda: Plain(optimizer=Late), {}, "Late"),
     "lstm": (Recurrent, {}, "cannot run for several clients at once"),
     "vector loss": (Vector, {}, "must be one number"),
 }
