@@ -27,9 +27,8 @@ class GaussianKL(torch.autograd.Function):
     @staticmethod
     def forward(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float) -> Tensor:
         """The sum over the last dimension."""
-        ratio = std / prior_std
-        twice = (mean - prior_mean).div_(prior_std).square_().addcmul_(ratio, ratio)
-        return twice.sub_(1).sub_(ratio.log_(), alpha=2).sum(-1) / 2
+        shift, ratio = standardised(mean, std, prior_mean, prior_std)
+        return shift.square().addcmul_(ratio, ratio).sub_(1).sub_(ratio.log(), alpha=2).sum(-1) / 2
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -62,3 +61,12 @@ class GaussianKL(torch.autograd.Function):
         mean, std, *prior = stacked
         return GaussianKL.apply(mean.expand(info.batch_size, *mean.shape[1:]),
                                 std.expand(info.batch_size, *std.shape[1:]), *prior), 0
+
+
+def standardised(
+    mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    r""":math:`(\mu - m) / s` and :math:`\sigma / s`; what it was given where the prior is N(0, 1), as it mostly is."""
+    if not isinstance(prior_mean, Tensor) and not isinstance(prior_std, Tensor) and (prior_mean, prior_std) == (0, 1):
+        return mean, std
+    return (mean - prior_mean) / prior_std, std / prior_std

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
-from lightning_fedbayes.layers.autograd import GaussianKL
+from lightning_fedbayes.layers.autograd import GaussianKL, standardised
 
 Estimator = Literal["reparameterization", "local_reparameterization", "flipout"]
 """How a layer turns Gaussian weights into a random output whose gradient is unbiased."""
@@ -81,7 +81,7 @@ def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior
               + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{2 s_i^2} - \frac12
 
     The gradient of a large site is that of :class:`~lightning_fedbayes.layers.autograd.GaussianKL`: half the passes
-    over memory of autograd's own. That of a small site is autograd's: under ``vmap`` it is several times as cheap.
+    over memory of autograd's own. That of a small site is autograd's: under ``vmap`` it takes half the time.
 
     Args:
         mean, std: :math:`\mu, \sigma` of q, of one shape. Half precision is computed in float32.
@@ -92,10 +92,7 @@ def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior
     if mean.dtype in (torch.float16, torch.bfloat16):
         mean, std = mean.float(), std.float()
     if mean.numel() < SMALL:
-        ratio, shift = std, mean
-        # the usual prior is N(0, 1), which needs no calls
-        if isinstance(prior_mean, Tensor) or isinstance(prior_std, Tensor) or (prior_mean, prior_std) != (0, 1):
-            ratio, shift = std / prior_std, (mean - prior_mean) / prior_std
+        shift, ratio = standardised(mean, std, prior_mean, prior_std)
         # 1 is subtracted per entry: after the sum it would cancel away a small divergence of many entries
         spread = (ratio * ratio).sub_(1).sub_(ratio.log(), alpha=2)
         return (spread + shift * shift).sum() / 2

@@ -57,12 +57,12 @@ def test_value_and_gradients_are_those_of_torch(path, prior):
 
 @pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
 def test_first_and_second_derivatives_are_those_of_finite_differences(path, prior):
-    prior = prior()
-    tensors = [leaf(v) for v in (torch.randn(4, 3), positive(4, 3), *prior) if isinstance(v, torch.Tensor)]
-    tensors[0] = leaf(tensors[0].double())
+    values = torch.randn(4, 3, dtype=torch.float64), positive(4, 3), *prior()
+    tensors = [leaf(v) for v in values if isinstance(v, torch.Tensor)]
 
-    def kl(mean, std, *prior_tensors):
-        return gaussian_kl_sum(mean, std, *(prior_tensors or prior))
+    def kl(*tensors):
+        rest = iter(tensors)
+        return gaussian_kl_sum(*(next(rest) if isinstance(v, torch.Tensor) else v for v in values))
 
     assert gradcheck(kl, tensors)
     assert gradgradcheck(kl, tensors)
