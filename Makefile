@@ -19,8 +19,10 @@ lint: .venv/ready  ## ruff and pyright
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-benchmark: .venv/ready  ## engine and fusion against plain PyTorch, as Markdown tables
+benchmark: .venv/ready  ## speed against the field, engines, layers and fusion, as Markdown tables (20 minutes)
+	$(BIN)/python benchmarks/speed/run.py
 	$(BIN)/python benchmarks/engine/run.py
+	$(BIN)/python benchmarks/layers/run.py
 	$(BIN)/python benchmarks/fusion/run.py
 
 .venv/ready: pyproject.toml

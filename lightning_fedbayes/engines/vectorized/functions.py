@@ -125,6 +125,8 @@ def kl_sum(
         return None
     with beneath():
         mean, sigma = (torch.cat([each.flatten(1) for each in part if each is not None], 1) for part in (mus, sigmas))
+        half = mean.dtype in (torch.float16, torch.bfloat16)
+        mean, sigma = (mean.float(), sigma.float()) if half else (mean, sigma)
         divergence = GaussianKL.apply(mean, sigma, prior_mean, prior_std)
     return enter(cast("Tensor", divergence), mode.level)
 
