@@ -36,6 +36,8 @@ def reference(mean, std, prior_mean, prior_std):
 PRIORS = {
     "numbers": lambda: (0.3, 2.0),
     "standard": lambda: (0.0, 1.0),
+    "wide": lambda: (0.0, 2.0),
+    "shifted": lambda: (0.5, 1.0),
     "number and tensor": lambda: (torch.randn(4, 3, dtype=torch.float64), 1.0),
     "tensors": lambda: (torch.randn(4, 3, dtype=torch.float64), positive(4, 3)),
     "broadcast": lambda: (torch.randn(3, dtype=torch.float64), positive(4, 1)),
