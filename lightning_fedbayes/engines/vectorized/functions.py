@@ -95,20 +95,27 @@ def cross_entropy(
     return enter(losses.view(y.shape).sum(1) / (y != ignore_index).sum(1), level)
 
 
-def std(mode: StackedFunctions, rho: Tensor) -> Tensor:
-    """:func:`~lightning_fedbayes.layers.functional.softplus_std`, once in a step: for the noise and for the KL."""
+def std(mode: StackedFunctions, rho: Tensor) -> Tensor | None:
+    """:func:`~lightning_fedbayes.layers.functional.softplus_std` of every client; None if they share it."""
+    sigma = std_stack(mode, rho)
+    return None if sigma is None else enter(sigma, mode.level)
+
+
+def std_stack(mode: StackedFunctions, rho: Tensor) -> Tensor | None:
+    """The stack of σ, computed once in a step: for the noise and for the KL."""
     stack = stack_of(rho, mode.level)
     if stack is None:
-        return softplus_std(rho)
+        return None
     key = id(rho), stack._version, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     if key not in mode.stds:
-        mode.stds[key] = rho, softplus_std(rho)
+        with beneath():
+            mode.stds[key] = rho, softplus_std(stack)
     return mode.stds[key][1]
 
 
 def sample(mode: StackedFunctions, mean: Tensor, rho: Tensor) -> Tensor | None:
     """:func:`~lightning_fedbayes.layers.base.draw` of every client; None if they share a parameter."""
-    mu, sigma = stack_of(mean, mode.level), stack_of(std(mode, rho), mode.level)
+    mu, sigma = stack_of(mean, mode.level), std_stack(mode, rho)
     if mu is None or sigma is None:
         return None
     with beneath():
@@ -120,7 +127,8 @@ def kl_sum(
     mode: StackedFunctions, means: Sequence[Tensor], rhos: Sequence[Tensor], prior_mean: float, prior_std: float
 ) -> Tensor | None:
     """:func:`~lightning_fedbayes.layers.functional.joined_kl_sum` of every client; None if they share a parameter."""
-    mus, sigmas = ([stack_of(each, mode.level) for each in part] for part in (means, [std(mode, rho) for rho in rhos]))
+    mus = [stack_of(mean, mode.level) for mean in means]
+    sigmas = [std_stack(mode, rho) for rho in rhos]
     if any(each is None for each in (*mus, *sigmas)):
         return None
     with beneath():

@@ -81,7 +81,9 @@ class ClientStack:
         parameters: Tensors = dict(zip(self.names, optimizer.parameters))
         buffers = {name: take_rows(stack, slots) for name, stack in self.buffers.items()}
         before = {name: rows.clone() for name, rows in buffers.items()}
-        stacked = tree_map(lambda value: take_rows(value, slots), self.attributes.stacked)
+        stacked = self.attributes.stacked
+        if stacked:
+            stacked = tree_map(lambda value: take_rows(value, slots), stacked)
         try:
             output = self.step(parameters, buffers, Attributes(stacked, self.attributes.shared), batch, batch_idx)
             if output.losses is not None:

@@ -110,7 +110,7 @@ class StackedStep:
             loss, rest = loss_and_rest(output)
             if loss.numel() != 1:
                 raise MisconfigurationException(f"the loss of `training_step` must be one number, not {loss.numel()}")
-            rest = tree_map_only(Tensor, lambda value: leave(value.detach(), level, count), dict(rest))
+            rest = dict(rest) and tree_map_only(Tensor, lambda value: leave(value.detach(), level, count), dict(rest))
             return StepOutput(leave(loss.reshape(()), level, count), rest, replaced)
 
 
