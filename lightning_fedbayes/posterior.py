@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import PosteriorError
+
+MOST_AT_ONCE = 2**22
+"""Entries of a stack up to which its rows are flattened at once, which takes 64 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +37,7 @@ class GaussianPosterior:
 
     mean: Mapping[str, Tensor]
     variance: Mapping[str, Tensor]
+    _flat: ClassVar[tuple[Tensor, Tensor] | None] = None  # of a row of a stack: what flatten gives
 
     def __post_init__(self) -> None:
         check_same_structure(self.mean, self.variance, "mean", "variance")
@@ -71,15 +77,30 @@ class GaussianPosterior:
         return GaussianPosterior({name: value.detach().clone() for name, value in self.mean.items()}, variance)
 
     def unbind(self) -> list[GaussianPosterior]:
-        """The posteriors of several clients, views of this one, whose tensors have a first dimension of clients."""
+        """The posteriors of several clients, views of this one, whose tensors have a first dimension of clients.
+
+        Small ones are flattened here, all at once.
+        """
         posteriors = []
         rows = [zip(*(each.unbind(0) for each in part.values())) for part in (self.mean, self.variance)]
-        for mean, variance in zip(*rows, strict=True):
+        double = all(mean.device.type != "mps" for mean in self.mean.values())
+        flat = self._flat_rows() if double and self.num_parameters <= MOST_AT_ONCE else repeat(None)
+        for mean, variance, both in zip(*rows, flat):
             posterior = object.__new__(GaussianPosterior)  # rows of what has been checked
-            object.__setattr__(posterior, "mean", dict(zip(self.mean, mean)))
-            object.__setattr__(posterior, "variance", dict(zip(self.variance, variance)))
+            vars(posterior).update(
+                mean=dict(zip(self.mean, mean)), variance=dict(zip(self.variance, variance)), _flat=both
+            )
             posteriors.append(posterior)
         return posteriors
+
+    def _flat_rows(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """What :meth:`flatten` gives of every posterior in the stack."""
+        count = len(next(iter(self.mean.values())))
+        mean = torch.cat([value.reshape(count, -1).to(torch.float64) for value in self.mean.values()], 1)
+        if all(is_zero(variance) for variance in self.variance.values()):
+            return zip(mean, zeros_like(mean))
+        variance = torch.cat([self.variance[name].reshape(count, -1).to(torch.float64) for name in self.mean], 1)
+        return zip(mean, variance)
 
     def to(self, device: torch.device | str) -> GaussianPosterior:
         """This posterior on another device."""
@@ -88,7 +109,9 @@ class GaussianPosterior:
         return GaussianPosterior({name: value.to(device) for name, value in self.mean.items()}, variance)
 
     def flatten(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """Mean and variance as two vectors of shape (P,), parameters in the order of :attr:`names`."""
+        """Mean and variance as two vectors of shape (P,), in the order of :attr:`names`; not to be written into."""
+        if self._flat is not None and dtype == torch.float64:
+            return self._flat
         mean = flatten(self.mean.values(), dtype)
         if all(is_zero(variance) for variance in self.variance.values()):
             return mean, zeros_like(mean)

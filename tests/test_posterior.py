@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.distributions import Normal, kl_divergence
 
 from lightning_fedbayes import GaussianPosterior, PosteriorError
+from lightning_fedbayes import posterior as posterior_module
 from lightning_fedbayes.posterior import check_all_same_structure, is_zero, zeros_like
 
 SHAPES = st.lists(st.sampled_from([(), (1,), (3,), (2, 2), (0,), (1, 2, 3)]), min_size=1, max_size=3)
@@ -259,3 +260,24 @@ def test_draws_come_from_the_generator_alone():
     first, second = (q.sample(torch.Generator().manual_seed(3))["p0"] for _ in range(2))
     assert torch.equal(first, second)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("most", [0, 2**22])
+@pytest.mark.parametrize("certain", [True, False])
+def test_rows_of_a_stack_are_the_posteriors_of_its_clients(most, certain, monkeypatch):
+    monkeypatch.setattr(posterior_module, "MOST_AT_ONCE", most)
+    shapes = {"matrix": (3, 2), "scalar": (), "empty": (0,)}
+    mean = {name: torch.randn(4, *shape) for name, shape in shapes.items()}
+    variance = {name: zeros_like(m) if certain or name == "scalar" else torch.rand_like(m) for name, m in mean.items()}
+    rows = GaussianPosterior(mean, variance).unbind()
+    assert len(rows) == 4
+    for k, row in enumerate(rows):
+        alone = GaussianPosterior({n: m[k] for n, m in mean.items()}, {n: v[k] for n, v in variance.items()})
+        assert row.names == alone.names
+        assert all(torch.equal(row.mean[n], alone.mean[n]) for n in shapes)
+        assert all(torch.equal(row.variance[n], alone.variance[n]) for n in shapes)
+        for first, second in zip(row.flatten(), alone.flatten(), strict=True):
+            assert torch.equal(first, second)
+            assert first.dtype == torch.float64
+        assert row.num_bytes == alone.num_bytes
+        assert row.clone().mean["matrix"].data_ptr() != row.mean["matrix"].data_ptr()
