@@ -38,7 +38,7 @@ class Workload:
         examples: per client.
         batch: examples per step.
         rate: learning rate.
-        rounds: in one burst, which is timed as a whole.
+        rounds: in one burst, which is timed as a whole; some, because a process that was stopped starts cold.
         bars: opponent → how many times faster we have to be; None has no bar.
         bayesian: all layers are mean-field Gaussian, with one draw per step.
     """
@@ -72,13 +72,13 @@ def regression(clients: int, rounds: int, bar: float, bayesian: bool = False) ->
 
 
 WORKLOADS: dict[str, Workload] = {
-    "regression-10": regression(10, 5, 1.6),
-    "regression-10-mean-field": regression(10, 2, 6.0, bayesian=True),
-    "regression-100": regression(100, 1, 10.0),
-    "regression-100-mean-field": regression(100, 1, 30.0, bayesian=True),
+    "regression-10": regression(10, 10, 1.6),
+    "regression-10-mean-field": regression(10, 8, 6.0, bayesian=True),
+    "regression-100": regression(100, 4, 10.0),
+    "regression-100-mean-field": regression(100, 4, 30.0, bayesian=True),
     "digits": Workload(
         title="digits 64-50-10, 10 clients × 179, batch 16", data="digits", widths=(64, 50, 10),
-        clients=10, examples=179, batch=16, rate=0.1, rounds=10,
+        clients=10, examples=179, batch=16, rate=0.1, rounds=20,
         bars={"dataloader": None, "loop": 2.0, "pfl": None},
     ),
     "dense-50k": Workload(
