@@ -37,6 +37,7 @@ class GaussianPosterior:
 
     mean: Mapping[str, Tensor]
     variance: Mapping[str, Tensor]
+    _num_bytes: ClassVar[int | None] = None  # of a row of a stack: the same for all rows
     _flat: ClassVar[tuple[Tensor, Tensor] | None] = None  # of a row of a stack: what flatten gives
 
     def __post_init__(self) -> None:
@@ -68,6 +69,8 @@ class GaussianPosterior:
     @property
     def num_bytes(self) -> int:
         """Bytes that a message with this posterior carries: deterministic tensors send no variance."""
+        if self._num_bytes is not None:
+            return self._num_bytes
         means = sum(value.numel() * value.element_size() for value in self.mean.values())
         return means + sum(v.numel() * v.element_size() for v in self.variance.values() if not is_zero(v))
 
@@ -82,13 +85,15 @@ class GaussianPosterior:
         Small ones are flattened here, all at once.
         """
         posteriors = []
+        size = self.num_bytes // len(next(iter(self.mean.values())))
         rows = [zip(*(each.unbind(0) for each in part.values())) for part in (self.mean, self.variance)]
         double = all(mean.device.type != "mps" for mean in self.mean.values())
         flat = self._flat_rows() if double and self.num_parameters <= MOST_AT_ONCE else repeat(None)
         for mean, variance, both in zip(*rows, flat):
             posterior = object.__new__(GaussianPosterior)  # rows of what has been checked
             vars(posterior).update(
-                mean=dict(zip(self.mean, mean)), variance=dict(zip(self.variance, variance)), _flat=both
+                mean=dict(zip(self.mean, mean)), variance=dict(zip(self.variance, variance)), _flat=both,
+                _num_bytes=size,
             )
             posteriors.append(posterior)
         return posteriors

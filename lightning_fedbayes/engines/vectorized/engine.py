@@ -36,7 +36,7 @@ from lightning_fedbayes.engines.vectorized.trial import Trial
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 
-STEPS_PER_BATCH = 8
+STEPS_PER_BATCH = 16
 """Small steps in one of the Trainer's batches, whose own work takes as long as a third of such a step."""
 
 
