@@ -10,7 +10,7 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_fedbayes.data.clients import Clients
-from lightning_fedbayes.engines.plan import choose_cohort
+from lightning_fedbayes.engines.plan import cohort_size
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.partition import Partition
 
@@ -127,7 +127,7 @@ def check_schedulers(trainer: L.Trainer) -> None:
 
 def check_cohort(clients: int, fraction: float, min_clients: int) -> None:
     """Raise FederationError if every round would have too few clients."""
-    cohort = len(choose_cohort(0, clients, fraction, seed=0))
+    cohort = cohort_size(clients, fraction)
     if cohort < min_clients:
         raise FederationError(
             f"min_clients={min_clients}, but a round has only {cohort} of {clients} clients (fraction={fraction}); "

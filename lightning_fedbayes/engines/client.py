@@ -57,6 +57,11 @@ class ClientState:
     optimizers: list[dict[int, dict[str, Any]]] = field(default_factory=list)
 
 
+def options_of(optimizer: Any) -> list[dict[str, Any]]:
+    """The options of an optimizer's groups."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
 def parameters_of(optimizer: Any) -> list[Tensor]:
     """The parameters of an optimizer, numbered as in its ``state_dict``."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

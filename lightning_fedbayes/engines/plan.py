@@ -62,13 +62,18 @@ def plan_round(round: int, sizes: Sequence[int], batching: Batching) -> RoundPla
     return RoundPlan(round, cohort, tuple(starts))
 
 
+def cohort_size(clients: int, fraction: float) -> int:
+    """Number of clients in a round, max(⌊C·K + ½⌋, 1)."""
+    return max(int(fraction * clients + 0.5), 1)
+
+
 def choose_cohort(round: int, clients: int, fraction: float, seed: int) -> tuple[int, ...]:
-    """max(⌊C·K + ½⌋, 1) of K clients, drawn without replacement, ascending.
+    """:func:`cohort_size` of K clients, drawn without replacement, ascending.
 
     >>> choose_cohort(0, clients=4, fraction=1.0, seed=0)
     (0, 1, 2, 3)
     """
-    size = max(int(fraction * clients + 0.5), 1)
+    size = cohort_size(clients, fraction)
     if size >= clients:
         return tuple(range(clients))
     chosen = torch.randperm(clients, generator=generator(seed, "cohort", round))[:size]

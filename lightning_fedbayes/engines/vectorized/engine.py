@@ -18,7 +18,7 @@ from lightning_fedbayes.engines.client import Client, ClientFailure, ClientState
 from lightning_fedbayes.engines.engine import Engine
 from lightning_fedbayes.engines.loader import FederatedLoader
 from lightning_fedbayes.engines.plain_steps import plain_advance
-from lightning_fedbayes.engines.plan import RoundPlan
+from lightning_fedbayes.engines.plan import RoundPlan, cohort_size
 from lightning_fedbayes.engines.round import ClientUpdate
 from lightning_fedbayes.engines.state import ResidentModel
 from lightning_fedbayes.engines.vectorized.batches import StackedBatch, StackedBatches
@@ -43,7 +43,7 @@ STEPS_PER_BATCH = 16
 class VectorizedEngine(Engine):
     """Trains clients at once: a step is one of all clients that have a batch of that size left.
 
-    ``training_step`` runs under :func:`torch.func.vmap` with each client's own parameters, buffers and noise, and the
+    ``training_step`` runs under vmap with each client's own parameters, buffers and noise, and the
     user's optimizer steps the stack. The module itself holds the global model throughout. Without noise the result is
     that of the sequential engine to rounding; with noise, the same in distribution.
 
@@ -82,7 +82,7 @@ class VectorizedEngine(Engine):
     def arrange(self, loader: FederatedLoader) -> None:
         """Let ``loader`` bring stacked batches."""
         sizes, batching = loader.clients.sizes, loader.batching
-        largest = min(self.clients_at_once, max(1, int(batching.fraction * len(sizes) + 0.5)))
+        largest = min(self.clients_at_once, cohort_size(len(sizes), batching.fraction))
         steps = STEPS_PER_BATCH if self.trial.flops * largest <= SMALL_STEP else 1
         self._scheduler = Scheduler(sizes, batching, self.clients_at_once, steps)
         loader.arrangement = StackedBatches(loader, self._scheduler)

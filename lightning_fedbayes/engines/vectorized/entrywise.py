@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_fedbayes.engines.client import parameters_of
+from lightning_fedbayes.engines.client import options_of, parameters_of
 from lightning_fedbayes.engines.vectorized.optimizer import set_parameters
 from lightning_fedbayes.engines.vectorized.reasons import CannotVectorize
 
@@ -85,5 +85,5 @@ def _copy_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The options of an optimizer's groups, and its own plain attributes."""
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    return [*groups, {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float | str)}]
+    plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float | str)}
+    return [*options_of(optimizer), plain]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,7 +19,6 @@ from lightning_fedbayes.engines.client import Client, ClientState, parameters_of
 from lightning_fedbayes.engines.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.engines.plain_steps import step_obstacles
 from lightning_fedbayes.engines.state import ResidentModel
-from lightning_fedbayes.engines.vectorized.attributes import Snapshot
 from lightning_fedbayes.engines.vectorized.batches import stack_batches
 from lightning_fedbayes.engines.vectorized.entrywise import check_entrywise
 from lightning_fedbayes.engines.vectorized.layout import Layout, layout_of
@@ -32,6 +28,7 @@ from lightning_fedbayes.engines.vectorized.reasons import CannotVectorize
 from lightning_fedbayes.engines.vectorized.stack import ClientStack
 from lightning_fedbayes.engines.vectorized.step import StackedStep
 from lightning_fedbayes.engines.vectorized.threads import threads_for
+from lightning_fedbayes.engines.vectorized.undisturbed import undisturbed
 
 
 @dataclass(frozen=True)
@@ -76,14 +73,14 @@ def try_two_clients(
     try:
         data = _first_batch(trainer, loader, clients)
         with threads_for(0):
-            with _undisturbed(module, optimizer):
+            with undisturbed(module, optimizer):
                 stack = ClientStack(model, optimizer, step, clients, [ClientState()] * 2, frozenset(), {})
                 try:
                     with flops, allocations:
                         layouts = _layouts(stack, data)
                 finally:
                     stack.remove()
-            with _undisturbed(module, optimizer):
+            with undisturbed(module, optimizer):
                 _check_independence(model, optimizer, step, clients, data)
         stacked_keys = check_entrywise(optimizer)
     except CannotVectorize:
@@ -164,67 +161,6 @@ def _stacking_obstacles(trainer: L.Trainer, model: ResidentModel) -> Iterator[st
         yield f"{type(optimizer).__name__} keeps parameters elsewhere than in its groups"
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         yield "a gradient scaler would skip the step of all clients when one overflows; use bf16-mixed"
-
-
-@contextmanager
-def _undisturbed(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Inside, ``module`` runs without consequences for itself and the generators of random numbers.
-
-    Raises:
-        CannotVectorize: it changed something that all clients would share.
-    """
-    snapshots = {path: Snapshot(each) for path, each in module.named_modules()}
-    tensors = {n: (t, t._version, t.detach().clone()) for n, t in (*module.named_parameters(), *module.named_buffers())}
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
-    options = _options(optimizer)
-    host = random.getstate(), np.random.get_state()
-    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    for parameter in module.parameters():
-        parameter.grad = None
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-        changed = [f"{path}.{name}" if path else name for path, each in snapshots.items() for name in each.changes()]
-        changed += [name for name, (tensor, version, _) in tensors.items() if tensor._version != version]
-        if changed:
-            raise CannotVectorize(f"training_step changes self.{changed[0]}, which clients would share")
-        reached = [n for n, p in module.named_parameters() if p.grad is not None and _holds(optimizer, p)]
-        if reached:
-            raise CannotVectorize(f"training_step keeps the parameter {reached[0]} elsewhere than in its module")
-        if _options(optimizer) != options:
-            raise CannotVectorize("training_step changes the optimizer's options, which clients would share")
-        if random.getstate() != host[0] or not _equal(np.random.get_state(), host[1]):
-            raise CannotVectorize(
-                "training_step draws from Python's or NumPy's generator, and clients would share the draw; use torch's"
-            )
-    finally:
-        random.setstate(host[0])
-        np.random.set_state(host[1])
-        for snapshot in snapshots.values():
-            snapshot.restore()
-        with torch.no_grad():
-            for tensor, version, values in tensors.values():
-                if tensor._version != version:
-                    tensor.copy_(values)
-        for name, parameter in module.named_parameters():
-            parameter.grad = gradients[name]
-        for group, before in zip(optimizer.param_groups, options, strict=True):
-            group.update(before)
-
-
-def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of an optimizer's groups."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-
-
-def _holds(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Whether ``parameter`` is one of the optimizer's."""
-    return any(parameter is each for each in parameters_of(optimizer))
-
-
-def _equal(first: Any, second: Any) -> bool:
-    """Whether two states of NumPy's generator are the same."""
-    return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 class _Allocations(TorchDispatchMode):
