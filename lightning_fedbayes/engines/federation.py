@@ -67,6 +67,9 @@ class Federation:
         rounds_done: number of the round after the last finished one.
         stage: "between" rounds, "training" clients, or "fused": the round is done, but the Trainer's epoch is not.
         plan: the plan of the last round that was begun.
+        weights: client → its part in the last fusion.
+        excluded: client → why the fusion rule left it out of the last fusion.
+        memory: what the fusion rule remembers.
     """
 
     def __init__(self, server: Server, engine: Engine) -> None:
@@ -79,6 +82,8 @@ class Federation:
         self.stage: Stage = "between"
         self.plan: RoundPlan | None = None
         self.weights: dict[int, float] = {}
+        self.excluded: dict[int, str] = {}
+        self.memory = server.rule.init()
         self._outcomes: list[ClientOutcome] = []
 
     @property
@@ -95,7 +100,7 @@ class Federation:
         if self.server.prior == "global":
             set_prior(self.engine.model.module, self.posterior, exclude=self.engine.model.local_names)
         buffers = self.engine.model.federated_buffers
-        self._fusion = RoundFusion(self.server.rule, self.server.weighting, self.posterior, buffers)
+        self._fusion = RoundFusion(self.server.rule, self.server.weighting, self.posterior, buffers, self.memory)
         self.engine.begin_round(plan)
 
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
@@ -149,6 +154,7 @@ class Federation:
         if success:
             result = self._fusion.finish()
             self.posterior, self.weights, metrics = result.posterior, result.weights, result.metrics
+            self.excluded, self.memory = result.excluded, result.memory
             self.engine.model.load_posterior(result.posterior, result.buffers)
         else:
             self.engine.model.load_global()
@@ -202,6 +208,7 @@ class Federation:
             "clients": self.engine.state_dict(),
             "failed_rounds": self.failed_rounds,
             "history": list(self.history),
+            "memory": self.memory,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,3 +219,4 @@ class Federation:
         self.failed_rounds = state["failed_rounds"]
         self.rounds_done = state["rounds"]
         self.history = list(state["history"])
+        self.memory = state["memory"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
-from lightning_fedbayes.fusion import FusionAccumulator, FusionRule, Statistics, SumRule
+from lightning_fedbayes.fusion import FusionAccumulator, FusionRule, Memory, Statistics, SumRule
 from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
 from lightning_fedbayes.fusion.pools import add_disagreement
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero
@@ -47,14 +47,18 @@ class RoundResult:
     Args:
         posterior: the new global posterior.
         buffers: the new global buffers, name → tensor of the buffer's dtype.
-        weights: client → normalised weight ω.
+        weights: client → normalised weight ω, or the reliability that the rule infers.
         metrics: diagnostics of the fusion, name → value.
+        excluded: client → why the rule left it out.
+        memory: what the rule remembers for the next round.
     """
 
     posterior: GaussianPosterior
     buffers: dict[str, Tensor]
     weights: dict[int, float]
     metrics: dict[str, float]
+    excluded: dict[int, str]
+    memory: Memory
 
 
 class RoundFusion:
@@ -68,6 +72,7 @@ class RoundFusion:
         previous: the global posterior that the clients started from.
         buffers: the global buffers that the clients started from; None takes the first client's for what they
             must look like.
+        memory: what the rule remembers of the rounds before.
     """
 
     def __init__(
@@ -76,8 +81,10 @@ class RoundFusion:
         weighting: str | CohortWeights,
         previous: GaussianPosterior,
         buffers: Mapping[str, Tensor] | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.rule = rule
+        self.memory = rule.init() if memory is None else memory
         self.weighting = weighting
         self.previous = previous
         self._streams = isinstance(rule, SumRule) and isinstance(weighting, str) and weighting in PER_CLIENT
@@ -145,14 +152,26 @@ class RoundFusion:
                 weights = [1.0] * len(self._held)
             for update, weight in zip(self._held, weights, strict=True):
                 self._fuse(update, *update.posterior.flatten(), weight)
-        posterior = self._accumulator.compute()
-        total = sum(self._weights.values())
+        fused = self._accumulator.finish(self.memory)
+        shares = self._shares(fused.reliability)
+        for update in self._held:
+            self._add_buffers(update, shares[update.client])
+        total = sum(self._weights.values()) if self._streams else 1.0
         return RoundResult(
-            posterior,
+            fused.posterior,
             buffers={name: self._average(name, value / total) for name, value in self._buffers.items()},
-            weights={client: weight / total for client, weight in self._weights.items()},
-            metrics=self._diagnostics(posterior),
+            weights=shares,
+            metrics=self._diagnostics(fused.posterior, shares),
+            excluded=fused.excluded,
+            memory=fused.memory,
         )
+
+    def _shares(self, reliability: dict[int, float]) -> dict[int, float]:
+        """Each client's part in the fusion: its weight, unless the rule has judged it."""
+        if reliability:
+            return {client: reliability.get(client, 0.0) for client in self._weights}
+        total = sum(self._weights.values())
+        return {client: weight / total for client, weight in self._weights.items()}
 
     def _average(self, name: str, value: Tensor) -> Tensor:
         """An averaged buffer in its own dtype, integers rounded."""
@@ -172,19 +191,26 @@ class RoundFusion:
 
     def _fuse(self, update: ClientUpdate, mean: Tensor, variance: Tensor, weight: float) -> None:
         """Add one admitted client, whose flat posterior is (mean, variance), to all running sums."""
-        self._accumulator.add_checked(update.posterior, mean, variance, weight)
+        self._accumulator.add_checked(update.client, update.posterior, mean, variance, weight)
         self._weights[update.client] = weight
         if weight == 0:
             return
         add_disagreement(self._disagreement, mean, mean.new_tensor(weight))
+        if self._streams:
+            self._add_buffers(update, weight)
+
+    def _add_buffers(self, update: ClientUpdate, weight: float) -> None:
+        """Add a client's buffers to the running sums."""
+        if weight == 0:
+            return
         for name, value in update.buffers.items():
             term = value.to(torch.complex128 if value.is_complex() else torch.float64) * weight
             self._buffers[name] = self._buffers[name] + term if name in self._buffers else term
 
-    def _diagnostics(self, posterior: GaussianPosterior) -> dict[str, float]:
+    def _diagnostics(self, posterior: GaussianPosterior, shares: dict[int, float]) -> dict[str, float]:
         """What is logged of a fusion."""
         metrics = {
-            "effective_clients": effective_clients(list(self._weights.values())),
+            "effective_clients": effective_clients(list(shares.values())),
             "disagreement": float((self._disagreement["disagreement"] / self._disagreement["weight"]).mean()),
         }
         variances = [value.detach().flatten() for value in posterior.variance.values() if not is_zero(value)]

@@ -2,6 +2,7 @@
 
 from lightning_fedbayes.fusion.accumulator import FusionAccumulator, fuse
 from lightning_fedbayes.fusion.averages import LogVarianceAverage, WassersteinBarycenter, WeightedAverage, WeightedSum
+from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
 from lightning_fedbayes.fusion.pools import GaussianFit, LinearPool
 from lightning_fedbayes.fusion.products import (
     Conflation,
@@ -16,16 +17,20 @@ from lightning_fedbayes.fusion.registry import (
     rule_name,
     unregister_fusion,
 )
-from lightning_fedbayes.fusion.rule import FusionRule, Statistics, SumRule
+from lightning_fedbayes.fusion.rule import FusionRule, JudgingRule, Statistics, SumRule
 
 __all__ = [
+    "Cohort",
     "Conflation",
     "DistributedWeightConsolidation",
+    "Fused",
     "FusionAccumulator",
     "FusionRule",
     "GaussianFit",
+    "JudgingRule",
     "LinearPool",
     "LogVarianceAverage",
+    "Memory",
     "ReverseKLBarycenter",
     "Statistics",
     "SumRule",

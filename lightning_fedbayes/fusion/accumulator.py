@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, PosteriorError
+from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
 from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
 from lightning_fedbayes.fusion.rule import FusionRule, Statistics, SumRule
 from lightning_fedbayes.posterior import GaussianPosterior, check_same_structure, zeros_like
@@ -41,6 +42,7 @@ class FusionAccumulator:
         self._statistics: Statistics = {}
         self._posteriors: list[GaussianPosterior] = []
         self._weights: list[float] = []
+        self._clients: list[int] = []
 
     def add(self, posterior: GaussianPosterior, weight: float = 1.0) -> None:
         """Add one client; a client of weight 0 changes nothing.
@@ -57,10 +59,17 @@ class FusionAccumulator:
             posterior = posterior.ordered(like.names)
         mean, variance = posterior.flatten()
         check_finite(posterior, mean, variance, f"client {self.count}")
-        self.add_checked(posterior, mean, variance, weight)
+        self.add_checked(self.count, posterior, mean, variance, weight)
 
-    def add_checked(self, posterior: GaussianPosterior, mean: Tensor, variance: Tensor, weight: float) -> None:
-        """As :meth:`add`, for what is known to be right: ``mean`` and ``variance`` are ``posterior.flatten()``."""
+    def add_checked(
+        self, client: int, posterior: GaussianPosterior, mean: Tensor, variance: Tensor, weight: float
+    ) -> None:
+        """As :meth:`add`, for what is known to be right: ``mean`` and ``variance`` are ``posterior.flatten()``.
+
+        Args:
+            client: the number by which a rule with a memory knows the client again.
+            posterior, mean, variance, weight: what it sends, and what it counts.
+        """
         self.count += 1
         if weight == 0 and self.rule.uses_weights:
             return
@@ -69,13 +78,21 @@ class FusionAccumulator:
             self._like = GaussianPosterior.point_mass({n: zeros_like(m) for n, m in posterior.mean.items()})
         weight = weight / self._scale
         self._weights.append(weight)
+        self._clients.append(client)
         if isinstance(self.rule, SumRule):
             self.rule.update(self._statistics, mean, variance, weight)
         else:
             self._posteriors.append(posterior.clone())
 
     def compute(self) -> GaussianPosterior:
-        """The global posterior of all clients added so far.
+        """The global posterior of all clients added so far, by a rule that remembers nothing; see :meth:`finish`."""
+        return self.finish(self.rule.init()).posterior
+
+    def finish(self, memory: Memory) -> Fused:
+        """The fusion of all clients added so far.
+
+        Args:
+            memory: what the rule remembers of earlier rounds.
 
         Raises:
             FusionError: no client with a positive weight was added, or the rule cannot fuse these.
@@ -86,9 +103,11 @@ class FusionAccumulator:
                 "give at least one client and one positive weight"
             )
         if isinstance(self.rule, SumRule):
-            return self._like.unflatten(*self.rule.compute(self._statistics, self._like, self.previous))
+            fused = self._like.unflatten(*self.rule.compute(self._statistics, self._like, self.previous))
+            return Fused(fused, memory=memory)
         weights = torch.tensor(self._weights, dtype=torch.float64)
-        return self.rule.fuse(self._posteriors, weights / weights.sum(), self.previous)
+        weights = weights / weights.sum()
+        return self.rule.apply(Cohort(self._posteriors, weights, self.previous, tuple(self._clients)), memory)
 
 
 def fuse(

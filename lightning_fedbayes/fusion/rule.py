@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
 from lightning_fedbayes.posterior import GaussianPosterior
 
 Statistics = dict[str, Tensor]
@@ -37,6 +38,36 @@ class FusionRule(ABC):
             weights: shape (clients,), float64, positive, of sum 1.
             previous: the global posterior that the clients started from.
         """
+
+    def init(self) -> Memory:
+        """What the rule remembers before the first round."""
+        return {}
+
+    def apply(self, cohort: Cohort, memory: Memory) -> Fused:
+        """Fuse a round's cohort; rules that judge clients or remember rounds say more than :meth:`fuse` does.
+
+        Args:
+            cohort: who takes part, and what they send.
+            memory: of the rounds before, left as it is; the new one is in the result.
+        """
+        return Fused(self.fuse(cohort.posteriors, cohort.weights, cohort.previous), memory=memory)
+
+
+class JudgingRule(FusionRule):
+    """A rule that infers from the updates how far each client can be trusted. It needs no weights."""
+
+    uses_weights: ClassVar[bool] = False
+
+    @abstractmethod
+    def apply(self, cohort: Cohort, memory: Memory) -> Fused:
+        """See :meth:`FusionRule.apply`."""
+
+    def fuse(
+        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
+    ) -> GaussianPosterior:
+        """See :meth:`FusionRule.fuse`: one round without a memory."""
+        clients = tuple(range(len(posteriors)))
+        return self.apply(Cohort(tuple(posteriors), weights, previous, clients), self.init()).posterior
 
 
 class SumRule(FusionRule):
