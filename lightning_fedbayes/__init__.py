@@ -4,6 +4,16 @@
 >>> callback = fb.FederatedBayes(fb.DirichletPartition(clients=10, alpha=0.5), fusion="reverse_kl_barycenter")
 """
 
+from lightning_fedbayes.adversaries import (
+    ALittleIsEnough,
+    GaussianVector,
+    InnerProductManipulation,
+    LabelFlip,
+    NotANumber,
+    RandomUpdate,
+    ScaledUpdate,
+    SignFlip,
+)
 from lightning_fedbayes.callbacks import FederatedBayes, UncertaintyReport
 from lightning_fedbayes.data import ClientDatasets, DiabetesDataModule, DigitsDataModule
 from lightning_fedbayes.errors import (
@@ -21,6 +31,7 @@ from lightning_fedbayes.partition import ClassPartition, DirichletPartition, IID
 from lightning_fedbayes.posterior import GaussianPosterior
 
 __all__ = [
+    "ALittleIsEnough",
     "BayesianModule",
     "ClassPartition",
     "ClientDatasets",
@@ -33,11 +44,18 @@ __all__ = [
     "FederationError",
     "FusionError",
     "GaussianPosterior",
+    "GaussianVector",
     "HybridBayesianClassifier",
     "HybridBayesianRegressor",
     "IIDPartition",
+    "InnerProductManipulation",
+    "LabelFlip",
+    "NotANumber",
     "PartitionError",
     "PosteriorError",
+    "RandomUpdate",
+    "ScaledUpdate",
+    "SignFlip",
     "SizesPartition",
     "UncertaintyReport",
     "available_fusions",

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-Stream = Literal["cohort", "order", "training", "loading", "validation", "partition"]
+Stream = Literal["cohort", "order", "training", "loading", "validation", "partition", "adversaries", "attack"]
 
 SERVER = -1
 """The ``client`` of draws that belong to a round as a whole."""

@@ -16,7 +16,7 @@ LEVELS = (
     ("errors", "seeding", "plots"),
     ("posterior",),
     ("fusion",),
-    ("weighting", "partition"),
+    ("weighting", "partition", "adversaries"),
     ("metrics",),
     ("layers",),
     ("data",),

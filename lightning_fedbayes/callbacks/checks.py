@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_fedbayes.adversaries import Attack
 from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.engines.plan import cohort_size
 from lightning_fedbayes.errors import FederationError
@@ -90,6 +91,18 @@ def check_partition(partition: Any) -> None:
             f"partition={partition!r} is no Partition: give one, such as IIDPartition(clients=10), or None if the "
             "data set is a ClientDatasets"
         )
+
+
+def attacks_of(adversaries: Any) -> tuple[Attack, ...]:
+    """One attack or several as a tuple; FederationError if it is something else."""
+    several = isinstance(adversaries, Sequence) and not isinstance(adversaries, str)
+    attacks = adversaries if several else (adversaries,)
+    wrong = [each for each in attacks if not isinstance(each, Attack)]
+    if wrong:
+        raise FederationError(
+            f"adversaries: {wrong[0]!r} is no attack: give one, such as SignFlip(clients=0.3), or a list of attacks"
+        )
+    return tuple(attacks)
 
 
 def check_same_number(before: Clients, clients: Clients) -> None:

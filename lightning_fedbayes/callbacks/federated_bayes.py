@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
+from lightning_fedbayes.adversaries import Attack, assign
 from lightning_fedbayes.callbacks.checkpoint import (
     Checkpoint,
     RoundBoundary,
@@ -21,6 +22,7 @@ from lightning_fedbayes.callbacks.checkpoint import (
     unguard_weights_only,
 )
 from lightning_fedbayes.callbacks.checks import (
+    attacks_of,
     check_cohort,
     check_not_finished,
     check_partition,
@@ -41,6 +43,7 @@ from lightning_fedbayes.engines.engine import OptimizerPolicy
 from lightning_fedbayes.engines.federation import Federation, PriorPolicy, Server
 from lightning_fedbayes.engines.loader import FederatedLoader, batching_of
 from lightning_fedbayes.engines.plan import check_batches, plan_round
+from lightning_fedbayes.engines.poisoning import poisoned
 from lightning_fedbayes.engines.state import BufferPolicy, ResidentModel
 from lightning_fedbayes.errors import FederationError, nearest
 from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
@@ -87,6 +90,9 @@ class FederatedBayes(L.Callback):
             client. In the global model they keep their initial value.
         min_clients: fewer valid updates than this leave the global posterior as it was.
         max_failed_rounds: after this many such rounds in a row the run stops with an error.
+        adversaries: an attack, or a list of them, by which some clients try to spoil the fusion, such as
+            ``SignFlip(clients=0.3)``. A client with several applies them one after the other. Adversaries train
+            honestly, report what they measured then, and send honest buffers.
         seed: where every random draw comes from.
 
     Attributes:
@@ -113,6 +119,7 @@ class FederatedBayes(L.Callback):
         local_parameters: Sequence[str] = (),
         min_clients: int = 1,
         max_failed_rounds: int = 3,
+        adversaries: Attack | Sequence[Attack] = (),
         seed: int = 0,
     ) -> None:
         rule = get_rule(fusion)
@@ -141,6 +148,7 @@ class FederatedBayes(L.Callback):
         self.buffers: BufferPolicy = buffers
         self.local_parameters = tuple(local_parameters)
         self.server = Server(rule, weighting, prior, min_clients, max_failed_rounds)
+        self.adversaries = attacks_of(adversaries)
         self.seed = seed
         go_offline_without_account()
         self.clients: Clients | None = None
@@ -189,6 +197,7 @@ class FederatedBayes(L.Callback):
             "local_parameters": list(self.local_parameters),
             "min_clients": self.server.min_clients,
             "max_failed_rounds": self.server.max_failed_rounds,
+            "adversaries": [repr(attack) for attack in self.adversaries],
             "seed": self.seed,
         }
 
@@ -240,8 +249,9 @@ class FederatedBayes(L.Callback):
             if self._loader is not None:
                 check_same_number(self._loader.clients, clients)
             self.clients = clients
+            trained = poisoned(clients, assign(self.adversaries, clients.names, self.seed))
             replaced, self._loader = self._loader, FederatedLoader(
-                loader, clients, batching, lambda: plan_round(trainer.current_epoch, clients.sizes, batching)
+                loader, trained, batching, lambda: plan_round(trainer.current_epoch, clients.sizes, batching)
             )
             if replaced is not None and self._federation is not None:
                 self._federation.engine.arrange(self._loader)
@@ -260,7 +270,7 @@ class FederatedBayes(L.Callback):
         earlier = self._restored
         if earlier is None and self._federation is not None:
             earlier = self.state_dict()
-        self._federation = Federation(self.server, engine)
+        self._federation = Federation(self.server, engine, self.adversaries)
         if earlier is not None:
             check_same_federation(trainer, earlier["settings"], self.settings())
             self._federation.load_state_dict(earlier)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_fedbayes.adversaries import Attack, assign
+from lightning_fedbayes.engines.adversaries import RoundAdversaries, held_back
 from lightning_fedbayes.engines.client import Client, ClientFailure
 from lightning_fedbayes.engines.engine import Engine
 from lightning_fedbayes.engines.plan import RoundPlan
@@ -59,6 +61,7 @@ class Federation:
     Args:
         server: how rounds are run.
         engine: trains the clients; it holds the resident network.
+        attacks: what some clients send in place of their updates.
 
     Attributes:
         posterior: the global posterior after the last round.
@@ -72,9 +75,10 @@ class Federation:
         memory: what the fusion rule remembers.
     """
 
-    def __init__(self, server: Server, engine: Engine) -> None:
+    def __init__(self, server: Server, engine: Engine, attacks: Sequence[Attack] = ()) -> None:
         self.server = server
         self.engine = engine
+        self.attacks = tuple(attacks)
         self.posterior = engine.model.read_posterior().clone()
         self.history: list[dict[str, float]] = []
         self.failed_rounds = 0
@@ -101,6 +105,9 @@ class Federation:
             set_prior(self.engine.model.module, self.posterior, exclude=self.engine.model.local_names)
         buffers = self.engine.model.federated_buffers
         self._fusion = RoundFusion(self.server.rule, self.server.weighting, self.posterior, buffers, self.memory)
+        attackers = assign(self.attacks, self.engine.names, self.engine.seed)
+        self._adversaries = RoundAdversaries(attackers, plan, self.posterior, self.engine.seed)
+        self._waiting: list[tuple[ClientUpdate, float]] = []
         self.engine.begin_round(plan)
 
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
@@ -111,12 +118,24 @@ class Federation:
         return clients
 
     def end_batch(self, batch_idx: int, outputs: Any) -> Sequence[ClientOutcome]:
-        """Called after every batch. Returns what became of the clients whose last batch it was."""
+        """Called after every batch. Returns what became of the clients whose last batch it was.
+
+        Those of adversaries who wait for the honest clients come with the round's last.
+        """
         results = self.engine.end_batch(batch_idx, outputs)
         if not results:
             return ()
+        assert self.plan is not None
         seconds = (time.perf_counter() - self._clients_start) / len(results)
-        outcomes = [self._admit(result, seconds) for result in results]
+        outcomes = []
+        for result in results:
+            if isinstance(result, ClientUpdate) and self._adversaries.waits(result.client):
+                self._waiting.append((held_back(result), seconds))
+            else:
+                outcomes.append(self._admit(result, seconds))
+        if len(self._outcomes) + len(outcomes) + len(self._waiting) == len(self.plan.cohort):
+            outcomes += [self._admit(*held) for held in self._waiting]
+            self._waiting = []
         self._outcomes += outcomes
         return outcomes
 
@@ -128,7 +147,9 @@ class Federation:
         else:
             error = None
             try:
+                result = self._adversaries.send(result)
                 self._fusion.add(result)
+                self._adversaries.observe(result)
             except FusionError as refusal:
                 error = refusal
             outcome = ClientOutcome(result.client, error, seconds, size, result.num_bytes, result.metrics)

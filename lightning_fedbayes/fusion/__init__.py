@@ -3,7 +3,15 @@
 from lightning_fedbayes.fusion.accumulator import FusionAccumulator, fuse
 from lightning_fedbayes.fusion.averages import LogVarianceAverage, WassersteinBarycenter, WeightedAverage, WeightedSum
 from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
+from lightning_fedbayes.fusion.geometric_median import GeometricMedian
+from lightning_fedbayes.fusion.gram import Gram, gram_of
+from lightning_fedbayes.fusion.gram_rule import GramRule
+from lightning_fedbayes.fusion.krum import Krum, MultiKrum
+from lightning_fedbayes.fusion.medians import CoordinateMedian, TrimmedMean
+from lightning_fedbayes.fusion.nearest_neighbour_mixing import NearestNeighbourMixing
+from lightning_fedbayes.fusion.norm_clipping import NormClipping
 from lightning_fedbayes.fusion.pools import GaussianFit, LinearPool
+from lightning_fedbayes.fusion.preaggregation import Preaggregation
 from lightning_fedbayes.fusion.products import (
     Conflation,
     DistributedWeightConsolidation,
@@ -22,18 +30,28 @@ from lightning_fedbayes.fusion.rule import FusionRule, JudgingRule, Statistics, 
 __all__ = [
     "Cohort",
     "Conflation",
+    "CoordinateMedian",
     "DistributedWeightConsolidation",
     "Fused",
     "FusionAccumulator",
     "FusionRule",
     "GaussianFit",
+    "GeometricMedian",
+    "Gram",
+    "GramRule",
     "JudgingRule",
+    "Krum",
     "LinearPool",
     "LogVarianceAverage",
     "Memory",
+    "MultiKrum",
+    "NearestNeighbourMixing",
+    "NormClipping",
+    "Preaggregation",
     "ReverseKLBarycenter",
     "Statistics",
     "SumRule",
+    "TrimmedMean",
     "WassersteinBarycenter",
     "WeightedAverage",
     "WeightedConflation",
@@ -41,6 +59,7 @@ __all__ = [
     "available_fusions",
     "fuse",
     "get_rule",
+    "gram_of",
     "register_fusion",
     "rule_name",
     "unregister_fusion",

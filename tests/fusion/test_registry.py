@@ -8,6 +8,7 @@ from lightning_fedbayes.fusion import (
     DistributedWeightConsolidation,
     FusionRule,
     LinearPool,
+    NormClipping,
     SumRule,
     WeightedAverage,
     get_rule,
@@ -144,4 +145,4 @@ def test_names_are_sorted_and_every_rule_says_what_it_needs():
         rule = get_rule(name)
         assert isinstance(rule, FusionRule)
         assert get_rule(rule) is rule
-        assert rule.needs_previous == isinstance(rule, DistributedWeightConsolidation)
+        assert rule.needs_previous == isinstance(rule, DistributedWeightConsolidation | NormClipping)

@@ -1,0 +1,101 @@
+"""Attacks by adversaries who know what the honest clients of the round send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import ClassVar
+
+from torch import Tensor
+
+from lightning_fedbayes.adversaries.base import Attackers, Knowledge, UpdateAttack, check_number
+
+
+@dataclass(frozen=True)
+class ALittleIsEnough(UpdateAttack):
+    r"""Sends the honest mean, shifted by what passes for honest spread, :math:`\bar\mu - z\,s`.
+
+    :math:`\bar\mu` and s are, per entry, mean and standard deviation (of the population, √(Σ(x − x̄)²/n)) of the means
+    that the valid honest clients of the round have sent. When to use it: against medians, trimmed means and distances,
+    which the shift slips under. If no honest client is valid, the adversary sends its own update.
+
+    Args:
+        clients: see :class:`~lightning_fedbayes.adversaries.Attack`.
+        z: the shift in standard deviations, any finite number. None: :func:`largest_unnoticed_shift` of the round.
+
+    Raises:
+        FederationError: ``clients`` or ``z`` cannot be used.
+
+    Source: Baruch et al. 2019, A Little Is Enough; there, mean and deviation are estimated from what the adversaries
+    themselves would have sent.
+    """
+
+    clients: Attackers
+    z: float | None = None
+    needs_honest: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.z is not None:
+            check_number(self, "z", self.z)
+
+    def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
+        """Honest mean − z × honest standard deviation."""
+        z = largest_unnoticed_shift(knowledge.cohort, knowledge.adversaries) if self.z is None else self.z
+        return knowledge.honest.mean - z * knowledge.honest.std
+
+
+def largest_unnoticed_shift(cohort: int, adversaries: int) -> float:
+    r"""How far, in standard deviations, adversaries can shift and still be nearer the centre than s honest clients.
+
+    .. math:: z_{max} = \Phi^{-1}\Big(\frac{n - m - s}{n - m}\Big), \qquad s = \lfloor n/2 + 1 \rfloor - m
+
+    s is how many honest clients the m adversaries need on their side to be the majority of n. Where few attack it is
+    more than half of the honest ones, and z is negative: there is no room, and the shift is to the other side.
+    Adversaries who are the majority by themselves (s ≤ 0) could shift as far as they like; s = 1 then keeps the
+    quantile finite. With at most one honest client there is no spread, and z is 0.
+
+    Args:
+        cohort: number of clients in the round, n.
+        adversaries: how many of them attack, 1 ≤ m ≤ n.
+
+    >>> largest_unnoticed_shift(cohort=51, adversaries=12)
+    0.361
+    """
+    honest = cohort - adversaries
+    if honest <= 1:
+        return 0.0
+    supporters = max(cohort // 2 + 1 - adversaries, 1)
+    return NormalDist().inv_cdf((honest - supporters) / honest)
+
+
+@dataclass(frozen=True)
+class InnerProductManipulation(UpdateAttack):
+    r"""Sends the mean of the honest updates, reversed, :math:`\mu_o - \varepsilon\,\overline{(\mu - \mu_o)}`.
+
+    The mean is over the valid honest clients of the round. The inner product of the fused update with the honest one
+    becomes negative: for an average, once ε m > n − m. When to use it: with a small ε against rules that choose
+    clients by their distance from each other, with a large one against averages. If no honest client is valid, the
+    adversary sends its own update.
+
+    Args:
+        clients: see :class:`~lightning_fedbayes.adversaries.Attack`.
+        epsilon: ε > 0.
+
+    Raises:
+        FederationError: ``clients`` or ``epsilon`` cannot be used.
+
+    Source: Xie et al. 2020, Fall of Empires.
+    """
+
+    clients: Attackers
+    epsilon: float = 0.1
+    needs_honest: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self, "epsilon", self.epsilon, positive=True)
+
+    def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
+        """μ_o − ε × mean of the honest updates."""
+        return knowledge.previous - self.epsilon * (knowledge.honest.mean - knowledge.previous)

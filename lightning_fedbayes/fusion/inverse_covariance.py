@@ -1,0 +1,158 @@
+"""Inverse-covariance weighting: the clients' noises may be correlated, and how is inferred from the updates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.fusion.inferred import InferredRule, gram_about_last
+from lightning_fedbayes.fusion.inverse_variance import consensus, least_noise, residuals, signal_of
+from lightning_fedbayes.fusion.latent_noise import Latent, climb, least_squares, start, update_spread
+from lightning_fedbayes.fusion.registry import register_fusion
+
+
+class _InverseCovariance(InferredRule):
+    """What both ways of estimating share: the number of features, and the least noise."""
+
+    def __init__(self, latent: int, memory: float, floor: float) -> None:
+        super().__init__(memory)
+        if latent < 0:
+            raise FusionError(f"latent={latent}: give the number of latent features, at least 0")
+        if not floor > 0:
+            raise FusionError(f"floor must be positive, got {floor}")
+        self.latent = latent
+        self.floor = floor
+
+
+@register_fusion("icov_vb")
+class InverseCovarianceVB(_InverseCovariance):
+    r"""Generalised least squares with the covariance of the clients' errors inferred by variational Bayes.
+
+    .. math:: x_j = y + u^\top v_j + e_j, \quad e_j \sim N(0, \sigma_j^2), \qquad
+              y = \frac{1^\top \Phi^{-1} x}{1^\top \Phi^{-1} 1}, \quad \Phi = V V^\top + \mathrm{diag}(\sigma^2)
+
+    When to use it: clients share data, or err alike, so that counting each of them in full counts the same evidence
+    many times. With the right number of latent features it comes close to the best linear estimate. It costs more than
+    ``ivar_vb``, which is as good where errors are independent. It believes whoever predicts the others: a client that
+    repeats the previous model, or flips the sign of its update, can pull the answer towards no change; use
+    ``ivar_vb`` or the geometric median against those.
+
+    y and u are inferred jointly, and the free energy is climbed by L-BFGS (see ``latent_noise.py``). The source infers
+    them apart by coordinate ascent; where clients overlap that stays at nearly equal weights.
+
+    Args:
+        latent: number of latent features D: groups of clients with a common error. At most K − 1 are used.
+        memory: how much a round counts in the next, see :class:`~lightning_fedbayes.fusion.InferredRule`.
+        floor: least noise variance in units of the median of the clients' mean squared distances to the geometric
+            median, where the search starts.
+
+    Source: [Untrusted] Algorithm 2, eq. (3), (8), (14) to (23).
+    """
+
+    def __init__(self, latent: int = 2, memory: float = 1.0, floor: float = 1e-3) -> None:
+        super().__init__(latent, memory, floor)
+
+    def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`InferredRule.infer`."""
+        scale, model, least = self.begin(distances)
+        products = gram_about_last(distances) / scale
+        for _ in range(OUTER):
+            model = climb(update_spread(model, products, size), products, size, least, INNER)
+        coefficients = least_squares(model.covariance())
+        positive = coefficients.clamp_min(0)
+        return coefficients, positive / positive.sum()
+
+    def begin(self, distances: Tensor) -> tuple[Tensor, Latent, float]:
+        """The unit of variance, estimates to start from in it, and the least noise variance."""
+        shares = consensus(distances)
+        noise = residuals(distances[:-1, :-1], shares)
+        least = least_noise(noise, self.floor)
+        scale = noise.clamp_min(least).median()
+        residual = centred_products(distances[:-1, :-1], shares)
+        signal = signal_of(distances, shares).clamp_min(least)
+        count = min(self.latent, len(noise) - 1)
+        begun = start(residual / scale, noise.clamp_min(least) / scale, signal / scale, count)
+        return scale, begun, least / float(scale)
+
+
+OUTER, INNER = 3, 60
+"""Rounds of the posterior of the features, and quasi-Newton steps in each."""
+
+
+@register_fusion("icov_mle")
+class InverseCovarianceMLE(_InverseCovariance):
+    r"""Generalised least squares with the covariance of the clients' errors inferred by maximum likelihood.
+
+    .. math:: y \leftarrow \frac{1^\top \Phi^{-1} x}{1^\top \Phi^{-1} 1}, \qquad
+              \Phi = V V^\top + \mathrm{diag}(\sigma^2)
+
+    where V and σ² climb the log-likelihood :math:`-\log|\Phi| - \delta^\top \Phi^{-1} \delta`,
+    :math:`\delta = x - y 1`, by steps of expectation and maximisation, which have the stationary points of the
+    gradients (9a) to (9c) and no step size.
+
+    When to use it: for comparison. The likelihood is unbounded and y is not integrated out, so errors that the group
+    around y shares are not seen: the source, too, finds it unreliable. Take ``icov_vb``.
+
+    Args:
+        latent: number of latent features D; at most K − 1 are used.
+        memory: how much a round counts in the next, see :class:`~lightning_fedbayes.fusion.InferredRule`.
+        floor: ε, least noise variance in units of the median of the clients' mean squared distances to the geometric
+            median, where the iterations start.
+        tolerance: stop when no coefficient changes by more.
+        max_iterations: stop after so many iterations in any case.
+
+    Source: [Untrusted] eq. (3), (9a) to (9c), Algorithm 2.
+    """
+
+    def __init__(
+        self, latent: int = 2, memory: float = 1.0, floor: float = 0.01, tolerance: float = 1e-6,
+        max_iterations: int = 100,
+    ) -> None:
+        super().__init__(latent, memory, floor)
+        self.tolerance = tolerance
+        self.max_iterations = max_iterations
+
+    def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`InferredRule.infer`."""
+        clients = distances[:-1, :-1]
+        coefficients = consensus(distances)
+        noise = residuals(clients, coefficients)
+        least = least_noise(noise, self.floor)
+        count = min(self.latent, len(noise) - 1)
+        scale = noise.clamp_min(least).median()
+        begun = start(centred_products(clients, coefficients), noise.clamp_min(least), scale, count)
+        features, noise = begun.features, begun.noise
+        for _ in range(self.max_iterations):
+            before = coefficients
+            residual = centred_products(clients, coefficients)
+            features, noise = expectation_maximisation(features, noise, residual, least)
+            coefficients = least_squares(features @ features.T + torch.diag(noise))
+            if bool((coefficients - before).abs().max() <= self.tolerance):
+                break
+        positive = coefficients.clamp_min(0)
+        return coefficients, positive / positive.sum()
+
+
+def expectation_maximisation(
+    features: Tensor, noise: Tensor, residual: Tensor, least: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    r"""One step uphill in the likelihood of :math:`\Phi = V V^\top + \mathrm{diag}(\sigma^2)` (factor analysis).
+
+    Args:
+        features: V, shape (K, D).
+        noise: σ², shape (K,).
+        residual: mean products of the clients' differences to y, shape (K, K).
+        least: bound below the noise variances.
+    """
+    towards = torch.linalg.solve(features @ features.T + torch.diag(noise), features)
+    moments = torch.eye(features.shape[1], dtype=noise.dtype) - towards.T @ features + towards.T @ residual @ towards
+    loaded = residual @ towards
+    features = torch.linalg.solve(moments, loaded.T).T
+    return features, (residual.diagonal() - (features * loaded).sum(1)).clamp_min(least)
+
+
+def centred_products(distances: Tensor, shares: Tensor) -> Tensor:
+    """Mean products of the points' differences to their combination with ``shares``, which sum to 1, shape (K, K)."""
+    directions = torch.eye(len(shares), dtype=torch.float64) - shares[:, None]
+    return -(directions.T @ distances @ directions) / 2

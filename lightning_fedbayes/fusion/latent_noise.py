@@ -1,0 +1,148 @@
+r"""The latent noise model: clients that make the same mistakes.
+
+.. math:: x_j = y + u^\top v_j + e_j, \qquad e_j \sim N(0, \sigma_j^2), \quad u \sim N(0, I_D), \quad
+          y \sim N(0, \tau^2)
+
+for every parameter, with features :math:`v_j \in R^D` of the clients that all parameters share: [Untrusted] eq. (8),
+with :math:`\sigma_u = 1` (its scale is that of v) and the noise per client of Algorithm 2, line 2. All functions work
+on the clients' mean products :math:`S_{jk} = x_j \cdot x_k / P` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Estimates of the latent noise model for K clients and D features.
+
+    Args:
+        features: posterior means of v, shape (K, D).
+        spread: their posterior covariances Ψ, shape (K, D, D).
+        feature_variance: prior variance of the features σ_v², a scalar.
+        noise: σ_j², shape (K,).
+        signal: τ², a scalar.
+    """
+
+    features: Tensor
+    spread: Tensor
+    feature_variance: Tensor
+    noise: Tensor
+    signal: Tensor
+
+    def covariance(self) -> Tensor:
+        r"""Covariance of the clients' errors, :math:`V V^\top + \mathrm{diag}(\sigma^2)`, shape (K, K)."""
+        return self.features @ self.features.T + torch.diag(self.noise)
+
+
+def least_squares(covariance: Tensor) -> Tensor:
+    r"""Coefficients of generalised least squares, :math:`\Phi^{-1} 1 / (1^\top \Phi^{-1} 1)`, shape (K,); eq. (3)."""
+    solution = torch.linalg.solve(covariance, torch.ones(len(covariance), dtype=covariance.dtype))
+    return solution / solution.sum()
+
+
+def posterior_of_truth(latent: Latent) -> tuple[Tensor, Tensor]:
+    r"""The Gaussian q(y, u), the same for all parameters but for the mean, which is linear in x.
+
+    With :math:`z_j = (1, v_j)` its precision is
+    :math:`A = \mathrm{diag}(1/\tau^2, I) + \sum_j \sigma_j^{-2} (z_j z_j^\top + \mathrm{diag}(0, \Psi_j))`
+    and its mean :math:`A^{-1} \sum_j \sigma_j^{-2} z_j x_j`. y and u are inferred jointly: apart, as in eq. (14) to
+    (17), the bound is looser, and its maximum stays near equal weights where clients overlap.
+
+    Returns: A, shape (D + 1, D + 1), and the rows :math:`z_j / \sigma_j^2`, shape (K, D + 1).
+    """
+    precision = 1 / latent.noise
+    ones = torch.ones(len(precision), 1, dtype=precision.dtype)
+    loadings = torch.cat([ones, latent.features], 1)
+    rows = loadings * precision[:, None]
+    prior = torch.cat([1 / latent.signal[None], torch.ones(latent.features.shape[1], dtype=precision.dtype)])
+    uncertain = torch.einsum("k,kij->ij", precision, latent.spread)
+    return loadings.T @ rows + torch.diag(prior) + torch.nn.functional.pad(uncertain, (1, 0, 1, 0)), rows
+
+
+def free_energy(latent: Latent, products: Tensor, size: int) -> Tensor:
+    r"""Lower bound of the log evidence per parameter, after the best q(y, u).
+
+    Args:
+        latent: q(V) and the variances.
+        products: :math:`S`, shape (K, K).
+        size: number of parameters P.
+    """
+    clients, count = latent.features.shape
+    precision, rows = posterior_of_truth(latent)
+    explained = (torch.linalg.inv(precision) * (rows.T @ products @ rows)).sum()
+    data = clients * math.log(2 * math.pi) + latent.noise.log().sum() + latent.signal.log() + torch.logdet(precision)
+    data = data + (products.diagonal() / latent.noise).sum() - explained
+    squares = latent.features.square().sum() + latent.spread.diagonal(dim1=1, dim2=2).sum()
+    divergence = squares / latent.feature_variance - clients * count * (1 - latent.feature_variance.log())
+    return -(data + (divergence - torch.logdet(latent.spread).sum()) / size) / 2
+
+
+def update_spread(latent: Latent, products: Tensor, size: int) -> Latent:
+    """The posterior covariances of the features, eq. (18), and their prior variance, eq. (22), one after the other."""
+    precision, rows = posterior_of_truth(latent)
+    inverse = torch.linalg.inv(precision)
+    towards = rows @ inverse
+    moments = (inverse + towards.T @ products @ towards)[1:, 1:]
+    eye = torch.eye(len(moments), dtype=products.dtype)
+    spread = torch.linalg.inv(eye / latent.feature_variance + size * moments / latent.noise[:, None, None])
+    squares = latent.features.square().sum() + spread.diagonal(dim1=1, dim2=2).sum()
+    variance = squares / max(latent.features.numel(), 1)
+    return replace(latent, spread=spread, feature_variance=variance)
+
+
+def climb(latent: Latent, products: Tensor, size: int, least: float, steps: int) -> Latent:
+    """Features, noise and signal of a higher free energy, by L-BFGS, which never goes down.
+
+    Coordinate ascent has the same stationary points, but takes thousands of passes where the noise is small.
+
+    Args:
+        latent: where to start.
+        products, size: see :func:`free_energy`.
+        least: bound below the noise variances.
+        steps: number of quasi-Newton steps.
+    """
+    above = (latent.noise - least).clamp_min(1e-3 * least)
+    free = [each.detach().clone().requires_grad_() for each in (latent.features, above.log(), latent.signal.log())]
+
+    def at() -> Latent:
+        features, log_noise, log_signal = free
+        return replace(latent, features=features, noise=log_noise.exp() + least, signal=log_signal.exp())
+
+    optimizer = torch.optim.LBFGS(
+        free, max_iter=steps, history_size=20, tolerance_grad=1e-9, tolerance_change=1e-12,
+        line_search_fn="strong_wolfe",
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = -free_energy(at(), products, size)
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        optimizer.step(loss)  # pyright: ignore[reportArgumentType]
+    free = [each.detach() for each in free]
+    reached = at()
+    better = free_energy(reached, products, size) >= free_energy(latent, products, size)
+    return reached if bool(better) else latent
+
+
+def start(residual: Tensor, noise: Tensor, signal: Tensor, count: int) -> Latent:
+    """Estimates to start from: a third of the leading principal components of the clients' residuals.
+
+    Args:
+        residual: mean products of the clients' differences to a consensus, shape (K, K).
+        noise, signal: variances to start from.
+        count: number of features D.
+    """
+    values, vectors = torch.linalg.eigh(residual)
+    features = 0.3 * vectors.flip(1)[:, :count] * values.flip(0)[:count].clamp_min(0).sqrt()
+    prior = features.square().mean().clamp_min(float(noise.mean()) * 1e-3) if count else signal
+    spread = torch.eye(count, dtype=noise.dtype).expand(len(noise), count, count) * (prior * 1e-3)
+    return Latent(features.contiguous(), spread, prior, noise, signal)

@@ -1,0 +1,376 @@
+"""Federations with adversaries: what is fused, by either engine, interrupted or not."""
+
+from __future__ import annotations
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.adversaries import assign
+from lightning_fedbayes.engines.vectorized import engine as vectorized
+from lightning_fedbayes.errors import FederationError
+from tests.federations import (
+    CLASSES,
+    FEATURES,
+    Plain,
+    assert_equal,
+    bayesian,
+    blobs,
+    federate,
+    loader,
+    network,
+    parameters,
+)
+
+ENGINES = ["sequential", "vectorized"]
+SIZES = fb.SizesPartition((20, 16, 16, 14, 10, 8))
+ATTACKS = {
+    "sign flip": fb.SignFlip(0.3),
+    "scaled": fb.ScaledUpdate([0, 4], factor=3.0),
+    "random": fb.RandomUpdate(0.3),
+    "gaussian": fb.GaussianVector([5], std=0.1),
+    "label flip": fb.LabelFlip(0.3),
+    "a little": fb.ALittleIsEnough([0, 5], z=1.5),
+    "inner product": fb.InnerProductManipulation([5, 1], epsilon=2.0),
+    "not a number": fb.NotANumber(["2"]),
+    "several": [fb.LabelFlip([1, 2]), fb.ALittleIsEnough([3, 2]), fb.SignFlip([3]), fb.RandomUpdate(0.3)],
+}
+
+
+class Opaque(Dataset):
+    """Examples that lie in no tensor, and the labels that everybody may know."""
+
+    def __init__(self, kind=int) -> None:
+        self.inner = blobs()
+        self.targets = self.inner.tensors[1].tolist()
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int):
+        x, y = self.inner[index]
+        return x, self.kind(y)
+
+
+def run(adversaries=(), engine="sequential", rounds=2, module=None, train=None, **options):
+    """Fit; the module and its federation."""
+    module = Plain() if module is None else module
+    fed = fb.FederatedBayes(
+        options.pop("partition", SIZES), engine=engine, adversaries=adversaries, fusion=options.pop("fusion", "fedavg"),
+        **options,
+    )
+    federate(module, fed, rounds, train)
+    return module, fed
+
+
+def assert_close(first, second) -> None:
+    for name, value in parameters(first).items():
+        torch.testing.assert_close(parameters(second)[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def honest_update(client: int, labels=None) -> dict[str, torch.Tensor]:
+    """What one client of ``SIZES`` sends after one full-batch step from the initial model."""
+    x, y = blobs().tensors
+    rows = SIZES.split(y, seed=0).indices[client]
+    module = Plain()
+    nn.functional.cross_entropy(module(x[rows]), (y if labels is None else labels)[rows]).backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    return parameters(module)
+
+
+def averaged(updates, weights) -> dict[str, torch.Tensor]:
+    return {n: sum(w * u[n] for w, u in zip(weights, updates)) / sum(weights) for n in updates[0]}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_average_under_flipped_signs_is_that_by_hand(engine):
+    start, sizes = parameters(Plain()), SIZES.sizes
+    flipped = assign([fb.SignFlip(0.3)], [str(k) for k in range(6)], 0)
+    assert len(flipped) == 2
+    updates = [honest_update(client) for client in range(6)]
+    for client in flipped:
+        updates[client] = {name: 2 * start[name] - value for name, value in updates[client].items()}
+    module, _ = run(fb.SignFlip(0.3), engine, rounds=1, train=loader(batch_size=90), fusion="weighted_average")
+    for name, value in averaged(updates, sizes).items():
+        torch.testing.assert_close(parameters(module)[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("attack", ["a little", "inner product"])
+def test_colluding_adversaries_send_what_the_honest_means_say(attack, engine):
+    """Clients 0 and 1 train before any honest one, 5 after all."""
+    start, attackers = parameters(Plain()), ATTACKS[attack].clients
+    updates = [honest_update(client) for client in range(6)]
+    crafted = {}
+    for name, value in start.items():
+        honest = torch.stack([updates[client][name] for client in range(6) if client not in attackers])
+        if attack == "a little":
+            crafted[name] = honest.mean(0) - 1.5 * honest.std(0, correction=0)
+        else:
+            crafted[name] = value - 2.0 * (honest.mean(0) - value)
+    for client in attackers:
+        updates[client] = crafted
+    module, _ = run(ATTACKS[attack], engine, rounds=1, train=loader(batch_size=90))
+    for name, value in averaged(updates, SIZES.sizes).items():
+        torch.testing.assert_close(parameters(module)[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("source", ["tensors", "dataset", "tensor labels", "subsets", "parts"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_flipped_labels_are_trained_on_and_nothing_else_changes(engine, source):
+    data = blobs()
+    y = data.tensors[1].clone()
+    updates = [honest_update(k, CLASSES - 1 - y if k in (1, 4) else y) for k in range(6)]
+    partition = SIZES
+    if source == "tensors":
+        train = data
+    elif source == "dataset":
+        train = Opaque()
+    elif source == "tensor labels":
+        train = Opaque(kind=lambda label: label)
+    else:
+        rows = SIZES.split(y, seed=0).indices
+        subsets = [torch.utils.data.Subset(data, each.tolist()) for each in rows]
+        alone = [TensorDataset(*(tensor[each] for tensor in data.tensors)) for each in rows]
+        train = fb.ClientDatasets({str(k): each for k, each in enumerate(subsets if source == "subsets" else alone)})
+        partition = None
+    module, fed = run(fb.LabelFlip([1, 4]), engine, 1, train=loader(train, batch_size=90), partition=partition)
+    for name, value in averaged(updates, SIZES.sizes).items():
+        torch.testing.assert_close(parameters(module)[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert torch.equal(data.tensors[1], y)
+    assert torch.equal(fed.clients.counts, SIZES.split(y, seed=0).counts), "counts are those of the true labels"
+
+
+def test_two_label_flips_are_none():
+    assert_equal(parameters(run([fb.LabelFlip([1]), fb.LabelFlip([1, 2])])[0]), parameters(run(fb.LabelFlip([2]))[0]))
+
+
+def test_flipping_does_not_disturb_the_generators_nor_the_honest_clients():
+    class Noisy(Opaque):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x + torch.randn(FEATURES), y
+
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    fed = fb.FederatedBayes(SIZES, adversaries=fb.LabelFlip([1]))
+    fed._federate(L.Trainer(logger=False, enable_progress_bar=False, max_epochs=1), loader(Noisy()))
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_both_engines_agree(name):
+    options = {"fraction": 0.8, "weighting": "equal"}
+    first, _ = run(ATTACKS[name], "sequential", rounds=3, **options)
+    second, _ = run(ATTACKS[name], "vectorized", rounds=3, **options)
+    assert_close(first, second)
+    untouched, _ = run((), "sequential", rounds=3, **options)
+    assert any(not torch.allclose(parameters(first)[n], v, atol=1e-4) for n, v in parameters(untouched).items())
+
+
+@pytest.mark.parametrize("weighting", ["train_size", "max_discrepancy"])
+@pytest.mark.parametrize("name", ["several", "random", "not a number"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bayesian_federations_repeat_bit_by_bit(name, engine, weighting):
+    options = {"fusion": "linear_pool", "weighting": weighting, "rounds": 2}
+    first, fed = run(ATTACKS[name], engine, module=bayesian(), **options)
+    second, _ = run(ATTACKS[name], engine, module=bayesian(), **options)
+    assert_equal(parameters(first), parameters(second))
+    assert all(value.isfinite().all() for value in fed.posterior.mean.values())
+    assert all(row["valid_clients"] == (5 if name == "not a number" else 6) for row in fed.history)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_adversaries_wait_beyond_their_own_stack(chunk):
+    attacks = [fb.ALittleIsEnough([0, 3], z=1.0), fb.InnerProductManipulation([1])]
+    first, _ = run(attacks, "sequential")
+    second, fed = run(attacks, "vectorized", clients_at_once=chunk)
+    assert_close(first, second)
+    assert all(row["valid_clients"] == 6 for row in fed.history)
+
+
+def test_attacks_follow_each_other():
+    """Reflecting twice changes nothing; scaling by 2 and by 3 is scaling by 6."""
+    both = run([fb.ScaledUpdate([1], factor=2.0), fb.ScaledUpdate([1], factor=3.0)])[0]
+    assert_close(both, run(fb.ScaledUpdate([1], factor=6.0))[0])
+    assert_close(run([fb.SignFlip([1]), fb.SignFlip([1])])[0], run()[0])
+
+
+@pytest.mark.parametrize("attack", [fb.ALittleIsEnough(1.0), fb.InnerProductManipulation(1.0)], ids=repr)
+def test_colluders_among_themselves_are_honest(attack):
+    assert_equal(parameters(run(attack)[0]), parameters(run()[0]))
+
+
+class Sick(Plain):
+    """Some clients of which diverge or raise."""
+
+    def on_client_start(self, client) -> None:
+        self.number = client.number
+        if client.number == 3:
+            raise RuntimeError("out of order")
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (float("nan") if self.number == 2 else 1.0)
+
+
+def test_invalid_clients_are_not_seen_and_fail_as_before():
+    attack = fb.InnerProductManipulation([0, 3])
+    module, fed = run(attack, module=Sick(), rounds=1, train=loader(batch_size=90), weighting="equal")
+    start, updates = parameters(Plain()), [honest_update(client) for client in range(6)]
+    seen = averaged([updates[k] for k in (1, 4, 5)], [1, 1, 1])
+    crafted = {name: value - 0.1 * (seen[name] - value) for name, value in start.items()}
+    for name, value in averaged([crafted, *(updates[k] for k in (1, 4, 5))], [1] * 4).items():
+        torch.testing.assert_close(parameters(module)[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert fed.history[-1]["valid_clients"] == 4
+    assert fed.history[-1]["failed_clients"] == 2
+    assert fed._report.records[3].last_failure == "RuntimeError: out of order"
+    assert fed._report.records[0].rounds == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_not_a_number_is_left_out_and_the_run_goes_on(engine):
+    module, fed = run(fb.NotANumber([0, 3]), engine)
+    assert [row["failed_clients"] for row in fed.history] == [2.0, 2.0]
+    assert "is not finite" in fed._report.records[0].last_failure
+    assert all(value.isfinite().all() for value in parameters(module).values())
+
+
+def test_everybody_attacks():
+    module, fed = run(fb.SignFlip(1.0), rounds=1, train=loader(batch_size=90))
+    start, honest = parameters(Plain()), parameters(run(rounds=1, train=loader(batch_size=90))[0])
+    for name, value in parameters(module).items():
+        torch.testing.assert_close(value, 2 * start[name] - honest[name], rtol=1e-5, atol=1e-6)
+    assert fed.history[-1]["valid_clients"] == 6
+
+
+def test_honest_draws_do_not_depend_on_attacks():
+    """The stack's noise, the orders and the cohorts are the same: only client 5, of no weight, attacks."""
+    def weighting(facts):
+        return [0.0 if each.client == 5 else 1.0 for each in facts]
+
+    attacked, _ = run(fb.RandomUpdate([5]), module=bayesian(), weighting=weighting)
+    untouched, _ = run(module=bayesian(), weighting=weighting)
+    assert_equal(parameters(attacked), parameters(untouched))
+
+
+class Crash(Exception):
+    pass
+
+
+class Interrupt(L.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if (trainer.current_epoch, batch_idx) == (2, 1):
+            raise Crash
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
+def test_a_crash_inside_a_round_changes_nothing(tmp_path, engine, monkeypatch):
+    monkeypatch.setattr(vectorized, "STEPS_PER_BATCH", 1)
+
+    def fit(folder, callbacks=(), ckpt_path=None):
+        module = bayesian()
+        attacks = [fb.RandomUpdate(0.3), fb.GaussianVector([0], std=0.1), fb.ALittleIsEnough([1], z=1.0)]
+        fed = fb.FederatedBayes(SIZES, fraction=0.8, engine=engine, adversaries=attacks)
+        saver = ModelCheckpoint(dirpath=tmp_path / folder)
+        federate(module, fed, 4, ckpt_path=ckpt_path, enable_checkpointing=True, callbacks=[saver, *callbacks])
+        assert fed.history[-1]["valid_clients"] == 5
+        return module
+
+    whole = fit("whole")
+    with pytest.raises(Crash):
+        fit("parts", [Interrupt()])
+    assert_equal(parameters(fit("parts", ckpt_path="last")), parameters(whole))
+
+
+def test_names_of_clients_and_settings():
+    data = {name: blobs(18, seed=k) for k, name in enumerate(("north", "south", "east"))}
+    attack = fb.SignFlip(["south"], scale=2.0)
+    named, fed = run([attack], train=loader(fb.ClientDatasets(data)), partition=None)
+    numbered, _ = run(fb.SignFlip([1], scale=2.0), train=loader(fb.ClientDatasets(data)), partition=None)
+    assert_equal(parameters(named), parameters(numbered))
+    assert fed.settings()["adversaries"] == ["SignFlip(clients=('south',), scale=2.0)"]
+    assert copy.deepcopy(attack) == attack
+
+
+class Regression(Dataset):
+    def __len__(self) -> int:
+        return 90
+
+    def __getitem__(self, index: int):
+        return torch.ones(FEATURES), torch.tensor(0.5)
+
+
+class Named(Opaque):
+    def __getitem__(self, index: int):
+        x, y = super().__getitem__(index)
+        return {"x": x, "y": y}
+
+
+class LabelFirst(Opaque):
+    def __getitem__(self, index: int):
+        x, y = super().__getitem__(index)
+        return y, x
+
+
+@pytest.mark.parametrize(
+    ("adversaries", "train", "message"),
+    [
+        (fb.SignFlip(["7"]), None, "no client is named '7': .*Known: 0, 1"),
+        (fb.SignFlip([6]), None, "numbered 0 to 5"),
+        ([fb.SignFlip(0.6), fb.NotANumber(0.6)], None, "shares are disjoint"),
+        (fb.LabelFlip(0.5), TensorDataset(torch.ones(90, FEATURES), torch.ones(90)), "no classes to flip"),
+        (fb.LabelFlip(0.5), Regression(), "no classes to flip"),
+        (fb.LabelFlip(0.5), Named(), "an example is a dict"),
+        (fb.LabelFlip(0.5), LabelFirst(), "none of the classes"),
+    ],
+)
+def test_mistakes_are_found_before_training(adversaries, train, message):
+    class Untrained(Plain):
+        def on_train_start(self):
+            raise AssertionError("training has begun")
+
+    with pytest.raises(FederationError, match=message):
+        run(adversaries, module=Untrained(network()), train=loader(train))
+
+
+@pytest.mark.parametrize("adversaries", ["sign_flip", [fb.SignFlip], None, [fb.SignFlip(0.5), 3]])
+def test_what_is_no_attack_is_refused_at_once(adversaries):
+    with pytest.raises(FederationError, match="is no attack: give one, such as SignFlip"):
+        fb.FederatedBayes(SIZES, adversaries=adversaries)
+
+
+def test_personal_heads_and_buffers_stay_what_they_are():
+    """Adversaries lie about what they share; buffers are honest, and engines agree."""
+    def fit(engine, adversaries=()):
+        options = {"local_parameters": ["net.3.*"], "optimizer_state": "keep"}
+        return run(adversaries, engine, module=Plain(network(batch_norm=True)), **options)
+
+    (first, fed), (second, _) = (fit(engine, ATTACKS["several"]) for engine in ENGINES)
+    assert_close(first, second)
+    assert not [name for name in fed.posterior.names if name.startswith("net.3")]
+    attacked, _ = fit("sequential", fb.GaussianVector([1]))
+    one_round = [run(attack, module=Plain(network(batch_norm=True)), rounds=1)[0] for attack in (fb.SignFlip([1]), ())]
+    assert_equal(*(dict(module.named_buffers()) for module in one_round))
+    assert all(value.isfinite().all() for value in attacked.state_dict().values())
+
+
+def test_a_yaml_file_can_describe_adversaries():
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(fb.FederatedBayes, "federation")
+    text = """
+    federation:
+      adversaries:
+        - {class_path: lightning_fedbayes.SignFlip, init_args: {clients: 0.3}}
+        - {class_path: lightning_fedbayes.LabelFlip, init_args: {clients: [0, north]}}
+    """
+    made = parser.instantiate(parser.parse_string(text)).federation
+    assert made.adversaries == (fb.SignFlip(0.3), fb.LabelFlip([0, "north"]))
