@@ -24,7 +24,7 @@ from lightning_fedbayes.errors import (
     PartitionError,
     PosteriorError,
 )
-from lightning_fedbayes.fusion import available_fusions, fuse, register_fusion
+from lightning_fedbayes.fusion import Reliability, available_fusions, fuse, register_fusion
 from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior
 from lightning_fedbayes.modules import BayesianModule, HybridBayesianClassifier, HybridBayesianRegressor
 from lightning_fedbayes.partition import ClassPartition, DirichletPartition, IIDPartition, SizesPartition
@@ -54,6 +54,7 @@ __all__ = [
     "PartitionError",
     "PosteriorError",
     "RandomUpdate",
+    "Reliability",
     "ScaledUpdate",
     "SignFlip",
     "SizesPartition",

@@ -6,6 +6,9 @@ from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
 from lightning_fedbayes.fusion.geometric_median import GeometricMedian
 from lightning_fedbayes.fusion.gram import Gram, gram_of
 from lightning_fedbayes.fusion.gram_rule import GramRule
+from lightning_fedbayes.fusion.inferred import InferredRule
+from lightning_fedbayes.fusion.inverse_covariance import InverseCovarianceMLE, InverseCovarianceVB
+from lightning_fedbayes.fusion.inverse_variance import InverseVarianceMLE, InverseVarianceVB
 from lightning_fedbayes.fusion.krum import Krum, MultiKrum
 from lightning_fedbayes.fusion.medians import CoordinateMedian, TrimmedMean
 from lightning_fedbayes.fusion.nearest_neighbour_mixing import NearestNeighbourMixing
@@ -25,6 +28,7 @@ from lightning_fedbayes.fusion.registry import (
     rule_name,
     unregister_fusion,
 )
+from lightning_fedbayes.fusion.reliability import Reliability
 from lightning_fedbayes.fusion.rule import FusionRule, JudgingRule, Statistics, SumRule
 
 __all__ = [
@@ -39,6 +43,11 @@ __all__ = [
     "GeometricMedian",
     "Gram",
     "GramRule",
+    "InferredRule",
+    "InverseCovarianceMLE",
+    "InverseCovarianceVB",
+    "InverseVarianceMLE",
+    "InverseVarianceVB",
     "JudgingRule",
     "Krum",
     "LinearPool",
@@ -48,6 +57,7 @@ __all__ = [
     "NearestNeighbourMixing",
     "NormClipping",
     "Preaggregation",
+    "Reliability",
     "ReverseKLBarycenter",
     "Statistics",
     "SumRule",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,27 @@ class _InverseCovariance(InferredRule):
         self.latent = latent
         self.floor = floor
 
+    def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`InferredRule.infer`; clients that are too far off for a model of the others count nothing."""
+        shares = consensus(distances)
+        noise = residuals(distances[:-1, :-1], shares)
+        near = noise <= FAR * noise.median()
+        if int(near.sum()) < 3 or not bool(noise[near].any()):
+            return shares, shares
+        points = torch.cat([near, torch.ones(1, dtype=torch.bool)])
+        coefficients = torch.zeros_like(noise)
+        coefficients[near] = self.solve(distances[points][:, points], size)
+        positive = coefficients.clamp_min(0)
+        return coefficients, positive / positive.sum()
+
+    @abstractmethod
+    def solve(self, distances: Tensor, size: int) -> Tensor:
+        """The coefficients of generalised least squares, shape (K,), of sum 1; see :meth:`InferredRule.infer`."""
+
+
+FAR = 1e8
+"""Noise of a client, in units of the median, from which it is left out of the model: it would drown the others."""
+
 
 @register_fusion("icov_vb")
 class InverseCovarianceVB(_InverseCovariance):
@@ -34,9 +57,9 @@ class InverseCovarianceVB(_InverseCovariance):
 
     When to use it: clients share data, or err alike, so that counting each of them in full counts the same evidence
     many times. With the right number of latent features it comes close to the best linear estimate. It costs more than
-    ``ivar_vb``, which is as good where errors are independent. It believes whoever predicts the others: a client that
-    repeats the previous model, or flips the sign of its update, can pull the answer towards no change; use
-    ``ivar_vb`` or the geometric median against those.
+    ``ivar_vb``, which is as good where errors are independent. y is what all clients have in common: clients that send
+    something else altogether (noise, the previous model, a flipped sign) pull the answer somewhat towards no change;
+    use ``ivar_vb`` or the geometric median against those.
 
     y and u are inferred jointly, and the free energy is climbed by L-BFGS (see ``latent_noise.py``). The source infers
     them apart by coordinate ascent; where clients overlap that stays at nearly equal weights.
@@ -44,8 +67,8 @@ class InverseCovarianceVB(_InverseCovariance):
     Args:
         latent: number of latent features D: groups of clients with a common error. At most K − 1 are used.
         memory: how much a round counts in the next, see :class:`~lightning_fedbayes.fusion.InferredRule`.
-        floor: least noise variance in units of the median of the clients' mean squared distances to the geometric
-            median, where the search starts.
+        floor: least noise variance in units of the lower quartile of the clients' mean squared distances to the
+            geometric median, where the search starts.
 
     Source: [Untrusted] Algorithm 2, eq. (3), (8), (14) to (23).
     """
@@ -53,15 +76,13 @@ class InverseCovarianceVB(_InverseCovariance):
     def __init__(self, latent: int = 2, memory: float = 1.0, floor: float = 1e-3) -> None:
         super().__init__(latent, memory, floor)
 
-    def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`InferredRule.infer`."""
+    def solve(self, distances: Tensor, size: int) -> Tensor:
+        """Climb the free energy, then eq. (3)."""
         scale, model, least = self.begin(distances)
         products = gram_about_last(distances) / scale
         for _ in range(OUTER):
             model = climb(update_spread(model, products, size), products, size, least, INNER)
-        coefficients = least_squares(model.covariance())
-        positive = coefficients.clamp_min(0)
-        return coefficients, positive / positive.sum()
+        return least_squares(model.covariance())
 
     def begin(self, distances: Tensor) -> tuple[Tensor, Latent, float]:
         """The unit of variance, estimates to start from in it, and the least noise variance."""
@@ -97,8 +118,8 @@ class InverseCovarianceMLE(_InverseCovariance):
     Args:
         latent: number of latent features D; at most K − 1 are used.
         memory: how much a round counts in the next, see :class:`~lightning_fedbayes.fusion.InferredRule`.
-        floor: ε, least noise variance in units of the median of the clients' mean squared distances to the geometric
-            median, where the iterations start.
+        floor: ε, least noise variance in units of the lower quartile of the clients' mean squared distances to the
+            geometric median, where the iterations start.
         tolerance: stop when no coefficient changes by more.
         max_iterations: stop after so many iterations in any case.
 
@@ -113,8 +134,8 @@ class InverseCovarianceMLE(_InverseCovariance):
         self.tolerance = tolerance
         self.max_iterations = max_iterations
 
-    def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`InferredRule.infer`."""
+    def solve(self, distances: Tensor, size: int) -> Tensor:
+        """Alternate between eq. (3) and a step uphill for the covariance."""
         clients = distances[:-1, :-1]
         coefficients = consensus(distances)
         noise = residuals(clients, coefficients)
@@ -130,8 +151,7 @@ class InverseCovarianceMLE(_InverseCovariance):
             coefficients = least_squares(features @ features.T + torch.diag(noise))
             if bool((coefficients - before).abs().max() <= self.tolerance):
                 break
-        positive = coefficients.clamp_min(0)
-        return coefficients, positive / positive.sum()
+        return coefficients
 
 
 def expectation_maximisation(

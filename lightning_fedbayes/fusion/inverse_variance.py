@@ -11,9 +11,6 @@ from lightning_fedbayes.fusion.gram import Gram
 from lightning_fedbayes.fusion.inferred import InferredRule, gram_about_last, squared_lengths
 from lightning_fedbayes.fusion.registry import register_fusion
 
-SMALLEST = 1e-12
-"""Least noise variance in units of the largest: keeps weights finite where clients coincide."""
-
 
 class _InverseVariance(InferredRule):
     """What both ways of estimating share: the least noise, and when to stop."""
@@ -46,7 +43,7 @@ class InverseVarianceMLE(_InverseVariance):
 
     Args:
         memory: how much a round counts in the next, see :class:`~lightning_fedbayes.fusion.InferredRule`.
-        floor: ε in units of the median of the clients' mean squared distances to the geometric median.
+        floor: ε in units of the lower quartile of the clients' mean squared distances to the geometric median.
         tolerance: stop when no share changes by more.
         max_iterations: stop after so many iterations in any case; each costs O(K²).
 
@@ -85,8 +82,8 @@ class InverseVarianceVB(_InverseVariance):
 
     Args:
         memory: how much a round counts in the next, see :class:`~lightning_fedbayes.fusion.InferredRule`.
-        floor: least noise variance in units of the median of the clients' mean squared distances to the geometric
-            median, where the iterations start.
+        floor: least noise variance in units of the lower quartile of the clients' mean squared distances to the
+            geometric median, where the iterations start.
         tolerance: stop when no share changes by more.
         max_iterations: stop after so many iterations in any case; each costs O(K²).
 
@@ -167,5 +164,10 @@ def signal_of(distances: Tensor, shares: Tensor) -> Tensor:
 
 
 def least_noise(noise: Tensor, floor: float) -> float:
-    """``floor`` in units of the median noise, and not so small that weights overflow."""
-    return max(floor * float(noise.median()), SMALLEST * float(noise.max()))
+    """``floor`` in units of the lower quartile of ``noise``; of the median or the largest where that is 0.
+
+    The quartile, so that a majority of clients that send noise does not raise it.
+    """
+    ordered = noise.sort().values
+    quartile, median, largest = ordered[len(noise) // 4], ordered[len(noise) // 2], ordered[-1]
+    return floor * float(next((scale for scale in (quartile, median, largest) if scale > 0), 1.0))

@@ -11,6 +11,8 @@ from lightning_fedbayes import GaussianPosterior, fuse
 
 from .strategies import CLOSED_FORMS, RULES, UNWEIGHTED, WEIGHTED, Cohort, assert_at_most, assert_same, cohorts
 
+TO_THE_LAST_DIGIT = [rule for rule in RULES if rule != "icov_vb"]
+"""All but the one that ends a search: see ``test_inverse_covariance.py``."""
 MANY = st.integers(2, 5)
 FEW = settings(deadline=None, max_examples=40)
 
@@ -71,7 +73,7 @@ def test_dwc_of_clients_that_learned_nothing_is_the_previous_posterior(cohort, c
     assert_same(fuse("dwc", [cohort.previous] * count, previous=cohort.previous), cohort.previous)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", TO_THE_LAST_DIGIT)
 @given(cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries", "everything")), data=st.data())
 @FEW
 def test_order_of_clients_does_not_matter(rule, cohort, data):
@@ -80,7 +82,7 @@ def test_order_of_clients_does_not_matter(rule, cohort, data):
     assert_same(shuffled, cohort.fuse(rule))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", TO_THE_LAST_DIGIT)
 @given(
     cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries", "everything")),
     scale=st.sampled_from([-8.0, -0.5, 0.25, 16.0]),

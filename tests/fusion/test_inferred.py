@@ -1,0 +1,188 @@
+"""What the inferred rules remember, and what they make of clients that cannot be told apart or are far off."""
+
+import itertools
+
+import pytest
+import torch
+
+from lightning_fedbayes import FusionError, GaussianPosterior, Reliability, fuse
+from lightning_fedbayes.fusion import Cohort, get_rule
+from lightning_fedbayes.fusion.inferred import euclidean, remember
+
+from .untrusted import distances_of, independent, normal, origin, point_masses
+
+RULES = ("ivar_mle", "ivar_vb", "icov_mle", "icov_vb")
+
+
+def cohort_of(updates, clients, at=None):
+    count = len(updates)
+    previous = origin(updates.shape[1]) if at is None else at
+    return Cohort(point_masses(updates), torch.full((count,), 1 / count, dtype=torch.float64), previous, tuple(clients))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_memory_is_left_as_it_is_and_survives_torch_save(name, tmp_path):
+    rule, (_, updates) = get_rule(name), independent([0.2, 0.3, 0.5, 1.0], 60)
+    first = rule.apply(cohort_of(updates, (0, 1, 2, 3)), rule.init())
+    torch.save(first.memory, tmp_path / "memory.pt")
+    stored = torch.load(tmp_path / "memory.pt", weights_only=True)
+    later = cohort_of(updates.flip(1), (0, 1, 2, 3))
+    again = rule.apply(later, stored)
+    assert torch.equal(again.posterior.mean["w"], rule.apply(later, first.memory).posterior.mean["w"])
+    torch.save(first.memory, tmp_path / "memory.pt")
+    assert all(torch.equal(stored[key], first.memory[key]) for key in ("sums", "counts"))
+
+
+@pytest.mark.parametrize("name", ["ivar_mle", "ivar_vb"])
+def test_a_client_that_was_bad_before_counts_less_now(name):
+    """In the second round all are alike; only the memory tells them apart."""
+    rule = get_rule(name)
+    _, first = independent([0.1, 0.1, 0.1, 0.1, 3.0], 3000)
+    _, second = independent([0.1] * 5, 3000, seed=5)
+    remembered = rule.apply(cohort_of(first, range(5)), rule.init()).memory
+    alone = rule.apply(cohort_of(second, range(5)), rule.init())
+    judged = rule.apply(cohort_of(second, range(5)), remembered)
+    assert alone.reliability[4] > 0.15
+    assert judged.reliability[4] < 0.01
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_without_memory_every_round_is_the_first(name):
+    rule = type(get_rule(name))(memory=0.0)
+    _, first = independent([0.1, 0.1, 0.1, 3.0], 300)
+    _, second = independent([0.1] * 4, 300, seed=5)
+    remembered = rule.apply(cohort_of(first, range(4)), rule.init()).memory
+    assert remembered == {}
+    assert rule.apply(cohort_of(second, range(4)), remembered).reliability == pytest.approx(
+        rule.apply(cohort_of(second, range(4)), {}).reliability
+    )
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_clients_may_miss_rounds_and_come_in_any_order(name):
+    """A client who is known by its number, not by its place."""
+    rule, memory = get_rule(name), get_rule(name).init()
+    noise = [0.1, 0.1, 0.1, 2.0, 0.1]
+    for round, present in enumerate([(0, 1, 3), (4, 3, 2), (2, 0, 1, 4), (3, 1), (1, 2, 3, 4), (0, 1, 2, 3, 4)]):
+        _, updates = independent([noise[client] for client in present], 2000, seed=10 * round)
+        fused = rule.apply(cohort_of(updates, present), memory)
+        memory = fused.memory
+        assert set(fused.reliability) == set(present)
+        assert bool(torch.isfinite(fused.posterior.mean["w"]).all())
+    assert fused.reliability[3] < 0.02
+    _, updates = independent([noise[client] for client in (4, 3, 2, 1, 0)], 2000, seed=50)
+    mixed = rule.apply(cohort_of(updates.flip(0), (0, 1, 2, 3, 4)), memory).reliability
+    straight = rule.apply(cohort_of(updates, (4, 3, 2, 1, 0)), memory).reliability
+    assert mixed == pytest.approx(straight, abs=1e-4)
+
+
+def test_equal_rounds_are_remembered_as_one():
+    """The average over rounds that are all the same is that round."""
+    _, updates = independent([0.2, 0.4, 1.0], 50)
+    now, memory = distances_of(updates), {}
+    for _ in range(3):
+        average, memory = remember(memory, (2, 5, 7, -1), now, 0.5)
+    torch.testing.assert_close(average, now)
+    assert float(memory["counts"][0, 0]) == pytest.approx(1 + 0.5 + 0.25)
+
+
+def test_distances_that_no_points_have_are_mended_and_true_ones_kept():
+    true = distances_of(normal(5, 40))
+    torch.testing.assert_close(euclidean(true), true)
+    broken = true.clone()
+    broken[0, 1] = broken[1, 0] = 100.0
+    mended = euclidean(broken)
+    towards = mended[:-1, -1]
+    assert float(torch.linalg.eigvalsh((towards[:, None] + towards - mended[:-1, :-1]) / 2).min()) > -1e-9
+
+
+SENT = {
+    "one client": normal(1, 30),
+    "identical clients": normal(1, 30).expand(5, 30),
+    "identical but one": torch.cat([normal(1, 30).expand(4, 30), normal(1, 30, seed=2)]),
+    "two clients": normal(2, 30),
+    "more clients than parameters": normal(8, 2),
+    "a client equal to the consensus": torch.cat([normal(6, 30), normal(6, 30).mean(0, keepdim=True)]),
+    "updates of 1e30": torch.cat([normal(5, 30), 1e30 * normal(2, 30, seed=1)]),
+    "updates of 1e-30": 1e-30 * normal(5, 30),
+    "no update at all": torch.zeros(5, 30, dtype=torch.float64),
+    "one free rider": torch.cat([normal(4, 30), torch.zeros(1, 30, dtype=torch.float64)]),
+    "one parameter": normal(4, 1),
+}
+
+
+@pytest.mark.parametrize("name", [*RULES, "geometric_median", "coordinate_median", "krum", "multi_krum", "trimmed_mean",
+                                  "nearest_neighbour_mixing", "norm_clipping"])
+@pytest.mark.parametrize("kind", SENT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bad_input_has_a_defined_answer(name, kind, dtype):
+    sent = SENT[kind].to(dtype)
+    previous = GaussianPosterior.point_mass({"w": torch.zeros(sent.shape[1], dtype=dtype)})
+    fused = fuse(name, point_masses(sent), previous=previous).mean["w"]
+    assert bool(torch.isfinite(fused).all())
+    low, high = sent.amin(0), sent.amax(0)
+    if kind in ("one client", "identical clients"):
+        torch.testing.assert_close(fused, sent[0])
+    elif kind == "updates of 1e30" and name != "trimmed_mean":  # whose default trims none of seven
+        assert float(fused.abs().max()) < 10
+    elif name not in ("icov_mle", "icov_vb"):  # their coefficients may be negative
+        slack = 1e-6 * sent.abs().max() + 1e-30
+        assert bool((fused >= torch.minimum(low, torch.zeros(()).to(dtype)) - slack).all())
+        assert bool((fused <= torch.maximum(high, torch.zeros(()).to(dtype)) + slack).all())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_variances_are_averaged_by_reliability(name):
+    _, updates = independent([0.1, 0.1, 5.0], 500)
+    clients = [GaussianPosterior({"w": row}, {"w": torch.full_like(row, variance)})
+               for row, variance in zip(updates, (1.0, 3.0, 100.0), strict=True)]
+    weights = torch.full((3,), 1 / 3, dtype=torch.float64)
+    fused = get_rule(name).apply(Cohort(clients, weights, origin(500), (0, 1, 2)), {})
+    shares = [fused.reliability[client] for client in range(3)]
+    expected = shares[0] + 3 * shares[1] + 100 * shares[2]
+    torch.testing.assert_close(fused.posterior.variance["w"], torch.full_like(updates[0], expected))
+    assert expected < 4
+
+
+@pytest.mark.parametrize("by", [*RULES, "geometric_median", "multi_krum"])
+@pytest.mark.parametrize("then", ["reverse_kl_barycenter", "wasserstein_barycenter", "linear_pool", "weighted_average"])
+def test_reliability_drives_another_rule(by, then):
+    """As if the inferred shares were the clients' weights."""
+    _, updates = independent([0.1, 0.2, 0.1, 5.0], 200)
+    variances = normal(4, 200, seed=8).square() + 0.1
+    clients = [GaussianPosterior({"w": m}, {"w": v}) for m, v in zip(updates, variances, strict=True)]
+    cohort = Cohort(clients, torch.full((4,), 0.25, dtype=torch.float64), origin(200), (0, 1, 2, 3))
+    shares = get_rule(by).apply(cohort, get_rule(by).init()).reliability
+    expected = fuse(then, clients, [shares[client] for client in range(4)])
+    rule = Reliability(by, then=then)
+    fused = rule.apply(cohort, rule.init())
+    assert fused.reliability == pytest.approx(shares)
+    torch.testing.assert_close(fused.posterior.mean["w"], expected.mean["w"])
+    torch.testing.assert_close(fused.posterior.variance["w"], expected.variance["w"])
+    again = fuse(rule, clients, previous=origin(200))
+    torch.testing.assert_close(again.mean["w"], expected.mean["w"])
+
+
+def test_reliability_remembers_for_the_rule_inside():
+    rule = Reliability("ivar_vb", then="weighted_average")
+    _, first = independent([0.1, 0.1, 0.1, 3.0], 2000)
+    _, second = independent([0.1] * 4, 2000, seed=5)
+    memory = rule.apply(cohort_of(first, range(4)), rule.init()).memory
+    assert rule.apply(cohort_of(second, range(4)), memory).reliability[3] < 0.01
+
+
+def test_reliability_of_rules_that_cannot():
+    with pytest.raises(FusionError, match="does not judge clients"):
+        Reliability("fedavg")
+    with pytest.raises(FusionError, match="takes no weights"):
+        Reliability("ivar_vb", then="conflation")
+    with pytest.raises(FusionError, match="ivar_vb"):
+        Reliability("ivar_bv")
+
+
+def test_all_pairs_of_rules_agree_where_clients_are_equally_good():
+    """Independent errors of one size: every rule is close to the plain mean."""
+    _, updates = independent([0.5] * 6, 20_000)
+    fused = [fuse(name, point_masses(updates), previous=origin(20_000)).mean["w"] for name in ("fedavg", *RULES[:2])]
+    for first, second in itertools.pairwise(fused):
+        assert float((first - second).square().mean()) < 0.02 * 0.25
