@@ -98,6 +98,29 @@ def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
     return figure
 
 
+def client_reliability(shares: Tensor, names: Sequence[str]) -> Figure:
+    """Each client's inferred share of the fusion (rows) in each round (columns); the darker, the more.
+
+    Args:
+        shares: shape (clients, rounds), in [0, 1], NaN where a client did not take part.
+        names: of the clients.
+    """
+    table = _array(shares)
+    rows, columns = table.shape
+    figure, axes = _figure(min(max(0.12 * columns + 2.9, 4.4), 12), min(max(0.34 * rows + 1.3, 2.6), 10))
+    image = axes.imshow(table, cmap=SEQUENTIAL, vmin=0, aspect="auto", extent=(0.5, columns + 0.5, rows - 0.5, -0.5),
+                        interpolation="nearest")
+    axes.set_facecolor(GRID)
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    step = -(-rows // 40)
+    axes.set_yticks(range(0, rows, step), [str(name) for name in names][::step])
+    axes.set(xlabel="round", ylabel="client", title="Reliability of the clients (grey: absent)")
+    figure.colorbar(image, ax=axes, label="share of the fusion", aspect=40).outline.set_visible(False)  # type: ignore[operator]
+    return figure
+
+
 def client_accuracy(accuracies: Tensor) -> Figure:
     """Accuracy of every client, from the worst to the best, with their mean.
 

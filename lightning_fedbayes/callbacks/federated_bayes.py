@@ -33,6 +33,7 @@ from lightning_fedbayes.callbacks.checks import (
     is_finished,
 )
 from lightning_fedbayes.callbacks.progress import show_clients
+from lightning_fedbayes.callbacks.reliability import ReliabilityReport
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.source import install_source, remove_source, set_round_length
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
@@ -157,6 +158,7 @@ class FederatedBayes(L.Callback):
         self._loader: FederatedLoader | None = None
         self._boundary: RoundBoundary | None = None
         self._report = FederationReport()
+        self._reliability = ReliabilityReport()
         self._uncertainty = UncertaintyReport()
 
     @property
@@ -209,7 +211,8 @@ class FederatedBayes(L.Callback):
             return
         check_trainer(trainer, pl_module)
         if trainer.current_epoch == 0:  # a new federation: what an earlier fit left is no part of it
-            self._federation, self._restored, self._report = None, None, FederationReport()
+            self._federation, self._restored = None, None
+            self._report, self._reliability = FederationReport(), ReliabilityReport()
         self._loader = None
         self._uncertainty = bring_report(trainer, beside=self)
         install_source(trainer, lambda loader: self._federate(trainer, loader))
@@ -275,6 +278,7 @@ class FederatedBayes(L.Callback):
             check_same_federation(trainer, earlier["settings"], self.settings())
             self._federation.load_state_dict(earlier)
             self._report.load_state_dict(earlier["report"])
+            self._reliability.load_state_dict(earlier["reliability"])
             step_plateau(trainer, earlier.get("plateau", {}), earlier["rounds"])
         self._restored = None
         engine.install()
@@ -318,6 +322,7 @@ class FederatedBayes(L.Callback):
         if self.federation.round_is_complete:
             self.federation.end_round()
             self._report.weights(self.federation.weights)
+            self._reliability.note(self.federation)
 
     # -- between rounds ------------------------------------------------------------------------------------------------
 
@@ -343,6 +348,8 @@ class FederatedBayes(L.Callback):
         """Log the table of clients; drop a round that was cut short."""
         self._drop_unfinished_round()
         self._report.finish(trainer, self._uncertainty.client_accuracy)
+        if self.clients is not None:
+            self._reliability.finish(trainer, self.clients.names)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave the module with the global posterior of the last good round: nothing learnt is lost."""
@@ -375,8 +382,12 @@ class FederatedBayes(L.Callback):
         """The whole federation at the end of the last finished round."""
         if self._federation is None:
             return {}
-        report = {"report": self._report.state_dict(), "settings": self.settings()}
-        return {**self._federation.state_dict(), **report}
+        return {
+            **self._federation.state_dict(),
+            "report": self._report.state_dict(),
+            "reliability": self._reliability.state_dict(),
+            "settings": self.settings(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave, once ``fit`` has made the engine."""

@@ -71,6 +71,7 @@ class Federation:
         stage: "between" rounds, "training" clients, or "fused": the round is done, but the Trainer's epoch is not.
         plan: the plan of the last round that was begun.
         weights: client → its part in the last fusion.
+        judged: whether the fusion rule has inferred those.
         excluded: client → why the fusion rule left it out of the last fusion.
         memory: what the fusion rule remembers.
     """
@@ -86,6 +87,7 @@ class Federation:
         self.stage: Stage = "between"
         self.plan: RoundPlan | None = None
         self.weights: dict[int, float] = {}
+        self.judged = False
         self.excluded: dict[int, str] = {}
         self.memory = server.rule.init()
         self._outcomes: list[ClientOutcome] = []
@@ -172,10 +174,11 @@ class Federation:
         assert self.plan is not None
         metrics: dict[str, float] = {}
         success = len(self._fusion) >= self.server.min_clients
+        self.weights, self.judged, self.excluded = {}, False, {}
         if success:
             result = self._fusion.finish()
             self.posterior, self.weights, metrics = result.posterior, result.weights, result.metrics
-            self.excluded, self.memory = result.excluded, result.memory
+            self.judged, self.excluded, self.memory = result.judged, result.excluded, result.memory
             self.engine.model.load_posterior(result.posterior, result.buffers)
         else:
             self.engine.model.load_global()
@@ -210,6 +213,7 @@ class Federation:
         figures = {
             "valid_clients": float(len(valid)),
             "failed_clients": float(len(self._outcomes) - len(valid)),
+            "excluded_clients": float(len(self.excluded)),
             "failed_rounds": float(self.failed_rounds),
             "seconds": time.perf_counter() - self._start,
             "megabytes_down": self.posterior.num_bytes * len(self._outcomes) / 1e6,

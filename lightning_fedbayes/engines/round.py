@@ -49,6 +49,7 @@ class RoundResult:
         buffers: the new global buffers, name → tensor of the buffer's dtype.
         weights: client → normalised weight ω, or the reliability that the rule infers.
         metrics: diagnostics of the fusion, name → value.
+        judged: whether the weights are what the rule infers.
         excluded: client → why the rule left it out.
         memory: what the rule remembers for the next round.
     """
@@ -57,6 +58,7 @@ class RoundResult:
     buffers: dict[str, Tensor]
     weights: dict[int, float]
     metrics: dict[str, float]
+    judged: bool
     excluded: dict[int, str]
     memory: Memory
 
@@ -162,6 +164,7 @@ class RoundFusion:
             buffers={name: self._average(name, value / total) for name, value in self._buffers.items()},
             weights=shares,
             metrics=self._diagnostics(fused.posterior, shares),
+            judged=bool(fused.reliability),
             excluded=fused.excluded,
             memory=fused.memory,
         )

@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_fedbayes.fusion.averages import WeightedAverage
 from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
 from lightning_fedbayes.fusion.columns import columns, weighted_sum
-from lightning_fedbayes.fusion.gram import Gram, gram_of, points_of
+from lightning_fedbayes.fusion.gram import Gram, combine_variances, gram_of, points_of
 from lightning_fedbayes.fusion.gram_rule import GramRule, judged
 from lightning_fedbayes.fusion.registry import get_rule
 from lightning_fedbayes.fusion.rule import FusionRule
@@ -22,8 +23,8 @@ class Preaggregation(FusionRule):
     """Every client is replaced by a combination of the clients and the origin, then another rule fuses them.
 
     It takes weights, needs the previous posterior, judges and remembers as that rule does. Before a :class:`GramRule`
-    the replaced clients are never formed: their Gram matrix follows from that of the clients. Before any other rule
-    they are, as K posteriors of the clients' dtypes.
+    the replaced clients are never formed: their Gram matrix follows from that of the clients. Nor are they before the
+    weighted average, whose shares are known. Before any other rule they are, as K posteriors of the clients' dtypes.
 
     Args:
         then: the rule that fuses: a name, an alias or a rule object.
@@ -69,6 +70,10 @@ class Preaggregation(FusionRule):
             shares, reasons = self.then.judge(mixed_gram(gram, means), cohort.weights)
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), shares @ means)
             return judged(cohort, mean, shares @ variances, reasons, memory)
+        if type(self.then) is WeightedAverage:  # not a subclass, which may fuse otherwise
+            mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), cohort.weights @ means)
+            variance = combine_variances(cohort.posteriors, cohort.weights @ variances)
+            return Fused(cohort.posteriors[0].unflatten(mean, variance), memory=memory)
         fused = self.then.apply(replace(cohort, posteriors=mixed(cohort, means, variances)), memory)
         if not fused.reliability:
             return fused

@@ -53,6 +53,10 @@ SETTINGS = {
         "optimizer_state": "keep", "buffers": "local", "local_parameters": ["network.6.*"], "local_epochs": 2,
     },
     "global prior": {"prior": "global", "fusion": "wb", "weighting": "distance"},
+    "remembered reliability": {
+        "fusion": fb.Reliability("ivar_vb", then="rklb"), "adversaries": fb.GaussianVector(clients=[1]),
+    },
+    "remembered covariance": {"fusion": "icov_vb", "adversaries": fb.RandomUpdate(clients=[0])},
     "held posteriors": {"weighting": "max_discrepancy", "fusion": "linear_pool"},
 }
 

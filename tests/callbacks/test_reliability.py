@@ -1,0 +1,131 @@
+"""Inferred reliability inside a federation: what is fused, what is remembered, what is shown."""
+
+import csv
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.fusion import Cohort, get_rule
+from tests.federations import Plain, bayesian, federate, loader, network, trainer
+
+from .wandb_file import read_run
+
+RULES = ["ivar_mle", "ivar_vb", "icov_mle", "icov_vb", "geometric_median", "multi_krum"]
+CLIENTS = 6
+
+
+def federation(fusion, **options):
+    attack = fb.GaussianVector(clients=[4])
+    return fb.FederatedBayes(fb.IIDPartition(CLIENTS), fusion=fusion, adversaries=attack, **options)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("rule", RULES)
+def test_adversary_is_found_out(rule, engine):
+    made = federation(rule, engine=engine, weighting="equal")
+    federate(Plain(), made, rounds=3)
+    weights = made.federation.weights
+    assert sum(weights.values()) == pytest.approx(1)
+    assert weights[4] == min(weights.values()) < 0.1
+    assert made.history[-1]["effective_clients"] <= CLIENTS
+
+
+@pytest.mark.parametrize("rule", ["ivar_vb", "icov_vb", fb.Reliability("ivar_vb", then="wasserstein_barycenter")])
+def test_memory_is_that_of_all_rounds(rule):
+    """The rule applied by hand to what the clients sent in each round."""
+    made = federation(rule, fraction=0.8, seed=3)
+    by_hand, memory, fused = get_rule(rule), get_rule(rule).init(), []
+    seen = []
+    original = type(made.server.rule).apply
+
+    def watch(self, cohort, remembered):
+        seen.append(Cohort([each.clone() for each in cohort.posteriors], cohort.weights, cohort.previous.clone(),
+                           cohort.clients))
+        return original(self, cohort, remembered)
+
+    made.server.rule.apply = watch.__get__(made.server.rule)
+    federate(bayesian(), made, rounds=3)
+    for cohort in seen:
+        outcome = original(by_hand, cohort, memory)
+        memory = outcome.memory
+        fused.append(outcome)
+    assert len(fused) == 3
+    assert len({cohort.clients for cohort in seen}) > 1
+    for name, mean in made.posterior.mean.items():
+        assert torch.equal(mean, fused[-1].posterior.mean[name]), name
+    assert made.federation.weights == pytest.approx(fused[-1].reliability)
+
+
+def test_buffers_of_an_adversary_count_as_little_as_its_parameters():
+    made = federation("multi_krum", seed=1)
+    federate(Plain(network(batch_norm=True)), made, rounds=1)
+    alone = fb.FederatedBayes(fb.IIDPartition(CLIENTS), fusion="fedavg", weighting=lambda facts: [
+        made.federation.weights[each.client] for each in facts
+    ], seed=1)
+    module = Plain(network(batch_norm=True))
+    federate(module, alone, rounds=1)
+    again = Plain(network(batch_norm=True))
+    federate(again, federation("multi_krum", seed=1), rounds=1)
+    for (name, buffer), (_, other) in zip(module.named_buffers(), again.named_buffers(), strict=True):
+        torch.testing.assert_close(buffer, other, msg=name)
+
+
+def test_round_without_enough_clients_forgets_nothing():
+    made = federation("ivar_vb", min_clients=6)
+    made_bad = fb.FederatedBayes(
+        fb.IIDPartition(CLIENTS), fusion="ivar_vb", min_clients=6, adversaries=fb.NotANumber(clients=[0]),
+        max_failed_rounds=5,
+    )
+    federate(Plain(), made, rounds=1)
+    federate(Plain(), made_bad, rounds=2)
+    assert made.federation.memory
+    assert made_bad.federation.memory == {}
+    assert made_bad.federation.weights == {}
+
+
+def test_table_and_picture_of_a_csv_logger(tmp_path):
+    made = federation("multi_krum")
+    federate(Plain(), made, rounds=3, logger=CSVLogger(tmp_path))
+    folder = tmp_path / "lightning_logs" / "version_0"
+    rows = list(csv.DictReader((folder / "federation_reliability_by_round.csv").read_text().splitlines()))
+    assert [(row["round"], row["client"]) for row in rows] == [
+        (str(round), str(client)) for round in (1, 2, 3) for client in range(CLIENTS)
+    ]
+    left_out = [row for row in rows if row["left_out"]]
+    assert {row["reliability"] for row in left_out} == {"0.0"}
+    assert "4" in {row["client"] for row in left_out}
+    assert (folder / "federation_reliability.png").read_bytes().startswith(b"\x89PNG")
+    metrics = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
+    excluded = [float(row["federation/excluded_clients"]) for row in metrics if row["federation/excluded_clients"]]
+    assert excluded == [len(left_out) / 3] * 3
+
+
+def test_wandb_gets_both(tmp_path):
+    made = federation("ivar_vb")
+    federate(Plain(), made, rounds=2, logger=WandbLogger(save_dir=tmp_path, offline=True))
+    import wandb
+
+    wandb.finish()
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    names = {key for row in read_run(file).history for key in row}
+    assert {"federation/reliability/_type", "federation/reliability_by_round/_type"} <= names
+
+
+def test_rules_that_do_not_judge_show_nothing(tmp_path):
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion="fedavg")
+    federate(Plain(), made, rounds=1, logger=CSVLogger(tmp_path))
+    assert not list(tmp_path.rglob("federation_reliability*"))
+
+
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create.*")
+def test_table_goes_on_after_a_resumed_run(tmp_path):
+    whole, first = federation("ivar_vb", seed=2), federation("ivar_vb", seed=2)
+    federate(Plain(), whole, rounds=3)
+    part = trainer(2, [first], enable_checkpointing=True, default_root_dir=tmp_path)
+    part.fit(Plain(), loader())
+    resumed = federation("ivar_vb", seed=2)
+    run = trainer(3, [resumed])
+    run.fit(Plain(), loader(), ckpt_path=part.checkpoint_callback.last_model_path)
+    assert resumed._reliability.state_dict() == whole._reliability.state_dict()
