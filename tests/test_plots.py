@@ -21,7 +21,9 @@ FIGURES = {
     "retained_of_one_value": lambda: plots.accuracy_retained({"constant": (torch.tensor(1.0), torch.tensor(0.7))}),
     "heatmap": lambda: plots.client_heatmap(torch.arange(12).view(3, 4), "abcd"),
     "large_heatmap": lambda: plots.client_heatmap(torch.arange(60 * 40).view(60, 40), range(40)),
-    "reliability_of_clients": lambda: plots.client_reliability(torch.tensor([[0.2, torch.nan], [0.8, 1.0]]), ["a", "b"]),
+    "reliability_of_clients": lambda: plots.client_reliability(
+        torch.tensor([[0.2, torch.nan], [0.8, 1.0]]), ["a", "b"]
+    ),
     "reliability_of_many": lambda: plots.client_reliability(torch.rand(300, 50), range(300)),
     "empty_heatmap": lambda: plots.client_heatmap(torch.zeros(2, 2).long(), (0, 1)),
     "rounds": lambda: plots.rounds({f"rule {i}": [0.1 * i, float("nan"), 0.5] for i in range(9)}, "accuracy"),

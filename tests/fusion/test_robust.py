@@ -7,8 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fedbayes import FusionError, GaussianPosterior, fuse
-from lightning_fedbayes.fusion import Cohort, GeometricMedian, Krum, MultiKrum, NearestNeighbourMixing, NormClipping
-from lightning_fedbayes.fusion import TrimmedMean, get_rule
+from lightning_fedbayes.fusion import (
+    Cohort,
+    GeometricMedian,
+    Krum,
+    MultiKrum,
+    NearestNeighbourMixing,
+    NormClipping,
+    TrimmedMean,
+    get_rule,
+)
 
 from .strategies import assert_same, posterior
 
