@@ -78,12 +78,18 @@ def gram_of(posteriors: Sequence[GaussianPosterior], previous: GaussianPosterior
     centre = int((few - few.median(0).values).square().sum(1).argmin()) if few.numel() else 0
     gram = _around(centre, points)
     for _ in posteriors:  # the second look settles it; K looks are a bound
-        spread = gram.squared_distances().sort(1).values[:, len(posteriors) // 2]
+        spread = median_distances(gram)
         if spread[centre] <= FAR * spread.min():
             break
         centre = int(spread.argmin())
         gram = _around(centre, points)
     return gram
+
+
+def median_distances(gram: Gram) -> Tensor:
+    """Median of each client's squared distances to all clients, itself among them, the upper of two: shape (K,)."""
+    distances = gram.squared_distances()
+    return distances.sort(1).values[:, len(distances) // 2]
 
 
 def points_of(

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_fedbayes.fusion.averages import WeightedAverage
 from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
 from lightning_fedbayes.fusion.columns import columns, weighted_sum
-from lightning_fedbayes.fusion.gram import Gram, combine_variances, gram_of, points_of
+from lightning_fedbayes.fusion.gram import Gram, combine_variances, gram_of, median_distances, points_of
 from lightning_fedbayes.fusion.gram_rule import GramRule, judged
 from lightning_fedbayes.fusion.registry import get_rule
 from lightning_fedbayes.fusion.rule import FusionRule
@@ -84,6 +84,8 @@ class Preaggregation(FusionRule):
 def mixed_gram(gram: Gram, coefficients: Tensor) -> Gram:
     """The Gram matrix of combinations of its points, and of the origin as it is.
 
+    Seen from the combination in the middle: they may lie much closer together than the clients do.
+
     Args:
         gram: of K clients and the origin.
         coefficients: shape (K, K + 1), rows of sum 1.
@@ -91,6 +93,8 @@ def mixed_gram(gram: Gram, coefficients: Tensor) -> Gram:
     origin = torch.zeros(1, coefficients.shape[1], dtype=coefficients.dtype)
     origin[0, -1] = 1
     both = torch.cat([coefficients, origin])
+    middle = median_distances(Gram(both @ gram.products @ both.T, gram.size)).argmin()
+    both = both - both[middle]
     return Gram(both @ gram.products @ both.T, gram.size)
 
 

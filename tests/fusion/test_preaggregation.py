@@ -1,0 +1,144 @@
+"""Mixing and clipping hand the clients they describe to whatever rule follows."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fedbayes import GaussianPosterior, fuse
+from lightning_fedbayes.fusion import (
+    Cohort,
+    Fused,
+    JudgingRule,
+    NearestNeighbourMixing,
+    NormClipping,
+    get_rule,
+)
+
+from .strategies import assert_same, posterior
+
+SEEDS = st.integers(0, 2**32 - 1)
+INNER = ("nwa", "rklb", "linear_pool", "gaussian_fit", "coordinate_median", "trimmed_mean", "geometric_median", "krum",
+         "multi_krum")
+
+
+def draw(count, seed):
+    """Means, variances, the previous mean and weights."""
+    random = np.random.default_rng(seed)
+    means = random.normal(0, 1, (count, 4)) * 10 ** random.uniform(-1, 1, (count, 1))
+    return means, random.uniform(0.1, 1, (count, 4)), random.normal(0, 1, 4), random.dirichlet(np.ones(count)).tolist()
+
+
+def clients_of(means, variances):
+    """Two parameters each, so that their order counts."""
+    return [
+        GaussianPosterior({"a": torch.tensor(m[:3]).view(1, 3), "b": torch.tensor(m[3])},
+                          {"a": torch.tensor(v[:3]).view(1, 3), "b": torch.tensor(v[3])})
+        for m, v in zip(means, variances, strict=True)
+    ]
+
+
+def mixed(means, variances, byzantine):
+    """Allouah et al. 2023, Algorithm 2, without a Gram matrix."""
+    near = [np.argsort(((means - mean) ** 2).sum(1))[: len(means) - byzantine] for mean in means]
+    return clients_of([means[n].mean(0) for n in near], [variances[n].mean(0) for n in near])
+
+
+def clipped(means, variances, origin, radius):
+    """Each update on its own."""
+    norms = np.linalg.norm(means - origin, axis=1)
+    radius = np.median(norms) if radius is None else radius
+    shorter = [origin + min(1, radius / norm) * (mean - origin) for mean, norm in zip(means, norms, strict=True)]
+    return clients_of(shorter, variances)
+
+
+@pytest.mark.parametrize("then", INNER)
+@given(count=st.integers(1, 7), seed=SEEDS, data=st.data())
+@settings(deadline=None, max_examples=10)
+def test_mixing_is_the_rule_on_mixed_clients(then, count, seed, data):
+    byzantine = data.draw(st.none() | st.integers(0, (count - 1) // 2))
+    means, variances, origin, weights = draw(count, seed)
+    (previous,) = clients_of([origin], [np.ones(4)])
+    rule = NearestNeighbourMixing(then, byzantine)
+    expected = mixed(means, variances, (count - 1) // 2 if byzantine is None else byzantine)
+    fused = fuse(rule, clients_of(means, variances), weights, previous)
+    assert_same(fused, fuse(then, expected, weights, previous), rtol=1e-6, atol=1e-20)
+
+
+@pytest.mark.parametrize("then", INNER)
+@given(count=st.integers(1, 7), seed=SEEDS, radius=st.none() | st.floats(0.01, 10))
+@settings(deadline=None, max_examples=10)
+def test_clipping_is_the_rule_on_clipped_clients(then, count, seed, radius):
+    means, variances, origin, weights = draw(count, seed)
+    (previous,) = clients_of([origin], [np.ones(4)])
+    fused = fuse(NormClipping(then, radius), clients_of(means, variances), weights, previous)
+    assert_same(fused, fuse(then, clipped(means, variances, origin, radius), weights, previous), rtol=1e-6, atol=1e-20)
+
+
+@pytest.mark.parametrize("far", [1e3, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_huge_update_is_clipped_to_its_direction(far, dtype):
+    origin = torch.tensor([1e3, -1e3], dtype=dtype)
+    updates = ([3.0, 4.0], [0.3, 0.4], [0.0, -far])
+    clients = [GaussianPosterior.point_mass({"w": origin + torch.tensor(u, dtype=dtype)}) for u in updates]
+    fused = fuse(NormClipping(radius=1.0), clients, previous=GaussianPosterior.point_mass({"w": origin}))
+    torch.testing.assert_close(fused.mean["w"], origin + torch.tensor([0.3, 0.2 / 3], dtype=dtype))
+
+
+def test_a_radius_that_no_update_reaches_changes_nothing():
+    means, variances, origin, weights = draw(5, 0)
+    (previous,) = clients_of([origin], [np.ones(4)])
+    clients = clients_of(means, variances)
+    assert_same(fuse(NormClipping("nwa", 1e6), clients, weights, previous), fuse("nwa", clients, weights))
+
+
+class Counting(JudgingRule):
+    """Trusts the first client, leaves the second out, and counts rounds."""
+
+    def init(self):
+        return {"rounds": 0}
+
+    def apply(self, cohort, memory):
+        first, second, *_ = cohort.clients
+        return Fused(cohort.posteriors[0], {first: 1.0}, {second: "for a test"}, {"rounds": memory["rounds"] + 1})
+
+
+@pytest.mark.parametrize("make", [NearestNeighbourMixing, NormClipping])
+def test_memory_and_judgement_are_those_of_the_rule_inside(make):
+    rule = make(Counting())
+    clients = tuple(posterior([value], 0.0) for value in (0.0, 1.0, 5.0))
+    cohort = Cohort(clients, torch.full((3,), 1 / 3, dtype=torch.float64), clients[0], (4, 9, 2))
+    memory = rule.init()
+    first = rule.apply(cohort, memory)
+    second = rule.apply(replace(cohort, clients=(9, 4, 2)), first.memory)
+    assert memory == {"rounds": 0}
+    assert [first.memory, second.memory] == [{"rounds": 1}, {"rounds": 2}]
+    assert first.excluded == {9: "for a test"}
+    shared = {4: 0.5, 9: 0.5, 2: 0.0} if make is NearestNeighbourMixing else {4: 1.0, 9: 0.0, 2: 0.0}
+    assert first.reliability == shared
+
+
+@pytest.mark.parametrize("make", [NearestNeighbourMixing, NormClipping])
+@pytest.mark.parametrize("then", ["nwa", "conflation", "geometric_median", "krum", "dwc", "coordinate_median"])
+def test_weights_are_used_as_by_the_rule_inside(make, then):
+    rule = make(then)
+    assert rule.uses_weights == get_rule(then).uses_weights
+    assert rule.needs_previous == (make is NormClipping or then == "dwc")
+
+
+def test_they_nest():
+    means, variances, origin, weights = draw(7, 1)
+    (previous,) = clients_of([origin], [np.ones(4)])
+    rule = NormClipping(NearestNeighbourMixing("coordinate_median"), radius=0.5)
+    inner = fuse(NearestNeighbourMixing("coordinate_median"), clipped(means, variances, origin, 0.5))
+    assert_same(fuse(rule, clients_of(means, variances), weights, previous), inner)
+
+
+def test_point_masses_stay_point_masses_and_take_no_memory():
+    clients = [GaussianPosterior.point_mass({"w": torch.tensor([float(k), 1.0])}) for k in range(5)]
+    for then in ("geometric_median", "coordinate_median", "rklb"):
+        fused = fuse(NearestNeighbourMixing(then), clients)
+        assert not any(fused.variance["w"].stride())
