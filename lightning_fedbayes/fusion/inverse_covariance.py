@@ -34,8 +34,11 @@ class _InverseCovariance(InferredRule):
         if int(near.sum()) < 3 or not bool(noise[near].any()):
             return shares, shares
         points = torch.cat([near, torch.ones(1, dtype=torch.bool)])
+        solved = self.solve(distances[points][:, points], size)
+        if not bool(torch.isfinite(solved).all()):
+            return shares, shares
         coefficients = torch.zeros_like(noise)
-        coefficients[near] = self.solve(distances[points][:, points], size)
+        coefficients[near] = solved
         positive = coefficients.clamp_min(0)
         return coefficients, positive / positive.sum()
 

@@ -10,6 +10,7 @@ on the clients' mean products :math:`S_{jk} = x_j \cdot x_k / P` alone.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 
@@ -109,28 +110,37 @@ def climb(latent: Latent, products: Tensor, size: int, least: float, steps: int)
     """
     above = (latent.noise - least).clamp_min(1e-3 * least)
     free = [each.detach().clone().requires_grad_() for each in (latent.features, above.log(), latent.signal.log())]
+    best, highest = latent, float(free_energy(latent, products, size))
 
     def at() -> Latent:
         features, log_noise, log_signal = free
         return replace(latent, features=features, noise=log_noise.exp() + least, signal=log_signal.exp())
 
+    def loss() -> Tensor:
+        nonlocal best, highest
+        optimizer.zero_grad()
+        reached = at()
+        value = free_energy(reached, products, size)
+        if not bool(torch.isfinite(value)):
+            raise torch.linalg.LinAlgError("beyond double precision")
+        if value.item() > highest:
+            highest = value.item()
+            best = replace(reached, **{name: getattr(reached, name).detach().clone() for name in MOVED})
+        value = -value
+        value.backward()
+        return value
+
     optimizer = torch.optim.LBFGS(
         free, max_iter=steps, history_size=20, tolerance_grad=1e-9, tolerance_change=1e-12,
         line_search_fn="strong_wolfe",
     )
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        value = -free_energy(at(), products, size)
-        value.backward()
-        return value
-
-    with torch.enable_grad():
+    with torch.enable_grad(), contextlib.suppress(torch.linalg.LinAlgError):  # singular: the best so far will do
         optimizer.step(loss)  # pyright: ignore[reportArgumentType]
-    free = [each.detach() for each in free]
-    reached = at()
-    better = free_energy(reached, products, size) >= free_energy(latent, products, size)
-    return reached if bool(better) else latent
+    return best
+
+
+MOVED = ("features", "noise", "signal")
+"""What :func:`climb` moves."""
 
 
 def start(residual: Tensor, noise: Tensor, signal: Tensor, count: int) -> Latent:
