@@ -110,6 +110,8 @@ class Federation:
         attackers = assign(self.attacks, self.engine.names, self.engine.seed)
         self._adversaries = RoundAdversaries(attackers, plan, self.posterior, self.engine.seed)
         self._waiting: list[tuple[ClientUpdate, float]] = []
+        self._sent: dict[int, GaussianPosterior] = {}
+        self._keeps_clients = bool(getattr(self.engine.model.module, "needs_client_posteriors", False))
         self.engine.begin_round(plan)
 
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
@@ -151,6 +153,8 @@ class Federation:
             try:
                 result = self._adversaries.send(result)
                 self._fusion.add(result)
+                if self._keeps_clients:
+                    self._sent[result.client] = result.posterior.clone()
                 self._adversaries.observe(result)
             except FusionError as refusal:
                 error = refusal
@@ -180,6 +184,7 @@ class Federation:
             self.posterior, self.weights, metrics = result.posterior, result.weights, result.metrics
             self.judged, self.excluded, self.memory = result.judged, result.excluded, result.memory
             self.engine.model.load_posterior(result.posterior, result.buffers)
+            self._tell_module()
         else:
             self.engine.model.load_global()
         self.engine.end_round(success=success)
@@ -194,6 +199,13 @@ class Federation:
                 f"updates; the global posterior of the last good round is kept. The first failure of this round was "
                 f"{type(first).__name__}: {first}"
             ) from first
+
+    def _tell_module(self) -> None:
+        """Call the module's ``on_round_end``, if it has one, with the global posterior and the clients that count."""
+        hook = getattr(self.engine.model.module, "on_round_end", None)
+        if hook is not None:
+            hook(self.posterior, [sent for client, sent in self._sent.items() if self.weights.get(client, 0.0) > 0])
+        self._sent = {}
 
     def abandon_round(self) -> None:
         """Forget an unfinished round: the module holds the global posterior that it started from."""

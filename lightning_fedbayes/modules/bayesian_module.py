@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.layers import kl_divergence, mean_only
-from lightning_fedbayes.modules.sampling import sample_outputs
+from lightning_fedbayes.modules.predictive import GlobalRound, Predictive, check_predictive, sample_with
+from lightning_fedbayes.posterior import GaussianPosterior
 
 
 class BayesianModule(L.LightningModule):
@@ -30,6 +31,9 @@ class BayesianModule(L.LightningModule):
 
     Subclass it: implement :meth:`negative_log_likelihood`, and :meth:`unpack` if batches are not (inputs, targets).
 
+    Predictions draw the parameters from the network's own Bayesian layers, or from what a federation found out: its
+    global posterior, or its clients. The module takes both over after every round and keeps them in its checkpoint.
+
     Args:
         network: any module; its Bayesian layers make the KL.
         samples: Monte Carlo samples per prediction and validation.
@@ -37,9 +41,14 @@ class BayesianModule(L.LightningModule):
         warmup_rounds: epochs (rounds) over which β grows linearly from 0.
         learning_rate: of the default optimizer, Adam.
         optimizer: makes another optimizer from the parameters, e.g. ``functools.partial(SGD, lr=0.01)``.
+        predictive: where the parameters of a prediction come from: "layers", the Bayesian layers' own noise; "omc",
+            draws from the federation's global posterior; "bootstrap", the parameters that the clients sent in the
+            last round, each of them one draw; "closed_form", for a network that is one linear layer: as "omc", but
+            with exact mean and variance. The last three make sense of ``fusion="gaussian_fit"`` ([FedAG]).
 
     Raises:
-        FedBayesError: ``samples`` below 1, or ``kl_weight`` or ``warmup_rounds`` negative.
+        FedBayesError: ``samples`` below 1, ``kl_weight`` or ``warmup_rounds`` negative, or a ``predictive`` that is
+            unknown or does not fit the network.
 
     Source of the loss: [BA-BFL] eq. (3); [FBDL] eq. (6).
     """
@@ -53,6 +62,7 @@ class BayesianModule(L.LightningModule):
         warmup_rounds: int = 0,
         learning_rate: float = 1e-3,
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+        predictive: Predictive = "layers",
     ) -> None:
         super().__init__()
         for name, value, least in (
@@ -60,7 +70,10 @@ class BayesianModule(L.LightningModule):
         ):
             if not value >= least:
                 raise FedBayesError(f"{name}={value}: give at least {least}")
+        check_predictive(predictive, network)
         self.network = network
+        self.predictive: Predictive = predictive
+        self.global_round = GlobalRound()
         self.samples = samples
         self.kl_weight = kl_weight
         self.warmup_rounds = warmup_rounds
@@ -130,6 +143,30 @@ class BayesianModule(L.LightningModule):
         """Take n from the client whose turn it is (a :class:`~lightning_fedbayes.engines.Client`)."""
         self._fit_examples = client.num_examples
 
+    @property
+    def needs_client_posteriors(self) -> bool:
+        """Whether :meth:`on_round_end` has to be told what each client sent."""
+        return self.predictive == "bootstrap"
+
+    def on_round_end(self, posterior: GaussianPosterior, clients: list[GaussianPosterior]) -> None:
+        """Take over what a round of a federation has found out.
+
+        Args:
+            posterior: the global posterior of this module's parameters.
+            clients: what the clients that count sent, if :attr:`needs_client_posteriors`.
+        """
+        self.global_round = GlobalRound(posterior, clients)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what predictions are made of."""
+        if self.predictive != "layers" and self.global_round.posterior is not None:
+            checkpoint["global_round"] = self.global_round.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take back what predictions are made of."""
+        if "global_round" in checkpoint:
+            self.global_round = GlobalRound.from_state_dict(checkpoint["global_round"])
+
     def on_fit_end(self) -> None:
         """Forget n: another fit may have other data."""
         self._fit_examples = None
@@ -143,8 +180,9 @@ class BayesianModule(L.LightningModule):
     # -- prediction ----------------------------------------------------------------------------------------------------
 
     def sample(self, inputs: Tensor, samples: int | None = None) -> Tensor:
-        """Draws of the network's output, shape (samples, batch, *); see :func:`sample_outputs`."""
-        return sample_outputs(self.network, inputs, self.samples if samples is None else samples)
+        """Draws of the network's output, shape (samples, batch, *); as many as clients for "bootstrap"."""
+        count = self.samples if samples is None else samples
+        return sample_with(self.predictive, self.network, self.global_round, inputs, count)
 
     def predict_mean(self, inputs: Tensor) -> Tensor:
         """The network's output at the posterior mean, shape (batch, *), at the cost of the deterministic network."""

@@ -27,6 +27,7 @@ from lightning_fedbayes.metrics.functional import (
 )
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
 from lightning_fedbayes.modules.hybrid import Init, hybrid
+from lightning_fedbayes.modules.predictive import Predictive
 
 
 class ClassPrediction(NamedTuple):
@@ -64,7 +65,7 @@ class HybridBayesianClassifier(BayesianModule):
         prior: any other prior.
         init: "fresh", or "pretrained" (MOPED) to start from the network's weights.
         posterior_std: initial standard deviation.
-        samples, kl_weight, warmup_rounds, learning_rate, optimizer: see :class:`BayesianModule`.
+        samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive: see :class:`BayesianModule`.
 
     Raises:
         ConversionError: the network has fewer layers to convert than asked for.
@@ -90,6 +91,7 @@ class HybridBayesianClassifier(BayesianModule):
         warmup_rounds: int = 0,
         learning_rate: float = 1e-3,
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+        predictive: Predictive = "layers",
     ) -> None:
         super().__init__(
             hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std),
@@ -98,6 +100,7 @@ class HybridBayesianClassifier(BayesianModule):
             warmup_rounds=warmup_rounds,
             learning_rate=learning_rate,
             optimizer=optimizer,
+            predictive=predictive,
         )
         self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
         self._predictive_metrics = MetricCollection(

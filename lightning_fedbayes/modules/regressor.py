@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from statistics import NormalDist
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanSquaredError, MetricCollection
 
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.errors import FedBayesError, nearest
 from lightning_fedbayes.layers import Estimator, Prior
+from lightning_fedbayes.layers.sites import gaussian_sites
 from lightning_fedbayes.metrics import DeterminantSharpness, GaussianCRPS, GaussianNLL, IntervalCoverage
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
 from lightning_fedbayes.modules.hybrid import Init, hybrid
+from lightning_fedbayes.modules.predictive import Predictive, linear_moments
+
+Noise = Literal["learnt", "fixed", "residual", "none"]
+NOISES: tuple[Noise, ...] = ("learnt", "fixed", "residual", "none")
+
+RESIDUAL_MEMORY = 0.99
+"""What a squared error counts, for the residual variance, one example later."""
 
 
 class RegressionPrediction(NamedTuple):
@@ -26,12 +35,30 @@ class RegressionPrediction(NamedTuple):
         variance: predictive variance, aleatoric + epistemic, shape (batch, targets).
         aleatoric: variance of the observation noise, shape (batch, targets).
         epistemic: variance of the mean over draws of the parameters, shape (batch, targets).
+        samples: the mean under each draw of the parameters, shape (draws, batch, targets).
     """
 
     mean: Tensor
     variance: Tensor
     aleatoric: Tensor
     epistemic: Tensor
+    samples: Tensor
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Ends of the central interval that holds ``level`` of a Gaussian with this mean and variance.
+
+        Args:
+            level: strictly between 0 and 1.
+
+        Returns: lower and upper end, shape (batch, targets) each.
+
+        Raises:
+            FedBayesError: ``level`` is not strictly between 0 and 1.
+        """
+        if not 0 < level < 1:
+            raise FedBayesError(f"level={level}: the part of the distribution in an interval lies in (0, 1)")
+        half = NormalDist().inv_cdf((1 + level) / 2) * self.variance.sqrt()
+        return self.mean - half, self.mean + half
 
 
 class HybridBayesianRegressor(BayesianModule):
@@ -46,18 +73,28 @@ class HybridBayesianRegressor(BayesianModule):
         network: maps inputs to means of shape (batch,) or (batch, targets).
         bayesian_last: the last n linear or convolutional layers become Bayesian; None takes ``network`` as it is.
         estimator, prior_std, prior, init, posterior_std: see :func:`~lightning_fedbayes.bayesianize`.
-        noise_std: standard deviation σ of the noise, in units of the target; the initial one if it is learnt.
-        learn_noise: learn σ, as a deterministic parameter.
-        samples, kl_weight, warmup_rounds, learning_rate, optimizer: see :class:`BayesianModule`.
+        noise: what is known of the observation noise. "learnt": σ is a deterministic parameter of the likelihood.
+            "fixed": it stays ``noise_std``. "residual": training minimises the squared error, as for a network without
+            a likelihood, and σ² is a running mean of it (over about the last hundred examples), a buffer that
+            federations average like BatchNorm's statistics; it is too small where the network over-fits. "none":
+            the squared error, and σ = 0 in predictions: only the disagreement of draws counts (what [FedAG] does).
+        noise_std: standard deviation σ of the noise, in units of the target; the initial one if it is learnt or
+            estimated.
+        targets: number of targets if each has a noise of its own; None: one for all.
+        samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive: see :class:`BayesianModule`.
 
     Raises:
-        FedBayesError: ``noise_std`` is not positive.
+        FedBayesError: ``noise_std`` is not positive; an unknown ``noise``; or ``noise`` "residual" or "none" for a
+            network with Bayesian layers, whose KL needs a likelihood beside it.
         ConversionError: the network has fewer layers to convert than asked for.
 
-    >>> model = HybridBayesianRegressor(nn.Linear(3, 1), bayesian_last=1, noise_std=0.5, learn_noise=False)
+    >>> model = HybridBayesianRegressor(nn.Linear(3, 1), bayesian_last=1, noise="fixed", noise_std=0.5)
     >>> model.predict_step(torch.zeros(2, 3)).aleatoric.flatten()
     tensor([0.2500, 0.2500])
     """
+
+    residual_variance: Tensor
+    log_noise_std: Tensor
 
     def __init__(
         self,
@@ -69,16 +106,20 @@ class HybridBayesianRegressor(BayesianModule):
         prior: Prior | None = None,
         init: Init = "fresh",
         posterior_std: float | None = None,
+        noise: Noise = "learnt",
         noise_std: float = 1.0,
-        learn_noise: bool = True,
+        targets: int | None = None,
         samples: int = 10,
         kl_weight: float = 1.0,
         warmup_rounds: int = 0,
         learning_rate: float = 1e-3,
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+        predictive: Predictive = "layers",
     ) -> None:
         if not noise_std > 0:
             raise FedBayesError(f"noise_std={noise_std}: the noise has a positive standard deviation")
+        if noise not in NOISES:
+            raise FedBayesError(f"noise='{noise}': {nearest(noise, NOISES)}")
         super().__init__(
             hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std),
             samples=samples,
@@ -86,7 +127,14 @@ class HybridBayesianRegressor(BayesianModule):
             warmup_rounds=warmup_rounds,
             learning_rate=learning_rate,
             optimizer=optimizer,
+            predictive=predictive,
         )
+        if noise in ("residual", "none") and gaussian_sites(self.network):
+            raise FedBayesError(
+                f"noise='{noise}' trains on the squared error, and a network with Bayesian layers needs a likelihood "
+                "beside its KL: use noise='learnt' or 'fixed'"
+            )
+        self.noise: Noise = noise
         self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
         self._gaussian_metrics = MetricCollection(
             {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)},
@@ -94,18 +142,41 @@ class HybridBayesianRegressor(BayesianModule):
         )
         self._sharpness = DeterminantSharpness()
         self._squared_error = MeanSquaredError(squared=False)
-        self.log_noise_std = nn.Parameter(torch.tensor(math.log(noise_std)), requires_grad=learn_noise)
+        shape = () if targets is None else (targets,)
+        if noise in ("learnt", "fixed"):
+            log_noise_std = torch.full(shape, math.log(noise_std))
+            self.log_noise_std = nn.Parameter(log_noise_std, requires_grad=noise == "learnt")
+        elif noise == "residual":
+            self.register_buffer("residual_variance", torch.full(shape, noise_std**2))
 
     @property
     def noise_variance(self) -> Tensor:
-        """Variance of the observation noise, a scalar."""
-        return torch.exp(2 * self.log_noise_std)
+        """Variance of the observation noise: a scalar, or shape (targets,)."""
+        if self.noise == "none":
+            return torch.zeros((), device=self.device)
+        return self.residual_variance if self.noise == "residual" else torch.exp(2 * self.log_noise_std)
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Gaussian NLL of means (batch, *) and targets of as many entries, in nats, summed over targets."""
-        errors = (targets.reshape(outputs.shape) - outputs) * torch.exp(-self.log_noise_std)
+        """Gaussian NLL of means (batch, *) and targets of as many entries, in nats, summed over targets.
+
+        With ``noise`` "residual" or "none" it is the squared error instead.
+        """
+        errors = targets.reshape(outputs.shape) - outputs
+        if self.noise == "none":
+            return errors.square().sum() / len(outputs)
+        if self.noise == "residual":
+            self._remember(errors.detach())
+            return errors.square().sum() / len(outputs)
+        errors = errors * torch.exp(-self.log_noise_std)
         per_target = 0.5 * errors.square() + self.log_noise_std + 0.5 * math.log(2 * math.pi)
         return per_target.sum() / len(outputs)
+
+    def _remember(self, errors: Tensor) -> None:
+        """Let the residual variance follow the squared errors, shape (batch, *)."""
+        if self.training:
+            known = self.residual_variance
+            mean = errors.square().mean(0) if known.ndim else errors.square().mean()
+            known.add_((1 - RESIDUAL_MEMORY ** len(errors)) * (mean.reshape(known.shape) - known))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Score a batch. Returns predictive mean and variance and the targets, each (batch, targets)."""
@@ -145,6 +216,10 @@ class HybridBayesianRegressor(BayesianModule):
         inputs = batch if isinstance(batch, Tensor) else self.unpack(batch)[0]
         draws = self.sample(inputs)
         draws = draws.unsqueeze(-1) if draws.ndim == 2 else draws
-        epistemic = draws.var(0, correction=0)
+        posterior = self.global_round.posterior
+        if self.predictive == "closed_form" and posterior is not None:
+            mean, epistemic = linear_moments(self.network, posterior, inputs)
+        else:
+            mean, epistemic = draws.mean(0), draws.var(0, correction=0)
         aleatoric = self.noise_variance.expand_as(epistemic)
-        return RegressionPrediction(draws.mean(0), aleatoric + epistemic, aleatoric, epistemic)
+        return RegressionPrediction(mean, aleatoric + epistemic, aleatoric, epistemic, draws)

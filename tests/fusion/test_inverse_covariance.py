@@ -147,11 +147,12 @@ def test_noise_of_adversaries_is_seen(rule, bound, adversaries):
     assert error(fuse(rule, point_masses(sent), previous=origin(8000)), truth) < bound
 
 
-def test_order_and_shift_do_not_matter():
+@pytest.mark.parametrize("rule", ["icov_vb", "icov_mle"])
+def test_order_and_shift_do_not_matter(rule):
     _, updates, _ = overlapping(FOUR_SHARE, 2000)
-    fused = fuse("icov_vb", point_masses(updates), previous=origin(2000)).mean["w"]
-    mixed = fuse("icov_vb", point_masses(updates[[3, 0, 5, 1, 4, 2]]), previous=origin(2000)).mean["w"]
-    moved = fuse("icov_vb", point_masses(64 * updates + 100), previous=origin(2000, 100.0)).mean["w"]
+    fused = fuse(rule, point_masses(updates), previous=origin(2000)).mean["w"]
+    mixed = fuse(rule, point_masses(updates[[3, 0, 5, 1, 4, 2]]), previous=origin(2000)).mean["w"]
+    moved = fuse(rule, point_masses(64 * updates + 100), previous=origin(2000, 100.0)).mean["w"]
     torch.testing.assert_close(mixed, fused, rtol=0, atol=1e-3)
     torch.testing.assert_close((moved - 100) / 64, fused, rtol=0, atol=1e-3)
 

@@ -66,7 +66,7 @@ def fitted(model):
                                                        ("local_reparameterization", 0.2)])
 def test_training_finds_the_optimal_mean_field_posterior(estimator, kl_weight):
     x, y = data()
-    mean, variance = fitted(trained(x, y, estimator=estimator, learn_noise=False, kl_weight=kl_weight))
+    mean, variance = fitted(trained(x, y, estimator=estimator, noise="fixed", kl_weight=kl_weight))
     design = torch.cat([x, torch.ones(N, 1)], 1)
     # minus the ELBO times β: the likelihood counts 1/β times
     precision = design.T @ design / (kl_weight * NOISE_STD**2) + torch.eye(4) / PRIOR_STD**2
@@ -81,7 +81,7 @@ def test_training_finds_the_optimal_mean_field_posterior(estimator, kl_weight):
 def test_a_learnt_noise_is_the_expected_squared_residual():
     r""":math:`\sigma^2 = \frac1n E_q \|y - X\theta\|^2` is where the derivative of the ELBO vanishes."""
     x, y = data()
-    model = trained(x, y, learn_noise=True)
+    model = trained(x, y, noise="learnt")
     mean, variance = fitted(model)
     design = torch.cat([x, torch.ones(N, 1)], 1)
     expected = ((y.flatten() - design @ mean).square() + design.square() @ variance).mean()

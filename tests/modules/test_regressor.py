@@ -40,7 +40,8 @@ class Flat(nn.Module):
                                                 (HybridBayesianRegressor(Flat(), bayesian_last=1), 1)])
 def test_fields_of_a_prediction(model, targets):
     prediction = model.predict_step(torch.randn(8, 6))
-    assert all(field.shape == (8, targets) for field in prediction)
+    assert all(field.shape == (8, targets) for field in prediction[:4])
+    assert prediction.samples.shape == (10, 8, targets)
     assert (prediction.epistemic > 0).all()
     assert torch.allclose(prediction.variance, prediction.aleatoric + prediction.epistemic)
 
@@ -87,13 +88,13 @@ def test_the_nll_is_gaussian_and_summed_over_targets(targets, flat):
     assert model.negative_log_likelihood(outputs, y).item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("learn_noise", [True, False])
-def test_the_noise_is_a_parameter_that_is_learnt_or_not(learn_noise):
-    model = HybridBayesianRegressor(mlp(6, 1), noise_std=NOISE_STD, learn_noise=learn_noise, learning_rate=0.1)
+@pytest.mark.parametrize("noise", ["learnt", "fixed"])
+def test_the_noise_is_a_parameter_that_is_learnt_or_not(noise):
+    model = HybridBayesianRegressor(mlp(6, 1), noise_std=NOISE_STD, noise=noise, learning_rate=0.1)
     data = TensorDataset(torch.randn(20, 6), 5 * torch.randn(20, 1))
     trainer(max_epochs=2).fit(model, loader(data))
     noise_std = model.noise_variance.item() ** 0.5
-    assert noise_std > NOISE_STD + 0.1 if learn_noise else noise_std == pytest.approx(NOISE_STD)
+    assert noise_std > NOISE_STD + 0.1 if noise == "learnt" else noise_std == pytest.approx(NOISE_STD)
 
 
 def table(targets):

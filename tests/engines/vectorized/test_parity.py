@@ -321,7 +321,7 @@ def test_the_ready_modules_train_at_once(kind, estimator):
         module, train = fb.HybridBayesianClassifier(network(), **options), loader()
     else:
         net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
-        module = fb.HybridBayesianRegressor(net, learn_noise=kind == "learnt noise", **options)
+        module = fb.HybridBayesianRegressor(net, noise="learnt" if kind == "learnt noise" else "fixed", **options)
         train = loader(TensorDataset(x, y.float().unsqueeze(1)))
     federation = fb.FederatedBayes(PARTITIONS[3])
     federate(module, federation, 2, train)

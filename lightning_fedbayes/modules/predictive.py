@@ -1,0 +1,125 @@
+"""Where the parameters of a prediction come from: the layers, the global posterior, or the clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from lightning_fedbayes.errors import FedBayesError, nearest
+from lightning_fedbayes.modules.parameter_draws import (
+    draws_from_clients,
+    draws_from_posterior,
+    outputs_with,
+    within,
+)
+from lightning_fedbayes.modules.sampling import sample_outputs
+from lightning_fedbayes.posterior import GaussianPosterior
+
+Predictive = Literal["layers", "omc", "bootstrap", "closed_form"]
+PREDICTIVES: tuple[Predictive, ...] = ("layers", "omc", "bootstrap", "closed_form")
+
+NETWORK = "network."
+"""What the names of a module's posterior have before those of its network."""
+
+
+@dataclass
+class GlobalRound:
+    """What a module learns of a finished round.
+
+    Args:
+        posterior: the global posterior.
+        clients: what the clients sent, if the module asked for it.
+    """
+
+    posterior: GaussianPosterior | None = None
+    clients: list[GaussianPosterior] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`from_state_dict` rebuilds it from."""
+        assert self.posterior is not None
+        return {"posterior": self.posterior.state_dict(), "clients": [each.state_dict() for each in self.clients]}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> GlobalRound:
+        """The round that :meth:`state_dict` stored."""
+        restore = GaussianPosterior.from_state_dict
+        return cls(restore(state["posterior"]), [restore(each) for each in state["clients"]])
+
+
+def check_predictive(predictive: str, network: nn.Module) -> None:
+    """Raise FedBayesError unless ``predictive`` is known, and fits the network."""
+    if predictive not in PREDICTIVES:
+        raise FedBayesError(f"predictive='{predictive}': {nearest(predictive, PREDICTIVES)}")
+    if predictive == "closed_form":
+        linear_layer(network)
+
+
+def sample_with(
+    predictive: Predictive, network: nn.Module, round: GlobalRound, inputs: Tensor, samples: int
+) -> Tensor:
+    """Draws of the network's output, shape (samples, batch, *).
+
+    Args:
+        predictive: "layers": the network's own noise. "omc" and "closed_form": parameters drawn from the global
+            posterior. "bootstrap": the clients' parameters, so there are as many draws as clients.
+        network: part of the module whose posterior it is, under the name "network".
+        round: the last round; before the first, the network is taken as it is.
+        inputs: shape (batch, *).
+        samples: number of draws, but for "bootstrap".
+    """
+    if predictive == "layers" or round.posterior is None:
+        return sample_outputs(network, inputs, samples)
+    if predictive == "bootstrap":
+        sets = draws_from_clients([within(client, NETWORK).to(inputs.device) for client in round.clients])
+    else:
+        sets = draws_from_posterior(within(round.posterior, NETWORK).to(inputs.device), samples)
+    return outputs_with(network, sets, inputs)
+
+
+def linear_layer(network: nn.Module) -> tuple[str, nn.Linear]:
+    """Path and layer of a network that is one linear layer, for which the predictive distribution has a closed form.
+
+    Raises:
+        FedBayesError: the network is something else.
+    """
+    holders = [(path, each) for path, each in network.named_modules() if any(True for _ in each.parameters(False))]
+    if len(holders) == 1 and _is_nothing_else(network):
+        path, layer = holders[0]
+        assert isinstance(layer, nn.Linear)
+        return path, layer
+    raise FedBayesError(
+        f"predictive='closed_form' is for a network that is one nn.Linear, not {type(network).__name__}: the variance "
+        "of any other network has no closed form; use 'omc' or 'bootstrap'"
+    )
+
+
+def _is_nothing_else(network: nn.Module) -> bool:
+    """Whether ``network`` is a linear layer, or a Sequential that holds nothing else."""
+    return type(network) is nn.Linear or (
+        type(network) is nn.Sequential and len(network) == 1 and _is_nothing_else(network[0])
+    )
+
+
+def linear_moments(network: nn.Module, posterior: GaussianPosterior, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Mean and variance of a linear model's output under a mean-field posterior.
+
+    .. math:: \mu_w^\top x + \mu_b, \qquad \sum_i \sigma_{w,i}^2 x_i^2 + \sigma_b^2
+
+    Args:
+        network: see :func:`linear_layer`.
+        posterior: of the module that holds the network under the name "network".
+        inputs: shape (batch, features).
+
+    Returns: shape (batch, targets) each.
+
+    Source: [FedAG] eq. (6), without the noise 1/β.
+    """
+    path, layer = linear_layer(network)
+    prefix = f"{NETWORK}{path}." if path else NETWORK
+    part = within(posterior, prefix).to(inputs.device)
+    mean, variance = inputs @ part.mean["weight"].T, inputs.square() @ part.variance["weight"].T
+    if layer.bias is not None:
+        mean, variance = mean + part.mean["bias"], variance + part.variance["bias"]
+    return mean, variance

@@ -1,0 +1,228 @@
+"""Predictions from the global posterior and from the clients: moments, the closed form, and what a checkpoint keeps."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes import FedBayesError, GaussianPosterior, HybridBayesianRegressor, PosteriorError
+from lightning_fedbayes.layers.sites import PosteriorView
+from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.modules.parameter_draws import draws_from_clients, draws_from_posterior, outputs_with
+from tests.federations import trainer
+
+FEATURES = 3
+
+
+def examples(count=60, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, FEATURES, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True) + 0.3 * torch.randn(count, 1, generator=generator))
+
+
+def federated(network=None, rounds=2, engine="auto", clients=4, seed=0, **options):
+    torch.manual_seed(seed)
+    options = {"predictive": "bootstrap", "noise": "none", "samples": 200, "learning_rate": 0.05, **options}
+    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1) if network is None else network, **options)
+    federation = fb.FederatedBayes(
+        fb.IIDPartition(clients), fusion="gaussian_fit", engine=engine, local_epochs=3, seed=seed
+    )
+    run = trainer(rounds, [federation])
+    run.fit(model, DataLoader(examples(), 5, shuffle=True))
+    return model.eval(), federation, run
+
+
+def posterior_of(network, scale=0.3, seed=0):
+    """A posterior over the parameters of ``network``, without a prefix."""
+    generator = torch.Generator().manual_seed(seed)
+    mean = {name: p.detach().clone() for name, p in network.named_parameters()}
+    return GaussianPosterior(mean, {n: scale * torch.rand(m.shape, generator=generator) for n, m in mean.items()})
+
+
+def test_bootstrap_draws_are_the_clients():
+    """Eq. (4) and (5) with the weights that the clients sent."""
+    model, federation, _ = federated(mlp(FEATURES, 1, (4,)))
+    x = torch.randn(7, FEATURES)
+    by_hand = []
+    for client in model.global_round.clients:
+        network = mlp(FEATURES, 1, (4,))
+        network.load_state_dict({name.removeprefix("network."): value for name, value in client.mean.items()})
+        by_hand.append(network(x).detach())
+    prediction = model.predict_step(x)
+    draws = torch.stack(by_hand)
+    torch.testing.assert_close(prediction.samples, draws)
+    torch.testing.assert_close(prediction.mean, draws.mean(0))
+    torch.testing.assert_close(prediction.variance, draws.square().mean(0) - draws.mean(0) ** 2, atol=1e-5, rtol=1e-4)
+    assert prediction.samples.shape == (4, 7, 1)
+    for name, mean in federation.posterior.mean.items():
+        stacked = torch.stack([client.mean[name] for client in model.global_round.clients])
+        torch.testing.assert_close(mean, stacked.mean(0))
+        torch.testing.assert_close(federation.posterior.variance[name], stacked.var(0, correction=0))
+
+
+def test_monte_carlo_approaches_the_closed_form_of_a_linear_model():
+    model, _, _ = federated(predictive="closed_form", noise="fixed", noise_std=0.5)
+    x = torch.randn(20, FEATURES)
+    exact = model.predict_step(x)
+    model.predictive, model.samples = "omc", 40_000
+    sampled = model.predict_step(x)
+    error = exact.epistemic.sqrt() / math.sqrt(40_000)
+    assert bool(((sampled.mean - exact.mean).abs() < 5 * error).all())
+    torch.testing.assert_close(sampled.epistemic, exact.epistemic, rtol=0.04, atol=1e-7)
+    torch.testing.assert_close(exact.aleatoric, torch.full_like(exact.aleatoric, 0.25))
+
+
+def test_closed_form_is_equation_6():
+    model, federation, _ = federated(predictive="closed_form")
+    x = torch.randn(5, FEATURES)
+    mean, variance = (federation.posterior.mean, federation.posterior.variance)
+    prediction = model.predict_step(x)
+    expected = x @ mean["network.weight"].T + mean["network.bias"]
+    torch.testing.assert_close(prediction.mean, expected)
+    expected = torch.einsum("bi,oi,bi->bo", x, variance["network.weight"], x) + variance["network.bias"]
+    torch.testing.assert_close(prediction.epistemic, expected)
+
+
+def test_gaussian_fit_is_the_linear_pool_of_point_masses():
+    model, federation, _ = federated(mlp(FEATURES, 1, (4,)))
+    pooled = fb.fuse("linear_pool", model.global_round.clients)
+    for name, mean in pooled.mean.items():
+        torch.testing.assert_close(federation.posterior.mean[name], mean)
+        torch.testing.assert_close(federation.posterior.variance[name], pooled.variance[name])
+
+
+@pytest.mark.parametrize("predictive", ["omc", "bootstrap", "closed_form"])
+def test_a_loaded_model_predicts_with_the_same_uncertainty(predictive, tmp_path):
+    model, _, run = federated(predictive=predictive)
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = HybridBayesianRegressor.load_from_checkpoint(
+        tmp_path / "last.ckpt", network=nn.Linear(FEATURES, 1), weights_only=False
+    ).eval()
+    x = torch.randn(6, FEATURES)
+    torch.manual_seed(1)
+    expected = model.predict_step(x)
+    torch.manual_seed(1)
+    for one, other in zip(loaded.predict_step(x), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert float(expected.epistemic.min()) > 0
+
+
+def test_a_resumed_run_ends_with_the_same_predictions(tmp_path):
+    whole, _, _ = federated(rounds=4)
+    model, _, run = federated(rounds=2)
+    run.save_checkpoint(tmp_path / "half.ckpt")
+    torch.manual_seed(5)
+    resumed = HybridBayesianRegressor(nn.Linear(FEATURES, 1), predictive="bootstrap", noise="none", learning_rate=0.05)
+    federation = fb.FederatedBayes(fb.IIDPartition(4), fusion="gaussian_fit", local_epochs=3)
+    trainer(4, [federation]).fit(
+        resumed, DataLoader(examples(), 5, shuffle=True), ckpt_path=tmp_path / "half.ckpt", weights_only=False
+    )
+    x = torch.randn(6, FEATURES)
+    assert torch.equal(resumed.eval().predict_step(x).samples, whole.predict_step(x).samples)
+    assert not torch.equal(model.predict_step(x).samples, whole.predict_step(x).samples)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_validation_scores_the_predictive_of_the_federation(engine):
+    torch.manual_seed(0)
+    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), predictive="bootstrap", noise="residual")
+    federation = fb.FederatedBayes(fb.IIDPartition(4), fusion="gaussian_fit", engine=engine)
+    run = trainer(2, [federation])
+    data = examples(30, seed=3)
+    run.fit(model, DataLoader(examples(), 5, shuffle=True), DataLoader(data, 30))
+    prediction = model.eval().predict_step(data.tensors[0])
+    expected = torch.distributions.Normal(prediction.mean, prediction.variance.sqrt()).log_prob(data.tensors[1])
+    assert float(run.callback_metrics["val/nll"]) == pytest.approx(-float(expected.mean()), rel=1e-5)
+    assert float(prediction.epistemic.min()) > 0
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_residual_variance_follows_the_squared_error(engine):
+    """Noise of standard deviation 0.3 around a line that is learnt."""
+    torch.manual_seed(0)
+    data = examples(4000)
+    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), noise="residual", learning_rate=0.02)
+    federation = fb.FederatedBayes(fb.IIDPartition(4), fusion="fedavg", engine=engine)
+    trainer(3, [federation]).fit(model, DataLoader(data, 10, shuffle=True))
+    assert float(model.noise_variance) == pytest.approx(0.09, rel=0.15)
+
+
+def test_noise_per_target():
+    torch.manual_seed(0)
+    x = torch.randn(4000, FEATURES)
+    y = x[:, :2] + torch.tensor([0.1, 1.0]) * torch.randn(4000, 2)
+    for noise in ("residual", "learnt"):
+        model = HybridBayesianRegressor(nn.Linear(FEATURES, 2), noise=noise, targets=2, learning_rate=0.02)
+        trainer(3).fit(model, DataLoader(TensorDataset(x, y), 10, shuffle=True))
+        torch.testing.assert_close(model.noise_variance, torch.tensor([0.01, 1.0]), rtol=0.3, atol=0)
+
+
+def test_noise_of_none_is_the_squared_error():
+    model = HybridBayesianRegressor(nn.Linear(FEATURES, 2), noise="none")
+    outputs, targets = torch.randn(4, 2), torch.randn(4, 2)
+    expected = (outputs - targets).square().sum() / 4
+    torch.testing.assert_close(model.negative_log_likelihood(outputs, targets), expected)
+    with torch.no_grad():
+        assert float(model.predict_step(torch.randn(4, FEATURES)).variance.max()) == 0
+
+
+def test_posterior_of_bayesian_layers_can_be_drawn_from_too():
+    """OMC draws of a hybrid network have the moments of its own layers' draws."""
+    torch.manual_seed(0)
+    network = fb.bayesianize(mlp(FEATURES, 1, (4,)), last=1, posterior_std=0.5)
+    model = HybridBayesianRegressor(network, noise="fixed", samples=20_000)
+    x = torch.randn(3, FEATURES)
+    own = model.predict_step(x)
+    posterior = PosteriorView(model).read()
+    model.predictive = "omc"
+    model.on_round_end(posterior, [])
+    drawn = model.predict_step(x)
+    torch.testing.assert_close(drawn.mean, own.mean, atol=0.03, rtol=0)
+    torch.testing.assert_close(drawn.epistemic, own.epistemic, rtol=0.06, atol=0)
+
+
+def test_interval_holds_its_share_of_a_gaussian():
+    model, _, _ = federated(noise="fixed", predictive="closed_form")
+    prediction = model.predict_step(torch.randn(4, FEATURES))
+    low, high = prediction.interval(0.9)
+    normal = torch.distributions.Normal(prediction.mean, prediction.variance.sqrt())
+    torch.testing.assert_close(normal.cdf(high) - normal.cdf(low), torch.full_like(low, 0.9))
+    for level in (0.0, 1.0, -1.0, math.nan):
+        with pytest.raises(FedBayesError, match="level"):
+            prediction.interval(level)
+
+
+def test_before_the_first_round_the_network_predicts():
+    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), predictive="bootstrap")
+    assert model.predict_step(torch.randn(4, FEATURES)).samples.shape == (1, 4, 1)
+
+
+def test_draws_of_a_posterior_have_its_moments():
+    network = nn.Linear(2, 2)
+    sets = draws_from_posterior(posterior_of(network), 50_000, torch.Generator().manual_seed(0))
+    for name, mean in posterior_of(network).mean.items():
+        torch.testing.assert_close(sets[name].mean(0), mean, atol=0.02, rtol=0)
+        torch.testing.assert_close(sets[name].var(0), posterior_of(network).variance[name], rtol=0.04, atol=1e-4)
+
+
+def test_names_of_another_network_are_refused():
+    with pytest.raises(PosteriorError, match="another network"):
+        outputs_with(nn.Linear(2, 2), draws_from_clients([posterior_of(mlp(2, 2))]), torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("network", [mlp(3, 1), nn.Sequential(nn.Linear(3, 1), nn.ReLU()), nn.Conv1d(3, 1, 1)])
+def test_closed_form_is_for_linear_models(network):
+    with pytest.raises(FedBayesError, match="no closed form"):
+        HybridBayesianRegressor(network, predictive="closed_form")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"), [({"predictive": "bootstrop"}, "bootstrap"), ({"noise": "learned"}, "learnt"),
+                         ({"noise": "none", "bayesian_last": 1}, "likelihood")],
+)
+def test_wrong_arguments(wrong, match):
+    with pytest.raises(FedBayesError, match=match):
+        HybridBayesianRegressor(mlp(3, 1), **wrong)
