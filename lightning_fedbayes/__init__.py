@@ -15,7 +15,13 @@ from lightning_fedbayes.adversaries import (
     SignFlip,
 )
 from lightning_fedbayes.callbacks import FederatedBayes, UncertaintyReport
-from lightning_fedbayes.data import ClientDatasets, DiabetesDataModule, DigitsDataModule
+from lightning_fedbayes.data import (
+    ClientDatasets,
+    DiabetesDataModule,
+    DigitsDataModule,
+    HospitalsDataModule,
+    UCIDataModule,
+)
 from lightning_fedbayes.errors import (
     ConversionError,
     FedBayesError,
@@ -45,6 +51,7 @@ __all__ = [
     "FusionError",
     "GaussianPosterior",
     "GaussianVector",
+    "HospitalsDataModule",
     "HybridBayesianClassifier",
     "HybridBayesianRegressor",
     "IIDPartition",
@@ -58,6 +65,7 @@ __all__ = [
     "ScaledUpdate",
     "SignFlip",
     "SizesPartition",
+    "UCIDataModule",
     "UncertaintyReport",
     "available_fusions",
     "bayesianize",

@@ -7,6 +7,7 @@ from sklearn.datasets import load_diabetes
 from sklearn.model_selection import train_test_split
 from torch.utils.data import TensorDataset
 
+from lightning_fedbayes.data.standardise import standardisation_of
 from lightning_fedbayes.data.tensors import TensorDataModule
 
 
@@ -47,8 +48,8 @@ class DiabetesDataModule(TensorDataModule):
         train, validation = train_test_split(
             range(len(targets)), test_size=self.validation_fraction, random_state=self.seed
         )
-        x = (inputs - inputs[train].mean(0)) / inputs[train].std(0, correction=0)
-        self.target_mean = targets[train].mean().item()
-        self.target_std = targets[train].std(correction=0).item()
-        y = ((targets - self.target_mean) / self.target_std).unsqueeze(1)
-        self.train, self.validation = (TensorDataset(x[part].float(), y[part].float()) for part in (train, validation))
+        targets = targets.unsqueeze(1)
+        of_inputs, of_targets = standardisation_of(inputs[train]), standardisation_of(targets[train])
+        self.target_mean, self.target_std = of_targets.mean.item(), of_targets.std.item()
+        x, y = of_inputs.apply(inputs), of_targets.apply(targets)
+        self.train, self.validation = (TensorDataset(x[part], y[part]) for part in (train, validation))

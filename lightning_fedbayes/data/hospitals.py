@@ -1,0 +1,244 @@
+"""Heart disease at four hospitals: a federation that was not made by dividing one data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from lightning_fedbayes.data.clients import ClientDatasets
+from lightning_fedbayes.data.splits import SplitDataModule
+from lightning_fedbayes.data.standardise import standardisation_of
+from lightning_fedbayes.data.tables import Table, read_table
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.seeding import generator
+
+HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
+"""Names of the clients; their files are ``processed.<name>.data``."""
+
+MISSING = -9.0
+"""The number that means a missing value, besides the text ``?``, as the description of the data says."""
+
+
+class Attribute(NamedTuple):
+    """A column of the files.
+
+    Attributes:
+        name: as in the description of the data.
+        levels: the values that it can take; empty for a measurement or a count.
+        zero_is_missing: 0 cannot have been measured, and stands for a missing value.
+        always_there: it is never missing, and gets no indicator.
+    """
+
+    name: str
+    levels: tuple[int, ...] = ()
+    zero_is_missing: bool = False
+    always_there: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns it is encoded as: one for a number or a yes or no, else one for each level."""
+        return tuple(f"{self.name}={level}" for level in self.levels) if len(self.levels) > 2 else (self.name,)
+
+
+ATTRIBUTES = (
+    Attribute("age", always_there=True),
+    Attribute("sex", levels=(0, 1), always_there=True),
+    Attribute("cp", levels=(1, 2, 3, 4), always_there=True),
+    Attribute("trestbps", zero_is_missing=True),
+    Attribute("chol", zero_is_missing=True),
+    Attribute("fbs", levels=(0, 1)),
+    Attribute("restecg", levels=(0, 1, 2)),
+    Attribute("thalach", zero_is_missing=True),
+    Attribute("exang", levels=(0, 1)),
+    Attribute("oldpeak"),
+    Attribute("slope", levels=(1, 2, 3)),
+    Attribute("ca"),
+    Attribute("thal", levels=(3, 6, 7)),
+)
+"""The thirteen attributes, in the order of the files."""
+
+TARGET = Attribute("num", levels=(0, 1, 2, 3, 4), always_there=True)
+"""The column after them: the diagnosis; 0 is no vessel narrowed by half or more."""
+
+
+def read_patients(path: Path) -> tuple[Tensor, Tensor]:
+    """The attributes of a hospital's patients, and whether they have heart disease.
+
+    Returns: attributes, float64, shape (patients, 13), NaN where missing; labels, int64, shape (patients,), 1 for
+        heart disease.
+
+    Raises:
+        FederationError: the file is missing or malformed (with line and column).
+    """
+    table = read_table(path, separator=",", missing="?")
+    known = (*ATTRIBUTES, TARGET)
+    if table.values.shape[1] != len(known):
+        raise FederationError(
+            f"{path}, line {table.lines[0]}: {table.values.shape[1]} columns instead of {len(known)} "
+            f"({', '.join(attribute.name for attribute in known)}); give the processed files"
+        )
+    values = torch.stack([_checked(table, column, attribute, path) for column, attribute in enumerate(known)], dim=1)
+    return values[:, :-1], (values[:, -1] > 0).long()
+
+
+def _checked(table: Table, column: int, attribute: Attribute, path: Path) -> Tensor:
+    """A column with NaN where it is missing, shape (patients,); refuses what the attribute cannot be."""
+    values = table.values[:, column]
+    missing = values.isnan() | (values == MISSING) | (values == 0 if attribute.zero_is_missing else False)
+    impossible = missing if attribute.always_there else torch.zeros_like(missing)
+    if attribute.levels:
+        impossible = impossible | ~(missing | torch.isin(values, values.new_tensor(attribute.levels)))
+    if impossible.any():
+        row = int(impossible.nonzero()[0])
+        found = "missing" if missing[row] else f"{values[row].item():g}"
+        rule = f"one of {', '.join(map(str, attribute.levels))}" if attribute.levels else "there"
+        raise FederationError(
+            f"{path}, line {table.lines[row]}, column {column + 1}: {attribute.name} is {found}, but has to be {rule}"
+            f"{'' if attribute.always_there else ', or ?'}; correct it or leave out the line"
+        )
+    return values.masked_fill(missing, torch.nan)
+
+
+COLUMNS = tuple(column for attribute in ATTRIBUTES for column in attribute.columns)
+"""Names of the encoded columns, in order."""
+
+INDICATORS = tuple(f"{attribute.name} missing" for attribute in ATTRIBUTES if not attribute.always_there)
+"""Names of the columns that say whether an attribute is missing, in order."""
+
+
+def encode(attributes: Tensor) -> Tensor:
+    """One column per number, per yes or no, and per level of anything else.
+
+    Args:
+        attributes: float64, shape (patients, 13), NaN where missing.
+
+    Returns: float64, shape (patients, 22), in the order of :data:`COLUMNS`; NaN in all columns of what is missing.
+    """
+    columns = []
+    for attribute, values in zip(ATTRIBUTES, attributes.split(1, dim=1), strict=True):
+        if len(attribute.columns) > 1:
+            levels = (values == values.new_tensor(attribute.levels)).double()
+            columns.append(levels.masked_fill(values.isnan(), torch.nan))
+        else:
+            columns.append(values)
+    return torch.cat(columns, dim=1)
+
+
+def indicators(attributes: Tensor) -> Tensor:
+    """1 where an attribute that may be missing is missing, else 0; float32, shape (patients, 10)."""
+    may_be_missing = torch.tensor([not attribute.always_there for attribute in ATTRIBUTES])
+    return attributes[:, may_be_missing].isnan().float()
+
+
+def stratified_split(labels: Tensor, fraction: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
+    """Indices of a client's training and test examples; of each class, the nearest number to ``fraction`` is in test.
+
+    Args:
+        labels: integers, shape (examples,).
+        fraction: share of the test examples of each class.
+        seed, client: where the choice comes from.
+
+    Returns: two int64 vectors, sorted.
+    """
+    order = torch.randperm(len(labels), generator=generator(seed, "partition", client=client))
+    classes = [order[labels[order] == label] for label in labels.unique()]
+    test = torch.cat([examples[: round(fraction * len(examples))] for examples in classes])
+    in_test = torch.zeros(len(labels), dtype=torch.bool).index_fill(0, test, True)
+    return (~in_test).nonzero().flatten(), test.sort().values
+
+
+class HospitalsDataModule(SplitDataModule):
+    """Heart disease at four hospitals, one client each: 303 patients of Cleveland, 294 Hungarian, 123 Swiss, 200 of VA.
+
+    A federation that nobody made by dividing one data set: 46, 36, 93 and 75 % of the patients are ill, and each
+    hospital recorded other attributes. Inputs are float32 of shape (batch, 32), labels int64, 1 if any vessel is
+    narrowed by half or more (``num`` > 0). The training data are a :class:`~lightning_fedbayes.ClientDatasets`, so
+    :class:`~lightning_fedbayes.FederatedBayes` takes no partition.
+
+    Missing is what the files mark by ``?`` or −9, and a resting blood pressure, cholesterol or heart rate of 0, which
+    nobody alive has: one patient's blood pressure in VA, and the cholesterol of 49 of them and of every Swiss patient.
+    Negative ``oldpeak`` (the ST segment was elevated) is a measurement. Attributes of three and more levels become one
+    column per level; these 22 columns are standardised, and a missing value becomes 0, the mean, in all columns of its
+    attribute. Ten more columns are 1 where an attribute (all but age, sex and chest pain) was missing, else 0. The
+    columns are the same for all files and seeds. They nearly tell the hospitals apart (vessels were hardly
+    counted outside Cleveland), so a network can learn each hospital's share of ill patients from them: compare its
+    accuracy with that of guessing each hospital's majority.
+
+    Means and standard deviations are those of the present values in the training splits of all hospitals. That is
+    knowledge from outside each hospital, though not of any patient: counts, sums and sums of squares of every column,
+    which each hospital can send once, also under secure summation.
+
+    Each hospital's patients are split into training and test with the same share of ill patients. The validation
+    loader holds the test examples of all hospitals, in the order of ``test_sets``: what is chosen by their scores is
+    not tested by them.
+
+    Args:
+        directory: holds ``processed.cleveland.data`` and its three sisters.
+        batch_size: examples per batch.
+        test_fraction: share of each hospital's patients that is held out, strictly between 0 and 1.
+        seed: seed of the split.
+
+    Attributes:
+        train_sets, test_sets: hospital → its training and test examples; known after ``setup``.
+
+    Raises:
+        FederationError: a hospital's file is missing, malformed (with line and column), or too small to be split; all
+            before training: a missing file at once, the rest in ``setup``.
+
+    Source: A. Janosi, W. Steinbrunn, M. Pfisterer, R. Detrano, *Heart Disease*, UCI Machine Learning Repository, 1988.
+    The authors ask publications to name these investigators.
+    """
+
+    num_features = len(COLUMNS) + len(INDICATORS)
+    num_classes = 2
+
+    train_sets: dict[str, TensorDataset]
+    test_sets: dict[str, TensorDataset]
+
+    def __init__(
+        self, directory: str | Path, batch_size: int = 16, test_fraction: float = 0.2, seed: int = 0
+    ) -> None:
+        super().__init__(batch_size)
+        if not 0 < test_fraction < 1:
+            raise FederationError(
+                f"test_fraction is {test_fraction}; it lies strictly between 0 and 1, so that every hospital has "
+                "patients to train on and to test with"
+            )
+        directory = str(directory)  # a path would keep checkpoints from loading with weights_only
+        self.save_hyperparameters(logger=False)
+        self.files = {hospital: Path(directory) / f"processed.{hospital}.data" for hospital in HOSPITALS}
+        for hospital, path in self.files.items():
+            if not path.is_file():
+                raise FederationError(
+                    f"the patients of {hospital} are missing: there is no file {path}; give the directory that holds "
+                    "the four processed files"
+                )
+        self.test_fraction = test_fraction
+        self.seed = seed
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read, check, split, encode and standardise the data, the same way for every stage."""
+        train, test = {}, {}
+        for client, (hospital, path) in enumerate(self.files.items()):
+            attributes, labels = read_patients(path)
+            parts = stratified_split(labels, self.test_fraction, self.seed, client)
+            if not all(map(len, parts)):
+                raise FederationError(
+                    f"{hospital} has {len(labels)} patients: test_fraction={self.test_fraction} leaves none to "
+                    f"{'train on' if not len(parts[0]) else 'test with'}; change it"
+                )
+            train[hospital], test[hospital] = ((attributes[part], labels[part]) for part in parts)
+        scale = standardisation_of(torch.cat([encode(attributes) for attributes, _ in train.values()]))
+        self.train_sets, self.test_sets = (
+            {
+                hospital: TensorDataset(torch.cat([scale.apply(encode(attributes)), indicators(attributes)], 1), labels)
+                for hospital, (attributes, labels) in part.items()
+            }
+            for part in (train, test)
+        )
+        self.train = ClientDatasets(self.train_sets)
+        self.validation = self.test = ClientDatasets(self.test_sets)
