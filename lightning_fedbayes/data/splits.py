@@ -7,7 +7,8 @@ from typing import Any
 import lightning as L
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fedbayes.data.tensors import EVALUATION_BATCH
+EVALUATION_BATCH = 256
+"""Examples per evaluation batch, at least: scores do not depend on it, and large batches cost less."""
 
 
 class SplitDataModule(L.LightningDataModule):

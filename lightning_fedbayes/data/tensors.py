@@ -1,19 +1,14 @@
-"""Loaders over small data sets that are held in memory."""
+"""Small data sets in memory, without a test split of their own."""
 
 from __future__ import annotations
 
-from typing import Any
+from torch.utils.data import TensorDataset
 
-import lightning as L
-from torch.utils.data import DataLoader, TensorDataset
-
+from lightning_fedbayes.data.splits import SplitDataModule
 from lightning_fedbayes.errors import FederationError
 
-EVALUATION_BATCH = 256
-"""Examples per evaluation batch, at least: scores do not depend on it, and large batches cost less."""
 
-
-class TensorDataModule(L.LightningDataModule):
+class TensorDataModule(SplitDataModule):
     """A data module over two TensorDatasets, for training and for everything else.
 
     A subclass fills ``train`` and ``validation`` in ``setup``. There is no third split: test and predict use the
@@ -25,32 +20,20 @@ class TensorDataModule(L.LightningDataModule):
         seed: seed of the split.
     """
 
-    train: TensorDataset
-    validation: TensorDataset
+    train: TensorDataset  # pyright: ignore[reportIncompatibleVariableOverride]
+    validation: TensorDataset  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, batch_size: int, validation_fraction: float, seed: int) -> None:
-        super().__init__()
+        super().__init__(batch_size)
         if not 0 < validation_fraction < 1:
             raise FederationError(
                 f"validation_fraction is {validation_fraction}; it lies strictly between 0 and 1, so that there is "
                 "something to train on and something to validate with"
             )
-        self.batch_size = batch_size
         self.validation_fraction = validation_fraction
         self.seed = seed
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled training batches."""
-        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Validation batches in fixed order."""
-        return DataLoader(self.validation, batch_size=max(self.batch_size, EVALUATION_BATCH))
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """The validation batches."""
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """The validation batches."""
-        return self.val_dataloader()
+    @property
+    def test(self) -> TensorDataset:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The validation examples."""
+        return self.validation
