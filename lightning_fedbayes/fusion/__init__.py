@@ -1,6 +1,7 @@
 """Posterior fusion: rules by name, and the function that applies them."""
 
 from lightning_fedbayes.fusion.accumulator import FusionAccumulator, fuse
+from lightning_fedbayes.fusion.alpha import AlphaBarycenter, HellingerBarycenter
 from lightning_fedbayes.fusion.averages import LogVarianceAverage, WassersteinBarycenter, WeightedAverage, WeightedSum
 from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
 from lightning_fedbayes.fusion.geometric_median import GeometricMedian
@@ -32,6 +33,7 @@ from lightning_fedbayes.fusion.reliability import Reliability
 from lightning_fedbayes.fusion.rule import FusionRule, JudgingRule, Statistics, SumRule
 
 __all__ = [
+    "AlphaBarycenter",
     "Cohort",
     "Conflation",
     "CoordinateMedian",
@@ -43,6 +45,7 @@ __all__ = [
     "GeometricMedian",
     "Gram",
     "GramRule",
+    "HellingerBarycenter",
     "InferredRule",
     "InverseCovarianceMLE",
     "InverseCovarianceVB",

@@ -164,10 +164,15 @@ def signal_of(distances: Tensor, shares: Tensor) -> Tensor:
 
 
 def least_noise(noise: Tensor, floor: float) -> float:
-    """``floor`` in units of the lower quartile of ``noise``; of the median or the largest where that is 0.
+    """``floor`` in units of the lower quartile of ``noise``, so that a majority that sends noise does not raise it.
 
-    The quartile, so that a majority of clients that send noise does not raise it.
+    Of the median where the quartile is 0 beside it, or of the largest: some clients then are the consensus.
     """
     ordered = noise.sort().values
-    quartile, median, largest = ordered[len(noise) // 4], ordered[len(noise) // 2], ordered[-1]
-    return floor * float(next((scale for scale in (quartile, median, largest) if scale > 0), 1.0))
+    quartile, median, largest = (float(ordered[place]) for place in (len(noise) // 4, len(noise) // 2, -1))
+    scale = quartile if quartile > NOTHING * median else median if median > NOTHING * largest else largest
+    return floor * (scale or 1.0)
+
+
+NOTHING = 1e-9
+"""Ratio of noise variances below which one is 0 but for rounding."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def climb(latent: Latent, products: Tensor, size: int, least: float, steps: int)
         reached = at()
         value = free_energy(reached, products, size)
         if not bool(torch.isfinite(value)):
-            raise torch.linalg.LinAlgError("beyond double precision")
+            raise LinAlgError("beyond double precision")
         if value.item() > highest:
             highest = value.item()
             best = replace(reached, **{name: getattr(reached, name).detach().clone() for name in MOVED})
@@ -134,7 +135,7 @@ def climb(latent: Latent, products: Tensor, size: int, least: float, steps: int)
         free, max_iter=steps, history_size=20, tolerance_grad=1e-9, tolerance_change=1e-12,
         line_search_fn="strong_wolfe",
     )
-    with torch.enable_grad(), contextlib.suppress(torch.linalg.LinAlgError):  # singular: the best so far will do
+    with torch.enable_grad(), contextlib.suppress(LinAlgError):  # singular: the best so far will do
         optimizer.step(loss)  # pyright: ignore[reportArgumentType]
     return best
 

@@ -75,7 +75,7 @@ def available_fusions(aliases: bool = False) -> list[str]:
     """Names of all registered rules, sorted; with ``aliases``, their other names too.
 
     >>> available_fusions()[:2]
-    ['conflation', 'coordinate_median']
+    ['alpha_barycenter', 'conflation']
     """
     return sorted([*_RULES, *_ALIASES] if aliases else _RULES)
 
