@@ -22,6 +22,7 @@ from lightning_fedbayes.data import (
     HospitalsDataModule,
     UCIDataModule,
 )
+from lightning_fedbayes.engines.selection import AutoFusion
 from lightning_fedbayes.errors import (
     ConversionError,
     FedBayesError,
@@ -38,6 +39,7 @@ from lightning_fedbayes.posterior import GaussianPosterior
 
 __all__ = [
     "ALittleIsEnough",
+    "AutoFusion",
     "BayesianModule",
     "ClassPartition",
     "ClientDatasets",

@@ -32,6 +32,7 @@ from lightning_fedbayes.callbacks.checks import (
     check_trainer,
     is_finished,
 )
+from lightning_fedbayes.callbacks.held_out import check_held_out, held_out_batches, log_choices
 from lightning_fedbayes.callbacks.progress import show_clients
 from lightning_fedbayes.callbacks.reliability import ReliabilityReport
 from lightning_fedbayes.callbacks.report import FederationReport
@@ -45,6 +46,7 @@ from lightning_fedbayes.engines.federation import Federation, PriorPolicy, Serve
 from lightning_fedbayes.engines.loader import FederatedLoader, batching_of
 from lightning_fedbayes.engines.plan import check_batches, plan_round
 from lightning_fedbayes.engines.poisoning import poisoned
+from lightning_fedbayes.engines.selection import AutoFusion
 from lightning_fedbayes.engines.state import BufferPolicy, ResidentModel
 from lightning_fedbayes.errors import FederationError, nearest
 from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
@@ -74,7 +76,8 @@ class FederatedBayes(L.Callback):
             :class:`~lightning_fedbayes.ClientDatasets` (or ``ConcatDataset``) with one part per client.
         local_epochs: passes over a client's data per round, E.
         fraction: share of the clients that take part in a round, C in (0, 1], drawn anew in every round.
-        fusion: name of a fusion rule (:func:`~lightning_fedbayes.available_fusions`) or a rule object.
+        fusion: name of a fusion rule (:func:`~lightning_fedbayes.available_fusions`) or a rule object; "auto", or an
+            :class:`~lightning_fedbayes.AutoFusion`, chooses one in every round on the validation data.
         weighting: how much each client counts: "equal", "train_size", "max_discrepancy", "distance", their "_l2"
             forms, or a function from a list of :class:`~lightning_fedbayes.weighting.ClientFacts` to weights.
         engine: "sequential": clients train one after another. "vectorized": they train at once, as one stack of
@@ -110,7 +113,7 @@ class FederatedBayes(L.Callback):
         *,
         local_epochs: int = 1,
         fraction: float = 1.0,
-        fusion: str | FusionRule = "reverse_kl_barycenter",
+        fusion: str | FusionRule | AutoFusion = "reverse_kl_barycenter",
         weighting: str | CohortWeights = "train_size",
         engine: EngineName = "auto",
         clients_at_once: int | None = None,
@@ -123,7 +126,8 @@ class FederatedBayes(L.Callback):
         adversaries: Attack | Sequence[Attack] = (),
         seed: int = 0,
     ) -> None:
-        rule = get_rule(fusion)
+        fusion = AutoFusion() if fusion == "auto" else fusion
+        rule = fusion if isinstance(fusion, AutoFusion) else get_rule(fusion)
         check_weighting(weighting)
         check_partition(partition)
         _check_at_least("local_epochs", local_epochs, 1)
@@ -142,7 +146,6 @@ class FederatedBayes(L.Callback):
         self.partition = partition
         self.local_epochs = local_epochs
         self.fraction = fraction
-        self.fusion = fusion
         self.engine: EngineName = engine
         self.clients_at_once = clients_at_once
         self.optimizer_state: OptimizerPolicy = optimizer_state
@@ -184,14 +187,17 @@ class FederatedBayes(L.Callback):
         """The federation's settings, as they are logged."""
         weighting = self.server.weighting
         name = weighting if isinstance(weighting, str) else getattr(weighting, "__name__", "custom")
+        rule = self.server.rule
+        described = f"auto({', '.join(rule.names)})" if isinstance(rule, AutoFusion) else rule_name(rule)
+        rules = rule.rules if isinstance(rule, AutoFusion) else (rule,)
         return {
             "partition": repr(self.partition),
             "clients": len(self.clients) if self.clients is not None else None,
             "client_sizes": list(self.clients.sizes) if self.clients is not None else None,
             "local_epochs": self.local_epochs,
             "fraction": self.fraction,
-            "fusion": rule_name(self.fusion),
-            "weighting": name if self.server.rule.uses_weights else "none",
+            "fusion": described,
+            "weighting": name if any(each.uses_weights for each in rules) else "none",
             "engine": self.engine if self._federation is None else self._federation.engine.name,
             "prior": self.server.prior,
             "optimizer_state": self.optimizer_state,
@@ -273,7 +279,10 @@ class FederatedBayes(L.Callback):
         earlier = self._restored
         if earlier is None and self._federation is not None:
             earlier = self.state_dict()
-        self._federation = Federation(self.server, engine, self.adversaries)
+        if isinstance(self.server.rule, AutoFusion):
+            self.server.rule.check(pl_module)
+            check_held_out(trainer)
+        self._federation = Federation(self.server, engine, self.adversaries, lambda: held_out_batches(trainer))
         if earlier is not None:
             check_same_federation(trainer, earlier["settings"], self.settings())
             self._federation.load_state_dict(earlier)
@@ -350,6 +359,7 @@ class FederatedBayes(L.Callback):
         self._report.finish(trainer, self._uncertainty.client_accuracy)
         if self.clients is not None:
             self._reliability.finish(trainer, self.clients.names)
+        log_choices(trainer, self.history)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave the module with the global posterior of the last good round: nothing learnt is lost."""

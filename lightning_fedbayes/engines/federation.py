@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import lightning as L
 
 from lightning_fedbayes.adversaries import Attack, assign
 from lightning_fedbayes.engines.adversaries import RoundAdversaries, held_back
 from lightning_fedbayes.engines.client import Client, ClientFailure
 from lightning_fedbayes.engines.engine import Engine
 from lightning_fedbayes.engines.plan import RoundPlan
-from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion
+from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion, RoundResult
+from lightning_fedbayes.engines.selection import AutoFusion, RoundSelection, held_out_loss
 from lightning_fedbayes.errors import FederationError, FusionError
-from lightning_fedbayes.fusion import FusionRule
+from lightning_fedbayes.fusion import FusionRule, Memory
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.weighting import CohortWeights
@@ -23,11 +26,15 @@ PriorPolicy = Literal["fixed", "global"]
 Stage = Literal["between", "training", "fused"]
 
 
+HELD_OUT_LOSS = "held_out_loss/"
+"""What the figures of a round call a candidate's loss, before its name."""
+
+
 @dataclass(frozen=True)
 class Server:
     """How the server runs its rounds; see :class:`~lightning_fedbayes.FederatedBayes` for each argument."""
 
-    rule: FusionRule
+    rule: FusionRule | AutoFusion
     weighting: str | CohortWeights = "train_size"
     prior: PriorPolicy = "fixed"
     min_clients: int = 1
@@ -62,6 +69,7 @@ class Federation:
         server: how rounds are run.
         engine: trains the clients; it holds the resident network.
         attacks: what some clients send in place of their updates.
+        held_out: makes the batches that an :class:`~lightning_fedbayes.engines.selection.AutoFusion` scores with.
 
     Attributes:
         posterior: the global posterior after the last round.
@@ -76,10 +84,14 @@ class Federation:
         memory: what the fusion rule remembers.
     """
 
-    def __init__(self, server: Server, engine: Engine, attacks: Sequence[Attack] = ()) -> None:
+    def __init__(
+        self, server: Server, engine: Engine, attacks: Sequence[Attack] = (),
+        held_out: Callable[[], Iterable[Any]] = tuple,
+    ) -> None:
         self.server = server
         self.engine = engine
         self.attacks = tuple(attacks)
+        self.held_out = held_out
         self.posterior = engine.model.read_posterior().clone()
         self.history: list[dict[str, float]] = []
         self.failed_rounds = 0
@@ -89,7 +101,7 @@ class Federation:
         self.weights: dict[int, float] = {}
         self.judged = False
         self.excluded: dict[int, str] = {}
-        self.memory = server.rule.init()
+        self.memory: Memory = {} if isinstance(server.rule, AutoFusion) else server.rule.init()
         self._outcomes: list[ClientOutcome] = []
 
     @property
@@ -105,8 +117,7 @@ class Federation:
         self._start = time.perf_counter()
         if self.server.prior == "global":
             set_prior(self.engine.model.module, self.posterior, exclude=self.engine.model.local_names)
-        buffers = self.engine.model.federated_buffers
-        self._fusion = RoundFusion(self.server.rule, self.server.weighting, self.posterior, buffers, self.memory)
+        self._fusion = self._new_fusion()
         attackers = assign(self.attacks, self.engine.names, self.engine.seed)
         self._adversaries = RoundAdversaries(attackers, plan, self.posterior, self.engine.seed)
         self._waiting: list[tuple[ClientUpdate, float]] = []
@@ -180,8 +191,8 @@ class Federation:
         success = len(self._fusion) >= self.server.min_clients
         self.weights, self.judged, self.excluded = {}, False, {}
         if success:
-            result = self._fusion.finish()
-            self.posterior, self.weights, metrics = result.posterior, result.weights, result.metrics
+            result, metrics = self._fuse()
+            self.posterior, self.weights = result.posterior, result.weights
             self.judged, self.excluded, self.memory = result.judged, result.excluded, result.memory
             self.engine.model.load_posterior(result.posterior, result.buffers)
             self._tell_module()
@@ -199,6 +210,31 @@ class Federation:
                 f"updates; the global posterior of the last good round is kept. The first failure of this round was "
                 f"{type(first).__name__}: {first}"
             ) from first
+
+    def _new_fusion(self) -> RoundFusion | RoundSelection:
+        """What collects the updates of a round."""
+        rule, buffers = self.server.rule, self.engine.model.federated_buffers
+
+        def fusion(rule: FusionRule, memory: Memory | None) -> RoundFusion:
+            return RoundFusion(rule, self.server.weighting, self.posterior, buffers, memory)
+
+        if isinstance(rule, AutoFusion):
+            return RoundSelection(rule, fusion, self.memory)
+        return fusion(rule, self.memory)
+
+    def _fuse(self) -> tuple[RoundResult, dict[str, float]]:
+        """The result of the round and its figures."""
+        if isinstance(self._fusion, RoundFusion):
+            result = self._fusion.finish()
+            return result, result.metrics
+        module, model, auto = self.engine.model.module, self.engine.model, self._fusion.auto
+        assert isinstance(module, L.LightningModule)
+
+        def loss(result: RoundResult) -> float:
+            return held_out_loss(module, model, result, self.held_out(), auto.score, self.engine.seed, self.round)
+
+        result, losses = self._fusion.finish(loss)
+        return result, {**result.metrics, **{f"{HELD_OUT_LOSS}{name}": value for name, value in losses.items()}}
 
     def _tell_module(self) -> None:
         """Call the module's ``on_round_end``, if it has one, with the global posterior and the clients that count."""

@@ -1,0 +1,137 @@
+"""fusion="auto": the rule that predicts the held-out data best, in every round."""
+
+import csv
+import math
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.engines.selection import CANDIDATES, predictive_nll
+from tests.federations import Plain, bayesian, blobs, federate, loader, network, parameters, trainer
+
+RULES = ["reverse_kl_barycenter", "linear_pool", "weighted_sum"]
+
+
+def validation():
+    return DataLoader(blobs(60, seed=5), 25)
+
+
+def choosing(rules=RULES, rounds=2, engine="auto", module=None, **options):
+    fusion = fb.AutoFusion(rules, **options) if rules != "auto" else "auto"
+    made = fb.FederatedBayes(fb.IIDPartition(4), fusion=fusion, engine=engine, seed=3)
+    model = bayesian() if module is None else module
+    run = federate(model, made, rounds=rounds, val=validation())
+    return made, model, run
+
+
+def losses(figures):
+    return {name.removeprefix("held_out_loss/"): value for name, value in figures.items() if "held_out_loss" in name}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_the_best_of_one_round_is_what_that_rule_alone_gives(engine):
+    made, model, _ = choosing(rounds=1, engine=engine)
+    scores = losses(made.history[0])
+    assert set(scores) == set(RULES)
+    best = min(scores, key=scores.get)
+    alone = fb.FederatedBayes(fb.IIDPartition(4), fusion=best, engine=engine, seed=3)
+    other = bayesian()
+    federate(other, alone, rounds=1, val=validation())
+    for name, value in parameters(model).items():
+        torch.testing.assert_close(value, parameters(other)[name], msg=name)
+        assert torch.equal(made.posterior.mean[name], alone.posterior.mean[name]) if name in alone.posterior.mean else 1
+
+
+def test_default_candidates_are_scored_in_every_round():
+    made, _, _ = choosing("auto", rounds=2)
+    assert [set(losses(figures)) for figures in made.history] == [set(CANDIDATES)] * 2
+    assert made.settings()["fusion"].startswith("auto(weighted_average, ")
+
+
+def test_deterministic_networks_lose_the_same_under_all_averages():
+    torch.manual_seed(0)
+    made, _, _ = choosing(["weighted_average", "linear_pool"], module=fb.HybridBayesianClassifier(network()))
+    for figures in made.history:
+        first, second = losses(figures).values()
+        assert first == pytest.approx(second, rel=1e-5)
+
+
+def test_a_user_s_own_score():
+    seen = []
+
+    def score(module, batch):
+        seen.append((module.training, torch.is_grad_enabled(), len(batch[0])))
+        return -float(parameters(module)["net.0.bias"].sum())
+
+    made, model, _ = choosing(module=Plain(), score=score, rounds=1)
+    assert set(seen) == {(False, False, 25), (False, False, 10)}
+    assert model.training
+    assert len(losses(made.history[0])) == 3
+
+
+def test_a_rule_that_cannot_fuse_drops_out_of_the_round():
+    """dwc refuses clients that are vaguer than the posterior before."""
+    made, _, _ = choosing(["dwc", "reverse_kl_barycenter"], rounds=2)
+    assert "reverse_kl_barycenter" in losses(made.history[1])
+
+
+def test_no_rule_is_left():
+    with pytest.raises(fb.FusionError, match="no candidate has a finite loss"):
+        choosing(module=Plain(), score=lambda module, batch: math.nan, rounds=1)
+
+
+def test_memories_of_all_candidates_are_kept():
+    made, _, _ = choosing(["ivar_vb", "icov_vb", "weighted_average"], rounds=2)
+    memory = made.federation.memory
+    assert set(memory) == set(made.server.rule.names)
+    kept = [value for name, value in memory.items() if name.startswith(("ivar", "icov"))]
+    assert [float(each["counts"][0, 0]) for each in kept] == [2.0, 2.0]
+
+
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create.*")
+def test_resumed_run_chooses_the_same(tmp_path):
+    whole, model, _ = choosing(["ivar_vb", "linear_pool"], rounds=4)
+    half = fb.FederatedBayes(fb.IIDPartition(4), fusion=fb.AutoFusion(["ivar_vb", "linear_pool"]), seed=3)
+    run = trainer(2, [half], enable_checkpointing=True, default_root_dir=tmp_path)
+    run.fit(bayesian(), loader(), validation())
+    resumed = fb.FederatedBayes(fb.IIDPartition(4), fusion=fb.AutoFusion(["ivar_vb", "linear_pool"]), seed=3)
+    again = bayesian()
+    trainer(4, [resumed]).fit(again, loader(), validation(), ckpt_path=run.checkpoint_callback.last_model_path)
+    for name, value in parameters(again).items():
+        assert torch.equal(value, parameters(model)[name]), name
+    assert [losses(figures) for figures in resumed.history] == [losses(figures) for figures in whole.history]
+
+
+def test_table_of_choices(tmp_path):
+    made = fb.FederatedBayes(fb.IIDPartition(4), fusion=fb.AutoFusion(RULES))
+    federate(bayesian(), made, rounds=2, val=validation(), logger=CSVLogger(tmp_path))
+    (file,) = tmp_path.rglob("federation_chosen_rules.csv")
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    assert [row["round"] for row in rows] == ["1", "2"]
+    for row in rows:
+        assert row["chosen"] == min(RULES, key=lambda name, row=row: float(row[name]))
+
+
+def test_score_is_the_nll_of_the_mean_prediction():
+    torch.manual_seed(0)
+    model = bayesian().eval()
+    batch = blobs(20).tensors
+    torch.manual_seed(1)
+    probs = model.predict_step(batch[0]).probs
+    torch.manual_seed(1)
+    expected = torch.nn.functional.nll_loss(probs.log(), batch[1])
+    torch.testing.assert_close(predictive_nll(model, batch), expected)
+
+
+def test_mistakes_are_found_before_training():
+    with pytest.raises(fb.FederationError, match="there are none"):
+        federate(bayesian(), fb.FederatedBayes(fb.IIDPartition(4), fusion="auto"), rounds=1)
+    with pytest.raises(fb.FederationError, match="score a Plain"):
+        federate(Plain(), fb.FederatedBayes(fb.IIDPartition(4), fusion="auto"), rounds=1, val=validation())
+    with pytest.raises(fb.FusionError, match="two or more"):
+        fb.AutoFusion(["rklb"])
+    with pytest.raises(fb.FusionError, match="twice"):
+        fb.AutoFusion(["rklb", "reverse_kl_barycenter"])
