@@ -194,10 +194,10 @@ class Federation:
             result, metrics = self._fuse()
             self.posterior, self.weights = result.posterior, result.weights
             self.judged, self.excluded, self.memory = result.judged, result.excluded, result.memory
-            self.engine.model.load_posterior(result.posterior, result.buffers)
-            self._tell_module()
+            self._load(result)
         else:
             self.engine.model.load_global()
+        self._sent = {}
         self.engine.end_round(success=success)
         self.failed_rounds = 0 if success else self.failed_rounds + 1
         self.stage = "fused"
@@ -227,21 +227,22 @@ class Federation:
         if isinstance(self._fusion, RoundFusion):
             result = self._fusion.finish()
             return result, result.metrics
-        module, model, auto = self.engine.model.module, self.engine.model, self._fusion.auto
+        module, auto = self.engine.model.module, self._fusion.auto
         assert isinstance(module, L.LightningModule)
 
         def loss(result: RoundResult) -> float:
-            return held_out_loss(module, model, result, self.held_out(), auto.score, self.engine.seed, self.round)
+            self._load(result)
+            return held_out_loss(module, self.held_out(), auto.score, self.engine.seed, self.round)
 
         result, losses = self._fusion.finish(loss)
         return result, {**result.metrics, **{f"{HELD_OUT_LOSS}{name}": value for name, value in losses.items()}}
 
-    def _tell_module(self) -> None:
-        """Call the module's ``on_round_end``, if it has one, with the global posterior and the clients that count."""
+    def _load(self, result: RoundResult) -> None:
+        """Make ``result`` the global model, and tell the module, if it has a hook ``on_round_end``."""
+        self.engine.model.load_posterior(result.posterior, result.buffers)
         hook = getattr(self.engine.model.module, "on_round_end", None)
         if hook is not None:
-            hook(self.posterior, [sent for client, sent in self._sent.items() if self.weights.get(client, 0.0) > 0])
-        self._sent = {}
+            hook(result.posterior, [sent for client, sent in self._sent.items() if result.weights.get(client, 0.0) > 0])
 
     def abandon_round(self) -> None:
         """Forget an unfinished round: the module holds the global posterior that it started from."""

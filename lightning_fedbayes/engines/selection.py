@@ -14,7 +14,6 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion, RoundResult
-from lightning_fedbayes.engines.state import ResidentModel
 from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.fusion import FusionRule, Memory, get_rule, rule_name
 from lightning_fedbayes.metrics.functional import gaussian_nll
@@ -131,14 +130,9 @@ class RoundSelection:
 
 
 def held_out_loss(
-    module: L.LightningModule, model: ResidentModel, result: RoundResult, batches: Iterable[Any], score: Score | None,
-    seed: int, round: int,
+    module: L.LightningModule, batches: Iterable[Any], score: Score | None, seed: int, round: int
 ) -> float:
-    """Mean loss of a fused posterior over ``batches``; the module then holds that posterior.
-
-    Every candidate of a round is scored with the same noise.
-    """
-    model.load_posterior(result.posterior, result.buffers)
+    """Mean loss of ``module`` over ``batches``, with the same noise for every candidate of a round."""
     total, count = 0.0, 0
     with evaluation(module):
         seed_everything(derive_seed(seed, "validation", round))

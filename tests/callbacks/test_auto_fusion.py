@@ -115,6 +115,17 @@ def test_table_of_choices(tmp_path):
         assert row["chosen"] == min(RULES, key=lambda name, row=row: float(row[name]))
 
 
+def test_candidates_are_scored_by_the_predictions_they_would_make():
+    """A module that predicts with draws from the global posterior: each candidate's own, not the last round's."""
+    torch.manual_seed(0)
+    module = fb.HybridBayesianClassifier(network(), predictive="omc", samples=50, learning_rate=0.1)
+    made, _, _ = choosing(["gaussian_fit", "weighted_average"], module=module, rounds=1)
+    spread, point = losses(made.history[0]).values()
+    assert abs(spread - point) > 1e-3
+    best = min(losses(made.history[0]).items(), key=lambda item: item[1])[0]
+    assert bool(made.posterior.variance["network.0.weight"].any()) == (best == "gaussian_fit")
+
+
 def test_score_is_the_nll_of_the_mean_prediction():
     torch.manual_seed(0)
     model = bayesian().eval()
