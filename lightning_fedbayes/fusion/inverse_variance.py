@@ -38,8 +38,8 @@ class InverseVarianceMLE(_InverseVariance):
     When to use it: clients of unknown quality, more than a few. It needs neither weights nor a bound on the number of
     bad clients. The likelihood is unbounded (a client whose variance goes to 0 captures y), so three things belong to
     the method: it starts at the geometric median, which a minority of arbitrary clients cannot move far; variances
-    stay above ε; and the number of iterations is bounded. Of two or three clients one may still capture y; take
-    ``ivar_vb`` there.
+    stay above ε; and the number of iterations is bounded. One client may still capture y, mostly of a handful of
+    near-equal ones; the answer then is that client's. ``ivar_vb`` has no such trap.
 
     Args:
         memory: how much a round counts in the next, see :class:`~lightning_fedbayes.fusion.InferredRule`.

@@ -1,0 +1,101 @@
+"""Genuine parties and adversaries in one Lightning Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.adversaries import Attack
+from lightning_fedbayes.fusion import FusionRule
+
+Examples = tuple[Tensor, Tensor]
+"""Inputs and targets."""
+
+EVALUATION_BATCH = 1000
+
+
+class Task(L.LightningModule):
+    """An ordinary module: a network, a loss, a score and an optimizer.
+
+    Args:
+        network: what is trained.
+        loss: (outputs, targets) → mean loss.
+        score: (outputs, targets) → mean score of the validation examples.
+        optimizer: parameters → optimizer.
+    """
+
+    def __init__(
+        self, network: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], score: Callable[[Tensor, Tensor], Tensor],
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.loss = loss
+        self.score = score
+        self.optimizer = optimizer
+
+    def training_step(self, batch: Examples, batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        return self.loss(self.network(inputs), targets)
+
+    def validation_step(self, batch: Examples, batch_idx: int) -> None:
+        inputs, targets = batch
+        self.log("score", self.score(self.network(inputs), targets), batch_size=len(inputs))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.parameters())
+
+
+class Curve(L.Callback):
+    """Keeps the score of every round."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.values.append(float(trainer.callback_metrics["score"]))
+
+
+def federate(
+    task: Task, parties: Sequence[Examples], validation: Examples, rule: str | FusionRule, attack: Attack | None,
+    *, rounds: int, local_epochs: int = 1, batch_size: int, seed: int,
+) -> tuple[list[float], str]:
+    """Train a federation of ``parties`` with equal weights.
+
+    Args:
+        task: what is trained; it holds the global model afterwards.
+        parties: data of the genuine parties and of the adversaries.
+        validation: what the global model is scored on after every round.
+        rule: the fusion rule.
+        attack: what some of the parties do, or None.
+        rounds, local_epochs, batch_size, seed: of the federation.
+
+    Returns: the score after every round, and the engine that trained.
+    """
+    data = fb.ClientDatasets({f"party {k}": TensorDataset(*examples) for k, examples in enumerate(parties)})
+    batches = list(zip(*(each.split(EVALUATION_BATCH) for each in validation)))
+    federation, curve = fb.FederatedBayes(
+        local_epochs=local_epochs, fusion=rule, weighting="equal", engine="auto",
+        adversaries=() if attack is None else attack, seed=seed,
+    ), Curve()
+    trainer = L.Trainer(
+        max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[federation, curve], num_sanity_val_steps=0,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(task, DataLoader(data, batch_size, shuffle=True), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return curve.values, str(federation.settings()["engine"])
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Share of right predictions: outputs of shape (..., classes), targets of shape (...)."""
+    return (outputs.argmax(-1) == targets).float().mean()
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all predictions: outputs of shape (..., classes), targets of shape (...)."""
+    return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())

@@ -1,0 +1,130 @@
+"""One round of logistic regression: five genuine parties and ever more adversaries, and other attacks.
+
+    python benchmarks/untrusted/one_round.py --data DIR [--dataset mnist|fashion_mnist] [--seeds 5] [--out FOLDER]
+
+All rules fuse the same updates: a round is trained once per seed and its updates, as they are sent, are kept; the
+Gaussian adversaries of every number are the first of the same ten. That gives what a federation per rule would.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from federation import Examples, Task, accuracy, cross_entropy, federate
+from figures import panels
+from images import deal, read
+from report import be_quiet, options, table, write
+from rules import PUBLISHED, RULES
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.adversaries import Attack
+from lightning_fedbayes.fusion import FusionRule
+
+GENUINE, MOST, SIZE = 5, 10, 12_000
+"""Parties, largest number of Gaussian adversaries, examples of each party."""
+MAJORITY, MINORITY, SHARE = 7, 3, 6_000
+"""Honest parties, adversaries and examples of each in the second table."""
+LOCAL_EPOCHS, BATCH, RATE = 20, 100, 0.1
+ATTACKERS = list(range(MAJORITY, MAJORITY + MINORITY))
+ATTACKS = {
+    "sign flipped": fb.SignFlip(clients=ATTACKERS),
+    "a little is enough": fb.ALittleIsEnough(clients=ATTACKERS),
+    "a little is enough, z = 1.5": fb.ALittleIsEnough(clients=ATTACKERS, z=1.5),
+}
+
+Updates = tuple[list[fb.GaussianPosterior], fb.GaussianPosterior]
+"""What the clients of a round send, and the global posterior that they started from."""
+
+
+class Keep(FusionRule):
+    """Keeps the updates of the last round; the global model is that of the first client."""
+
+    def __init__(self) -> None:
+        self.updates: Updates | None = None
+
+    def fuse(
+        self, posteriors: Sequence[fb.GaussianPosterior], weights: Tensor, previous: fb.GaussianPosterior | None
+    ) -> fb.GaussianPosterior:
+        assert previous is not None
+        self.updates = list(posteriors), previous
+        return posteriors[0]
+
+
+def logistic_regression() -> nn.Linear:
+    """784 → 10, all 0: the loss is convex, the start does not matter."""
+    network = nn.Linear(784, 10)
+    nn.init.zeros_(network.weight)
+    nn.init.zeros_(network.bias)
+    return network
+
+
+def updates_of(parties: Sequence[Examples], test: Examples, attack: Attack, seed: int) -> tuple[Updates, str]:
+    """What the parties send after training, in their order, and the engine that trained."""
+    keep, optimizer = Keep(), functools.partial(torch.optim.SGD, lr=RATE)
+    task = Task(logistic_regression(), cross_entropy, accuracy, optimizer)
+    _, engine = federate(
+        task, parties, test, keep, attack, rounds=1, local_epochs=LOCAL_EPOCHS, batch_size=BATCH, seed=seed
+    )
+    assert keep.updates is not None
+    return keep.updates, engine
+
+
+def score(
+    rule: str, posteriors: Sequence[fb.GaussianPosterior], previous: fb.GaussianPosterior, test: Examples
+) -> float:
+    """Test accuracy of the fused network."""
+    fused, (inputs, targets) = fb.fuse(rule, posteriors, previous=previous), test
+    return float(accuracy(inputs @ fused.mean["network.weight"].T + fused.mean["network.bias"], targets))
+
+
+def main() -> None:
+    parser = options(__doc__, data=True, seeds=5)
+    parser.add_argument("--dataset", choices=("mnist", "fashion_mnist"), default="mnist", help="what --data holds")
+    arguments = parser.parse_args()
+    be_quiet()
+    train, test = read(arguments.data, "train"), read(arguments.data, "t10k")
+    seeds, numbers, engine = range(arguments.seeds), range(MOST + 1), ""
+    gaussian: dict[str, list[list[float]]] = {rule: [] for rule in RULES}
+    others: dict[str, dict[str, list[float]]] = {name: {rule: [] for rule in RULES} for name in ("none", *ATTACKS)}
+    alone: list[float] = []
+    for seed in tqdm(seeds):
+        parties = deal(train, GENUINE, SIZE, seed)
+        inputs, targets = parties[0]
+        noise = [(inputs[:1], targets[:1])] * MOST  # these throw away what they have trained: one example will do
+        attack = fb.GaussianVector(clients=list(range(GENUINE, GENUINE + MOST)))
+        (posteriors, previous), engine = updates_of([*parties, *noise], test, attack, seed)
+        alone.append(score("weighted_average", posteriors[:1], previous, test))
+        for rule in RULES:
+            gaussian[rule].append([score(rule, posteriors[: GENUINE + r], previous, test) for r in numbers])
+        parties = deal(train, MAJORITY + MINORITY, SHARE, seed)
+        for name, attack in ATTACKS.items():
+            (posteriors, previous), engine = updates_of(parties, test, attack, seed)
+            for rule in RULES:
+                others[name][rule].append(score(rule, posteriors, previous, test))
+        for rule in RULES:
+            others["none"][rule].append(score(rule, posteriors[:MAJORITY], previous, test))
+
+    shown = {
+        f"{r} adversaries": {rule: [each[r] for each in gaussian[rule]] for rule in RULES} for r in (0, 2, 5, 7, 10)
+    }
+    published = PUBLISHED["mnist"] if arguments.dataset == "mnist" else None
+    settings = (
+        f"{arguments.dataset}, all 10,000 test images. Logistic regression from 0 on pixels from 0 to 1; SGD, rate "
+        f"{RATE}, batches of {BATCH}, {LOCAL_EPOCHS} local epochs, one round; engine {engine}; seeds 0 to "
+        f"{arguments.seeds - 1} (parts, batches and attacks). First table: {GENUINE} genuine parties of {SIZE:,} "
+        "examples and adversaries who send N(0, 1) in place of the parameters; published: the paper's MNIST, 5 "
+        f"adversaries. Second table: {MAJORITY} honest parties and {MINORITY} adversaries of {SHARE:,} examples each. "
+        f"One party alone: {sum(alone) / len(alone):.4f}."
+    )
+    title = f"{arguments.dataset}, {GENUINE} genuine parties"
+    figure = panels({title: gaussian}, RULES, numbers, "adversaries", "test accuracy")
+    tables = [table("rule", RULES, published, shown, 4), table("rule", RULES, None, others, 4)]
+    write(arguments.out, f"one_round_{arguments.dataset}", settings, tables, figure)
+
+
+if __name__ == "__main__":
+    main()
