@@ -16,10 +16,14 @@ from lightning_fedbayes.adversaries import (
 )
 from lightning_fedbayes.callbacks import FederatedBayes, UncertaintyReport
 from lightning_fedbayes.data import (
+    CIFAR10DataModule,
     ClientDatasets,
     DiabetesDataModule,
     DigitsDataModule,
+    FashionMNISTDataModule,
     HospitalsDataModule,
+    MNISTDataModule,
+    SVHNDataModule,
     UCIDataModule,
 )
 from lightning_fedbayes.engines.selection import AutoFusion
@@ -32,21 +36,31 @@ from lightning_fedbayes.errors import (
     PosteriorError,
 )
 from lightning_fedbayes.fusion import Reliability, available_fusions, fuse, register_fusion
-from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior
-from lightning_fedbayes.modules import BayesianModule, HybridBayesianClassifier, HybridBayesianRegressor
+from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior, with_mc_dropout
+from lightning_fedbayes.modules import (
+    BayesianLinearRegression,
+    BayesianModule,
+    DeepEnsembleRegressor,
+    HybridBayesianClassifier,
+    HybridBayesianRegressor,
+)
 from lightning_fedbayes.partition import ClassPartition, DirichletPartition, IIDPartition, SizesPartition
 from lightning_fedbayes.posterior import GaussianPosterior
 
 __all__ = [
     "ALittleIsEnough",
     "AutoFusion",
+    "BayesianLinearRegression",
     "BayesianModule",
+    "CIFAR10DataModule",
     "ClassPartition",
     "ClientDatasets",
     "ConversionError",
+    "DeepEnsembleRegressor",
     "DiabetesDataModule",
     "DigitsDataModule",
     "DirichletPartition",
+    "FashionMNISTDataModule",
     "FedBayesError",
     "FederatedBayes",
     "FederationError",
@@ -59,11 +73,13 @@ __all__ = [
     "IIDPartition",
     "InnerProductManipulation",
     "LabelFlip",
+    "MNISTDataModule",
     "NotANumber",
     "PartitionError",
     "PosteriorError",
     "RandomUpdate",
     "Reliability",
+    "SVHNDataModule",
     "ScaledUpdate",
     "SignFlip",
     "SizesPartition",
@@ -76,4 +92,5 @@ __all__ = [
     "load_posterior",
     "read_posterior",
     "register_fusion",
+    "with_mc_dropout",
 ]

@@ -180,6 +180,30 @@ def prediction_interval(x: Tensor, mean: Tensor, std: Tensor, target: tuple[Tens
     return figure
 
 
+def prediction_intervals(mean: Tensor, low: Tensor, high: Tensor, target: Tensor) -> Figure:
+    """Every example's prediction interval and target, from the smallest predicted mean to the largest.
+
+    Targets outside their interval have a colour of their own; the title says what share lies inside.
+
+    Args:
+        mean: predictive means, shape (examples,), in the units of the target.
+        low, high: ends of the intervals, shape (examples,).
+        target: what was observed, shape (examples,).
+    """
+    order = np.argsort(_array(mean))
+    mean_, low_, high_, target_ = (_array(values)[order] for values in (mean, low, high, target))
+    rank, inside = np.arange(1, len(order) + 1), (low_ <= target_) & (target_ <= high_)
+    figure, axes = _figure()
+    axes.vlines(rank, low_, high_, color=PALETTE[5], alpha=0.6, linewidth=max(1.0, min(6.0, 200 / len(order))))
+    axes.plot(rank, mean_, color=PALETTE[0], linewidth=1.8, label="predictive mean")
+    for chosen, color, label in ((inside, INK, "target inside"), (~inside, PALETTE[1], "target outside")):
+        axes.scatter(rank[chosen], target_[chosen], s=10, color=color, zorder=3, label=label)
+    axes.set(xlabel="example, by predicted mean", ylabel="target y",
+             title=f"Prediction intervals ({inside.mean():.0%} of targets inside)")
+    _legend(axes, 3)
+    return figure
+
+
 def _figure(width: float = 5.0, height: float = 3.75) -> tuple[Figure, Axes]:
     """An empty figure of ``width`` × ``height`` inches in the house style."""
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")

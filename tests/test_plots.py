@@ -28,6 +28,7 @@ FIGURES = {
     "empty_heatmap": lambda: plots.client_heatmap(torch.zeros(2, 2).long(), (0, 1)),
     "rounds": lambda: plots.rounds({f"rule {i}": [0.1 * i, float("nan"), 0.5] for i in range(9)}, "accuracy"),
     "interval": lambda: plots.prediction_interval(X.flip(0), X.flip(0) ** 3, X.abs(), (X, X**3)),
+    "intervals": lambda: plots.prediction_intervals(X.flip(0), X.flip(0) - 1, X.flip(0) + 1, X.flip(0) + 0.7 * X),
     "interval_alone": lambda: plots.prediction_interval(X, X**3, X.abs()),
 }
 
@@ -83,3 +84,14 @@ def test_interval_is_sorted_and_symmetric_about_the_mean():
     corners = axes.collections[0].get_paths()[0].vertices
     assert corners[:, 1].max() == pytest.approx(2**3 + 2 * 2, abs=1e-5)
     assert corners[:, 1].min() == pytest.approx(-(2**3) - 2 * 2, abs=1e-5)
+
+
+def test_intervals_are_sorted_and_say_how_many_targets_they_hold():
+    axes = FIGURES["intervals"]().axes[0]
+    bars, inside, outside = axes.collections
+    assert axes.lines[0].get_ydata() == pytest.approx(X.numpy())
+    ends = torch.tensor([[low, high] for (_, low), (_, high) in bars.get_segments()])
+    torch.testing.assert_close(ends, torch.stack([X - 1, X + 1], 1).to(ends), rtol=0, atol=1e-6)
+    held = int((0.7 * X.abs() <= 1).sum())
+    assert (len(inside.get_offsets()), len(outside.get_offsets())) == (held, 30 - held)
+    assert f"{held / 30:.0%} of targets" in axes.get_title()

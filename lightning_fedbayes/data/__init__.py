@@ -4,17 +4,29 @@ from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of
 from lightning_fedbayes.data.diabetes import DiabetesDataModule
 from lightning_fedbayes.data.digits import DigitsDataModule
 from lightning_fedbayes.data.hospitals import HospitalsDataModule
+from lightning_fedbayes.data.images import (
+    CIFAR10DataModule,
+    FashionMNISTDataModule,
+    ImageDataModule,
+    MNISTDataModule,
+    SVHNDataModule,
+)
 from lightning_fedbayes.data.labels import labels_of
 from lightning_fedbayes.data.splits import SplitDataModule
 from lightning_fedbayes.data.tensors import TensorDataModule
 from lightning_fedbayes.data.uci import UCIDataModule, available_datasets
 
 __all__ = [
+    "CIFAR10DataModule",
     "ClientDatasets",
     "Clients",
     "DiabetesDataModule",
     "DigitsDataModule",
+    "FashionMNISTDataModule",
     "HospitalsDataModule",
+    "ImageDataModule",
+    "MNISTDataModule",
+    "SVHNDataModule",
     "SplitDataModule",
     "TensorDataModule",
     "UCIDataModule",

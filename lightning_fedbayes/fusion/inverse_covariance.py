@@ -60,10 +60,10 @@ class InverseCovarianceVB(_InverseCovariance):
 
     When to use it: clients share data, or err alike, so that counting each of them in full counts the same evidence
     many times. With the right number of latent features it comes close to the best linear estimate. It costs more than
-    ``ivar_vb``, which is as good where errors are independent. y is what *all* clients have in common. Clients that send
-    something else altogether (noise, the previous model) pull the answer somewhat towards no change, and with clients
-    that flip the sign of their update nothing is left in common: three of ten stop the training. Use ``ivar_vb`` or
-    the geometric median against those.
+    ``ivar_vb``, which is as good where errors are independent. y is what *all* clients have in common. Clients that
+    send something else altogether (noise, the previous model) pull the answer somewhat towards no change, and with
+    clients that flip the sign of their update nothing is left in common: three of ten stop the training. Use
+    ``ivar_vb`` or the geometric median against those.
 
     y and u are inferred jointly, and the free energy is climbed by L-BFGS (see ``latent_noise.py``). The source infers
     them apart by coordinate ascent; where clients overlap that stays at nearly equal weights.

@@ -24,7 +24,7 @@ from lightning_fedbayes.layers.conv_transpose import (
     ConvTranspose3dReparameterization,
 )
 from lightning_fedbayes.layers.convert import bayesianize
-from lightning_fedbayes.layers.dropout import MCDropout
+from lightning_fedbayes.layers.dropout import MCDropout, with_mc_dropout
 from lightning_fedbayes.layers.functional import ESTIMATORS, Estimator
 from lightning_fedbayes.layers.kl import kl_divergence, set_prior
 from lightning_fedbayes.layers.linear import LinearFlipout, LinearLocalReparameterization, LinearReparameterization
@@ -74,4 +74,5 @@ __all__ = [
     "read_posterior",
     "set_prior",
     "use_estimator",
+    "with_mc_dropout",
 ]

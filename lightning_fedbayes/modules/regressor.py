@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from statistics import NormalDist
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import MeanSquaredError, MetricCollection
 
 from lightning_fedbayes.errors import FedBayesError, nearest
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.layers.sites import gaussian_sites
-from lightning_fedbayes.metrics import DeterminantSharpness, GaussianCRPS, GaussianNLL, IntervalCoverage
-from lightning_fedbayes.modules.bayesian_module import BayesianModule
 from lightning_fedbayes.modules.hybrid import Init, hybrid
 from lightning_fedbayes.modules.predictive import Predictive, linear_moments
+from lightning_fedbayes.modules.regression import RegressionPrediction, Regressor
 
 Noise = Literal["learnt", "fixed", "residual", "none"]
 NOISES: tuple[Noise, ...] = ("learnt", "fixed", "residual", "none")
@@ -27,41 +24,7 @@ RESIDUAL_MEMORY = 0.99
 """What a squared error counts, for the residual variance, one example later."""
 
 
-class RegressionPrediction(NamedTuple):
-    """What a Bayesian regressor says of a batch, in the units of the targets it was trained on.
-
-    Attributes:
-        mean: predictive mean, shape (batch, targets).
-        variance: predictive variance, aleatoric + epistemic, shape (batch, targets).
-        aleatoric: variance of the observation noise, shape (batch, targets).
-        epistemic: variance of the mean over draws of the parameters, shape (batch, targets).
-        samples: the mean under each draw of the parameters, shape (draws, batch, targets).
-    """
-
-    mean: Tensor
-    variance: Tensor
-    aleatoric: Tensor
-    epistemic: Tensor
-    samples: Tensor
-
-    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Ends of the central interval that holds ``level`` of a Gaussian with this mean and variance.
-
-        Args:
-            level: strictly between 0 and 1.
-
-        Returns: lower and upper end, shape (batch, targets) each.
-
-        Raises:
-            FedBayesError: ``level`` is not strictly between 0 and 1.
-        """
-        if not 0 < level < 1:
-            raise FedBayesError(f"level={level}: the part of the distribution in an interval lies in (0, 1)")
-        half = NormalDist().inv_cdf((1 + level) / 2) * self.variance.sqrt()
-        return self.mean - half, self.mean + half
-
-
-class HybridBayesianRegressor(BayesianModule):
+class HybridBayesianRegressor(Regressor):
     r"""Regresses with a network whose last layers are Bayesian, under Gaussian observation noise.
 
     .. math:: y = f(x;\theta) + \varepsilon, \quad \varepsilon \sim N(0, \sigma^2), \qquad
@@ -136,12 +99,6 @@ class HybridBayesianRegressor(BayesianModule):
             )
         self.noise: Noise = noise
         self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
-        self._gaussian_metrics = MetricCollection(
-            {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)},
-            compute_groups=False,
-        )
-        self._sharpness = DeterminantSharpness()
-        self._squared_error = MeanSquaredError(squared=False)
         shape = () if targets is None else (targets,)
         if noise in ("learnt", "fixed"):
             log_noise_std = torch.full(shape, math.log(noise_std))
@@ -178,42 +135,9 @@ class HybridBayesianRegressor(BayesianModule):
             mean = errors.square().mean(0) if known.ndim else errors.square().mean()
             known.add_((1 - RESIDUAL_MEMORY ** len(errors)) * (mean.reshape(known.shape) - known))
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Score a batch. Returns predictive mean and variance and the targets, each (batch, targets)."""
-        return self._score(batch)
-
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """As :meth:`validation_step`."""
-        return self._score(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the scores over all batches."""
-        self._log_scores("val")
-
-    def on_test_epoch_end(self) -> None:
-        """As :meth:`on_validation_epoch_end`."""
-        self._log_scores("test")
-
-    def _score(self, batch: Any) -> dict[str, Tensor]:
-        inputs, targets = self.unpack(batch)
-        prediction = self.predict_step(inputs)
-        mean, variance = prediction.mean, prediction.variance
-        targets = targets.reshape(mean.shape)
-        self._gaussian_metrics.update(mean, variance, targets)
-        self._sharpness.update(torch.diag_embed(variance))
-        self._squared_error.update(mean.contiguous(), targets.contiguous())
-        return {"mean": mean, "variance": variance, "target": targets}
-
-    def _log_scores(self, stage: str) -> None:
-        scores = self._gaussian_metrics.compute()
-        scores |= {"sharpness": self._sharpness.compute(), "rmse": self._squared_error.compute()}
-        self.log_dict({f"{stage}/{name}": score for name, score in scores.items()})
-        for metric in (self._gaussian_metrics, self._sharpness, self._squared_error):
-            metric.reset()
-
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> RegressionPrediction:
         """Mean prediction and decomposed variance of a batch: a tensor of inputs, or (inputs, targets)."""
-        inputs = batch if isinstance(batch, Tensor) else self.unpack(batch)[0]
+        inputs = self.inputs_of(batch)
         draws = self.sample(inputs)
         draws = draws.unsqueeze(-1) if draws.ndim == 2 else draws
         posterior = self.global_round.posterior

@@ -1,0 +1,135 @@
+"""A deep ensemble: networks that predict mean and variance, from different beginnings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.modules.regression import RegressionPrediction, Regressor
+
+MIN_VARIANCE = 1e-6
+"""Least variance that a member predicts, in squared units of the targets it is trained on."""
+
+
+class Ensemble(nn.Module):
+    """Networks side by side: inputs (batch, *) to outputs (batch, members, outputs).
+
+    Args:
+        members: map the same inputs to (batch, outputs).
+    """
+
+    def __init__(self, members: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Every member's output."""
+        return torch.stack([member(inputs) for member in self.members], 1)
+
+
+class DeepEnsembleRegressor(Regressor):
+    r"""Regresses with the mixture of several networks, each of which predicts a mean and a variance.
+
+    Member m sees every example and minimises its own Gaussian NLL; the loss is their sum, so that all train at once and
+    none learns of the others:
+
+    .. math:: \mathcal L = \sum_m \tfrac12 \log 2\pi\sigma_m^2(x) + \frac{(y - \mu_m(x))^2}{2\sigma_m^2(x)}, \qquad
+              \sigma_m^2 = \mathrm{softplus}(r_m) + 10^{-6}
+
+    where the first half of a network's outputs is μ and the second half r. The prediction is the mixture's mean and
+    variance; the variance is the mean of the members' (aleatoric) and the spread of their means (epistemic):
+
+    .. math:: \mu = \frac1M\sum_m \mu_m, \qquad
+              \sigma^2 = \frac1M\sum_m \sigma_m^2 + \frac1M\sum_m (\mu_m - \mu)^2
+
+    When to use it: the noise differs from input to input, or a strong baseline is wanted at M times the cost. In a
+    federation member m of every client starts from member m of the global model, so that "weighted_average" averages
+    like with like. Members may hold Bayesian layers or Monte Carlo dropout: each draw is then a member more.
+
+    Args:
+        networks: the members, each with its own initial parameters, mapping inputs to (batch, 2 · targets); [FedAG]
+            takes five.
+        learning_rate, optimizer: see :class:`BayesianModule`.
+
+    Raises:
+        FedBayesError: no network, or two that begin alike, and so would stay alike; at the first batch: outputs that
+            are not two per target.
+
+    Source: Lakshminarayanan, Pritzel and Blundell (2017) §2.4, without adversarial examples; as a baseline of [FedAG],
+    §4.3.
+
+    >>> model = DeepEnsembleRegressor([nn.Linear(3, 2) for _ in range(5)])
+    >>> prediction = model.predict_step(torch.zeros(4, 3))
+    >>> prediction.mean.shape, prediction.samples.shape
+    (torch.Size([4, 1]), torch.Size([5, 4, 1]))
+    """
+
+    def __init__(
+        self,
+        networks: Sequence[nn.Module],
+        *,
+        learning_rate: float = 1e-3,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+    ) -> None:
+        if not networks:
+            raise FedBayesError("networks is empty: an ensemble has at least one member")
+        for number, network in enumerate(networks):
+            twins = [other for other in range(number) if _begin_alike(networks[other], network)]
+            if twins:
+                raise FedBayesError(
+                    f"networks {twins[0]} and {number} have equal parameters, and would learn the same: build each "
+                    "anew, as in [mlp(3, 2) for _ in range(5)]"
+                )
+        super().__init__(Ensemble(networks), learning_rate=learning_rate, optimizer=optimizer)
+        self.save_hyperparameters(ignore=["networks", "optimizer"])
+
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Gaussian NLL in nats, mean over the batch, summed over members and targets.
+
+        Args:
+            outputs: means, then raw variances, shape (batch, members, 2 · targets).
+            targets: shape (batch,) or (batch, targets).
+        """
+        mean, variance = mean_and_variance(outputs)
+        if targets.numel() * mean.shape[1] != mean.numel():
+            raise FedBayesError(
+                f"{outputs.shape[-1]} outputs for targets of shape {tuple(targets.shape)}: the networks of an ensemble "
+                "have two outputs per target, mean and raw variance"
+            )
+        errors = targets.reshape(len(mean), 1, -1) - mean
+        per_entry = 0.5 * (errors.square() / variance + variance.log() + math.log(2 * math.pi))
+        return per_entry.sum() / len(outputs)
+
+    def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> RegressionPrediction:
+        """Mean and decomposed variance of the mixture: of a tensor of inputs, or of (inputs, targets)."""
+        outputs = self.sample(self.inputs_of(batch))
+        means, variances = mean_and_variance(outputs.movedim(2, 1).flatten(0, 1))
+        aleatoric, epistemic = variances.mean(0), means.var(0, correction=0)
+        return RegressionPrediction(means.mean(0), aleatoric + epistemic, aleatoric, epistemic, means)
+
+
+def mean_and_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """A network's outputs (*, 2 · targets) as means and variances, shape (*, targets) each.
+
+    Raises:
+        FedBayesError: an odd number of outputs.
+    """
+    if outputs.shape[-1] % 2:
+        raise FedBayesError(
+            f"{outputs.shape[-1]} outputs: a network that predicts mean and variance has two outputs per target"
+        )
+    mean, raw = outputs.chunk(2, -1)
+    return mean, F.softplus(raw) + MIN_VARIANCE
+
+
+def _begin_alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two networks have equal parameters, and some."""
+    pairs = list(zip(one.parameters(), other.parameters()))
+    return bool(pairs) and all(torch.equal(a, b) for a, b in pairs)

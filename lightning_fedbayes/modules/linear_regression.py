@@ -1,0 +1,258 @@
+"""Bayesian linear regression in closed form, of one data set or of many clients at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.errors import FedBayesError, nearest
+from lightning_fedbayes.modules.regression import RegressionPrediction
+
+NoiseEstimate = Literal["evidence", "target"]
+
+STEPS, TOLERANCE = 10_000, 1e-12
+"""Of the fixed point for the noise: most steps, and the relative change of the variance at which it has converged."""
+EXACT = 1e-9
+"""Noise below this part of the mean square of the targets is rounding: the line goes through all targets."""
+
+
+@dataclass(frozen=True, eq=False)
+class BayesianLinearRegression:
+    r"""Linear model with a Gaussian prior on its weights, under Gaussian noise of one variance for all targets.
+
+    .. math:: y = W^\top \tilde x + \varepsilon, \quad \tilde x = (x, 1), \quad
+              \varepsilon \sim N(0, \sigma^2), \quad W_{ij} \sim N(0, s^2)
+
+    The posterior has the natural parameters
+
+    .. math:: \Lambda = I/s^2 + \tilde X^\top \tilde X / \sigma^2, \qquad \Lambda M = \tilde X^\top Y / \sigma^2.
+
+    The data enter through sums over examples alone, which are all that is kept. So the product of the posteriors of
+    several clients, with the prior they share counted once, is the sum of their sums, and is the posterior of the
+    pooled data (:meth:`conflate`), the estimated noise included. A client of one example gives it away by its sums:
+    where that matters, add them up securely.
+
+    When to use it: as the baseline that any network has to beat, and as the exact answer that federated inference is
+    to be compared with. Standardise inputs and targets, so that a prior of standard deviation 1 is vague; the bias has
+    the same prior.
+
+    Args:
+        gram: :math:`\tilde X^\top \tilde X`, float64, shape (features + 1, features + 1).
+        moment: :math:`\tilde X^\top Y`, float64, shape (features + 1, targets).
+        squares: sums of the squared targets, float64, shape (targets,).
+        prior_std: standard deviation s of the prior.
+        noise: variance σ² in squared units of the targets, or how to estimate it: see :meth:`fit`.
+
+    Source: Bishop (2006) §3.3 and §3.5; as a baseline of [FedAG], §4.3.
+
+    >>> x = torch.linspace(-1, 1, 50).unsqueeze(1)
+    >>> model = BayesianLinearRegression.fit(x, 3 * x, noise=0.01)
+    >>> model.mean.flatten()
+    tensor([2.9982, 0.0000], dtype=torch.float64)
+    >>> model.predict(x[:5]).mean.shape
+    torch.Size([5, 1])
+    """
+
+    gram: Tensor
+    moment: Tensor
+    squares: Tensor
+    prior_std: float
+    noise: float | NoiseEstimate
+
+    @classmethod
+    def fit(
+        cls, inputs: Tensor, targets: Tensor, prior_std: float = 1.0, noise: float | NoiseEstimate = "evidence"
+    ) -> BayesianLinearRegression:
+        r"""The posterior of ``inputs`` and ``targets``; everything is computed in float64.
+
+        Args:
+            inputs: shape (examples, features); a constant column is allowed, and learns with the bias.
+            targets: shape (examples,) or (examples, targets), any units.
+            prior_std: standard deviation of the prior on weights and bias, in units of target per unit of input.
+            noise: what is known of the noise. A number: its variance. "evidence": the variance under which the targets
+                are most probable, the weights integrated out (MacKay's fixed point
+                :math:`\sigma^2 = \|Y - \tilde X M\|^2 / T(n - \gamma)`, γ the number of weights that the data
+                determine, T that of targets). "target": the variance of the targets, as for a model that explains
+                nothing; too wide where inputs tell anything.
+
+        Raises:
+            FedBayesError: shapes that do not fit, no examples, a value that is not finite, ``prior_std`` or a given
+                noise that is not positive, or an unknown ``noise``. An estimate of the noise is made when it is
+                first needed, so that clients too small for one can still be conflated.
+        """
+        if not prior_std > 0:
+            raise FedBayesError(f"prior_std={prior_std}: the prior has a positive standard deviation")
+        if isinstance(noise, str) and noise not in get_args(NoiseEstimate):
+            raise FedBayesError(f"noise='{noise}': {nearest(noise, get_args(NoiseEstimate))}, or give a variance")
+        if not isinstance(noise, str) and not 0 < noise < math.inf:
+            raise FedBayesError(f"noise={noise}: the noise has a positive, finite variance")
+        targets = targets.unsqueeze(1) if targets.ndim == 1 else targets
+        if inputs.ndim != 2 or targets.ndim != 2 or len(inputs) != len(targets) or not len(inputs):
+            raise FedBayesError(
+                f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}: give (examples, features) and "
+                "(examples, targets) of as many examples, at least one"
+            )
+        for name, values in (("inputs", inputs), ("targets", targets)):
+            wrong = (~values.isfinite()).any(0).nonzero().flatten().tolist()
+            if wrong:
+                raise FedBayesError(
+                    f"{name} are not finite in column {', '.join(map(str, wrong))}: leave out the examples, or put the "
+                    "column's mean in their place"
+                )
+        design, targets = _with_bias(inputs), targets.double()
+        return cls(design.T @ design, design.T @ targets, targets.square().sum(0), prior_std, noise)
+
+    @staticmethod
+    def conflate(models: Sequence[BayesianLinearRegression]) -> BayesianLinearRegression:
+        r"""The posterior of all clients' data: product of their posteriors, the shared prior counted once.
+
+        .. math:: \Lambda = \sum_k \Lambda_k - (K-1) I/s^2, \qquad \Lambda M = \sum_k \Lambda_k M_k
+
+        Exact for clients of any size, even of one example or of data without full rank, where every client uses the
+        same noise variance; an estimated one is estimated anew from all data.
+
+        Args:
+            models: one per client.
+
+        Raises:
+            FedBayesError: no models, or models that differ in shape, prior or noise.
+
+        Source: [FBDL] eq. (17), with full covariance.
+        """
+        if not models:
+            raise FedBayesError("there are no models to conflate: give one per client")
+        first = models[0]
+        for number, model in enumerate(models):
+            for name in ("prior_std", "noise"):
+                if getattr(model, name) != getattr(first, name):
+                    raise FedBayesError(
+                        f"{name} is {getattr(first, name)!r} in model 0 and {getattr(model, name)!r} in model "
+                        f"{number}: fit all clients with the same, or their product is not the posterior of their data"
+                    )
+            if model.moment.shape != first.moment.shape:
+                raise FedBayesError(
+                    f"model {number} has (features + 1, targets) = {tuple(model.moment.shape)}, model 0 "
+                    f"{tuple(first.moment.shape)}: fit all clients to the same columns"
+                )
+        gram, moment, squares = (
+            torch.stack([getattr(model, name) for model in models]).sum(0) for name in ("gram", "moment", "squares")
+        )
+        return BayesianLinearRegression(gram, moment, squares, first.prior_std, first.noise)
+
+    # -- posterior -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples n: the bias column times itself."""
+        return int(self.gram[-1, -1])
+
+    @cached_property
+    def noise_variance(self) -> float:
+        """Variance σ² of the noise, given or estimated, in squared units of the targets.
+
+        Raises:
+            FedBayesError: it is to be estimated, and the targets do not tell it: all are equal, or on a line.
+        """
+        if not isinstance(self.noise, str):
+            return float(self.noise)
+        mean_square = float(self.squares.mean()) / self.num_examples
+        if self.noise == "target":
+            variance = mean_square - float((self.moment[-1] / self.num_examples).square().mean())
+        else:
+            variance = _most_evident_noise(self.gram, self.moment, self.squares, self.prior_std)
+        if not variance > EXACT * mean_square:
+            why = "they are all equal" if self.noise == "target" else "the line goes through them all"
+            raise FedBayesError(
+                f"noise='{self.noise}' finds no positive variance in the targets of {self.num_examples} examples: "
+                f"{why}. Give the variance of the noise as a number, or more examples"
+            )
+        return variance
+
+    @cached_property
+    def precision(self) -> Tensor:
+        """Λ, inverse covariance of weights and bias, the same for every target; shape (features + 1, features + 1)."""
+        return self.gram / self.noise_variance + torch.eye(len(self.gram)).to(self.gram) / self.prior_std**2
+
+    @property
+    def precision_mean(self) -> Tensor:
+        """ΛM, shape (features + 1, targets)."""
+        return self.moment / self.noise_variance
+
+    @cached_property
+    def _root(self) -> Tensor:
+        """Lower triangular L with LLᵀ = Λ."""
+        return torch.linalg.cholesky(self.precision)
+
+    @property
+    def mean(self) -> Tensor:
+        """M, posterior mean of weights and, in the last row, bias; shape (features + 1, targets)."""
+        return torch.cholesky_solve(self.precision_mean, self._root)
+
+    @property
+    def covariance(self) -> Tensor:
+        """Λ⁻¹, posterior covariance of the weights of any one target; shape (features + 1, features + 1)."""
+        return torch.cholesky_inverse(self._root)
+
+    def predict(
+        self, inputs: Tensor, samples: int = 10, generator: torch.Generator | None = None
+    ) -> RegressionPrediction:
+        r"""Predictive distribution :math:`N(M^\top \tilde x,\; \sigma^2 + \tilde x^\top \Lambda^{-1} \tilde x)`, exact.
+
+        Args:
+            inputs: shape (batch, features).
+            samples: draws of the weights for the field ``samples``; nothing else depends on them.
+            generator: where they come from; None: the global one.
+
+        Returns: everything in the dtype of ``inputs``, the default one for integers.
+
+        Raises:
+            FedBayesError: another number of features, or an estimate of the noise that fails.
+
+        Source: Bishop (2006) eq. (3.58); [FedAG] eq. (6) with full covariance.
+        """
+        features, targets = len(self.gram) - 1, self.moment.shape[1]
+        if inputs.ndim != 2 or inputs.shape[1] != features:
+            raise FedBayesError(f"inputs {tuple(inputs.shape)}: the model was fitted to (examples, {features})")
+        design = _with_bias(inputs)
+        mean = design @ self.mean
+        whitened = torch.linalg.solve_triangular(self._root, design.T, upper=False)
+        epistemic = whitened.square().sum(0).unsqueeze(1).expand_as(mean)
+        aleatoric = torch.full_like(mean, self.noise_variance)
+        noise = torch.randn(samples, len(design.T), targets, generator=generator, dtype=torch.float64)
+        draws = mean + whitened.T @ noise.to(mean.device)
+        fields = (mean, aleatoric + epistemic, aleatoric, epistemic, draws)
+        dtype = torch.result_type(inputs, 1.0)
+        return RegressionPrediction(*(field.to(dtype) for field in fields))
+
+
+def _with_bias(inputs: Tensor) -> Tensor:
+    """``inputs`` in float64 with a last column of ones."""
+    return torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1).double()
+
+
+def _most_evident_noise(gram: Tensor, moment: Tensor, squares: Tensor, prior_std: float) -> float:
+    """Noise variance at MacKay's fixed point, in the eigenvectors of the Gram matrix; 0 where it runs off to there.
+
+    Source: Bishop (2006) eq. (3.91)-(3.95).
+    """
+    eigenvalues, vectors = torch.linalg.eigh(gram)
+    eigenvalues = eigenvalues.clamp_min(0)
+    rotated = (vectors.T @ moment).square().sum(1)
+    total, examples, targets = float(squares.sum()), float(gram[-1, -1]), moment.shape[1]
+    variance = total / (examples * targets)
+    for _ in range(STEPS):
+        shrunk = eigenvalues + variance / prior_std**2
+        residual = total - float((rotated * (2 / shrunk - eigenvalues / shrunk.square())).sum())
+        determined = float((eigenvalues / shrunk).sum())
+        before, variance = variance, residual / (targets * (examples - determined))
+        if not variance > EXACT * total / (examples * targets):
+            return 0.0
+        if abs(variance - before) <= TOLERANCE * variance:
+            break
+    return variance
