@@ -1,0 +1,188 @@
+"""Deep ensembles: the mixture, independence of the members, and federations of them."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes import DeepEnsembleRegressor, FedBayesError, HybridBayesianRegressor
+from lightning_fedbayes.layers import MCDropout
+from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.modules.deep_ensemble import mean_and_variance
+from tests.federations import trainer
+
+FEATURES, MEMBERS = 3, 5
+BARYCENTERS = ("weighted_average", "linear_pool", "reverse_kl_barycenter", "wasserstein_barycenter",
+               "log_variance_average", "hellinger_barycenter")
+
+
+def networks(targets=1, members=MEMBERS):
+    return [mlp(FEATURES, 2 * targets, (4,)) for _ in range(members)]
+
+
+def examples(count=60, targets=1):
+    x = torch.randn(count, FEATURES)
+    return TensorDataset(x, x[:, :1] + 0.3 * torch.randn(count, targets))
+
+
+def federate(model, engine="auto", rounds=2, fusion="weighted_average", validation=None):
+    federation = fb.FederatedBayes(fb.IIDPartition(4), fusion=fusion, engine=engine, local_epochs=2)
+    run = trainer(rounds, [federation])
+    run.fit(model, DataLoader(examples(), 5, shuffle=True), validation)
+    assert federation.history[-1]["failed_clients"] == 0
+    return run, federation
+
+
+def test_prediction_has_the_moments_of_the_mixture():
+    """Drawn from: a member, then its Gaussian."""
+    model, x, draws = DeepEnsembleRegressor(networks(2)), torch.randn(6, FEATURES), 200_000
+    prediction = model.predict_step([x, None])
+    with torch.no_grad():
+        outputs = torch.stack([member(x) for member in model.network.members])
+    mean, variance = mean_and_variance(outputs)
+    chosen = torch.randint(MEMBERS, (draws,))
+    sampled = mean[chosen] + variance[chosen].sqrt() * torch.randn(draws, 6, 2)
+    torch.testing.assert_close(prediction.mean, sampled.mean(0), atol=5 * math.sqrt(2 / draws), rtol=0)
+    torch.testing.assert_close(prediction.variance, sampled.var(0), rtol=0.03, atol=0)
+    torch.testing.assert_close(prediction.samples, mean)
+    torch.testing.assert_close(prediction.variance, prediction.aleatoric + prediction.epistemic)
+    assert prediction.samples.shape == (MEMBERS, 6, 2)
+
+
+def test_one_member_has_no_epistemic_uncertainty():
+    with torch.no_grad():
+        prediction = DeepEnsembleRegressor(networks(members=1)).predict_step(torch.randn(4, FEATURES))
+    assert float(prediction.epistemic.max()) == 0
+    assert float(prediction.aleatoric.min()) > 0
+
+
+def test_loss_is_the_sum_of_the_members_likelihoods():
+    model, (x, y) = DeepEnsembleRegressor(networks(2)), examples(7, 2).tensors
+    expected = 0.0
+    for member in model.network.members:
+        mean, raw = member(x).split(2, 1)
+        noise = torch.log1p(raw.exp()) + 1e-6
+        expected -= torch.distributions.Normal(mean, noise.sqrt()).log_prob(y).sum() / 7
+    torch.testing.assert_close(model.negative_log_likelihood(model(x), y), expected)
+
+
+def test_members_learn_as_they_would_alone():
+    members, data = networks(), examples()
+    together = DeepEnsembleRegressor(copy.deepcopy(members), learning_rate=0.01)
+    trainer(3).fit(together, DataLoader(data, 5))
+    for number, member in enumerate(members):
+        alone = DeepEnsembleRegressor([member], learning_rate=0.01)
+        trainer(3).fit(alone, DataLoader(data, 5))
+        for one, other in zip(member.parameters(), together.network.members[number].parameters()):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_noise_that_depends_on_the_input_is_found():
+    x = torch.rand(4000, 1) * 2 - 1
+    y = x + torch.where(x > 0, 0.5, 0.05) * torch.randn_like(x)
+    model = DeepEnsembleRegressor([mlp(1, 2, (16,)) for _ in range(2)], learning_rate=0.01)
+    trainer(15).fit(model, DataLoader(TensorDataset(x, y), 50, shuffle=True))
+    left, right = model.eval().predict_step(torch.tensor([[-0.6], [0.6]])).variance.detach().sqrt().flatten().tolist()
+    assert left == pytest.approx(0.05, abs=0.04)
+    assert right == pytest.approx(0.5, abs=0.12)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_engines_agree(optimizer):
+    members, ends = networks(), []
+    for engine in ("sequential", "vectorized"):
+        torch.manual_seed(3)
+        model = DeepEnsembleRegressor(copy.deepcopy(members), optimizer=lambda p: optimizer(p, lr=0.01))
+        federate(model, engine)
+        ends.append(dict(model.named_parameters()))
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_one_client_of_all_data_is_no_federation():
+    """With an optimizer that has no state, a federation of one client is plain training."""
+    members, data = networks(), examples()
+    plain, federated = (DeepEnsembleRegressor(copy.deepcopy(members), optimizer=lambda p: torch.optim.SGD(p, 0.01))
+                        for _ in range(2))
+    trainer(2).fit(plain, DataLoader(data, len(data)))
+    trainer(2, [fb.FederatedBayes(fb.IIDPartition(1))]).fit(federated, DataLoader(data, len(data)))
+    x = torch.randn(5, FEATURES)
+    torch.testing.assert_close(federated.predict_step(x).mean, plain.predict_step(x).mean)
+
+
+def test_a_federation_validates_and_predicts():
+    data = examples(30)
+    model = DeepEnsembleRegressor(networks())
+    run, _ = federate(model, validation=DataLoader(data, 30))
+    with torch.no_grad():
+        prediction = model.eval().predict_step(data.tensors[0])
+    expected = -torch.distributions.Normal(prediction.mean, prediction.variance.sqrt()).log_prob(data.tensors[1]).mean()
+    assert float(run.callback_metrics["val/nll"]) == pytest.approx(float(expected), rel=1e-5)
+    assert {"val/rmse", "val/crps", "val/coverage90", "val/sharpness"} <= run.callback_metrics.keys()
+    (predicted,) = run.predict(model, DataLoader(data, 30))
+    torch.testing.assert_close(predicted.mean, prediction.mean)
+
+
+def test_a_checkpoint_predicts_the_same(tmp_path):
+    model = DeepEnsembleRegressor(networks())
+    run, _ = federate(model)
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = DeepEnsembleRegressor.load_from_checkpoint(
+        tmp_path / "last.ckpt", networks=networks(), weights_only=False
+    )
+    x = torch.randn(4, FEATURES)
+    torch.testing.assert_close(loaded.eval().predict_step(x).samples, model.eval().predict_step(x).samples)
+
+
+def test_stochastic_members_are_more_members():
+    model = DeepEnsembleRegressor([nn.Sequential(MCDropout(0.5), network) for network in networks()])
+    prediction = model.eval().predict_step(torch.randn(4, FEATURES))
+    assert prediction.samples.shape == (10 * MEMBERS, 4, 1)
+    assert len(prediction.samples[:, 0, 0].unique()) > MEMBERS
+
+
+# -- the other baselines need no class of their own --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fusion", BARYCENTERS)
+@pytest.mark.parametrize("method", ["dropout", "mean field"])
+def test_dropout_and_mean_field_know_what_they_do_not_know(method, fusion):
+    torch.manual_seed(0)
+    if method == "dropout":
+        network = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), MCDropout(0.2), nn.Linear(8, 1))
+        model = HybridBayesianRegressor(network, samples=50)
+    else:
+        model = HybridBayesianRegressor(mlp(FEATURES, 1, (8,)), bayesian_last=2, samples=50)
+    federate(model, fusion=fusion)
+    with torch.no_grad():
+        prediction = model.eval().predict_step(torch.randn(6, FEATURES))
+    assert float(prediction.epistemic.min()) > 0
+    assert bool(prediction.variance.isfinite().all())
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_members_that_would_stay_alike_are_refused():
+    one = mlp(FEATURES, 2)
+    for twins in ([one, mlp(FEATURES, 2), one], [one, mlp(FEATURES, 2), copy.deepcopy(one)]):
+        with pytest.raises(FedBayesError, match="networks 0 and 2 have equal parameters"):
+            DeepEnsembleRegressor(twins)
+    with pytest.raises(FedBayesError, match="at least one member"):
+        DeepEnsembleRegressor([])
+
+
+@pytest.mark.parametrize("outputs", [1, 3, 4])
+def test_networks_need_two_outputs_per_target(outputs):
+    model = DeepEnsembleRegressor([mlp(FEATURES, outputs) for _ in range(2)])
+    with pytest.raises(FedBayesError, match="two outputs per target"):
+        model.negative_log_likelihood(model(torch.randn(4, FEATURES)), torch.randn(4, 1))
+
+
+def test_variance_stays_positive_and_finite():
+    _, variance = mean_and_variance(torch.tensor([[0.0, -1e4], [0.0, 1e4]]))
+    assert variance.flatten().tolist() == pytest.approx([1e-6, 1e4])
