@@ -350,7 +350,8 @@ class FederatedBayes(L.Callback):
         """Log the round's figures."""
         if self.federation.stage == "fused":
             self.federation.engine.log.end_round()
-            pl_module.log("round", float(trainer.current_epoch + 1))
+            if trainer.loggers:  # beside what the module logs of its training; it takes as long as a small step
+                pl_module.log("round", float(trainer.current_epoch + 1))
             self._report.log_round(trainer, self.history[-1], self.federation.engine.log.names)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

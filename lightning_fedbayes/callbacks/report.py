@@ -100,6 +100,7 @@ class FederationReport:
         """
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
+        trainer.callback_metrics["round"] = torch.tensor(figures["round"] + 1)
         row = {**named, "round": figures["round"] + 1, "epoch": trainer.current_epoch}
         for logger in trainer.loggers:
             logger.log_metrics(row, step=trainer.global_step - 1)  # the step of Lightning's own epoch-wise figures

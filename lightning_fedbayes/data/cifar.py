@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import pickle
 from collections.abc import Callable
@@ -77,6 +78,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): _dtype,
     ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
     ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("_codecs", "encode"): codecs.encode,  # how Python 3 writes bytes for Python 2
 }
 
 

@@ -76,8 +76,8 @@ def test_the_layers_of_ba_bfl(last):
     for name in random:
         mean, variance = posterior.mean[name].double(), posterior.variance[name].double()
         torch.testing.assert_close(variance.log(), torch.full_like(variance, -9.0), rtol=0, atol=1e-4)
-        expected += float(((mean**2 + math.exp(-9) - 1 + 9) / 2).sum())
-    assert float(kl_divergence(network)) == pytest.approx(expected, rel=1e-5)
+        expected += ((mean**2 + math.exp(-9) - 1 + 9) / 2).sum().item()
+    assert kl_divergence(network).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_lenet_has_five_layers_to_convert():
@@ -118,7 +118,7 @@ def test_a_block_without_a_residual_is_its_shortcut(number, before, after, strid
     extra = (after - before) // 2
     y = block(x)
     assert torch.equal(y[:, extra : extra + before], shortcut)
-    assert y.sum() == pytest.approx(float(shortcut.sum()), rel=1e-5)
+    assert y.sum().item() == pytest.approx(shortcut.sum().item(), rel=1e-5)
     nn.init.constant_(block.norm2.bias, -1e9)
     assert not block(x).any()  # the last ReLU comes after the sum
 
@@ -128,7 +128,7 @@ def test_resnet_starts_with_the_variance_of_he():
     for module in resnet20().modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             scaled = module.weight.square() * module.weight[0].numel() / 2  # χ² with mean 1 and variance 2
-            assert float(scaled.mean()) == pytest.approx(1, abs=5 * math.sqrt(2 / scaled.numel()))
+            assert scaled.mean().item() == pytest.approx(1, abs=5 * math.sqrt(2 / scaled.numel()))
 
 
 def test_the_variational_resnet_is_bayesian_in_all_twenty_layers():
@@ -138,7 +138,7 @@ def test_the_variational_resnet_is_bayesian_in_all_twenty_layers():
     assert not any(isinstance(m, nn.Conv2d | nn.Linear) for m in network.modules())
     assert {site.prior.std for layer in layers for site in layer.sites()} == {10.0}  # variance 100
     assert count(network) == 269_722 + (269_722 - 2 * 688)  # all but BatchNorm's counts twice
-    assert float(kl_divergence(network)) == pytest.approx(summed_kl(network, prior_std=10.0), rel=1e-5)
+    assert kl_divergence(network).item() == pytest.approx(summed_kl(network, prior_std=10.0), rel=1e-5)
 
 
 @pytest.mark.parametrize("make", [fb.with_mc_dropout, lambda network: flipout(network, init="pretrained")])
