@@ -66,16 +66,10 @@ def read_cifar_pickle(path: Path) -> LabelledImages:
     return read
 
 
-def _dtype(*arguments: Any) -> np.dtype:
-    """``numpy.dtype`` for files of 2009, whose flags are integers, of which NumPy warns."""
-    kind, *flags = arguments
-    return np.dtype(kind, *map(bool, flags))
-
-
 _RECONSTRUCT: Callable[..., Any] = np.empty(0).__reduce__()[0]  # pyright: ignore[reportAssignmentType]
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): _dtype,
+    ("numpy", "dtype"): np.dtype,
     ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
     ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
     ("_codecs", "encode"): codecs.encode,  # how Python 3 writes bytes for Python 2

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
@@ -69,7 +70,8 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
         seed: seed of the partition.
 
     Raises:
-        FederationError: no partition and no parts, a partition of parts, or a client without an example.
+        FederationError: no partition and no parts, a partition of parts, a client without an example, or a class
+            that no client has.
         PartitionError: the partition cannot be made (see there).
     """
     if partition is None:
@@ -94,10 +96,30 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
         names = tuple(str(k) for k in range(len(datasets)))
         counts, classes = split.counts, split.classes
     clients = Clients(tuple(names), datasets, counts, classes)
+    check_classes(clients)
     empty = [name for name, size in zip(clients.names, clients.sizes, strict=True) if size == 0]
     if empty:
         raise FederationError(f"clients without an example: {', '.join(empty)}; leave them out or give them data")
     return clients
+
+
+def check_classes(clients: Clients) -> None:
+    """Refuse clients who have, all together, no example of a class of the data; warn of numbers between classes."""
+    if clients.counts is None:
+        return
+    absent = [clients.classes[column] for column in (clients.counts.sum(0) == 0).nonzero().flatten().tolist()]
+    if absent:
+        raise FederationError(
+            f"no client has an example of class {', '.join(map(str, absent))}, and a network that never sees it cannot "
+            "tell it: leave it out of the data, or let the partition deal out more examples"
+        )
+    known = {int(each) for each in clients.classes}
+    gaps = sorted(set(range(max(known))) - known) if min(known) == 0 and max(known) < 2 * len(known) else []
+    if gaps:  # labels that do not count from 0 are names
+        rank_zero_warn(
+            f"no client has an example of class {', '.join(map(str, gaps))}: if the network has outputs for it, they "
+            "will not learn it"
+        )
 
 
 def _labels_of_parts(datasets: Sequence[Dataset]) -> list[Tensor] | None:

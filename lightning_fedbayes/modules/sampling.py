@@ -11,9 +11,14 @@ from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
 from lightning_fedbayes.layers import MCDropout
+from lightning_fedbayes.layers.conv import BayesianConv
 
 _ONE_BY_ONE: WeakSet[nn.Module] = WeakSet()
 """Networks that turned out not to vectorise."""
+
+CONVOLUTIONS = (nn.modules.conv._ConvNd, BayesianConv)
+LARGE_BATCH = 2**16
+"""Inputs from which a batch of images is large."""
 
 ENTRIES = 2**22
 """Parameters and inputs that the draws of one pass may have together, where more draws in a pass spare nothing: beyond,
@@ -48,7 +53,7 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
 
     if samples == 1 or not is_stochastic(network):
         return forward().unsqueeze(0)
-    if network not in _ONE_BY_ONE:
+    if network not in _ONE_BY_ONE and not convolves_noise(network, inputs):
         devices = [inputs.device] if inputs.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # a failed attempt must draw nothing
             chunk = draws_per_pass(network, inputs)
@@ -74,6 +79,21 @@ def _vectorized(
             return draw(torch.empty(samples, device=device))
         except (RuntimeError, ValueError):  # if the network itself is wrong, it will say so when it runs alone
             return None
+
+
+def convolves_noise(network: nn.Module, inputs: Tensor) -> bool:
+    """Whether convolutions of what differs from draw to draw are most of the work, on a CPU.
+
+    They take twice as long side by side as one after the other, where the batch alone fills the caches.
+    """
+    if inputs.device.type != "cpu" or inputs.numel() < LARGE_BATCH:
+        return False
+    noisy = False
+    for module in network.modules():  # the order of definition
+        if isinstance(module, CONVOLUTIONS) and (noisy or isinstance(module, BayesianConv)):
+            return True
+        noisy = noisy or isinstance(module, BaseVariationalLayer_ | MCDropout)
+    return False
 
 
 def draws_per_pass(network: nn.Module, inputs: Tensor) -> int | None:

@@ -5,8 +5,9 @@ import torch
 from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
 from torch import nn
 
-from lightning_fedbayes.layers import ESTIMATORS, MCDropout, Reparameterized, bayesianize
-from lightning_fedbayes.modules import is_stochastic, mlp, sample_outputs, sampling
+from lightning_fedbayes.layers import ESTIMATORS, MCDropout, Reparameterized, bayesianize, with_mc_dropout
+from lightning_fedbayes.modules import is_stochastic, lenet, mlp, sample_outputs, sampling
+from lightning_fedbayes.modules.sampling import convolves_noise
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 DRAWS = 4000
@@ -223,3 +224,16 @@ def test_attention_and_recurrent_cells_are_sampled_without_advice():
         draws = sample_outputs(network, inputs, 4)
         assert len(draws) == 4
         assert draws.flatten(1)[:, 0].unique().numel() == 4
+
+
+@pytest.mark.parametrize(("make", "expected"), [
+    (lambda: bayesianize(lenet(), last=2), False),
+    (lambda: bayesianize(lenet(), last=5, types=[nn.Conv2d, nn.Linear]), True),
+    (lambda: with_mc_dropout(lenet()), True),
+    (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), MCDropout(0.2), nn.Flatten(), nn.Linear(1352, 2)), False),
+])
+def test_large_batches_through_noisy_convolutions_go_one_by_one(make, expected):
+    network = make().eval()
+    assert convolves_noise(network, torch.zeros(200, 1, 28, 28)) == expected
+    assert not convolves_noise(network, torch.zeros(2, 1, 28, 28))
+    assert sample_outputs(network, torch.randn(90, 1, 28, 28), 3).shape[:2] == (3, 90)

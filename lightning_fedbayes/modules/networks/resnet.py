@@ -56,6 +56,8 @@ def resnet20(channels: int = 3, classes: int = 10) -> nn.Sequential:
     * Monte Carlo dropout: ``with_mc_dropout(resnet20(), 0.2)``;
     * fully variational: ``bayesianize(resnet20(), types=[nn.Conv2d, nn.Linear], estimator="flipout", prior_std=10.0)``.
 
+    The last starts from torch's default initialisation unless ``init="pretrained"``; BatchNorm makes up for the scale.
+
     Args:
         channels: of the images.
         classes: number of classes.
