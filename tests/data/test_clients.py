@@ -109,7 +109,7 @@ def test_clients_without_examples_are_named():
 
 def test_class_that_nobody_has():
     with pytest.raises(FederationError, match="no client has an example of class 3, and a network"):
-        clients_of(labelled([3] + [0, 1, 2] * 20), SizesPartition((15, 15)), seed=0)
+        clients_of(labelled([3] + [0, 1, 2] * 20), SizesPartition((15, 15)), seed=1)
     with pytest.warns(UserWarning, match="no client has an example of class 1: if"):
         clients_of(ClientDatasets({"a": labelled([0, 2]), "b": labelled([2])}), None, seed=0)
 

@@ -228,7 +228,7 @@ def test_attention_and_recurrent_cells_are_sampled_without_advice():
 
 @pytest.mark.parametrize(("make", "expected"), [
     (lambda: bayesianize(lenet(), last=2), False),
-    (lambda: bayesianize(lenet(), last=5, types=[nn.Conv2d, nn.Linear]), True),
+    (lambda: bayesianize(lenet(), last=5), True),
     (lambda: with_mc_dropout(lenet()), True),
     (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), MCDropout(0.2), nn.Flatten(), nn.Linear(1352, 2)), False),
 ])
