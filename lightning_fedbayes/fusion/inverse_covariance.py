@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
-from lightning_fedbayes.fusion.inferred import InferredRule, gram_about_last
-from lightning_fedbayes.fusion.inverse_variance import consensus, least_noise, residuals, signal_of
-from lightning_fedbayes.fusion.latent_noise import Latent, climb, least_squares, start, update_spread
+from lightning_fedbayes.fusion.inferred import (
+    InferredRule,
+    consensus,
+    gram_about_last,
+    least_noise,
+    residuals,
+    signal_of,
+)
+from lightning_fedbayes.fusion.latent_noise import MOVED, Latent, climb, least_squares, start, update_spread
 from lightning_fedbayes.fusion.registry import register_fusion
 
 
@@ -27,18 +34,8 @@ class _InverseCovariance(InferredRule):
         self.floor = floor
 
     def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`InferredRule.infer`; clients that are too far off for a model of the others count nothing."""
-        shares = consensus(distances)
-        noise = residuals(distances[:-1, :-1], shares)
-        near = noise <= FAR * noise.median()
-        if int(near.sum()) < 3 or not bool(noise[near].any()):
-            return shares, shares
-        points = torch.cat([near, torch.ones(1, dtype=torch.bool)])
-        solved = self.solve(distances[points][:, points], size)
-        if not bool(torch.isfinite(solved).all()):
-            return shares, shares
-        coefficients = torch.zeros_like(noise)
-        coefficients[near] = solved
+        """See :meth:`InferredRule.infer`."""
+        coefficients = self.solve(distances, size)
         positive = coefficients.clamp_min(0)
         return coefficients, positive / positive.sum()
 
@@ -47,8 +44,6 @@ class _InverseCovariance(InferredRule):
         """The coefficients of generalised least squares, shape (K,), of sum 1; see :meth:`InferredRule.infer`."""
 
 
-FAR = 1e8
-"""Noise of a client, in units of the median, from which it is left out of the model: it would drown the others."""
 
 
 @register_fusion("icov_vb")
@@ -60,10 +55,12 @@ class InverseCovarianceVB(_InverseCovariance):
 
     When to use it: clients share data, or err alike, so that counting each of them in full counts the same evidence
     many times. With the right number of latent features it comes close to the best linear estimate. It costs more than
-    ``ivar_vb``, which is as good where errors are independent. y is what *all* clients have in common. Clients that
-    send something else altogether (noise, the previous model) pull the answer somewhat towards no change, and with
-    clients that flip the sign of their update nothing is left in common: three of ten stop the training. Use
-    ``ivar_vb`` or the geometric median against those.
+    ``ivar_vb``, which is as good where errors are independent.
+
+    The model takes errors for independent of y. Clients whose updates differ in length, point the other way or are
+    not there break that, and it would explain away what the others agree on. If less than four fifths of the geometric
+    median's update would be left, the prior of y is made flat: only differences between clients then count, and what
+    all of them share is not judged.
 
     y and u are inferred jointly, and the free energy is climbed by L-BFGS (see ``latent_noise.py``). The source infers
     them apart by coordinate ascent; where clients overlap that stays at nearly equal weights.
@@ -82,11 +79,25 @@ class InverseCovarianceVB(_InverseCovariance):
 
     def solve(self, distances: Tensor, size: int) -> Tensor:
         """Climb the free energy, then eq. (3)."""
-        scale, model, least = self.begin(distances)
+        scale, begun, least = self.begin(distances)
         products = gram_about_last(distances) / scale
+        coefficients = least_squares(self.fitted(begun, products, size, least).covariance())
+        agreed = consensus(distances)
+        kept = float(coefficients @ products @ agreed) / float(agreed @ products @ agreed)
+        if kept >= PLAUSIBLE:
+            return coefficients
+        flat = replace(begun, signal=begun.signal * FLAT)
+        return least_squares(self.fitted(flat, products, size, least, ("features", "noise")).covariance())
+
+    @staticmethod
+    def fitted(
+        begun: Latent, products: Tensor, size: int, least: float, moved: tuple[str, ...] = MOVED
+    ) -> Latent:
+        """The estimates of the highest free energy, as seen from ``begun``."""
+        model = begun
         for _ in range(OUTER):
-            model = climb(update_spread(model, products, size), products, size, least, INNER)
-        return least_squares(model.covariance())
+            model = climb(update_spread(model, products, size), products, size, least, INNER, moved)
+        return model
 
     def begin(self, distances: Tensor) -> tuple[Tensor, Latent, float]:
         """The unit of variance, estimates to start from in it, and the least noise variance."""
@@ -101,6 +112,10 @@ class InverseCovarianceVB(_InverseCovariance):
         return scale, begun, least / float(scale)
 
 
+PLAUSIBLE = 0.8
+"""Part of the robust consensus that must be left of it: below, errors are not independent of y, as the model has it."""
+FLAT = 1e3
+"""By how much the prior of y is wider than the consensus where only differences between clients shall count."""
 OUTER, INNER = 3, 60
 """Rounds of the posterior of the features, and quasi-Newton steps in each."""
 

@@ -6,9 +6,15 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
-from lightning_fedbayes.fusion.geometric_median import GeometricMedian
-from lightning_fedbayes.fusion.gram import Gram
-from lightning_fedbayes.fusion.inferred import InferredRule, gram_about_last, squared_lengths
+from lightning_fedbayes.fusion.inferred import (
+    InferredRule,
+    consensus,
+    gram_about_last,
+    least_noise,
+    residuals,
+    signal_of,
+    squared_lengths,
+)
 from lightning_fedbayes.fusion.registry import register_fusion
 
 
@@ -77,8 +83,9 @@ class InverseVarianceVB(_InverseVariance):
     prior pulls towards is the previous global posterior; the pull is noticeable only where the clients' noise
     drowns the update.
 
-    When to use it: the default among rules for clients that cannot be trusted. Unlike maximum likelihood no client can
-    capture y, because the posterior variance λ enters every noise variance, so it works for few clients, too.
+    When to use it: the default among rules for clients that cannot be trusted. The posterior variance λ enters every
+    noise variance, so that a client captures y less easily than under maximum likelihood; of few clients and few
+    parameters one still can. It follows those who agree: clients with much data of their own kind may look like noise.
 
     Args:
         memory: how much a round counts in the next, see :class:`~lightning_fedbayes.fusion.InferredRule`.
@@ -142,37 +149,3 @@ def evidence(distances: Tensor, noise: Tensor, signal: Tensor) -> Tensor:
     quadratic = (torch.linalg.inv(covariance) * gram_about_last(distances)).sum()
     constant = len(noise) * torch.log(torch.tensor(2 * torch.pi, dtype=torch.float64))
     return -(constant + torch.logdet(covariance) + quadratic) / 2
-
-
-def consensus(distances: Tensor) -> Tensor:
-    """Shares of the clients in their geometric median, shape (K,)."""
-    clients = distances[:-1, :-1]
-    weights = torch.full((len(clients),), 1 / len(clients), dtype=torch.float64)
-    centre = int(clients.sort(1).values[:, len(clients) // 2].argmin())
-    towards = distances[:, centre]
-    return GeometricMedian().judge(Gram((towards[:, None] + towards - distances) / 2, 1), weights)[0]
-
-
-def residuals(distances: Tensor, shares: Tensor) -> Tensor:
-    """Mean squared distances of all points to their combination with ``shares``, which sum to 1, shape (K,)."""
-    return squared_lengths(distances, torch.eye(len(shares), dtype=torch.float64) - shares[:, None])
-
-
-def signal_of(distances: Tensor, shares: Tensor) -> Tensor:
-    """Mean square of the update that the clients' ``shares`` make, a scalar."""
-    return squared_lengths(distances, torch.cat([shares, -shares.sum(0, keepdim=True)])[:, None])[0]
-
-
-def least_noise(noise: Tensor, floor: float) -> float:
-    """``floor`` in units of the lower quartile of ``noise``, so that a majority that sends noise does not raise it.
-
-    Of the median where the quartile is 0 beside it, or of the largest: some clients then are the consensus.
-    """
-    ordered = noise.sort().values
-    quartile, median, largest = (float(ordered[place]) for place in (len(noise) // 4, len(noise) // 2, -1))
-    scale = quartile if quartile > NOTHING * median else median if median > NOTHING * largest else largest
-    return floor * (scale or 1.0)
-
-
-NOTHING = 1e-9
-"""Ratio of noise variances below which one is 0 but for rounding."""

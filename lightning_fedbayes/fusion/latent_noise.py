@@ -98,7 +98,13 @@ def update_spread(latent: Latent, products: Tensor, size: int) -> Latent:
     return replace(latent, spread=spread, feature_variance=variance)
 
 
-def climb(latent: Latent, products: Tensor, size: int, least: float, steps: int) -> Latent:
+MOVED = ("features", "noise", "signal")
+"""What :func:`climb` moves."""
+
+
+def climb(
+    latent: Latent, products: Tensor, size: int, least: float, steps: int, moved: tuple[str, ...] = MOVED
+) -> Latent:
     """Features, noise and signal of a higher free energy, by L-BFGS, which never goes down.
 
     Coordinate ascent has the same stationary points, but takes thousands of passes where the noise is small.
@@ -108,14 +114,17 @@ def climb(latent: Latent, products: Tensor, size: int, least: float, steps: int)
         products, size: see :func:`free_energy`.
         least: bound below the noise variances.
         steps: number of quasi-Newton steps.
+        moved: which of the estimates move.
     """
     above = (latent.noise - least).clamp_min(1e-3 * least)
-    free = [each.detach().clone().requires_grad_() for each in (latent.features, above.log(), latent.signal.log())]
+    begun = {"features": latent.features, "noise": above.log(), "signal": latent.signal.log()}
+    free = {name: begun[name].detach().clone().requires_grad_() for name in moved}
     best, highest = latent, float(free_energy(latent, products, size))
 
     def at() -> Latent:
-        features, log_noise, log_signal = free
-        return replace(latent, features=features, noise=log_noise.exp() + least, signal=log_signal.exp())
+        values = {**begun, **free}
+        noise = values["noise"].exp() + least
+        return replace(latent, features=values["features"], noise=noise, signal=values["signal"].exp())
 
     def loss() -> Tensor:
         nonlocal best, highest
@@ -132,16 +141,12 @@ def climb(latent: Latent, products: Tensor, size: int, least: float, steps: int)
         return value
 
     optimizer = torch.optim.LBFGS(
-        free, max_iter=steps, history_size=20, tolerance_grad=1e-9, tolerance_change=1e-12,
+        free.values(), max_iter=steps, history_size=20, tolerance_grad=1e-9, tolerance_change=1e-12,
         line_search_fn="strong_wolfe",
     )
     with torch.enable_grad(), contextlib.suppress(LinAlgError):  # singular: the best so far will do
         optimizer.step(loss)  # pyright: ignore[reportArgumentType]
     return best
-
-
-MOVED = ("features", "noise", "signal")
-"""What :func:`climb` moves."""
 
 
 def start(residual: Tensor, noise: Tensor, signal: Tensor, count: int) -> Latent:

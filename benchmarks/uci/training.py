@@ -1,0 +1,101 @@
+"""Federated training of all splits at once, by the package's public names."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from data import Splits, deal
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lightning_fedbayes as fb
+
+EVALUATION_BATCH = 256
+
+
+class Plan(NamedTuple):
+    """How a data set is trained on.
+
+    Attributes:
+        rate: of SGD; a tensor, shape (copies,), for a rate of each copy's own.
+        rounds: communication rounds of networks; the linear model has one.
+        local_epochs: passes over a client's data per round, E.
+        hidden: units of the hidden layer.
+        seed: of shards, initial values and the order of the examples.
+        on_round: called after every round.
+    """
+
+    rate: float | Tensor
+    rounds: int = 5
+    local_epochs: int = 40
+    hidden: int = 50
+    seed: int = 0
+    on_round: Callable[[], Any] = lambda: None
+
+
+class RatedRegressor(fb.HybridBayesianRegressor):
+    """Copies with a learning rate each: what scales a copy's squared error scales its rate under SGD of rate 1.
+
+    A copy that has diverged (an error beyond a thousand standard deviations) stands still instead, so that it spoils
+    no other.
+    """
+
+    def __init__(self, network: torch.nn.Module, rates: Tensor, **options: Any) -> None:
+        super().__init__(network, **options)
+        self.rates = rates
+
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        root = self.rates.sqrt()
+        outputs = torch.where((targets - outputs).abs() < 1e3, outputs, targets)
+        return super().negative_log_likelihood(root * outputs, root * targets)
+
+    @property
+    def noise_variance(self) -> Tensor:
+        return super().noise_variance / self.rates
+
+
+def regressor(network: torch.nn.Module, splits: Splits, plan: Plan) -> fb.HybridBayesianRegressor:
+    """Clients that minimise the squared error by SGD, as [FedAG] has them; the residual variance is kept beside."""
+    options = {"noise": "residual", "targets": splits.number, "predictive": "bootstrap"}
+    if isinstance(plan.rate, Tensor):
+        optimizer = functools.partial(torch.optim.SGD, lr=1.0)
+        return RatedRegressor(network, plan.rate, optimizer=optimizer, **options)
+    return fb.HybridBayesianRegressor(network, optimizer=functools.partial(torch.optim.SGD, lr=plan.rate), **options)
+
+
+class AfterRound(L.Callback):
+    """Calls something after every round."""
+
+    def __init__(self, what: Callable[[], Any]) -> None:
+        self.what = what
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.what()
+
+
+def federate(
+    module: L.LightningModule, splits: Splits, plan: Plan, rounds: int, fusion: str = "gaussian_fit"
+) -> tuple[fb.FederatedBayes, float]:
+    """Train ``module`` on ten clients, C = 1, B = 1. Returns the federation, and seconds."""
+    federation = fb.FederatedBayes(local_epochs=plan.local_epochs, fusion=fusion, weighting="equal", seed=plan.seed)
+    loader = DataLoader(deal(splits.train, plan.seed), batch_size=1, shuffle=True)
+    trainer = L.Trainer(
+        max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[federation, AfterRound(plan.on_round)],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    start = time.perf_counter()
+    trainer.fit(module, loader)
+    module.eval()
+    return federation, time.perf_counter() - start
+
+
+@torch.no_grad()
+def predictions(module: Any, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Predictive mean, and variance by noise and by parameters, shape (examples, splits) each."""
+    parts = [module.predict_step(batch) for batch in inputs.split(EVALUATION_BATCH)]
+    return tuple(torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "aleatoric", "epistemic"))  # type: ignore[return-value]

@@ -1,0 +1,151 @@
+"""``fedbayes compare``: one configuration under several fusion rules."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from lightning_fedbayes.callbacks.pictures import markdown_table
+from lightning_fedbayes.cli import results
+from lightning_fedbayes.cli.curves import read_curves
+from lightning_fedbayes.cli.federation import FederationCLI
+from lightning_fedbayes.cli.options import Options
+from lightning_fedbayes.cli.plot import METRICS, draw
+from lightning_fedbayes.cli.results import Run
+from lightning_fedbayes.errors import FedBayesError, nearest
+from lightning_fedbayes.fusion import get_rule, rule_name
+
+DESCRIPTION = """\
+Run CONFIG once per fusion rule and seed. Prints a Markdown table of the last round and keeps it (table.md), every
+figure (results.json), one picture, and the CSV files of every run. What is there already is not run again. Any other
+option with a dot in its name, such as --trainer.max_epochs 5, changes the configuration.
+"""
+
+
+def compare(arguments: list[str]) -> int:
+    """Run what is missing, then write table, figures and picture. Returns 1 if a run failed."""
+    options = Options("compare", DESCRIPTION)
+    options.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, as for 'fedbayes fit --config'")
+    options.add_argument("--fusion", metavar="A,B,C", required=True, help="fusion rules, by name or alias, or 'auto'")
+    options.add_argument("--seeds", metavar="N", type=int, default=1, help="seeds per rule, from seed_everything on")
+    options.add_argument("--metric", metavar="NAME", help="what the picture shows (default: val/nll, if there is one)")
+    options.add_argument("--output", metavar="FOLDER", type=Path, help="default: outputs/compare/NAME OF CONFIG")
+    values, changes = options.parse_known_args(arguments)
+    for change in changes:
+        if change.startswith("-") and "." not in change:
+            options.refuse(change)
+    if values.seeds < 1:
+        raise FedBayesError(f"--seeds {values.seeds}: give at least 1")
+    fusions = _names(values.fusion)
+    settings = ["--config", str(values.config), *changes]
+    folder = values.output or Path("outputs", "compare", values.config.stem)
+
+    with _quiet():
+        seed, configuration = _described(settings)
+    runs = _done(folder, configuration)
+    known = {(run.fusion, run.seed) for run in runs}
+    wanted = [(fusion, seed + extra) for fusion in fusions for extra in range(values.seeds)]
+    missing = [each for each in wanted if each not in known]
+    failures = []
+    with tqdm(missing, unit="run", disable=None) as bar, _quiet():
+        for fusion, each_seed in bar:
+            bar.set_description(f"{fusion}, seed {each_seed}")
+            try:
+                runs.append(_train(settings, fusion, each_seed, folder / "runs"))
+            except FedBayesError as error:
+                failures.append(f"fedbayes: {fusion}, seed {each_seed}: {error}")
+            else:
+                results.save(folder, configuration, runs)
+    if runs:
+        _report(folder, runs, values.metric)
+    print(*failures, sep="\n", end="\n" if failures else "", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _names(fusion: str) -> list[str]:
+    """The registered names in a list of rules with commas, each once; FusionError for an unknown one."""
+    names = [name.strip() for name in fusion.split(",") if name.strip()]
+    if not names:
+        raise FedBayesError("--fusion names no fusion rule: give some with commas between them, such as fedavg,rklb")
+    return list(dict.fromkeys(name if name == "auto" else rule_name(get_rule(name)) for name in names))
+
+
+class _Description(FederationCLI):
+    """A configuration that is read and checked, but not brought to life."""
+
+    def instantiate_classes(self) -> None:
+        """Nothing."""
+
+
+def _described(settings: list[str]) -> tuple[int, dict[str, Any]]:
+    """The seed and all else that the runs of a comparison share, with every default."""
+    cli = _Description(settings, run=False)
+    configuration = yaml.safe_load(cli.parser.dump(cli.config, format="yaml"))
+    del configuration["federation"]["fusion"], configuration["trainer"]["logger"]
+    return configuration.pop("seed_everything"), configuration
+
+
+def _done(folder: Path, configuration: dict[str, Any]) -> list[Run]:
+    """The runs of an earlier start; FedBayesError if they had another configuration."""
+    if not (folder / results.FILE).is_file():
+        return []
+    earlier, runs = results.load(folder)
+    if earlier != configuration:
+        raise FedBayesError(f"{folder} has a comparison of another configuration: give another --output, or remove it")
+    return runs
+
+
+def _train(settings: list[str], fusion: str, seed: int, folder: Path) -> Run:
+    """One federation from start to end; its logger writes below ``folder``."""
+    logger = {
+        "class_path": "lightning.pytorch.loggers.CSVLogger",
+        "init_args": {"save_dir": str(folder), "name": fusion, "version": f"seed_{seed}"},
+    }
+    home = folder / fusion / f"seed_{seed}"
+    shutil.rmtree(home, ignore_errors=True)  # of a run that was interrupted
+    given = {
+        "federation.fusion": fusion, "seed_everything": seed, "trainer.logger": json.dumps(logger),
+        "trainer.enable_progress_bar": "false", "trainer.enable_model_summary": "false",
+    }
+    cli = FederationCLI([*settings, *(f"--{key}={value}" for key, value in given.items())], run=False)
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    return Run(fusion, seed, read_curves(home / METRICS))
+
+
+def _report(folder: Path, runs: list[Run], metric: str | None) -> None:
+    """Print the table; save it and the picture."""
+    text = markdown_table(*results.table(runs))
+    (folder / "table.md").write_text(f"{text}\n")
+    print(f"{text}\n\nResults: {folder}")
+    metrics = results.metrics_of(runs)
+    if metric is not None and metric not in metrics:
+        raise FedBayesError(f"--metric {metric}: no run has it; {nearest(metric, metrics)}")
+    if metrics:
+        shown = metric or ("val/nll" if "val/nll" in metrics else metrics[0])
+        print(f"Picture: {draw(folder, shown, results.mean_curves(runs, shown))}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Neither advice nor banners of the Trainers in between."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels):
+                logger.setLevel(level)

@@ -1,0 +1,133 @@
+"""LightningCLI for federations: ``fedbayes fit``, ``validate``, ``test`` and ``predict``."""
+
+from __future__ import annotations
+
+from argparse import ArgumentError, HelpFormatter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+from lightning_fedbayes.callbacks import FederatedBayes
+from lightning_fedbayes.cli.explain import explain, one_line
+from lightning_fedbayes.cli.shorthelp import class_help, option_names, short_help
+from lightning_fedbayes.errors import FedBayesError
+
+LOGGER = {
+    "class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "outputs", "name": "fedbayes"}
+}
+"""What a run is logged to if nothing is said: ``fedbayes plot`` reads it."""
+PREDICTIONS = "predictions.pt"
+CLASSES: dict[str, type] = {"model": L.LightningModule, "data": L.LightningDataModule}
+
+
+class Parser(LightningArgumentParser):
+    """LightningCLI's parser with a help of one page."""
+
+    def format_help(self, formatter: HelpFormatter | None = None) -> str:
+        """See :func:`short_help`, and :func:`class_help` for the arguments of one class."""
+        if not self.callback_keys:
+            return class_help((self.description or "").rpartition("=")[2], self._actions)
+        command = (self.prog or "").split()[-1]
+        return short_help(command, (self.description or "").rstrip(".") + ".", self._actions, CLASSES)
+
+
+class SaveConfig(SaveConfigCallback):
+    """Saves the configuration into the folder of the run.
+
+    LightningCLI's own would write it into the working directory, over a ``config.yaml`` of the user's, where the
+    logger has no folder for the run.
+    """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """See :class:`SaveConfigCallback`."""
+        if getattr(trainer.logger, "log_dir", None) is not None:
+            super().setup(trainer, pl_module, stage)
+
+
+class FederationCLI(LightningCLI):
+    """One federation out of YAML files and options: ``trainer``, ``model``, ``data``, ``federation``.
+
+    ``federation`` holds the arguments of :class:`~lightning_fedbayes.FederatedBayes`, but for its seed, which is
+    ``seed_everything``. Classes of this package go by their names alone.
+
+    Args:
+        arguments: of the command line; the first is the stage if ``run``.
+        run: run that stage; otherwise make the objects only.
+
+    Attributes:
+        model, datamodule, trainer: what the configuration describes.
+        config: the configuration.
+
+    Raises:
+        FedBayesError: an option, key, class or value that cannot be used, in one line.
+    """
+
+    def __init__(self, arguments: list[str], run: bool = True) -> None:
+        strict = {"exit_on_error": False, "allow_abbrev": False}  # errors are raised, and parse_arguments explains them
+        stages = {stage: {**strict} for stage in self.subcommands()} if run else {}
+        super().__init__(
+            L.LightningModule,
+            L.LightningDataModule,
+            save_config_callback=SaveConfig,
+            trainer_defaults={"logger": LOGGER},
+            parser_kwargs={"prog": "fedbayes", **strict, **stages},
+            parser_class=Parser,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=arguments,
+            run=run,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The federation, with one seed for everything."""
+        parser.add_lightning_class_args(FederatedBayes, "federation")
+        parser.link_arguments("seed_everything", "federation.seed")
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The seed, a number."""
+        parser.add_argument("--seed_everything", type=int, default=0, help="Where every random draw comes from.")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse, and explain what cannot be."""
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            stages = getattr(self, "_subcommand_parsers", {})
+            used = stages.get(args[0], parser)
+            raise FedBayesError(explain(str(error), option_names(used._actions))) from error
+
+    def instantiate_classes(self) -> None:
+        """Make the objects; what this package refuses is its own error, not one of the parser's."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            own = _own_error(error)
+            if own is None and "Does not validate" in str(error):  # one of several types that a value may have
+                own = FedBayesError(one_line(str(error)))
+            if own is None:
+                raise
+            raise own from error
+
+    def predict(self, model: L.LightningModule, **arguments: Any) -> None:
+        """Predict, and save what the module returned for each batch."""
+        batches = self.trainer.predict(model, **arguments) or []
+        folder = Path(self.trainer.log_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save([getattr(batch, "_asdict", lambda batch=batch: batch)() for batch in batches], folder / PREDICTIONS)
+        print(f"Predictions: {folder / PREDICTIONS} (a list of batches, for torch.load)")
+
+    def after_fit(self) -> None:
+        """Say where the results are."""
+        folder = getattr(self.trainer.logger, "log_dir", None)
+        if folder is not None:
+            print(f"Results: {folder} (fedbayes plot {folder} draws the learning curves)")
+
+
+def _own_error(error: BaseException | None) -> FedBayesError | None:
+    """The error of this package that another one was raised from."""
+    while error is not None and not isinstance(error, FedBayesError):
+        error = error.__cause__
+    return error

@@ -1,0 +1,82 @@
+"""``fedbayes``: which command was asked for, and one line for every mistake."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from lightning_fedbayes.errors import FedBayesError, nearest
+
+OVERVIEW = """\
+usage: fedbayes COMMAND ... | fedbayes COMMAND --help
+
+Federated Bayesian deep learning from the command line.
+
+one federation, from a YAML file:
+  fit       train it, round by round
+  validate  score a checkpoint on the validation data
+  test      score a checkpoint on the test data
+  predict   predict with a checkpoint
+
+fusion rules:
+  rules     list them
+  compare   run one YAML file under several rules: a table and a picture
+
+results:
+  plot      draw the learning curves of a run or a comparison
+
+Example: fedbayes fit --config examples/configs/digits.yaml --federation.fusion rklb
+"""
+
+STAGES = ("fit", "validate", "test", "predict")
+COMMANDS = (*STAGES, "rules", "compare", "plot")
+EXTRA = ("jsonargparse", "docstring_parser")
+"""What LightningCLI needs, by ``pip install lightning-fedbayes[cli]``."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; what cannot be run is said in one line on stderr.
+
+    Args:
+        argv: the arguments without the program's name; None: those of the process.
+
+    Returns: the exit code: 0, 1 if a run of a comparison failed, 2 if the command line, its file or the federation
+    that they describe cannot be used.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except (FedBayesError, FileNotFoundError) as error:
+        print(f"fedbayes: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as finished:  # after --help and --print_config
+        return finished.code if isinstance(finished.code, int) else 0
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(OVERVIEW, end="")
+        return 0
+    command, *rest = arguments
+    if command not in COMMANDS:
+        raise FedBayesError(f"unknown command '{command}': {nearest(command, COMMANDS)}")
+    # imported where they are needed: jsonargparse is an extra
+    if command == "rules":
+        from lightning_fedbayes.cli.rules import rules
+
+        return rules(rest)
+    if command == "plot":
+        from lightning_fedbayes.cli.plot import plot
+
+        return plot(rest)
+    if any(importlib.util.find_spec(module) is None for module in EXTRA):
+        raise FedBayesError(f"'fedbayes {command}' reads YAML with jsonargparse: pip install lightning-fedbayes[cli]")
+    if command == "compare":
+        from lightning_fedbayes.cli.compare import compare
+
+        return compare(rest)
+    from lightning_fedbayes.cli.federation import FederationCLI
+
+    FederationCLI(arguments)
+    return 0

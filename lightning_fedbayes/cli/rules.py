@@ -1,0 +1,78 @@
+"""``fedbayes rules``: every fusion rule that is registered, in families."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Sequence
+
+from lightning_fedbayes.cli.options import Options
+from lightning_fedbayes.cli.text import plain
+from lightning_fedbayes.fusion import FusionRule, SumRule, available_fusions, get_rule, rule_name
+from lightning_fedbayes.fusion.alpha import AlphaBarycenter
+from lightning_fedbayes.fusion.inferred import InferredRule
+from lightning_fedbayes.fusion.medians import CoordinateMedian, TrimmedMean
+from lightning_fedbayes.fusion.preaggregation import Preaggregation
+from lightning_fedbayes.fusion.registry import FunctionRule
+from lightning_fedbayes.fusion.rule import JudgingRule
+
+FAMILIES: dict[str, tuple[type[FusionRule], ...]] = {
+    "inferred: ask how good each client is, and remember it": (InferredRule,),
+    "before a robust rule: change what clients sent, then another rule fuses": (Preaggregation,),
+    "robust: bound what a minority of clients can do": (JudgingRule, CoordinateMedian, TrimmedMean),
+    "interpolating: hold all clients of a round": (AlphaBarycenter,),
+    "streaming: memory does not grow with the clients": (SumRule,),
+}
+"""Title → base classes; a rule belongs to the first family that has one of its bases."""
+OTHER = "others"
+
+
+def rules(arguments: list[str]) -> int:
+    """Print :func:`listing`."""
+    Options("rules", "List every fusion rule: its name, its aliases, what it does, what it needs.").parse(arguments)
+    print(listing())
+    return 0
+
+
+def listing(names: Sequence[str] | None = None, width: int = 110) -> str:
+    """Every rule with its aliases, what it is, and whether it takes weights or needs the previous posterior.
+
+    Args:
+        names: of the rules; None: all that are registered.
+        width: of a line, in characters.
+
+    >>> print(listing(["conflation"]))
+    streaming: memory does not grow with the clients
+      conflation (inverse_variance)  [no weights]
+          Normalised product of the client densities, inverse-variance weighting.
+    """
+    families: dict[str, list[str]] = {title: [] for title in (*reversed(FAMILIES), OTHER)}
+    for name in available_fusions() if names is None else names:
+        families[family(get_rule(name))].append(_entry(name, width))
+    return "\n\n".join("\n".join([title, *entries]) for title, entries in families.items() if entries)
+
+
+def family(rule: FusionRule) -> str:
+    """The title of the family that a rule belongs to."""
+    return next((title for title, bases in FAMILIES.items() if isinstance(rule, bases)), OTHER)
+
+
+def aliases_of(name: str) -> list[str]:
+    """The other names of a rule, sorted.
+
+    >>> aliases_of("linear_pool")
+    ['kl_barycenter', 'lp']
+    """
+    return [other for other in available_fusions(aliases=True) if other != name and rule_name(other) == name]
+
+
+def _entry(name: str, width: int) -> str:
+    rule = get_rule(name)
+    document = inspect.getdoc(rule.function if isinstance(rule, FunctionRule) else type(rule)) or "No description."
+    others = ", ".join(aliases_of(name))
+    notes = ["takes weights" if rule.uses_weights else "no weights"]
+    notes += ["needs the previous posterior"] if rule.needs_previous else []
+    head = f"  {name}{f' ({others})' if others else ''}  [{', '.join(notes)}]"
+    indent = " " * 6
+    body = textwrap.fill(plain(document.splitlines()[0]), width, initial_indent=indent, subsequent_indent=indent)
+    return f"{head}\n{body}"
