@@ -64,7 +64,11 @@ def distance(facts: ClientFacts) -> float:
         FusionError: the network has no probabilistic parameter.
     """
     _check_probabilistic(facts.posterior, "distance")
-    return 1 / max(float(facts.previous.kl(facts.posterior)), SMALLEST_DISTANCE)
+    mean, variance = facts.posterior.flatten()
+    previous_mean, previous_variance = facts.previous.flatten()
+    random = variance > 0  # the global posterior of some rules has a spread where clients have none
+    kl = gaussian_kl(previous_mean[random], previous_variance[random], mean[random], variance[random])
+    return 1 / max(float(kl), SMALLEST_DISTANCE)
 
 
 def distance_l2(facts: ClientFacts) -> float:

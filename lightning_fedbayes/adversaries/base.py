@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.adversaries.honest import HonestMoments
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.posterior import GaussianPosterior
 
 
@@ -87,6 +87,11 @@ class UpdateAttack(Attack):
         if self.needs_honest and knowledge.honest.count == 0:
             return posterior
         mean = self.falsify(posterior.flatten()[0], knowledge)
+        if mean.shape != knowledge.previous.shape:
+            raise FusionError(
+                f"{self}: falsify gave a tensor of shape {tuple(mean.shape)}; give one mean per parameter, shape "
+                f"{tuple(knowledge.previous.shape)}"
+            )
         return GaussianPosterior(posterior.unflatten(mean, None).mean, posterior.variance)
 
     @abstractmethod

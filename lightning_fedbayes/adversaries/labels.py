@@ -33,7 +33,7 @@ def flip_labels(labels: Tensor, classes: Sequence[int]) -> Tensor:
     """Each label replaced by its mirror image among ``classes``.
 
     Args:
-        labels: integers, any shape, all among ``classes``.
+        labels: integers, any shape; those that are not among ``classes`` stay.
         classes: ascending.
 
     Returns: shape and dtype of ``labels``.
@@ -42,4 +42,6 @@ def flip_labels(labels: Tensor, classes: Sequence[int]) -> Tensor:
     tensor([9, 5, 2, 9])
     """
     ascending = torch.tensor(classes, dtype=torch.int64, device=labels.device)
-    return ascending.flip(0)[torch.searchsorted(ascending, labels.to(torch.int64))].to(labels.dtype)
+    given = labels.to(torch.int64)
+    place = torch.searchsorted(ascending, given).clamp_max(len(ascending) - 1)
+    return torch.where(ascending[place] == given, ascending.flip(0)[place], given).to(labels.dtype)

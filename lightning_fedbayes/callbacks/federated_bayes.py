@@ -330,6 +330,11 @@ class FederatedBayes(L.Callback):
                 )
         if self.federation.round_is_complete:
             self.federation.end_round()
+            if self.federation.refusal is not None:
+                rank_zero_info(
+                    f"Round {self.federation.round + 1}: the old posterior stays, because the clients cannot be fused: "
+                    f"{self.federation.refusal}"
+                )
             self._report.weights(self.federation.weights)
             self._reliability.note(self.federation)
 

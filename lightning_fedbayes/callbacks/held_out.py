@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.trainer.call import _call_strategy_hook
 from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_fedbayes.callbacks.pictures import log_table
@@ -24,15 +26,19 @@ def check_held_out(trainer: L.Trainer) -> None:
 
 
 def held_out_batches(trainer: L.Trainer) -> Iterator[Any]:
-    """The batches of all validation loaders, one after the other."""
+    """The batches of all validation loaders, one after the other, as ``validation_step`` would get them."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     if not loop._data_source.is_defined():
         return
     loop.setup_data()
     loaders = loop._combined_loader
-    if isinstance(loaders, CombinedLoader):
-        for loader in loaders.flattened:
-            yield from loader
+    if not isinstance(loaders, CombinedLoader):
+        return
+    for number, (loader, most) in enumerate(zip(loaders.flattened, loop.max_batches)):
+        for batch in islice(loader, None if most == float("inf") else int(most)):
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=number)
+            yield _call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=number)
 
 
 def log_choices(trainer: L.Trainer, history: Sequence[Mapping[str, float]]) -> None:
@@ -44,7 +50,7 @@ def log_choices(trainer: L.Trainer, history: Sequence[Mapping[str, float]]) -> N
     rows = []
     for row in scored:
         losses = candidate_losses(row)
-        chosen = min(losses, key=lambda name: losses[name])
+        chosen = min((name for name in losses if math.isfinite(losses[name])), key=lambda name: losses[name])
         rows.append([int(row["round"]) + 1, chosen, *(losses.get(name, math.nan) for name in names)])
     log_table(trainer, "federation/chosen_rules", ["round", "chosen", *names], rows, round=trainer.current_epoch)
 

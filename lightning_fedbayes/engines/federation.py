@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from lightning_fedbayes.engines.client import Client, ClientFailure
 from lightning_fedbayes.engines.engine import Engine
 from lightning_fedbayes.engines.plan import RoundPlan
 from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion, RoundResult
-from lightning_fedbayes.engines.selection import AutoFusion, RoundSelection, held_out_loss
+from lightning_fedbayes.engines.selection import AutoFusion, RoundSelection, held_out_loss, names_of
 from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.fusion import FusionRule, Memory
 from lightning_fedbayes.layers import set_prior
@@ -81,6 +82,7 @@ class Federation:
         weights: client → its part in the last fusion.
         judged: whether the fusion rule has inferred those.
         excluded: client → why the fusion rule left it out of the last fusion.
+        refusal: why the last round could not be fused, None if it could.
         memory: what the fusion rule remembers.
     """
 
@@ -101,6 +103,7 @@ class Federation:
         self.weights: dict[int, float] = {}
         self.judged = False
         self.excluded: dict[int, str] = {}
+        self.refusal: FusionError | None = None
         self.memory: Memory = {} if isinstance(server.rule, AutoFusion) else server.rule.init()
         self._outcomes: list[ClientOutcome] = []
 
@@ -180,22 +183,25 @@ class Federation:
         return self.stage == "training" and self.plan is not None and len(self._outcomes) == len(self.plan.cohort)
 
     def end_round(self) -> None:
-        """Fuse the round's updates, or keep the old posterior if there are too few.
+        """Fuse the round's updates, or keep the old posterior if there are too few or the rule cannot fuse them.
 
         Raises:
-            FusionError: the rule cannot fuse these posteriors.
-            FederationError: too many rounds in a row had too few valid updates.
+            FederationError: too many rounds in a row came to nothing.
         """
         assert self.plan is not None
         metrics: dict[str, float] = {}
+        self.weights, self.judged, self.excluded, self.refusal = {}, False, {}, None
         success = len(self._fusion) >= self.server.min_clients
-        self.weights, self.judged, self.excluded = {}, False, {}
         if success:
-            result, metrics = self._fuse()
-            self.posterior, self.weights = result.posterior, result.weights
-            self.judged, self.excluded, self.memory = result.judged, result.excluded, result.memory
-            self._load(result)
-        else:
+            try:
+                result, metrics = self._fuse()
+            except FusionError as refusal:
+                self.refusal, success = refusal, False
+            else:
+                self.posterior, self.weights = result.posterior, result.weights
+                self.judged, self.excluded, self.memory = result.judged, result.excluded, result.memory
+                self._load(result)
+        if not success:
             self.engine.model.load_global()
         self._sent = {}
         self.engine.end_round(success=success)
@@ -204,12 +210,21 @@ class Federation:
         self.rounds_done = self.plan.round + 1
         self.history.append({"round": float(self.plan.round), **metrics, **self._figures()})
         if self.failed_rounds >= self.server.max_failed_rounds:
-            first = next(outcome.error for outcome in self._outcomes if outcome.error is not None)
-            raise FederationError(
-                f"{self.failed_rounds} rounds in a row had fewer than min_clients={self.server.min_clients} valid "
-                f"updates; the global posterior of the last good round is kept. The first failure of this round was "
-                f"{type(first).__name__}: {first}"
-            ) from first
+            raise self._too_many_failures()
+
+    def _too_many_failures(self) -> FederationError:
+        """What stops a run whose rounds come to nothing, with the reason of the last one."""
+        failed = [outcome.error for outcome in self._outcomes if outcome.error is not None]
+        cause = self.refusal or failed[0]
+        too_few = f"had fewer than min_clients={self.server.min_clients} valid updates"
+        what = "could not be fused" if self.refusal else too_few
+        error = FederationError(
+            f"{self.failed_rounds} rounds in a row {what}; the global posterior of the last good round is kept. "
+            f"{'The rule says' if self.refusal else 'The first failure of this round was'} "
+            f"{type(cause).__name__}: {cause}"
+        )
+        error.__cause__ = cause
+        return error
 
     def _new_fusion(self) -> RoundFusion | RoundSelection:
         """What collects the updates of a round."""
@@ -229,12 +244,14 @@ class Federation:
             return result, result.metrics
         module, auto = self.engine.model.module, self._fusion.auto
         assert isinstance(module, L.LightningModule)
+        batches = list(self.held_out())
 
         def loss(result: RoundResult) -> float:
             self._load(result)
-            return held_out_loss(module, self.held_out(), auto.score, self.engine.seed, self.round)
+            return held_out_loss(module, batches, auto.score, self.engine.seed, self.round)
 
-        result, losses = self._fusion.finish(loss)
+        with self.engine.model.unchanged(), kept_attributes(module, "global_round"):
+            result, losses = self._fusion.finish(loss)
         return result, {**result.metrics, **{f"{HELD_OUT_LOSS}{name}": value for name, value in losses.items()}}
 
     def _load(self, result: RoundResult) -> None:
@@ -242,7 +259,8 @@ class Federation:
         self.engine.model.load_posterior(result.posterior, result.buffers)
         hook = getattr(self.engine.model.module, "on_round_end", None)
         if hook is not None:
-            hook(result.posterior, [sent for client, sent in self._sent.items() if result.weights.get(client, 0.0) > 0])
+            count = [c for c in self._sent if result.weights.get(c, 0.0) > 0 and c not in result.excluded]
+            hook(result.posterior, [self._sent[client] for client in count])
 
     def abandon_round(self) -> None:
         """Forget an unfinished round: the module holds the global posterior that it started from."""
@@ -283,6 +301,7 @@ class Federation:
             "failed_rounds": self.failed_rounds,
             "history": list(self.history),
             "memory": self.memory,
+            "rule": rule_of(self.server),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -293,4 +312,22 @@ class Federation:
         self.failed_rounds = state["failed_rounds"]
         self.rounds_done = state["rounds"]
         self.history = list(state["history"])
-        self.memory = state["memory"]
+        if state["rule"] == rule_of(self.server):  # another rule cannot read it
+            self.memory = state["memory"]
+
+
+def rule_of(server: Server) -> str:
+    """The name of the server's rule, by which its memory is known again."""
+    rule = server.rule
+    return "auto" if isinstance(rule, AutoFusion) else next(names_of([rule]))
+
+
+@contextmanager
+def kept_attributes(module: object, *names: str) -> Iterator[None]:
+    """Give ``module`` back what it held under ``names``, whatever happens inside."""
+    kept = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(module, name, value)

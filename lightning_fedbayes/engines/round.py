@@ -155,6 +155,7 @@ class RoundFusion:
             for update, weight in zip(self._held, weights, strict=True):
                 self._fuse(update, *update.posterior.flatten(), weight)
         fused = self._accumulator.finish(self.memory)
+        check_finite(fused.posterior, *fused.posterior.flatten(), "the fused posterior")
         shares = self._shares(fused.reliability)
         for update in self._held:
             self._add_buffers(update, shares[update.client])

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
 from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion, RoundResult
@@ -72,7 +72,11 @@ class AutoFusion:
 def names_of(rules: Iterable[FusionRule]) -> Iterator[str]:
     """A name for each rule, with its arguments where there are any."""
     for rule in rules:
-        options = {key: value for key, value in vars(rule).items() if isinstance(value, int | float | str)}
+        options = {
+            key: next(names_of([value])) if isinstance(value, FusionRule) else value
+            for key, value in vars(rule).items()
+            if isinstance(value, int | float | str | FusionRule) and key not in ("uses_weights", "needs_previous")
+        }
         described = ", ".join(f"{key}={value}" for key, value in options.items())
         yield rule_name(rule) + (f"({described})" if described else "")
 
@@ -134,11 +138,10 @@ def held_out_loss(
 ) -> float:
     """Mean loss of ``module`` over ``batches``, with the same noise for every candidate of a round."""
     total, count = 0.0, 0
-    with evaluation(module):
+    with evaluation(module), module.trainer.precision_plugin.forward_context():
         seed_everything(derive_seed(seed, "validation", round))
         for batch in batches:
-            batch = move_data_to_device(batch, module.device)
-            size = len(batch[1]) if isinstance(batch, list | tuple) else len(batch)
+            size = extract_batch_size(batch)
             total += float((score or predictive_nll)(module, batch)) * size
             count += size
     return total / count if count else math.nan

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -89,6 +90,16 @@ class ResidentModel:
                 self.parameters[name].copy_(value)
         self._write_buffers({**self.global_buffers, **buffers})
         self.remember_global()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Inside, other posteriors may be loaded; afterwards the global model is what it was, bit by bit."""
+        parameters, buffers = self.global_parameters, self.global_buffers
+        try:
+            yield
+        finally:
+            self.global_parameters, self.global_buffers = parameters, buffers
+            self.load_global()
 
     def _restore_shapes(self) -> None:
         """Undo what a client's code may have done to the shapes of parameters."""

@@ -67,9 +67,10 @@ class Preaggregation(FusionRule):
         gram = gram_of(cohort.posteriors, cohort.previous)
         means, variances = self.mix(gram)
         if isinstance(self.then, GramRule):
-            shares, reasons = self.then.judge(mixed_gram(gram, means), cohort.weights)
+            shares, _ = self.then.judge(mixed_gram(gram, means), cohort.weights)
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), shares @ means)
-            return judged(cohort, mean, shares @ variances, reasons, memory)
+            own = shares @ variances
+            return judged(cohort, mean, own, unused(own), memory)
         if type(self.then) is WeightedAverage:  # not a subclass, which may fuse otherwise
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), cohort.weights @ means)
             variance = combine_variances(cohort.posteriors, cohort.weights @ variances)
@@ -78,7 +79,18 @@ class Preaggregation(FusionRule):
         if not fused.reliability:
             return fused
         shares = torch.tensor([fused.reliability.get(client, 0.0) for client in cohort.clients], dtype=torch.float64)
-        return replace(fused, reliability=dict(zip(cohort.clients, (shares @ variances).tolist(), strict=True)))
+        own = shares @ variances
+        return replace(
+            fused,
+            reliability=dict(zip(cohort.clients, own.tolist(), strict=True)),
+            excluded={cohort.clients[position]: reason for position, reason in unused(own).items()},
+        )
+
+
+def unused(shares: Tensor) -> dict[int, str]:
+    """Position → why, of the clients that have no share, shape (K,), in what was fused."""
+    reason = "it is part of no mixture of neighbours that the rule kept"
+    return {position: reason for position, share in enumerate(shares.tolist()) if share == 0}
 
 
 def mixed_gram(gram: Gram, coefficients: Tensor) -> Gram:

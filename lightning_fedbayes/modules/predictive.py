@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from lightning_fedbayes.errors import FedBayesError, nearest
@@ -119,7 +120,15 @@ def linear_moments(network: nn.Module, posterior: GaussianPosterior, inputs: Ten
     path, layer = linear_layer(network)
     prefix = f"{NETWORK}{path}." if path else NETWORK
     part = within(posterior, prefix).to(inputs.device)
-    mean, variance = inputs @ part.mean["weight"].T, inputs.square() @ part.variance["weight"].T
+
+    def moments(name: str, parameter: Tensor) -> tuple[Tensor, Tensor]:
+        """A parameter that the clients keep is known."""
+        known = name in part.mean
+        return (part.mean[name], part.variance[name]) if known else (parameter, torch.zeros_like(parameter))
+
+    weight, weight_variance = moments("weight", layer.weight)
+    mean, variance = inputs @ weight.T, inputs.square() @ weight_variance.T
     if layer.bias is not None:
-        mean, variance = mean + part.mean["bias"], variance + part.variance["bias"]
+        bias, bias_variance = moments("bias", layer.bias)
+        mean, variance = mean + bias, variance + bias_variance
     return mean, variance

@@ -79,7 +79,7 @@ def test_dwc_of_clients_that_learned_nothing_is_the_previous_posterior(cohort, c
 def test_order_of_clients_does_not_matter(rule, cohort, data):
     order = data.draw(st.permutations(range(len(cohort.clients))))
     shuffled = cohort.fuse(rule, [cohort.clients[k] for k in order], [cohort.weights[k] for k in order])
-    assert_same(shuffled, cohort.fuse(rule))
+    assert_same(shuffled, cohort.fuse(rule), rtol=1e-7)
 
 
 @pytest.mark.parametrize("rule", TO_THE_LAST_DIGIT)
@@ -95,7 +95,7 @@ def test_shift_and_scale_of_the_parameters_carry_over(rule, cohort, scale, shift
         cohort.weights,
         scaled(cohort.previous, scale, shift),
     )
-    assert_same(moved.fuse(rule), scaled(cohort.fuse(rule), scale, shift), rtol=1e-8)
+    assert_same(moved.fuse(rule), scaled(cohort.fuse(rule), scale, shift), rtol=1e-7)
 
 
 @pytest.mark.parametrize("rule", WEIGHTED)

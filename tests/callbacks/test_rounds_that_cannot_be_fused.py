@@ -1,0 +1,151 @@
+"""A rule that cannot fuse a round costs the round, not the run; what it leaves is always finite and whole."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.adversaries import UpdateAttack
+from lightning_fedbayes.fusion import MultiKrum, TrimmedMean
+from tests.federations import Plain, bayesian, blobs, federate, loader, network, parameters
+
+
+@dataclass(frozen=True)
+class OnlyOnce(UpdateAttack):
+    """Sends what ``make`` gives, in the second round."""
+
+    clients: object
+    value: float = float("nan")
+
+    def falsify(self, mean, knowledge):
+        OnlyOnce.rounds += 1
+        return mean * 0 + self.value if OnlyOnce.rounds == 2 else mean
+
+
+@pytest.mark.parametrize(
+    ("rule", "value"), [(TrimmedMean(2), float("nan")), (MultiKrum(1), float("nan")), ("linear_pool", 1e30)]
+)
+def test_the_round_is_lost_and_the_run_goes_on(rule, value):
+    OnlyOnce.rounds = 0
+    made = fb.FederatedBayes(fb.IIDPartition(5), fusion=rule, adversaries=OnlyOnce([0], value), weighting="equal")
+    module = Plain()
+    federate(module, made, rounds=3)
+    assert [row["failed_rounds"] for row in made.history] == [0.0, 1.0, 0.0]
+    assert all(bool(torch.isfinite(value).all()) for value in parameters(module).values())
+    assert all(bool(torch.isfinite(value).all()) for value in made.posterior.variance.values())
+
+
+def test_too_many_such_rounds_stop_it_with_the_rule_s_own_words():
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=TrimmedMean(2), max_failed_rounds=2)
+    with pytest.raises(fb.FederationError, match=r"2 rounds in a row could not be fused.*trimmed_mean: trim=2"):
+        federate(Plain(), made, rounds=5)
+
+
+@pytest.mark.parametrize("rule", ["ivar_vb", "ivar_mle", "icov_vb", "icov_mle", "geometric_median"])
+def test_a_client_beyond_all_bounds_leaves_a_finite_model(rule):
+    made = fb.FederatedBayes(
+        fb.IIDPartition(5), fusion=rule, adversaries=fb.ScaledUpdate([2], factor=1e24), weighting="equal"
+    )
+    module = bayesian()
+    federate(module, made, rounds=2)
+    assert made.history[-1]["failed_rounds"] == 0
+    assert all(float(value.abs().max()) < 100 for value in parameters(module).values())
+    assert made.federation.weights[2] < 1e-6
+
+
+@pytest.mark.parametrize("rule", ["ivar_vb", "multi_krum", "icov_vb"])
+def test_bootstrap_leaves_out_whom_the_rule_has_left_out(rule):
+    torch.manual_seed(0)
+    x = torch.randn(60, 3)
+    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8)
+    model = fb.HybridBayesianRegressor(nn.Linear(3, 1), noise="residual", predictive="bootstrap", learning_rate=0.05)
+    made = fb.FederatedBayes(fb.IIDPartition(5), fusion=rule, adversaries=fb.ScaledUpdate([0], factor=1e3))
+    federate(model, made, rounds=2, train=data)
+    assert 0 in made.federation.excluded
+    assert len(model.global_round.clients) == 5 - len(made.federation.excluded)
+    assert float(model.eval().predict_step(x).samples.abs().max()) < 50
+
+
+def test_memory_of_another_rule_is_not_read():
+    first = fb.FederatedBayes(fb.IIDPartition(4), fusion="ivar_vb")
+    federate(Plain(), first, rounds=1)
+    second = fb.FederatedBayes(fb.IIDPartition(4), fusion=fb.Reliability("ivar_vb", then="linear_pool"))
+    federate(Plain(), second, rounds=1)
+    second.federation.load_state_dict(first.federation.state_dict())
+    assert second.federation.memory == {} or set(second.federation.memory) == {"by", "then"}
+
+
+def test_distance_weights_after_a_rule_that_gives_spread_to_deterministic_layers():
+    made = fb.FederatedBayes(fb.IIDPartition(4), fusion="linear_pool", weighting="distance")
+    federate(bayesian(), made, rounds=3)
+    assert made.history[-1]["failed_rounds"] == 0
+
+
+def test_labels_of_examples_that_nobody_has_are_let_be():
+    data = blobs(60)
+    labels = torch.arange(60) % 6
+    kept = Subset(TensorDataset(data.tensors[0], labels), [i for i in range(60) if int(labels[i]) < 3])
+    made = fb.FederatedBayes(fb.IIDPartition(3), adversaries=fb.LabelFlip([0]))
+    federate(Plain(), made, rounds=1, train=loader(kept))
+    assert made.history[0]["valid_clients"] == 3
+
+
+def test_interrupted_choice_leaves_the_last_good_posterior():
+    calls = []
+
+    def score(module, batch):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return 0.0
+
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=fb.AutoFusion(["fedavg", "linear_pool"], score=score))
+    module = Plain()
+    before = []
+
+    class Remember(fb.UncertaintyReport):
+        def on_train_epoch_start(self, trainer, pl_module):
+            before.append(parameters(pl_module))
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        federate(module, made, rounds=3, val=DataLoader(blobs(20), 10), callbacks=[Remember()])
+    for name, value in parameters(module).items():
+        assert torch.equal(value, before[-1][name]), name
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+def test_candidates_are_scored_in_the_trainer_s_precision(precision):
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=fb.AutoFusion(["rklb", "linear_pool"]))
+    federate(bayesian(), made, rounds=1, val=DataLoader(blobs(20), 10), precision=precision)
+    assert made.history[0]["failed_rounds"] == 0
+
+
+def test_candidates_are_scored_on_what_the_module_makes_of_a_batch():
+    class Scaled(fb.HybridBayesianClassifier):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            seen.append(dataloader_idx)
+            return [batch[0] * 0, batch[1]]
+
+    seen: list[int] = []
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=fb.AutoFusion(["fedavg", "linear_pool"]), engine="sequential")
+    module = Scaled(network())
+    made_val = DataLoader(blobs(20), 10)
+    federate(module, made, rounds=1, val=made_val)
+    scores = [value for name, value in made.history[0].items() if "held_out" in name]
+    with torch.no_grad():
+        logits = module.network(torch.zeros(20, 6))
+        expected = torch.nn.functional.cross_entropy(logits, blobs(20).tensors[1])
+    assert scores[0] == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_closed_form_with_a_parameter_that_stays_at_the_clients():
+    torch.manual_seed(0)
+    x = torch.randn(60, 3)
+    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8)
+    model = fb.HybridBayesianRegressor(nn.Linear(3, 1), noise="none", predictive="closed_form")
+    made = fb.FederatedBayes(fb.IIDPartition(4), fusion="gaussian_fit", local_parameters="network.bias")
+    federate(model, made, rounds=1, train=data)
+    assert model.eval().predict_step(x).mean.shape == (60, 1)

@@ -1,0 +1,17 @@
+"""What every test gives back."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
+
+
+@pytest.fixture(autouse=True)
+def _loggers_speak_again() -> Iterator[None]:
+    """Commands that run quietly set the level of Lightning's loggers for the rest of the process."""
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
