@@ -18,6 +18,7 @@ from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.fusion import FusionRule, Memory, get_rule, rule_name
 from lightning_fedbayes.metrics.functional import gaussian_nll
 from lightning_fedbayes.modules import BayesianModule, ClassPrediction, RegressionPrediction
+from lightning_fedbayes.modules.regression import shaped_like
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 
 Score = Callable[[L.LightningModule, Any], "Tensor | float"]
@@ -169,5 +170,5 @@ def predictive_nll(module: L.LightningModule, batch: Any) -> Tensor:
         probability = prediction.probs.gather(1, targets[:, None])
         return -probability.clamp_min(torch.finfo(probability.dtype).tiny).log().mean()
     assert isinstance(prediction, RegressionPrediction)
-    targets = targets.reshape(prediction.mean.shape)
+    targets = shaped_like(targets, prediction.mean)
     return gaussian_nll(prediction.mean, prediction.variance, targets).sum(-1).mean()

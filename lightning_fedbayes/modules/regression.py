@@ -96,7 +96,7 @@ class Regressor(BayesianModule):
         inputs, targets = self.unpack(batch)
         prediction = self.predict_step(inputs)
         mean, variance = prediction.mean, prediction.variance
-        targets = targets.reshape(mean.shape)
+        targets = shaped_like(targets, mean)
         self._gaussian_metrics.update(mean, variance, targets)
         self._sharpness.update(torch.diag_embed(variance))
         self._squared_error.update(mean.contiguous(), targets.contiguous())
@@ -108,3 +108,17 @@ class Regressor(BayesianModule):
         self.log_dict({f"{stage}/{name}": score for name, score in scores.items()})
         for metric in (self._gaussian_metrics, self._sharpness, self._squared_error):
             metric.reset()
+
+
+def shaped_like(targets: Tensor, outputs: Tensor) -> Tensor:
+    """``targets`` in the shape of ``outputs``, (batch, *), so that (batch,) and (batch, 1) are one.
+
+    Raises:
+        FedBayesError: they do not have as many entries.
+    """
+    if targets.numel() != outputs.numel():
+        raise FedBayesError(
+            f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}: give the "
+            "network one output per target"
+        )
+    return targets.reshape(outputs.shape)

@@ -15,7 +15,7 @@ from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.layers.sites import gaussian_sites
 from lightning_fedbayes.modules.hybrid import Init, hybrid
 from lightning_fedbayes.modules.predictive import Predictive, linear_moments
-from lightning_fedbayes.modules.regression import RegressionPrediction, Regressor
+from lightning_fedbayes.modules.regression import RegressionPrediction, Regressor, shaped_like
 
 Noise = Literal["learnt", "fixed", "residual", "none"]
 NOISES: tuple[Noise, ...] = ("learnt", "fixed", "residual", "none")
@@ -118,7 +118,7 @@ class HybridBayesianRegressor(Regressor):
 
         With ``noise`` "residual" or "none" it is the squared error instead.
         """
-        errors = targets.reshape(outputs.shape) - outputs
+        errors = shaped_like(targets, outputs) - outputs
         if self.noise == "none":
             return errors.square().sum() / len(outputs)
         if self.noise == "residual":

@@ -226,3 +226,34 @@ def test_closed_form_is_for_linear_models(network):
 def test_wrong_arguments(wrong, match):
     with pytest.raises(FedBayesError, match=match):
         HybridBayesianRegressor(mlp(3, 1), **wrong)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_targets_of_another_shape_are_refused_at_once(engine):
+    x = torch.randn(40, FEATURES)
+    data = DataLoader(TensorDataset(x, x[:, :2]), 8)
+    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), noise="none")
+    with pytest.raises(FedBayesError, match=r"targets of shape \(8, 2\) do not fit outputs of shape \(8, 1\)"):
+        trainer(1, [fb.FederatedBayes(fb.IIDPartition(3), engine=engine)]).fit(model, data)
+
+
+def test_a_client_with_one_row_and_a_constant_feature_train():
+    x = torch.randn(21, FEATURES)
+    x[:, 1] = 2.0
+    parts = {"many": TensorDataset(x[:20], x[:20].sum(1)), "one": TensorDataset(x[20:], x[20:].sum(1))}
+    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), noise="residual", predictive="bootstrap")
+    made = fb.FederatedBayes(fusion="gaussian_fit")
+    trainer(2, [made]).fit(model, DataLoader(fb.ClientDatasets(parts), 4, shuffle=True))
+    assert made.history[-1]["valid_clients"] == 2
+    assert bool(torch.isfinite(model.eval().predict_step(x).variance).all())
+
+
+def test_a_client_whose_features_are_not_numbers_is_left_out():
+    good, bad = torch.randn(20, FEATURES), torch.randn(20, FEATURES)
+    bad[3, 1] = math.nan
+    parts = {"good": TensorDataset(good, good.sum(1)), "bad": TensorDataset(bad, bad.sum(1))}
+    model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), noise="residual", predictive="bootstrap")
+    made = fb.FederatedBayes(fusion="gaussian_fit")
+    trainer(1, [made]).fit(model, DataLoader(fb.ClientDatasets(parts), 5, shuffle=True))
+    assert made.history[-1]["failed_clients"] == 1
+    assert bool(torch.isfinite(model.eval().predict_step(good).mean).all())
