@@ -291,6 +291,9 @@ class FederatedBayes(L.Callback):
             step_plateau(trainer, earlier.get("plateau", {}), earlier["rounds"])
         self._restored = None
         engine.install()
+        start = getattr(pl_module, "on_federation_start", None)
+        if start is not None:
+            start()
         guard_weights_only(pl_module, self._between_rounds)
         self._report.start(trainer, self.settings(), self.clients)
 

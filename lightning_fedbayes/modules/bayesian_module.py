@@ -79,6 +79,7 @@ class BayesianModule(L.LightningModule):
         self.warmup_rounds = warmup_rounds
         self.learning_rate = learning_rate
         self.optimizer = optimizer
+        self._federated = False
         self._given_examples: int | None = None
         self._fit_examples: int | None = None
 
@@ -133,8 +134,18 @@ class BayesianModule(L.LightningModule):
         warm = 1.0 if not self.warmup_rounds else min(1.0, (self.current_epoch + 1) / self.warmup_rounds)
         return self.kl_weight * warm / self.num_examples
 
+    def on_fit_start(self) -> None:
+        """Nobody has said yet that this fit is a federation."""
+        self._federated = False
+
+    def on_federation_start(self) -> None:
+        """Called by :class:`~lightning_fedbayes.FederatedBayes` when training starts."""
+        self._federated = True
+
     def on_train_start(self) -> None:
-        """Take n from the training data, unless it was given."""
+        """Take n from the training data, unless it was given; forget an earlier federation in a fit that is none."""
+        if not self._federated:
+            self.global_round = GlobalRound()
         dataset = getattr(self.trainer.train_dataloader, "dataset", None)
         length = len(dataset) if hasattr(dataset, "__len__") else None  # pyright: ignore[reportArgumentType]
         self._fit_examples = self._given_examples or length

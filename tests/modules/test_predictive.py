@@ -257,3 +257,11 @@ def test_a_client_whose_features_are_not_numbers_is_left_out():
     trainer(1, [made]).fit(model, DataLoader(fb.ClientDatasets(parts), 5, shuffle=True))
     assert made.history[-1]["failed_clients"] == 1
     assert bool(torch.isfinite(model.eval().predict_step(good).mean).all())
+
+
+def test_a_fit_without_a_federation_forgets_it():
+    model, _, _ = federated(predictive="omc")
+    assert model.global_round.posterior is not None
+    trainer(1).fit(model.train(), DataLoader(examples(), 5))
+    assert model.global_round.posterior is None
+    assert model.eval().predict_step(torch.randn(2, FEATURES)).samples.shape == (1, 2, 1)
