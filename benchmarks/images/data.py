@@ -1,0 +1,84 @@
+"""The data sets of the studies by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from settings import Settings
+from torch.utils.data import TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.data.images import ImageDataModule
+from lightning_fedbayes.data.splits import SplitDataModule
+from lightning_fedbayes.data.stratify import stratified_order
+from lightning_fedbayes.errors import FederationError, nearest
+
+OFFLINE = "digits"
+FILES: dict[str, type[ImageDataModule]] = {
+    "fashion_mnist": fb.FashionMNISTDataModule,
+    "mnist": fb.MNISTDataModule,
+    "cifar10": fb.CIFAR10DataModule,
+    "svhn": fb.SVHNDataModule,
+}
+NAMES = (*FILES, OFFLINE)
+
+
+class Digits(SplitDataModule):
+    """scikit-learn's digits with a test part of 360, and a training part that is cut as that of the image files is."""
+
+    num_classes = 10
+    shape = (1, 8, 8)
+
+    def __init__(self, batch_size: int, validation_fraction: float | None, examples: int | None) -> None:
+        super().__init__(batch_size)
+        self.validation_fraction = validation_fraction
+        self.examples = examples
+
+    def setup(self, stage: str | None = None) -> None:
+        """Split once, the same way for every stage and seed."""
+        if "train" in vars(self):
+            return
+        source = fb.DigitsDataModule()
+        source.setup()
+        inputs, labels = source.train.tensors
+        count = min(len(labels), self.examples or len(labels))
+        chosen = stratified_order(labels, torch.Generator().manual_seed(0))[:count]
+        held_out = round((self.validation_fraction or 0) * count)
+        self.validation, self.train = (TensorDataset(inputs[i], labels[i]) for i in chosen.split(
+            [held_out, count - held_out]))
+        self.test = source.validation
+
+
+def make_data(settings: Settings, folder: Path | None) -> ImageDataModule | Digits:
+    """The data module of a cell; the split is the same for all seeds.
+
+    Args:
+        settings: of the cell.
+        folder: holds a folder per data set, or one data set; None: there is none.
+
+    Raises:
+        FederationError: an unknown data set, or a missing folder or file.
+    """
+    name = settings.dataset
+    if name == OFFLINE:
+        return Digits(settings.batch_size, settings.validation_fraction, settings.examples)
+    if name not in FILES:
+        raise FederationError(f"unknown data set '{name}'; {nearest(name, NAMES)}")
+    if folder is None:
+        raise FederationError(f"{name} is read from files: give --data DIR")
+    directory = folder / name if (folder / name).is_dir() else folder
+    return FILES[name](
+        directory, batch_size=settings.batch_size, validation_fraction=settings.validation_fraction,
+        examples=settings.examples,
+    )
+
+
+def part_for_start(data: ImageDataModule | Digits, share: float, seed: int) -> tuple[TensorDataset, TensorDataset]:
+    """Training and validation examples, 9 to 1, of a stratified ``share`` of the training part."""
+    assert isinstance(data.train, TensorDataset)
+    inputs, labels = data.train.tensors
+    chosen = stratified_order(labels, torch.Generator().manual_seed(seed))[: max(20, round(share * len(labels)))]
+    cut = max(1, len(chosen) // 10)
+    train, validation = chosen[cut:], chosen[:cut]
+    return TensorDataset(inputs[train], labels[train]), TensorDataset(inputs[validation], labels[validation])

@@ -1,0 +1,154 @@
+"""A study: what is varied, what is fixed, and at which budgets, read from YAML."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from data import OFFLINE
+from report import METRICS
+from settings import KEYS, Settings, check_settings
+
+from lightning_fedbayes.errors import FederationError, nearest
+
+BUDGETS = ("tiny", "laptop", "full")
+FIGURES = {"lines": {"x", "metrics"}, "curves": {"panels"}, "retained": {"panels"}}
+"""Kind of a figure → what it needs besides ``series``."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study.
+
+    Args:
+        name: of its file.
+        title: in words, for the table.
+        fixed: setting → its value in every cell.
+        grids: each setting → its values; a grid's cells are their product, the study's those of all grids.
+        budgets: budget → settings that it changes; what a grid varies stays.
+        metrics: columns of the table.
+        figures: what is drawn; see :mod:`figures`.
+        published: what the paper reports: settings of a row, and its scores as text.
+        source: of the published values, and how they were measured.
+    """
+
+    name: str
+    title: str
+    fixed: Mapping[str, Any]
+    grids: Sequence[Mapping[str, Sequence[Any]]]
+    budgets: Mapping[str, Mapping[str, Any]]
+    metrics: Sequence[str]
+    figures: Sequence[Mapping[str, Any]] = ()
+    published: Sequence[Mapping[str, Any]] = ()
+    source: str = ""
+
+    @property
+    def factors(self) -> list[str]:
+        """What is varied, data sets first."""
+        names = list(dict.fromkeys(key for grid in self.grids for key in grid))
+        return sorted(names, key=lambda name: name != "dataset")
+
+    def cells(self, budget: str, seeds: int, offline: bool) -> list[Settings]:
+        """All cells at a budget, each once, the seeds of a cell far apart, so that a cut study has all of seed 0.
+
+        Args:
+            budget: its name.
+            seeds: number of repetitions.
+            offline: digits in place of the study's data sets.
+        """
+        changes = {**self.fixed, **self.budgets[budget], **({"dataset": OFFLINE} if offline else {})}
+        cells = []
+        for seed in range(seeds):
+            for grid in self.grids:
+                kept = {key: values for key, values in grid.items() if not (offline and key == "dataset")}
+                for values in itertools.product(*kept.values()):
+                    cells.append(Settings(**{**changes, **dict(zip(kept, values)), "seed": seed}))
+        return list(dict.fromkeys(cells))
+
+
+def read_study(path: Path) -> Study:
+    """The study of a YAML file.
+
+    Raises:
+        FederationError: no such file, no mapping, or an unknown or missing key, setting, metric or figure.
+    """
+    if not path.is_file():
+        raise FederationError(f"there is no study {path}; give a YAML file, such as those in configs/")
+    try:
+        read = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise FederationError(f"{path.name} is no YAML: {error}") from error
+    known = [key for key in Study.__dataclass_fields__ if key != "name"]
+    if not isinstance(read, dict):
+        raise FederationError(f"{path.name} holds no settings; its keys are {', '.join(known)}")
+    _check_names(read, known, f"{path.name}: unknown key")
+    missing = [key for key in ("title", "fixed", "grids", "budgets", "metrics") if key not in read]
+    if missing:
+        raise FederationError(f"{path.name} lacks {', '.join(missing)}")
+    study = Study(name=path.stem, **read)
+    _check(study, path.name)
+    return study
+
+
+def only(cells: Sequence[Settings], wanted: Sequence[str]) -> list[Settings]:
+    """The cells whose settings are among those of every ``KEY=VALUE,VALUE``.
+
+    Raises:
+        FederationError: one that cannot be read, an unknown setting, or a value that no cell has.
+    """
+    kept = list(cells)
+    for text in wanted:
+        key, equals, values = text.partition("=")
+        if not equals:
+            raise FederationError(f"--only {text}: write KEY=VALUE, or KEY=VALUE,VALUE")
+        if key not in KEYS:
+            raise FederationError(f"--only {text}: unknown setting '{key}'; {nearest(key, KEYS)}")
+        present = {str(getattr(cell, key)) for cell in cells}
+        for value in values.split(","):
+            if value not in present:
+                raise FederationError(f"--only {text}: no cell has {key}={value}; {nearest(value, present)}")
+        kept = [cell for cell in kept if str(getattr(cell, key)) in values.split(",")]
+    if not kept:
+        raise FederationError(f"--only {' '.join(wanted)}: no cell has all of these")
+    return kept
+
+
+def _check(study: Study, file: str) -> None:
+    """Raise FederationError for names and values that are none."""
+    check_settings(study.fixed, f"{file}, fixed")
+    for grid in study.grids:
+        for key, values in grid.items():
+            if not isinstance(values, list) or not values:
+                raise FederationError(f"{file}, grids: {key}={values!r} has to be a list of values")
+            for value in values:
+                check_settings({key: value}, f"{file}, grids")
+    _check_names(study.budgets, BUDGETS, f"{file}, budgets: unknown budget")
+    absent = [budget for budget in BUDGETS if budget not in study.budgets]
+    if absent:
+        raise FederationError(f"{file}, budgets: {', '.join(absent)} is missing; give {{}} to change nothing")
+    for budget, settings in study.budgets.items():
+        check_settings(settings, f"{file}, budgets, {budget}")
+    _check_names(study.metrics, METRICS, f"{file}, metrics: unknown metric")
+    for figure in study.figures:
+        _check_names([figure.get("kind", "")], FIGURES, f"{file}, figures: unknown kind")
+        needs = {"kind", "series", *FIGURES[figure["kind"]]}
+        _check_names(figure, {*needs, "where"}, f"{file}, figures, {figure['kind']}: unknown key")
+        check_settings(figure.get("where", {}), f"{file}, figures, where")
+        if needs - set(figure):
+            raise FederationError(f"{file}, figures, {figure['kind']}: {', '.join(needs - set(figure))} is missing")
+        _check_names([figure[key] for key in ("x", "series", "panels") if key in figure], KEYS,
+                     f"{file}, figures: unknown setting")
+        _check_names(figure.get("metrics", ()), METRICS, f"{file}, figures: unknown metric")
+    for row in study.published:
+        _check_names(row, (*KEYS, *METRICS), f"{file}, published: unknown setting or metric")
+
+
+def _check_names(names: Any, known: Any, problem: str) -> None:
+    """Raise FederationError, with the nearest known name, for the first that is unknown."""
+    for name in names:
+        if name not in known:
+            raise FederationError(f"{problem} '{name}'; {nearest(str(name), known)}")
