@@ -67,10 +67,10 @@ class Preaggregation(FusionRule):
         gram = gram_of(cohort.posteriors, cohort.previous)
         means, variances = self.mix(gram)
         if isinstance(self.then, GramRule):
-            shares, _ = self.then.judge(mixed_gram(gram, means), cohort.weights)
+            shares, reasons = self.then.judge(mixed_gram(gram, means), cohort.weights)
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), shares @ means)
             own = shares @ variances
-            return judged(cohort, mean, own, unused(own), memory)
+            return judged(cohort, mean, own, unused(own, reasons), memory)
         if type(self.then) is WeightedAverage:  # not a subclass, which may fuse otherwise
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), cohort.weights @ means)
             variance = combine_variances(cohort.posteriors, cohort.weights @ variances)
@@ -83,14 +83,22 @@ class Preaggregation(FusionRule):
         return replace(
             fused,
             reliability=dict(zip(cohort.clients, own.tolist(), strict=True)),
-            excluded={cohort.clients[position]: reason for position, reason in unused(own).items()},
+            excluded={
+                cohort.clients[position]: fused.excluded.get(cohort.clients[position], reason)
+                for position, reason in unused(own, {}).items()
+            },
         )
 
 
-def unused(shares: Tensor) -> dict[int, str]:
-    """Position → why, of the clients that have no share, shape (K,), in what was fused."""
-    reason = "it is part of no mixture of neighbours that the rule kept"
-    return {position: reason for position, share in enumerate(shares.tolist()) if share == 0}
+def unused(shares: Tensor, reasons: Mapping[int, str]) -> dict[int, str]:
+    """Position → why, of the clients that have no share in what was fused.
+
+    Args:
+        shares: shape (K,).
+        reasons: position → why the rule inside left out the client's own mixture.
+    """
+    why = "it is part of no mixture of neighbours that the rule kept"
+    return {position: reasons.get(position, why) for position, share in enumerate(shares.tolist()) if share == 0}
 
 
 def mixed_gram(gram: Gram, coefficients: Tensor) -> Gram:

