@@ -116,7 +116,7 @@ PLAUSIBLE = 0.8
 """Part of the robust consensus that must be left of it: below, errors are not independent of y, as the model has it."""
 FLAT = 1e3
 """By how much the prior of y is wider than the consensus where only differences between clients shall count."""
-OUTER, INNER = 3, 60
+OUTER, INNER = 2, 60
 """Rounds of the posterior of the features, and quasi-Newton steps in each."""
 
 
