@@ -7,11 +7,8 @@ scikit-learn. Writes a table, pictures and one offline W&B run per fusion rule t
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import platform
 import time
-import warnings
 from pathlib import Path
 
 import lightning as L
@@ -23,6 +20,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes import plots
 from lightning_fedbayes.callbacks.pictures import markdown_table
 from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.quiet import quietly
 
 RULES = ("weighted_average", "weighted_sum", "reverse_kl_barycenter", "conflation")
 COLUMNS = ("fusion", "accuracy", "ECE", "NLL", "worst client", "epistemic", "seconds")
@@ -81,7 +79,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/digits"))
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    be_quiet()
     torch.set_num_threads(1)  # threads cost a network this small more than they gain
 
     rows, curves, counts = [], {}, None
@@ -107,13 +104,6 @@ def main() -> None:
     print(f"View the runs with an account: wandb sync {arguments.output}/wandb/offline-run-*")
 
 
-def be_quiet() -> None:
-    """Only the progress bar and the results: no advice, no banners."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "wandb"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ.setdefault("WANDB_SILENT", "true")
-
-
 if __name__ == "__main__":
-    main()
+    with quietly():
+        main()

@@ -10,10 +10,8 @@ patients is biased upwards, except for a guess that is the same for all: compare
 from __future__ import annotations
 
 import argparse
-import logging
 import platform
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,6 +29,7 @@ from lightning_fedbayes.data.hospitals import HOSPITALS
 from lightning_fedbayes.fusion import FusionRule
 from lightning_fedbayes.metrics.functional import negative_log_likelihood, reliability
 from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.quiet import quietly
 
 SCORES = ("accuracy", "NLL", "ECE")
 COLUMNS = (*HOSPITALS, "overall")
@@ -126,7 +125,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/hospitals"))
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    be_quiet()
     torch.set_num_threads(1)  # threads cost a network this small more than they gain
 
     start = time.perf_counter()
@@ -162,12 +160,6 @@ def main() -> None:
     print(f"\n{setting}\n\n{table}\n\nTable and picture: {arguments.output}")
 
 
-def be_quiet() -> None:
-    """Only the progress bar and the results."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 if __name__ == "__main__":
-    main()
+    with quietly():
+        main()

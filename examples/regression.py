@@ -9,10 +9,8 @@ ten workers of 16 points in [-4, 4], predicted in [-6, 6].
 from __future__ import annotations
 
 import argparse
-import logging
 import platform
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +28,7 @@ from lightning_fedbayes import plots
 from lightning_fedbayes.callbacks.pictures import markdown_table
 from lightning_fedbayes.metrics.functional import gaussian_crps, gaussian_nll, interval_coverage
 from lightning_fedbayes.modules import RegressionPrediction, Regressor, mlp
+from lightning_fedbayes.quiet import quietly
 
 Predict = Callable[[Tensor], RegressionPrediction]
 
@@ -166,7 +165,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/regression"))
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    be_quiet()
     torch.set_num_threads(1)  # threads cost a network this small more than they gain
 
     start = time.perf_counter()
@@ -202,12 +200,6 @@ def main() -> None:
     print(f"\n{setting}\n\n{table}\n\nTable and pictures: {arguments.output}")
 
 
-def be_quiet() -> None:
-    """Only the progress bar and the results."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 if __name__ == "__main__":
-    main()
+    with quietly():
+        main()

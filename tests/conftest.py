@@ -1,9 +1,13 @@
-"""What every test gives back."""
+"""The same examples in every run, and what every test gives back."""
 
 import logging
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")  # new examples: pytest --hypothesis-profile default
 
 LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
 

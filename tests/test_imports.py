@@ -13,7 +13,7 @@ import lightning_fedbayes
 PACKAGE = Path(lightning_fedbayes.__file__).parent
 PYPROJECT = PACKAGE.parent / "pyproject.toml"
 LEVELS = (
-    ("errors", "seeding", "plots"),
+    ("errors", "seeding", "plots", "quiet"),
     ("posterior",),
     ("fusion",),
     ("weighting", "partition", "adversaries"),

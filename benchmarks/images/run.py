@@ -11,11 +11,8 @@ and cells that were run by several commands come into one table.
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import shlex
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,12 +27,12 @@ from tqdm import tqdm
 
 from lightning_fedbayes.callbacks.wandb_account import go_offline_without_account
 from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.quiet import quietly
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     options = parse(given)
-    be_quiet()
     try:
         study = read_study(options.study)
         every = study.cells(options.budget, options.seeds, offline=options.data is None)
@@ -134,13 +131,6 @@ def command(arguments: Sequence[str]) -> str:
     return " ".join(["python benchmarks/images/run.py", *map(shlex.quote, shown)])
 
 
-def be_quiet() -> None:
-    """Only the progress bar and the results."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "wandb"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ.setdefault("WANDB_SILENT", "true")
-
-
 if __name__ == "__main__":
-    main()
+    with quietly():
+        main()

@@ -11,9 +11,7 @@ networks. Scores are kept in FOLDER/scores.json, so that a later run of other ro
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -26,6 +24,7 @@ from tqdm import tqdm
 from training import Plan
 
 from lightning_fedbayes.data import available_datasets
+from lightning_fedbayes.quiet import quietly
 
 WIDE = ("protein", "year")
 """Data sets that the paper takes 100 hidden units for."""
@@ -33,9 +32,6 @@ WIDE = ("protein", "year")
 
 def main() -> None:
     arguments = parse()
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     datasets = arguments.datasets or list(available_datasets(arguments.data))
     bar = tqdm(desc="rounds", unit="round", total=0)
     store = Store(arguments.out)
@@ -104,4 +100,5 @@ def command() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with quietly():
+        main()

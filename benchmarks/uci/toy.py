@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import logging
-import warnings
 from pathlib import Path
 
 import lightning as L
@@ -21,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.plots import DPI, GRID, INK, PALETTE
+from lightning_fedbayes.quiet import quietly
 
 WORKERS, POINTS, NOISE, HIDDEN = 10, 16, 3.0, 100
 SHOWN = (1, 3, 5)
@@ -87,9 +86,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     torch.manual_seed(arguments.seed)
     x, y = cubes(arguments.seed)
     grid = torch.linspace(-6, 6, 241)
@@ -118,4 +114,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quietly():
+        main()

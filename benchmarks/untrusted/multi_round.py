@@ -12,12 +12,13 @@ import torch
 from federation import Examples, Task, accuracy, cross_entropy, federate
 from figures import panels
 from images import deal, read
-from report import be_quiet, options, table, write
+from report import options, table, write
 from rules import RULES
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.quiet import quietly
 
 GENUINE, ADVERSARIES, SIZE = 5, (0, 2, 5, 7), 1_000
 ROUNDS, BATCH, RATE = 20, 50, 0.1
@@ -37,7 +38,7 @@ def run(train: Examples, test: Examples, rule: str, adversaries: int, seed: int)
 
 def main() -> None:
     arguments = options(__doc__, data=True, seeds=2).parse_args()
-    be_quiet()
+    torch.set_num_threads(1)  # which networks this small want
     train, test = read(arguments.data, "train"), read(arguments.data, "t10k")
     names, engine = {number: f"{number} adversaries" for number in ADVERSARIES}, ""
     curves = {name: {rule: [] for rule in RULES} for name in names.values()}
@@ -58,4 +59,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quietly():
+        main()

@@ -15,7 +15,7 @@ import torch
 from federation import Examples, Task, accuracy, cross_entropy, federate
 from figures import panels
 from images import deal, read
-from report import be_quiet, options, table, write
+from report import options, table, write
 from rules import PUBLISHED, RULES
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -23,6 +23,7 @@ from tqdm import tqdm
 import lightning_fedbayes as fb
 from lightning_fedbayes.adversaries import Attack
 from lightning_fedbayes.fusion import FusionRule
+from lightning_fedbayes.quiet import quietly
 
 GENUINE, MOST, SIZE = 5, 10, 12_000
 """Parties, largest number of Gaussian adversaries, examples of each party."""
@@ -85,7 +86,7 @@ def main() -> None:
     parser = options(__doc__, data=True, seeds=5)
     parser.add_argument("--dataset", choices=("mnist", "fashion_mnist"), default="mnist", help="what --data holds")
     arguments = parser.parse_args()
-    be_quiet()
+    torch.set_num_threads(1)  # which networks this small want
     train, test = read(arguments.data, "train"), read(arguments.data, "t10k")
     seeds, numbers, engine = range(arguments.seeds), range(MOST + 1), ""
     gaussian: dict[str, list[list[float]]] = {rule: [] for rule in RULES}
@@ -127,4 +128,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quietly():
+        main()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import io
-import logging
 import math
 import platform
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,14 +31,6 @@ def options(description: str | None, data: bool, seeds: int) -> argparse.Argumen
     parser.add_argument("--seeds", type=int, default=seeds, help="number of repetitions, at least 2")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
     return parser
-
-
-def be_quiet() -> None:
-    """Only the progress bar and the results; one thread, which networks this small want."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_num_threads(1)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

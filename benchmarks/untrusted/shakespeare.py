@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from federation import Task, accuracy, cross_entropy, federate
 from figures import panels
-from report import be_quiet, options, table, write
+from report import options, table, write
 from rules import PUBLISHED
 from rules import RULES as ALL_RULES
 from text import deal, roles
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.quiet import quietly
 
 PARTIES, ADVERSARIES = 5, 5
 LENGTH, CHARACTERS, TEST = 50, 40_000, 50_000
@@ -60,7 +61,7 @@ def run(texts: list[str], rule: str, attack: fb.GaussianVector | fb.RandomUpdate
 
 def main() -> None:
     arguments = options(__doc__, data=True, seeds=2).parse_args()
-    be_quiet()
+    torch.set_num_threads(1)  # which networks this small want
     texts, engine = roles(arguments.data), ""
     curves = {name: {rule: [] for rule in RULES} for name in ATTACKS}
     runs = [(seed, name, rule) for seed in range(arguments.seeds) for name in ATTACKS for rule in RULES]
@@ -83,4 +84,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quietly():
+        main()

@@ -18,10 +18,12 @@ from collections.abc import Sequence
 import torch
 from federation import Examples, Task, federate
 from figures import panels
-from report import be_quiet, options, table, write
+from report import options, table, write
 from rules import PUBLISHED, RULES
 from torch import Tensor, nn
 from tqdm import tqdm
+
+from lightning_fedbayes.quiet import quietly
 
 PARTIES, FEATURES, SIZE = 5, 50, 250
 SHARED_NOISE = 5.0
@@ -81,7 +83,7 @@ def run(rule: str, setting: str, seed: int) -> tuple[list[float], str]:
 
 def main() -> None:
     arguments = options(__doc__, data=False, seeds=20).parse_args()
-    be_quiet()
+    torch.set_num_threads(1)  # which networks this small want
     engine, curves = "", {setting: {rule: [] for rule in RULES} for setting in SETTINGS}
     runs = [(seed, setting, rule) for seed in range(arguments.seeds) for setting in SETTINGS for rule in RULES]
     for seed, setting, rule in tqdm(runs):
@@ -107,4 +109,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quietly():
+        main()

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +20,7 @@ from lightning_fedbayes.cli.plot import METRICS, draw
 from lightning_fedbayes.cli.results import Run
 from lightning_fedbayes.errors import FedBayesError, nearest
 from lightning_fedbayes.fusion import get_rule, rule_name
+from lightning_fedbayes.quiet import quietly
 
 DESCRIPTION = """\
 Run CONFIG once per fusion rule and seed. Prints a Markdown table of the last round and keeps it (table.md), every
@@ -50,14 +47,14 @@ def compare(arguments: list[str]) -> int:
     settings = ["--config", str(values.config), *changes]
     folder = values.output or Path("outputs", "compare", values.config.stem)
 
-    with _quiet():
+    with quietly():
         seed, configuration = _described(settings)
     runs = _done(folder, configuration)
     known = {(run.fusion, run.seed) for run in runs}
     wanted = [(fusion, seed + extra) for fusion in fusions for extra in range(values.seeds)]
     missing = [each for each in wanted if each not in known]
     failures = []
-    with tqdm(missing, unit="run", disable=None) as bar, _quiet():
+    with tqdm(missing, unit="run", disable=None) as bar, quietly():
         for fusion, each_seed in bar:
             bar.set_description(f"{fusion}, seed {each_seed}")
             try:
@@ -133,19 +130,3 @@ def _report(folder: Path, runs: list[Run], metric: str | None) -> None:
     if metrics:
         shown = metric or ("val/nll" if "val/nll" in metrics else metrics[0])
         print(f"Picture: {draw(folder, shown, results.mean_curves(runs, shown))}")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Neither advice nor banners of the Trainers in between."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels):
-                logger.setLevel(level)

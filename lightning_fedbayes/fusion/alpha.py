@@ -114,12 +114,14 @@ def alpha_moments(
     nodes, masses = (torch.from_numpy(each).to(means) for each in np.polynomial.hermite_e.hermegauss(NODES))
     centres, widths = torch.cat([means, middle[None]]), torch.cat([variances, spread[None]]).sqrt()
     shares = torch.cat([weights.to(means) / 2, means.new_tensor([0.5])])
-    points = (nodes[:, None] * widths[:, None] + (centres - middle)[:, None]).flatten(0, 1)  # from the middle
+    around = nodes[:, None] * widths[:, None]  # node n around each centre: shape (K + 1, nodes, P)
+    from_clients = ((centres - means[:, None])[:, :, None] + around).flatten(1, 2)  # exact where a client is a spike
+    points = ((centres - middle)[:, None] + around).flatten(0, 1)
     mass = (shares[:, None] * masses / masses.sum()).flatten()
-    log_clients = _log_density(points, (means - middle)[:, None], variances[:, None])
+    log_clients = _log_density(from_clients, variances[:, None])
     log_weights = weights.to(means).log()[:, None, None]
     log_mixture = torch.logaddexp(
-        (log_weights + log_clients).logsumexp(0), _log_density(points, torch.zeros_like(middle), spread)
+        (log_weights + log_clients).logsumexp(0), _log_density(points, spread)
     ) - math.log(2)
     log_ratio = (log_weights + alpha * log_clients).logsumexp(0) / alpha - log_mixture
     values = mass[:, None] * (log_ratio - log_ratio.amax(0)).exp()
@@ -128,6 +130,6 @@ def alpha_moments(
     return middle + offset, (values * (points - offset).square()).sum(0)
 
 
-def _log_density(points: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """Log density of Gaussians at ``points``."""
-    return -0.5 * ((points - mean).square() / variance + variance.log() + math.log(2 * math.pi))
+def _log_density(distance: Tensor, variance: Tensor) -> Tensor:
+    """Log density of Gaussians at ``distance`` from their mean."""
+    return -0.5 * (distance.square() / variance + variance.log() + math.log(2 * math.pi))

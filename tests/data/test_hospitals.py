@@ -209,7 +209,6 @@ def test_the_example_compares_the_methods(example, folder, tmp_path, monkeypatch
     monkeypatch.setattr(sys, "argv", ["hospitals.py", "--data", str(folder), "--seeds", "2", "--rounds", "1",
                                       "--output", str(output)])
     threads = torch.get_num_threads()
-    monkeypatch.setattr(example, "be_quiet", lambda: None)
     example.main()
     torch.set_num_threads(threads)
     printed = capsys.readouterr().out

@@ -13,6 +13,8 @@ from .strategies import CLOSED_FORMS, RULES, UNWEIGHTED, WEIGHTED, Cohort, asser
 
 TO_THE_LAST_DIGIT = [rule for rule in RULES if not rule.startswith("icov")]
 """All but those that end a search: see ``test_inverse_covariance.py``."""
+BY_QUADRATURE = ("alpha_barycenter", "hellinger_barycenter")
+"""The mean of a spike is known to 1e-5 of its width (1e-10), and so are the places of its nodes."""
 MANY = st.integers(2, 5)
 FEW = settings(deadline=None, max_examples=40)
 
@@ -23,6 +25,11 @@ def scaled(posterior, scale, shift):
         {name: scale * mean + shift for name, mean in posterior.mean.items()},
         {name: scale**2 * variance for name, variance in posterior.variance.items()},
     )
+
+
+def rounding(rule):
+    """Relative error that the order of a rule's sums may make."""
+    return 1e-5 if rule in BY_QUADRATURE else 1e-7
 
 
 def with_variance(posterior, factor):
@@ -79,7 +86,7 @@ def test_dwc_of_clients_that_learned_nothing_is_the_previous_posterior(cohort, c
 def test_order_of_clients_does_not_matter(rule, cohort, data):
     order = data.draw(st.permutations(range(len(cohort.clients))))
     shuffled = cohort.fuse(rule, [cohort.clients[k] for k in order], [cohort.weights[k] for k in order])
-    assert_same(shuffled, cohort.fuse(rule), rtol=1e-7)
+    assert_same(shuffled, cohort.fuse(rule), rtol=rounding(rule))
 
 
 @pytest.mark.parametrize("rule", TO_THE_LAST_DIGIT)
@@ -95,7 +102,7 @@ def test_shift_and_scale_of_the_parameters_carry_over(rule, cohort, scale, shift
         cohort.weights,
         scaled(cohort.previous, scale, shift),
     )
-    assert_same(moved.fuse(rule), scaled(cohort.fuse(rule), scale, shift), rtol=1e-7)
+    assert_same(moved.fuse(rule), scaled(cohort.fuse(rule), scale, shift), rtol=rounding(rule))
 
 
 @pytest.mark.parametrize("rule", WEIGHTED)
