@@ -39,15 +39,8 @@ class Gram:
     size: int
 
     def squared_distances(self) -> Tensor:
-        """‖x_i − x_j‖² between clients, shape (K, K): exactly 0 on the diagonal, symmetric, never negative.
-
-        What rounding cannot tell from 0 is 0: less than :data:`ROUNDING` of the squared distances to the centre.
-        """
-        clients = self.products[:-1, :-1]
-        squares = clients.diagonal()
-        sums = squares[:, None] + squares
-        distances = sums - 2 * clients
-        return torch.where(distances > ROUNDING * sums, distances, 0).fill_diagonal_(0)
+        """‖x_i − x_j‖² between clients, shape (K, K); see :func:`squared_distances`."""
+        return squared_distances(self.products[:-1, :-1])
 
 
 def gram_of(posteriors: Sequence[GaussianPosterior], previous: GaussianPosterior | None) -> Gram:
@@ -84,6 +77,17 @@ def gram_of(posteriors: Sequence[GaussianPosterior], previous: GaussianPosterior
         centre = int(spread.argmin())
         gram = _around(centre, points)
     return gram
+
+
+def squared_distances(products: Tensor) -> Tensor:
+    """‖p_i − p_j‖² of points of Gram matrix ``products``: exactly 0 on the diagonal, symmetric, never negative.
+
+    What rounding cannot tell from 0 is 0: less than :data:`ROUNDING` of the squared distances to the centre.
+    """
+    squares = products.diagonal()
+    sums = squares[:, None] + squares
+    distances = sums - 2 * products
+    return torch.where(distances > ROUNDING * sums, distances, 0).fill_diagonal_(0)
 
 
 def median_distances(gram: Gram) -> Tensor:

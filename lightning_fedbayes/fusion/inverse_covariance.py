@@ -9,15 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
-from lightning_fedbayes.fusion.inferred import (
-    InferredRule,
-    consensus,
-    gram_about_last,
-    least_noise,
-    residuals,
-    signal_of,
-)
+from lightning_fedbayes.fusion.distances import centred_products, consensus, gram_about_last, residuals, signal_of
+from lightning_fedbayes.fusion.inferred import InferredRule
 from lightning_fedbayes.fusion.latent_noise import MOVED, Latent, climb, least_squares, start, update_spread
+from lightning_fedbayes.fusion.noise_scale import least_noise
 from lightning_fedbayes.fusion.registry import register_fusion
 
 
@@ -42,8 +37,6 @@ class _InverseCovariance(InferredRule):
     @abstractmethod
     def solve(self, distances: Tensor, size: int) -> Tensor:
         """The coefficients of generalised least squares, shape (K,), of sum 1; see :meth:`InferredRule.infer`."""
-
-
 
 
 @register_fusion("icov_vb")
@@ -189,9 +182,3 @@ def expectation_maximisation(
     loaded = residual @ towards
     features = torch.linalg.solve(moments, loaded.T).T
     return features, (residual.diagonal() - (features * loaded).sum(1)).clamp_min(least)
-
-
-def centred_products(distances: Tensor, shares: Tensor) -> Tensor:
-    """Mean products of the points' differences to their combination with ``shares``, which sum to 1, shape (K, K)."""
-    directions = torch.eye(len(shares), dtype=torch.float64) - shares[:, None]
-    return -(directions.T @ distances @ directions) / 2

@@ -6,15 +6,9 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
-from lightning_fedbayes.fusion.inferred import (
-    InferredRule,
-    consensus,
-    gram_about_last,
-    least_noise,
-    residuals,
-    signal_of,
-    squared_lengths,
-)
+from lightning_fedbayes.fusion.distances import consensus, gram_about_last, residuals, signal_of, squared_lengths
+from lightning_fedbayes.fusion.inferred import InferredRule
+from lightning_fedbayes.fusion.noise_scale import least_noise
 from lightning_fedbayes.fusion.registry import register_fusion
 
 

@@ -7,7 +7,7 @@ import torch
 
 from lightning_fedbayes import FusionError, GaussianPosterior, Reliability, fuse
 from lightning_fedbayes.fusion import Cohort, get_rule
-from lightning_fedbayes.fusion.inferred import nearest_gram, remember
+from lightning_fedbayes.fusion.remember import positive_semidefinite, remember
 
 from .untrusted import distances_of, independent, normal, origin, point_masses
 
@@ -89,10 +89,10 @@ def test_equal_rounds_are_remembered_as_one():
 def test_products_that_no_points_have_are_mended_and_true_ones_kept():
     updates = normal(5, 40)
     true = updates @ updates.T
-    torch.testing.assert_close(nearest_gram(true), true)
+    torch.testing.assert_close(positive_semidefinite(true), true)
     broken = true.clone()
     broken[0, 1] = broken[1, 0] = 100.0
-    mended = nearest_gram(broken)
+    mended = positive_semidefinite(broken)
     assert float(torch.linalg.eigvalsh(mended).min()) > -1e-9
     torch.testing.assert_close(mended.diagonal(), true.diagonal())
 
