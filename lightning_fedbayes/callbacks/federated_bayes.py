@@ -42,11 +42,12 @@ from lightning_fedbayes.callbacks.wandb_account import go_offline_without_accoun
 from lightning_fedbayes.data.clients import Clients, clients_of
 from lightning_fedbayes.engines.choice import EngineName, make_engine
 from lightning_fedbayes.engines.engine import OptimizerPolicy
-from lightning_fedbayes.engines.federation import Federation, PriorPolicy, Server
+from lightning_fedbayes.engines.federation import Federation
 from lightning_fedbayes.engines.loader import FederatedLoader, batching_of
 from lightning_fedbayes.engines.plan import check_batches, plan_round
 from lightning_fedbayes.engines.poisoning import poisoned
 from lightning_fedbayes.engines.selection import AutoFusion
+from lightning_fedbayes.engines.server import PriorPolicy, Server
 from lightning_fedbayes.engines.state import BufferPolicy, ResidentModel
 from lightning_fedbayes.errors import FederationError, nearest
 from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
@@ -92,7 +93,8 @@ class FederatedBayes(L.Callback):
             every client keeps its own, and the global model gets the average; "frozen": they never change.
         local_parameters: patterns (``fnmatch``, e.g. ``"head.*"``) of parameters and buffers that never leave a
             client. In the global model they keep their initial value.
-        min_clients: fewer valid updates than this leave the global posterior as it was.
+        min_clients: fewer valid updates than this leave the global posterior as it was, and so do updates that the
+            rule cannot fuse.
         max_failed_rounds: after this many such rounds in a row the run stops with an error.
         adversaries: an attack, or a list of them, by which some clients try to spoil the fusion, such as
             ``SignFlip(clients=0.3)``. A client with several applies them one after the other. Adversaries train

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,30 +15,18 @@ from lightning_fedbayes.engines.client import Client, ClientFailure
 from lightning_fedbayes.engines.engine import Engine
 from lightning_fedbayes.engines.plan import RoundPlan
 from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion, RoundResult
-from lightning_fedbayes.engines.selection import AutoFusion, RoundSelection, held_out_loss, names_of
+from lightning_fedbayes.engines.scoring import held_out_loss, kept_attributes
+from lightning_fedbayes.engines.selection import AutoFusion, RoundSelection
+from lightning_fedbayes.engines.server import Server
 from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.fusion import FusionRule, Memory
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.posterior import GaussianPosterior
-from lightning_fedbayes.weighting import CohortWeights
 
-PriorPolicy = Literal["fixed", "global"]
 Stage = Literal["between", "training", "fused"]
-
 
 HELD_OUT_LOSS = "held_out_loss/"
 """What the figures of a round call a candidate's loss, before its name."""
-
-
-@dataclass(frozen=True)
-class Server:
-    """How the server runs its rounds; see :class:`~lightning_fedbayes.FederatedBayes` for each argument."""
-
-    rule: FusionRule | AutoFusion
-    weighting: str | CohortWeights = "train_size"
-    prior: PriorPolicy = "fixed"
-    min_clients: int = 1
-    max_failed_rounds: int = 3
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,7 @@ class Federation:
     Attributes:
         posterior: the global posterior after the last round.
         history: one dict of figures per finished round, in order.
-        failed_rounds: rounds in a row that had too few valid updates.
+        failed_rounds: rounds in a row that had too few valid updates, or that the rule could not fuse.
         rounds_done: number of the round after the last finished one.
         stage: "between" rounds, "training" clients, or "fused": the round is done, but the Trainer's epoch is not.
         plan: the plan of the last round that was begun.
@@ -301,7 +288,7 @@ class Federation:
             "failed_rounds": self.failed_rounds,
             "history": list(self.history),
             "memory": self.memory,
-            "rule": rule_of(self.server),
+            "rule": self.server.rule_name,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -312,22 +299,5 @@ class Federation:
         self.failed_rounds = state["failed_rounds"]
         self.rounds_done = state["rounds"]
         self.history = list(state["history"])
-        if state["rule"] == rule_of(self.server):  # another rule cannot read it
+        if state["rule"] == self.server.rule_name:  # another rule cannot read it
             self.memory = state["memory"]
-
-
-def rule_of(server: Server) -> str:
-    """The name of the server's rule, by which its memory is known again."""
-    rule = server.rule
-    return "auto" if isinstance(rule, AutoFusion) else next(names_of([rule]))
-
-
-@contextmanager
-def kept_attributes(module: object, *names: str) -> Iterator[None]:
-    """Give ``module`` back what it held under ``names``, whatever happens inside."""
-    kept = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(module, name, value)

@@ -9,7 +9,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.engines.selection import CANDIDATES, predictive_nll
+from lightning_fedbayes.engines.scoring import predictive_nll
+from lightning_fedbayes.engines.selection import CANDIDATES
 from tests.federations import Plain, bayesian, blobs, federate, loader, network, parameters, trainer
 
 RULES = ["reverse_kl_barycenter", "linear_pool", "weighted_sum"]
