@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import logging
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 
 import lightning as L
@@ -27,6 +25,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.pictures import markdown_table
 from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.quiet import quietly
 
 CLIENTS, BATCH, RATE = 10, 16, 0.1
 
@@ -121,9 +120,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
     digits = fb.DigitsDataModule(batch_size=BATCH)
     digits.setup("fit")
@@ -158,4 +154,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quietly():
+        main()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-
 import lightning as L
 import torch
 import workloads
@@ -14,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.quiet import quietly
 
 
 class Plain(L.LightningModule):
@@ -77,7 +75,5 @@ def federation(order: Order) -> None:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    federation(start())
+    with quietly():
+        federation(start())
