@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,12 +19,16 @@ from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion, RoundRes
 from lightning_fedbayes.engines.scoring import held_out_loss, kept_attributes
 from lightning_fedbayes.engines.selection import AutoFusion, RoundSelection
 from lightning_fedbayes.engines.server import Server
+from lightning_fedbayes.engines.threads import threads_for
 from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.fusion import FusionRule, Memory
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.posterior import GaussianPosterior
 
 Stage = Literal["between", "training", "fused"]
+
+PASSES = 10
+"""Operations per parameter that reading, fusing and loading a client's posterior take, roughly."""
 
 HELD_OUT_LOSS = "held_out_loss/"
 """What the figures of a round call a candidate's loss, before its name."""
@@ -117,7 +122,8 @@ class Federation:
 
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
         """Called before every batch. Returns the clients whose first batch it is."""
-        clients = self.engine.begin_batch(batch_idx)
+        with self._threads():
+            clients = self.engine.begin_batch(batch_idx)
         if clients:
             self._clients_start = time.perf_counter()
         return clients
@@ -127,9 +133,12 @@ class Federation:
 
         Those of adversaries who wait for the honest clients come with the round's last.
         """
-        results = self.engine.end_batch(batch_idx, outputs)
-        if not results:
-            return ()
+        with self._threads():
+            results = self.engine.end_batch(batch_idx, outputs)
+            return self._take(results) if results else ()
+
+    def _take(self, results: Sequence[ClientUpdate | ClientFailure]) -> Sequence[ClientOutcome]:
+        """Admit what clients send, or hold it back where an adversary waits for the others."""
         assert self.plan is not None
         seconds = (time.perf_counter() - self._clients_start) / len(results)
         outcomes = []
@@ -164,6 +173,11 @@ class Federation:
             self.engine.forget(result.client)
         return outcome
 
+    def _threads(self) -> AbstractContextManager[None]:
+        """Inside, torch uses one thread if the posteriors of the round are small."""
+        assert self.plan is not None
+        return threads_for(PASSES * self.posterior.num_parameters * len(self.plan.cohort))
+
     @property
     def round_is_complete(self) -> bool:
         """Whether all clients of the round have had their last batch."""
@@ -181,13 +195,15 @@ class Federation:
         success = len(self._fusion) >= self.server.min_clients
         if success:
             try:
-                result, metrics = self._fuse()
+                with self._threads():
+                    result, metrics = self._fuse()
             except FusionError as refusal:
                 self.refusal, success = refusal, False
             else:
                 self.posterior, self.weights = result.posterior, result.weights
                 self.judged, self.excluded, self.memory = result.judged, result.excluded, result.memory
-                self._load(result)
+                with self._threads():
+                    self._load(result)
         if not success:
             self.engine.model.load_global()
         self._sent = {}

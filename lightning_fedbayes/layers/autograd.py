@@ -53,6 +53,11 @@ class GaussianKL(torch.autograd.Function):
             of_prior_std = ((gradient - scale * squares) / prior_std).sum_to_size(prior_std.shape)
         return of_mean, of_std, of_prior_mean, of_prior_std
 
+    @classmethod
+    def apply_plainly(cls, mean: Tensor, std: Tensor, prior_mean: float, prior_std: float) -> Tensor:
+        """``apply`` where no transform of ``torch.func`` is at work, without binding its arguments by name (10 µs)."""
+        return super(torch.autograd.Function, cls).apply(mean, std, prior_mean, prior_std)  # pyright: ignore
+
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:  # pyright: ignore
         """All stacked divergences at once."""

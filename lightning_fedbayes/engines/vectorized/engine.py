@@ -21,6 +21,7 @@ from lightning_fedbayes.engines.plain_steps import plain_advance
 from lightning_fedbayes.engines.plan import RoundPlan, cohort_size
 from lightning_fedbayes.engines.round import ClientUpdate
 from lightning_fedbayes.engines.state import ResidentModel
+from lightning_fedbayes.engines.threads import SMALL_STEP, threads_for
 from lightning_fedbayes.engines.vectorized.batches import StackedBatch, StackedBatches
 from lightning_fedbayes.engines.vectorized.clipping import clip_norms, clip_values
 from lightning_fedbayes.engines.vectorized.log import StackedTrainingLog
@@ -31,7 +32,6 @@ from lightning_fedbayes.engines.vectorized.schedule import Group, Scheduler, Slo
 from lightning_fedbayes.engines.vectorized.stack import ClientStack, Clip
 from lightning_fedbayes.engines.vectorized.start import attributes_of
 from lightning_fedbayes.engines.vectorized.step import StackedStep
-from lightning_fedbayes.engines.vectorized.threads import SMALL_STEP, threads_for
 from lightning_fedbayes.engines.vectorized.trial import Trial
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.seeding import derive_seed, seed_everything

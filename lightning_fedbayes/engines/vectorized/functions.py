@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -135,8 +135,8 @@ def kl_sum(
         mean, sigma = (torch.cat([each.flatten(1) for each in part if each is not None], 1) for part in (mus, sigmas))
         half = mean.dtype in (torch.float16, torch.bfloat16)
         mean, sigma = (mean.float(), sigma.float()) if half else (mean, sigma)
-        divergence = GaussianKL.apply(mean, sigma, prior_mean, prior_std)
-    return enter(cast("Tensor", divergence), mode.level)
+        divergence = GaussianKL.apply_plainly(mean, sigma, prior_mean, prior_std)
+    return enter(divergence, mode.level)
 
 
 STACKED: dict[Any, Callable[..., Tensor | None]] = {

@@ -19,6 +19,7 @@ from lightning_fedbayes.engines.client import Client, ClientState, parameters_of
 from lightning_fedbayes.engines.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.engines.plain_steps import step_obstacles
 from lightning_fedbayes.engines.state import ResidentModel
+from lightning_fedbayes.engines.threads import threads_for
 from lightning_fedbayes.engines.vectorized.batches import stack_batches
 from lightning_fedbayes.engines.vectorized.entrywise import check_entrywise
 from lightning_fedbayes.engines.vectorized.layout import Layout, layout_of
@@ -27,7 +28,6 @@ from lightning_fedbayes.engines.vectorized.places import Places
 from lightning_fedbayes.engines.vectorized.reasons import CannotVectorize
 from lightning_fedbayes.engines.vectorized.stack import ClientStack
 from lightning_fedbayes.engines.vectorized.step import StackedStep
-from lightning_fedbayes.engines.vectorized.threads import threads_for
 from lightning_fedbayes.engines.vectorized.undisturbed import undisturbed
 
 

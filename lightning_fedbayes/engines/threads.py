@@ -8,16 +8,16 @@ from contextlib import contextmanager
 import torch
 
 SMALL_STEP = 5e6
-"""Floating-point operations of a stacked step up to which one thread of the CPU takes it.
+"""Floating-point operations of a step, or of the work between steps, up to which one thread of the CPU takes them.
 
 The threads that torch would use gain microseconds there. When another process has one of the cores they wait for it at
-every operation, and the step takes twenty times as long.
+every operation, some for a millisecond, and a step takes twenty times as long.
 """
 
 
 @contextmanager
 def threads_for(operations: float) -> Iterator[None]:
-    """Inside, torch uses one thread if a step of so many ``operations`` is small."""
+    """Inside, torch uses one thread if so many ``operations`` are few."""
     threads = torch.get_num_threads()
     if operations > SMALL_STEP or threads == 1:
         yield
