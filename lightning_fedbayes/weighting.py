@@ -153,13 +153,18 @@ def client_weights(weighting: str | CohortWeights, facts: Sequence[ClientFacts])
         values = PER_COHORT[weighting](facts)
     else:
         values = [PER_CLIENT[weighting](each) for each in facts]
+    return normalised(values, weighting, len(facts))
+
+
+def normalised(values: Sequence[float] | Tensor, weighting: str | CohortWeights, count: int) -> list[float]:
+    """What ``weighting`` gave for ``count`` clients, checked and with a sum of 1; see :func:`client_weights`."""
     name = weighting if isinstance(weighting, str) else getattr(weighting, "__name__", "your function")
     try:
         weights = torch.as_tensor(values, dtype=torch.float64).reshape(-1)
     except (TypeError, ValueError, RuntimeError):
         raise FusionError(f"weighting {name} gave {values!r}; give a sequence of weights, one per client") from None
-    if len(weights) != len(facts):
-        raise FusionError(f"weighting {name} gave {len(weights)} weights for {len(facts)} clients; give one per client")
+    if len(weights) != count:
+        raise FusionError(f"weighting {name} gave {len(weights)} weights for {count} clients; give one per client")
     if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise FusionError(f"weighting {name} gave {weights.tolist()}; weights must be finite and at least 0")
     if not bool(weights.sum() > 0):

@@ -14,7 +14,7 @@ PACKAGE = Path(lightning_fedbayes.__file__).parent
 PYPROJECT = PACKAGE.parent / "pyproject.toml"
 LEVELS = (
     ("errors", "seeding", "plots", "quiet"),
-    ("posterior",),
+    ("posterior", "processes"),
     ("fusion",),
     ("weighting", "partition", "adversaries"),
     ("metrics",),

@@ -14,6 +14,7 @@ from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.engines.plan import cohort_size
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.partition import Partition
+from lightning_fedbayes.processes import ClientParallelStrategy
 
 AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 TUNING = ("LearningRateFinder", "BatchSizeFinder")
@@ -37,12 +38,9 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
             f"{type(module).__name__}.training_step takes dataloader_iter and fetches its own batches, so nobody knows "
             "whose they are; take batch and batch_idx"
         )
-    if trainer.world_size > 1:
-        yield (
-            f"devices={trainer.world_size}: gradients would be averaged over processes that train different "
-            "clients; use devices=1"
-        )
     made: Any = trainer  # whose annotations leave some attributes out
+    if trainer.world_size > 1:
+        yield from _reasons_of_several_processes(made)
     if made.fast_dev_run:
         yield f"fast_dev_run={made.fast_dev_run} stops inside a round; use max_epochs=1 and a small fraction"
     elif made.overfit_batches:
@@ -77,6 +75,23 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
             yield f"{name} trains on part of a round; tune on one client's data without FederatedBayes first"
         elif isinstance(callback, lightning_callbacks.GradientAccumulationScheduler) and callback.scheduling != {0: 1}:
             yield "GradientAccumulationScheduler would carry gradients from one client into the next"
+
+
+def _reasons_of_several_processes(trainer: Any) -> Iterator[str]:
+    """Why processes cannot share the clients of a round in ``trainer``."""
+    if not isinstance(trainer.strategy, ClientParallelStrategy):
+        yield (
+            f"devices={trainer.world_size}, {type(trainer.strategy).__name__}: gradients would be averaged over "
+            "processes that train different clients; use strategy='fedbayes', which shares out the clients, or "
+            "devices=1"
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, lightning_callbacks.Timer) and callback._interval == "step":
+            yield "a time limit (max_time) that is checked in every step; use Timer(..., interval='epoch')"
+        elif isinstance(callback, lightning_callbacks.ModelCheckpoint) and (
+            callback._every_n_train_steps or callback._train_time_interval
+        ):
+            yield "ModelCheckpoint inside a round, when processes are at different steps; use every_n_epochs="
 
 
 def _is_all(limit: int | float | None) -> bool:

@@ -37,14 +37,15 @@ from lightning_fedbayes.callbacks.progress import show_clients
 from lightning_fedbayes.callbacks.reliability import ReliabilityReport
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.source import install_source, remove_source, set_round_length
+from lightning_fedbayes.callbacks.step_count import StepCount
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
 from lightning_fedbayes.callbacks.wandb_account import go_offline_without_account
 from lightning_fedbayes.data.clients import Clients, clients_of
 from lightning_fedbayes.engines.choice import EngineName, make_engine
 from lightning_fedbayes.engines.engine import OptimizerPolicy
-from lightning_fedbayes.engines.federation import Federation
+from lightning_fedbayes.engines.federation import ClientOutcome, Federation
 from lightning_fedbayes.engines.loader import FederatedLoader, batching_of
-from lightning_fedbayes.engines.plan import check_batches, plan_round
+from lightning_fedbayes.engines.plan import Batching, RoundPlan, check_batches, plan_round, share_of
 from lightning_fedbayes.engines.poisoning import poisoned
 from lightning_fedbayes.engines.selection import AutoFusion
 from lightning_fedbayes.engines.server import PriorPolicy, Server
@@ -53,6 +54,7 @@ from lightning_fedbayes.errors import FederationError, nearest
 from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
 from lightning_fedbayes.partition import Partition
 from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.processes import processes_of
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 from lightning_fedbayes.weighting import CohortWeights, check_weighting
 
@@ -262,11 +264,17 @@ class FederatedBayes(L.Callback):
             self.clients = clients
             trained = poisoned(clients, assign(self.adversaries, clients.names, self.seed))
             replaced, self._loader = self._loader, FederatedLoader(
-                loader, trained, batching, lambda: plan_round(trainer.current_epoch, clients.sizes, batching)
+                loader, trained, batching, lambda: self._share(trainer, clients.sizes, batching)
             )
             if replaced is not None and self._federation is not None:
                 self._federation.engine.arrange(self._loader)
         return self._loader
+
+    @staticmethod
+    def _share(trainer: L.Trainer, sizes: Sequence[int], batching: Batching) -> RoundPlan:
+        """The part of the current round that this process trains."""
+        processes = processes_of(trainer)
+        return share_of(plan_round(trainer.current_epoch, sizes, batching), processes.rank, processes.count)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the engine, and continue where a checkpoint or an earlier fit left off."""
@@ -284,7 +292,9 @@ class FederatedBayes(L.Callback):
         if isinstance(self.server.rule, AutoFusion):
             self.server.rule.check(pl_module)
             check_held_out(trainer)
-        self._federation = Federation(self.server, engine, self.adversaries, lambda: held_out_batches(trainer))
+        self._federation = Federation(
+            self.server, engine, self.adversaries, lambda: held_out_batches(trainer), processes_of(trainer)
+        )
         if earlier is not None:
             check_same_federation(trainer, earlier["settings"], self.settings())
             self._federation.load_state_dict(earlier)
@@ -305,13 +315,13 @@ class FederatedBayes(L.Callback):
         """Begin a round: choose the cohort and plan its batches."""
         assert self.clients is not None
         assert self._loader is not None
-        self._boundary = RoundBoundary(trainer)
+        self._boundary, self._steps = RoundBoundary(trainer), StepCount(trainer)
         self.federation.engine.set_clients(self.clients.names, self.clients.sizes)  # data may have been reloaded
         self._uncertainty.set_clients(self.clients.sizes, self.clients.counts, self.clients.classes)
         self._report.set_clients(self.clients)
         plan = plan_round(trainer.current_epoch, self.clients.sizes, self._loader.batching)
-        set_round_length(trainer, self.federation.engine.num_batches(plan))
         self.federation.begin_round(plan)
+        set_round_length(trainer, self.federation.engine.num_batches(self.federation.share))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -325,16 +335,17 @@ class FederatedBayes(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """At a client's last batch, take its posterior; at the last client's, fuse."""
+        own = {outcome.client for outcome in self.federation.outcomes}
         for outcome in self.federation.end_batch(batch_idx, outputs):
-            self._report.client(outcome)
-            if outcome.error is not None:
-                assert self.clients is not None
-                rank_zero_info(
-                    f"Round {self.federation.round + 1}: client {self.clients.names[outcome.client]} is left out: "
-                    f"{type(outcome.error).__name__}: {outcome.error}"
-                )
+            own.add(outcome.client)
+            self._note(outcome)
         if self.federation.round_is_complete:
             self.federation.end_round()
+            for outcome in self.federation.outcomes:
+                if outcome.client not in own:
+                    self._note(outcome)
+            idle = not self.federation.share.cohort
+            self._steps.add_others(trainer, self.federation.processes, idle=idle)
             if self.federation.refusal is not None:
                 rank_zero_info(
                     f"Round {self.federation.round + 1}: the old posterior stays, because the clients cannot be fused: "
@@ -342,6 +353,16 @@ class FederatedBayes(L.Callback):
                 )
             self._report.weights(self.federation.weights)
             self._reliability.note(self.federation)
+
+    def _note(self, outcome: ClientOutcome) -> None:
+        """Report what became of a client."""
+        self._report.client(outcome)
+        if outcome.error is not None:
+            assert self.clients is not None
+            rank_zero_info(
+                f"Round {self.federation.round + 1}: client {self.clients.names[outcome.client]} is left out: "
+                f"{type(outcome.error).__name__}: {outcome.error}"
+            )
 
     # -- between rounds ------------------------------------------------------------------------------------------------
 

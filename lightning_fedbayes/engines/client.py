@@ -19,8 +19,8 @@ class Client:
         name: its name.
         num_examples: its number of training examples n_k.
         round: the round, from 0.
-        position: its place in the cohort, from 0.
-        cohort: number of clients in the cohort.
+        position: its place among the clients of the round that this process trains, from 0.
+        cohort: number of those.
     """
 
     number: int

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import lightning as L
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_fedbayes.engines.client import Client, ClientFailure, ClientState
 from lightning_fedbayes.engines.loader import FederatedLoader
@@ -14,6 +16,7 @@ from lightning_fedbayes.engines.plan import RoundPlan
 from lightning_fedbayes.engines.round import ClientUpdate
 from lightning_fedbayes.engines.state import ResidentModel
 from lightning_fedbayes.engines.training_log import TrainingLog
+from lightning_fedbayes.processes import Processes
 
 OptimizerPolicy = Literal["reset", "keep"]
 
@@ -81,10 +84,10 @@ class Engine(ABC):
 
     @abstractmethod
     def num_batches(self, plan: RoundPlan) -> int:
-        """How many of the Trainer's batches the round of ``plan`` takes."""
+        """How many of the Trainer's batches the clients of ``plan`` take; one, in which nothing happens, for none."""
 
     def begin_round(self, plan: RoundPlan) -> None:
-        """Prepare for the clients of ``plan``."""
+        """Prepare for the clients of ``plan``, which may be none."""
         self.plan = plan
         self._trained = {}
 
@@ -103,6 +106,18 @@ class Engine(ABC):
         """Drop what a client has logged and would have kept of this round, because its update is not used."""
         self._trained.pop(client, None)
         self.log.forget(client)
+
+    def share(self, processes: Processes) -> None:
+        """Let all processes know what the clients of each have logged and keep."""
+        if processes.count == 1:
+            return
+        self.log.share(processes)
+        own = {client: tree_map_only(Tensor, Tensor.cpu, vars(state)) for client, state in self._trained.items()}
+        device = self.trainer.strategy.root_device
+        self._trained = {
+            client: ClientState(**tree_map_only(Tensor, lambda tensor: tensor.to(device), state))
+            for part in processes.gather(own) for client, state in part.items()
+        }
 
     def end_round(self, *, success: bool) -> None:
         """Keep what the clients keep, if the round counts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import lightning as L
@@ -14,7 +14,8 @@ from lightning_fedbayes.adversaries import Attack, assign
 from lightning_fedbayes.engines.adversaries import RoundAdversaries, held_back
 from lightning_fedbayes.engines.client import Client, ClientFailure
 from lightning_fedbayes.engines.engine import Engine
-from lightning_fedbayes.engines.plan import RoundPlan
+from lightning_fedbayes.engines.loader import sendable
+from lightning_fedbayes.engines.plan import RoundPlan, share_of
 from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion, RoundResult
 from lightning_fedbayes.engines.scoring import held_out_loss, kept_attributes
 from lightning_fedbayes.engines.selection import AutoFusion, RoundSelection
@@ -24,6 +25,7 @@ from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.fusion import FusionRule, Memory
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.processes import ALONE, Processes
 
 Stage = Literal["between", "training", "fused"]
 
@@ -63,6 +65,7 @@ class Federation:
         engine: trains the clients; it holds the resident network.
         attacks: what some clients send in place of their updates.
         held_out: makes the batches that an :class:`~lightning_fedbayes.engines.selection.AutoFusion` scores with.
+        processes: that share the clients of a round; what follows is the same in all of them.
 
     Attributes:
         posterior: the global posterior after the last round.
@@ -71,6 +74,8 @@ class Federation:
         rounds_done: number of the round after the last finished one.
         stage: "between" rounds, "training" clients, or "fused": the round is done, but the Trainer's epoch is not.
         plan: the plan of the last round that was begun.
+        share: the part of it that this process trains.
+        outcomes: what became of the clients of the round: of this process's, and when it is over of all.
         weights: client → its part in the last fusion.
         judged: whether the fusion rule has inferred those.
         excluded: client → why the fusion rule left it out of the last fusion.
@@ -80,24 +85,26 @@ class Federation:
 
     def __init__(
         self, server: Server, engine: Engine, attacks: Sequence[Attack] = (),
-        held_out: Callable[[], Iterable[Any]] = tuple,
+        held_out: Callable[[], Iterable[Any]] = tuple, processes: Processes = ALONE,
     ) -> None:
         self.server = server
         self.engine = engine
         self.attacks = tuple(attacks)
         self.held_out = held_out
+        self.processes = processes
         self.posterior = engine.model.read_posterior().clone()
         self.history: list[dict[str, float]] = []
         self.failed_rounds = 0
         self.rounds_done = 0
         self.stage: Stage = "between"
         self.plan: RoundPlan | None = None
+        self.share = RoundPlan(-1, (), (0,))
         self.weights: dict[int, float] = {}
         self.judged = False
         self.excluded: dict[int, str] = {}
         self.refusal: FusionError | None = None
         self.memory: Memory = {} if isinstance(server.rule, AutoFusion) else server.rule.init()
-        self._outcomes: list[ClientOutcome] = []
+        self.outcomes: list[ClientOutcome] = []
 
     @property
     def round(self) -> int:
@@ -107,9 +114,10 @@ class Federation:
     def begin_round(self, plan: RoundPlan) -> None:
         """Send the global posterior to the clients of ``plan``."""
         self.plan = plan
+        self.share = share_of(plan, self.processes.rank, self.processes.count)
         self.stage = "training"
-        self._outcomes = []
-        self._start = time.perf_counter()
+        self.outcomes = []
+        self._start, self._bytes_before = time.perf_counter(), self.processes.bytes_sent
         if self.server.prior == "global":
             set_prior(self.engine.model.module, self.posterior, exclude=self.engine.model.local_names)
         self._fusion = self._new_fusion()
@@ -118,10 +126,12 @@ class Federation:
         self._waiting: list[tuple[ClientUpdate, float]] = []
         self._sent: dict[int, GaussianPosterior] = {}
         self._keeps_clients = bool(getattr(self.engine.model.module, "needs_client_posteriors", False))
-        self.engine.begin_round(plan)
+        self.engine.begin_round(self.share)
 
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
         """Called before every batch. Returns the clients whose first batch it is."""
+        if self._num_clients == 0:
+            return ()
         with self._threads():
             clients = self.engine.begin_batch(batch_idx)
         if clients:
@@ -133,13 +143,14 @@ class Federation:
 
         Those of adversaries who wait for the honest clients come with the round's last.
         """
+        if self._num_clients == 0:
+            return ()
         with self._threads():
             results = self.engine.end_batch(batch_idx, outputs)
             return self._take(results) if results else ()
 
     def _take(self, results: Sequence[ClientUpdate | ClientFailure]) -> Sequence[ClientOutcome]:
         """Admit what clients send, or hold it back where an adversary waits for the others."""
-        assert self.plan is not None
         seconds = (time.perf_counter() - self._clients_start) / len(results)
         outcomes = []
         for result in results:
@@ -147,10 +158,10 @@ class Federation:
                 self._waiting.append((held_back(result), seconds))
             else:
                 outcomes.append(self._admit(result, seconds))
-        if len(self._outcomes) + len(outcomes) + len(self._waiting) == len(self.plan.cohort):
+        if len(self.outcomes) + len(outcomes) + len(self._waiting) == self._num_clients:
             outcomes += [self._admit(*held) for held in self._waiting]
             self._waiting = []
-        self._outcomes += outcomes
+        self.outcomes += outcomes
         return outcomes
 
     def _admit(self, result: ClientUpdate | ClientFailure, seconds: float) -> ClientOutcome:
@@ -180,11 +191,18 @@ class Federation:
 
     @property
     def round_is_complete(self) -> bool:
-        """Whether all clients of the round have had their last batch."""
-        return self.stage == "training" and self.plan is not None and len(self._outcomes) == len(self.plan.cohort)
+        """Whether all clients of the round that this process trains have had their last batch."""
+        return self.stage == "training" and len(self.outcomes) == self._num_clients
+
+    @property
+    def _num_clients(self) -> int:
+        """Number of clients of the round that this process trains."""
+        return len(self.share.cohort)
 
     def end_round(self) -> None:
         """Fuse the round's updates, or keep the old posterior if there are too few or the rule cannot fuse them.
+
+        Processes meet here.
 
         Raises:
             FederationError: too many rounds in a row came to nothing.
@@ -192,7 +210,9 @@ class Federation:
         assert self.plan is not None
         metrics: dict[str, float] = {}
         self.weights, self.judged, self.excluded, self.refusal = {}, False, {}, None
-        success = len(self._fusion) >= self.server.min_clients
+        self.engine.share(self.processes)
+        self._share_outcomes()
+        success = sum(self.processes.gather(len(self._fusion))) >= self.server.min_clients
         if success:
             try:
                 with self._threads():
@@ -215,9 +235,20 @@ class Federation:
         if self.failed_rounds >= self.server.max_failed_rounds:
             raise self._too_many_failures()
 
+    def _share_outcomes(self) -> None:
+        """Let all processes know what became of the clients of each, and what the module wants to see of them."""
+        if self.processes.count == 1:
+            return
+        own = [replace(each, error=each.error and sendable(each.error)) for each in self.outcomes]
+        everyone = [each for part in self.processes.gather(own) for each in part]
+        self.outcomes = sorted(everyone, key=lambda outcome: outcome.client)
+        if self._keeps_clients:
+            sent = self.processes.gather(self._sent)
+            self._sent = dict(sorted(each for part in sent for each in part.items()))
+
     def _too_many_failures(self) -> FederationError:
         """What stops a run whose rounds come to nothing, with the reason of the last one."""
-        failed = [outcome.error for outcome in self._outcomes if outcome.error is not None]
+        failed = [outcome.error for outcome in self.outcomes if outcome.error is not None]
         cause = self.refusal or failed[0]
         too_few = f"had fewer than min_clients={self.server.min_clients} valid updates"
         what = "could not be fused" if self.refusal else too_few
@@ -234,7 +265,7 @@ class Federation:
         rule, buffers = self.server.rule, self.engine.model.federated_buffers
 
         def fusion(rule: FusionRule, memory: Memory | None) -> RoundFusion:
-            return RoundFusion(rule, self.server.weighting, self.posterior, buffers, memory)
+            return RoundFusion(rule, self.server.weighting, self.posterior, buffers, memory, self.processes)
 
         if isinstance(rule, AutoFusion):
             return RoundSelection(rule, fusion, self.memory)
@@ -279,16 +310,18 @@ class Federation:
 
     def _figures(self) -> dict[str, float]:
         """Counts, time and traffic of the round."""
-        valid = [outcome for outcome in self._outcomes if outcome.error is None]
+        valid = [outcome for outcome in self.outcomes if outcome.error is None]
         figures = {
             "valid_clients": float(len(valid)),
-            "failed_clients": float(len(self._outcomes) - len(valid)),
+            "failed_clients": float(len(self.outcomes) - len(valid)),
             "excluded_clients": float(len(self.excluded)),
             "failed_rounds": float(self.failed_rounds),
             "seconds": time.perf_counter() - self._start,
-            "megabytes_down": self.posterior.num_bytes * len(self._outcomes) / 1e6,
+            "megabytes_down": self.posterior.num_bytes * len(self.outcomes) / 1e6,
             "megabytes_up": sum(outcome.num_bytes for outcome in valid) / 1e6,
         }
+        if self.processes.count > 1:
+            figures["megabytes_between_processes"] = (self.processes.bytes_sent - self._bytes_before) / 1e6
         measured = [outcome for outcome in valid if "train_loss" in outcome.metrics]
         if measured:
             total = sum(outcome.metrics["train_loss"] * outcome.num_examples for outcome in measured)

@@ -66,7 +66,7 @@ class FederatedLoader:
         loader: the user's loader, whose settings are taken over.
         clients: the clients.
         batching: how examples become batches.
-        plan: returns the plan of the current round.
+        plan: returns the plan of the current round, of the clients that this process trains.
 
     Attributes:
         arrangement: how batches are handed out; None: client after client.
@@ -92,12 +92,16 @@ class FederatedLoader:
 
     def __len__(self) -> int:
         plan = self._plan()
+        if not plan.cohort:
+            return 1
         return plan.num_batches if self.arrangement is None else self.arrangement.length(plan)
 
     def __iter__(self) -> Iterator[Any]:
         # a generator: Lightning makes the first iterator before there is an engine, and asks it for batches afterwards
         plan = self._plan()
-        if self.arrangement is not None:
+        if not plan.cohort:
+            yield []  # a process without clients: the Trainer needs a batch, in which nothing happens
+        elif self.arrangement is not None:
             yield from self.arrangement.batches(plan)
         elif self._loader is None:
             yield from self._in_memory(plan)
@@ -216,7 +220,7 @@ class _ReproducibleDataset(Dataset):
         try:
             return self.collate([dataset[index] for index in batch])
         except Exception as error:
-            return FailedBatch(_sendable(error))
+            return FailedBatch(sendable(error))
         finally:
             random.setstate(state[0])
             np.random.set_state(state[1])
@@ -228,7 +232,7 @@ def _loaded(batch: Any) -> Any:
     return batch
 
 
-def _sendable(error: Exception) -> Exception:
+def sendable(error: Exception) -> Exception:
     """``error``, or its text where it would not survive the way from a worker process."""
     try:
         pickle.loads(pickle.dumps(error))

@@ -22,6 +22,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fedbayes.processes import ClientParallelStrategy
+
 Step = Callable[[Optimizer, int, Mapping[str, Any]], Mapping[str, Any]]
 
 STEP_HOOKS = (
@@ -61,7 +63,7 @@ def steps_are_plain(trainer: L.Trainer) -> bool:
 def step_obstacles(trainer: L.Trainer) -> Iterator[str]:
     """What has to happen in a step besides ``training_step``, backward, clipping and the optimizer's step, in words."""
     made: Any = trainer
-    if type(trainer.strategy) is not SingleDeviceStrategy:
+    if type(trainer.strategy) not in (SingleDeviceStrategy, ClientParallelStrategy):
         yield f"the strategy is {type(trainer.strategy).__name__}"
     if not isinstance(made.profiler, PassThroughProfiler):
         yield f"{type(made.profiler).__name__} profiles the hooks"

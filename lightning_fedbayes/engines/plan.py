@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,11 @@ class RoundPlan:
         """Batches of the whole round."""
         return self.starts[-1]
 
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Client → its number of batches."""
+        return {client: end - start for client, (start, end) in zip(self.cohort, itertools.pairwise(self.starts))}
+
 
 def plan_round(round: int, sizes: Sequence[int], batching: Batching) -> RoundPlan:
     """The plan of ``round`` for clients of these ``sizes`` (numbers of examples)."""
@@ -60,6 +66,29 @@ def plan_round(round: int, sizes: Sequence[int], batching: Batching) -> RoundPla
     for client in cohort:
         starts.append(starts[-1] + batching.local_epochs * batches_per_epoch(sizes[client], batching))
     return RoundPlan(round, cohort, tuple(starts))
+
+
+def share_of(plan: RoundPlan, rank: int, count: int) -> RoundPlan:
+    """The clients of ``plan`` that process ``rank`` of ``count`` trains; there may be none.
+
+    The longest client goes to the process with the least to do, then the next longest: no process has more than 4/3 of
+    what the best split would give the busiest (Graham 1969).
+
+    >>> plan = RoundPlan(0, cohort=(0, 1, 2), starts=(0, 5, 7, 10))
+    >>> share_of(plan, 0, 2).cohort, share_of(plan, 1, 2).cohort
+    ((0,), (1, 2))
+    """
+    if count == 1:
+        return plan
+    lengths, work = plan.lengths, [0] * count
+    own = []
+    for client in sorted(plan.cohort, key=lambda client: (-lengths[client], client)):
+        process = work.index(min(work))
+        work[process] += lengths[client]
+        if process == rank:
+            own.append(client)
+    cohort = tuple(sorted(own))
+    return RoundPlan(plan.round, cohort, (0, *itertools.accumulate(lengths[client] for client in cohort)))
 
 
 def cohort_size(clients: int, fraction: float) -> int:

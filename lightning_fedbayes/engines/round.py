@@ -13,7 +13,15 @@ from lightning_fedbayes.fusion import FusionAccumulator, FusionRule, Memory, Sta
 from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
 from lightning_fedbayes.fusion.pools import add_disagreement
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero
-from lightning_fedbayes.weighting import PER_CLIENT, ClientFacts, CohortWeights, client_weights, effective_clients
+from lightning_fedbayes.processes import ALONE, Processes
+from lightning_fedbayes.weighting import (
+    PER_CLIENT,
+    ClientFacts,
+    CohortWeights,
+    client_weights,
+    effective_clients,
+    normalised,
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ class RoundFusion:
         buffers: the global buffers that the clients started from; None takes the first client's for what they
             must look like.
         memory: what the rule remembers of the rounds before.
+        processes: of which each adds clients of its own; with others, ``buffers`` must be given.
     """
 
     def __init__(
@@ -84,13 +93,15 @@ class RoundFusion:
         previous: GaussianPosterior,
         buffers: Mapping[str, Tensor] | None = None,
         memory: Memory | None = None,
+        processes: Processes = ALONE,
     ) -> None:
         self.rule = rule
         self.memory = rule.init() if memory is None else memory
         self.weighting = weighting
         self.previous = previous
         self._streams = isinstance(rule, SumRule) and isinstance(weighting, str) and weighting in PER_CLIENT
-        self._accumulator = FusionAccumulator(rule, previous)
+        self.processes = processes
+        self._accumulator = FusionAccumulator(rule, previous, processes)
         self._held: list[ClientUpdate] = []
         self._weights: dict[int, float] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -98,6 +109,7 @@ class RoundFusion:
         self._disagreement: Statistics = {}
 
     def __len__(self) -> int:
+        """Number of clients that this process has admitted."""
         return len(self._held) if self._held else len(self._weights)
 
     def add(self, update: ClientUpdate) -> None:
@@ -142,27 +154,23 @@ class RoundFusion:
                 raise FusionError(f"{who}: buffer '{name}' is not finite")
 
     def finish(self) -> RoundResult:
-        """Fuse.
+        """Fuse; the result is the same in all processes.
 
         Raises:
             FusionError: the weights cannot be used, or the rule cannot fuse these posteriors.
         """
-        if self._held:
-            if self.rule.uses_weights:
-                weights = client_weights(self.weighting, [self._facts(update) for update in self._held])
-            else:
-                weights = [1.0] * len(self._held)
-            for update, weight in zip(self._held, weights, strict=True):
-                self._fuse(update, *update.posterior.flatten(), weight)
+        for update, weight in zip(self._held, self._held_weights(), strict=True):
+            self._fuse(update, *update.posterior.flatten(), weight)
         fused = self._accumulator.finish(self.memory)
         check_finite(fused.posterior, *fused.posterior.flatten(), "the fused posterior")
-        shares = self._shares(fused.reliability)
+        weights = {client: weight for part in self.processes.gather(self._weights) for client, weight in part.items()}
+        shares = shares_of(dict(sorted(weights.items())), fused.reliability)
         for update in self._held:
             self._add_buffers(update, shares[update.client])
-        total = sum(self._weights.values()) if self._streams else 1.0
+        total = sum(weights.values()) if self._streams else 1.0
         return RoundResult(
             fused.posterior,
-            buffers={name: self._average(name, value / total) for name, value in self._buffers.items()},
+            buffers=self._averaged_buffers(total),
             weights=shares,
             metrics=self._diagnostics(fused.posterior, shares),
             judged=bool(fused.reliability),
@@ -170,12 +178,39 @@ class RoundFusion:
             memory=fused.memory,
         )
 
-    def _shares(self, reliability: dict[int, float]) -> dict[int, float]:
-        """Each client's part in the fusion: its weight, unless the rule has judged it."""
-        if reliability:
-            return {client: reliability.get(client, 0.0) for client in self._weights}
-        total = sum(self._weights.values())
-        return {client: weight / total for client, weight in self._weights.items()}
+    def _held_weights(self) -> list[float]:
+        """The weights of the clients that were held back until all are known."""
+        if self._streams:
+            return []
+        if not self.rule.uses_weights:
+            return [1.0] * len(self._held)
+        facts = [self._facts(update) for update in self._held]
+        clients = [each for part in self.processes.gather([fact.client for fact in facts]) for each in part]
+        if not clients:
+            return []
+        if isinstance(self.weighting, str) and self.weighting in PER_CLIENT:
+            one = PER_CLIENT[self.weighting]
+            own = self.processes.agree(lambda: [one(fact) for fact in facts])
+            values = [each for part in self.processes.gather(own) for each in part]
+            weights = dict(zip(clients, normalised(values, self.weighting, len(clients)), strict=True))
+        else:  # which compares clients
+            everyone = sorted((e for part in self.processes.gather(facts) for e in part), key=lambda fact: fact.client)
+            values = client_weights(self.weighting, everyone)
+            weights = {fact.client: value for fact, value in zip(everyone, values, strict=True)}
+        return [weights[update.client] for update in self._held]
+
+    def _averaged_buffers(self, total: float) -> dict[str, Tensor]:
+        """The averages of the clients' buffers, which have the global ones' dtypes."""
+        if self.processes.count == 1:
+            return {name: self._average(name, value / total) for name, value in self._buffers.items()}
+        averaged = {}
+        for name, like in (self._previous_buffers or {}).items():
+            kind = torch.complex128 if like.is_complex() else torch.float64
+            own = self._buffers.get(name, torch.zeros(like.shape, dtype=kind)).cpu()
+            summed = self.processes.sum(torch.view_as_real(own) if own.is_complex() else own)
+            value = torch.view_as_complex(summed) if own.is_complex() else summed
+            averaged[name] = self._average(name, value / total).to(like.device)
+        return averaged
 
     def _average(self, name: str, value: Tensor) -> Tensor:
         """An averaged buffer in its own dtype, integers rounded."""
@@ -215,13 +250,41 @@ class RoundFusion:
         """What is logged of a fusion."""
         metrics = {
             "effective_clients": effective_clients(list(shares.values())),
-            "disagreement": float((self._disagreement["disagreement"] / self._disagreement["weight"]).mean()),
+            "disagreement": mean_disagreement(self._disagreement, self.previous.num_parameters, self.processes),
         }
         variances = [value.detach().flatten() for value in posterior.variance.values() if not is_zero(value)]
         if variances:
             flat = torch.cat([value.to(torch.float64) for value in variances])
             metrics["posterior_variance"] = float(flat.mean())
         return metrics
+
+
+def shares_of(weights: Mapping[int, float], reliability: Mapping[int, float]) -> dict[int, float]:
+    """Each client's part in the fusion: its weight, unless the rule has judged it."""
+    if reliability:
+        return {client: reliability.get(client, 0.0) for client in weights}
+    total = sum(weights.values())
+    return {client: weight / total for client, weight in weights.items()}
+
+
+def mean_disagreement(own: Statistics, size: int, processes: Processes) -> float:
+    r"""Mean over the parameters of the weighted variance of the clients' means, from the sums of each process.
+
+    Args:
+        own: what :func:`~lightning_fedbayes.fusion.pools.add_disagreement` has made of this process's clients.
+        size: number of parameters P.
+        processes: of which each has a part of the clients.
+    """
+    if processes.count == 1:
+        return float((own["disagreement"] / own["weight"]).mean())
+    within = processes.gather((float(own["weight"]), float(own["disagreement"].sum())) if own else None)
+    means = processes.columns(own["mean"].cpu()[None] if own else torch.zeros(0, size, dtype=torch.float64))
+    there = [each for each in within if each is not None]
+    between: Statistics = {}
+    for (weight, _), mean in zip(there, means, strict=True):
+        add_disagreement(between, mean, mean.new_tensor(weight))
+    total = float(processes.sum(between["disagreement"].sum())) + sum(each for _, each in there)
+    return total / sum(weight for weight, _ in there) / size
 
 
 def _alike(first: Tensor | None, second: Tensor | None) -> bool:

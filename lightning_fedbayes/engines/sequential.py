@@ -51,7 +51,7 @@ class SequentialEngine(Engine):
         step = plain_step(self.trainer) if plain else loop.automatic_optimization.run
 
         def guarded(optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-            if self._failure is not None:
+            if self._failure is not None or not self.plan.cohort:
                 return {}
             batch = self.log.batch = next(iter(kwargs.values()))
             if isinstance(batch, FailedBatch):
@@ -79,13 +79,14 @@ class SequentialEngine(Engine):
 
     def num_batches(self, plan: RoundPlan) -> int:
         """One for each batch of each client."""
-        return plan.num_batches
+        return plan.num_batches if plan.cohort else 1
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Prepare for the clients of ``plan``."""
         super().begin_round(plan)
         self._position = 0
-        self._seed_client()
+        if plan.cohort:
+            self._seed_client()
 
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
         """At a client's first batch, load the global model and what the client has kept."""

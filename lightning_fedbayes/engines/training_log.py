@@ -9,6 +9,8 @@ import lightning as L
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
+from lightning_fedbayes.processes import Processes
+
 
 class TrainingLog:
     """Collects ``self.log(..., on_step=False, on_epoch=True)`` of ``training_step`` and logs the means once a round.
@@ -64,6 +66,17 @@ class TrainingLog:
     def forget(self, client: int) -> None:
         """Do not count a client that is left out."""
         self._clients.pop(client, None)
+
+    def share(self, processes: Processes) -> None:
+        """Let all processes know what the clients of each have logged."""
+        own: dict[int, dict[str, tuple[Tensor | float, float]]] = {
+            client: {name: (float(total), examples) for name, (total, examples) in sums.items()}
+            for client, sums in self._clients.items()
+        }
+        everyone = processes.gather((own, self._options))
+        self._clients = dict(sorted((c, sums) for clients, _ in everyone for c, sums in clients.items()))
+        for _, options in everyone:
+            self._options = options | self._options
 
     @property
     def names(self) -> set[str]:

@@ -12,7 +12,9 @@ from lightning_fedbayes.errors import FusionError, PosteriorError
 from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
 from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
 from lightning_fedbayes.fusion.rule import FusionRule, Statistics, SumRule
+from lightning_fedbayes.fusion.shared import fuse_shared, merged
 from lightning_fedbayes.posterior import GaussianPosterior, check_same_structure, zeros_like
+from lightning_fedbayes.processes import ALONE, Processes
 
 
 class FusionAccumulator:
@@ -21,12 +23,15 @@ class FusionAccumulator:
     Args:
         rule: the fusion rule.
         previous: the global posterior that the clients started from, for rules that need it.
+        processes: of which each adds clients of its own; with others, ``previous`` must be given.
 
     Raises:
         FusionError: the rule needs a previous posterior and there is none.
     """
 
-    def __init__(self, rule: FusionRule, previous: GaussianPosterior | None = None) -> None:
+    def __init__(
+        self, rule: FusionRule, previous: GaussianPosterior | None = None, processes: Processes = ALONE
+    ) -> None:
         if rule.needs_previous and previous is None:
             raise FusionError(
                 f"{rule_name(rule)} needs the previous global posterior, which the clients started from: "
@@ -36,6 +41,7 @@ class FusionAccumulator:
             check_finite(previous, *previous.flatten(), "previous posterior")
         self.rule = rule
         self.previous = previous
+        self.processes = processes
         self.count = 0
         self._scale = 1.0
         self._like: GaussianPosterior | None = None
@@ -74,7 +80,8 @@ class FusionAccumulator:
         if weight == 0 and self.rule.uses_weights:
             return
         if self._like is None:
-            self._scale = weight if weight > 0 else 1.0  # relative weights: a single client's is exactly 1
+            if self.processes.count == 1:  # others cannot know it
+                self._scale = weight if weight > 0 else 1.0  # relative weights: a single client's is exactly 1
             self._like = GaussianPosterior.point_mass({n: zeros_like(m) for n, m in posterior.mean.items()})
         weight = weight / self._scale
         self._weights.append(weight)
@@ -97,17 +104,20 @@ class FusionAccumulator:
         Raises:
             FusionError: no client with a positive weight was added, or the rule cannot fuse these.
         """
-        if self._like is None:
+        total = sum(self.processes.gather(sum(self._weights)))
+        if not total > 0:
             raise FusionError(
                 f"nothing to fuse: {self.count} clients, of which none has a positive weight; "
                 "give at least one client and one positive weight"
             )
+        like = self._like if self._like is not None else self.previous
+        assert like is not None
         if isinstance(self.rule, SumRule):
-            fused = self._like.unflatten(*self.rule.compute(self._statistics, self._like, self.previous))
-            return Fused(fused, memory=memory)
-        weights = torch.tensor(self._weights, dtype=torch.float64)
-        weights = weights / weights.sum()
-        return self.rule.apply(Cohort(self._posteriors, weights, self.previous, tuple(self._clients)), memory)
+            statistics = merged(self.rule, self._statistics, like.num_parameters, self.processes)
+            return Fused(like.unflatten(*self.rule.compute(statistics, like, self.previous)), memory=memory)
+        weights = torch.tensor(self._weights, dtype=torch.float64) / total
+        cohort = Cohort(self._posteriors, weights, self.previous, tuple(self._clients))
+        return fuse_shared(self.rule, cohort, like, memory, self.processes)
 
 
 def fuse(

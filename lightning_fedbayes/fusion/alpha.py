@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -51,6 +52,8 @@ class AlphaBarycenter(FusionRule):
     Source: Amari 2007, "Integration of stochastic models by minimizing α-divergence"; the projection onto Gaussians
     is the one of [FBDL] (12) to (14).
     """
+
+    by_columns: ClassVar[bool] = True
 
     def __init__(self, alpha: float = 0.5) -> None:
         if not math.isfinite(alpha):

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.posterior import is_zero
+from lightning_fedbayes.processes import ALONE, Processes
 
 ENTRIES = 2**19
 """Entries of a block: 4 MiB in double precision, which a cache holds and K × P numbers would not."""
+
+
+_HOLDERS: ContextVar[Processes] = ContextVar("the processes that hold all columns", default=ALONE)
+
+
+@contextmanager
+def columns_spread_over(processes: Processes) -> Iterator[None]:
+    """Inside, the clients at hand are blocks of columns; the others are in ``processes``, which do the same."""
+    token = _HOLDERS.set(processes)
+    try:
+        yield
+    finally:
+        _HOLDERS.reset(token)
+
+
+def total(partial: Tensor) -> Tensor:
+    """The sum over all columns of what has been summed over those at hand, float64 on the CPU."""
+    return _HOLDERS.get().sum(partial)
 
 
 def columns(rows: Sequence[Mapping[str, Tensor]]) -> Iterator[Tensor]:

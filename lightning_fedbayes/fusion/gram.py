@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
-from lightning_fedbayes.fusion.columns import columns, sample, weighted_sum
+from lightning_fedbayes.fusion.columns import columns, sample, total, weighted_sum
 from lightning_fedbayes.posterior import GaussianPosterior, zeros_like
 
 SAMPLED = 4096
@@ -68,7 +68,7 @@ def gram_of(posteriors: Sequence[GaussianPosterior], previous: GaussianPosterior
     """
     points = points_of(posteriors, previous)
     few = sample(points[:-1], SAMPLED)
-    centre = int((few - few.median(0).values).square().sum(1).argmin()) if few.numel() else 0
+    centre = int(total(far_from_middle(few).cpu()).argmin())
     gram = _around(centre, points)
     for _ in posteriors:  # the second look settles it; K looks are a bound
         spread = median_distances(gram)
@@ -77,6 +77,11 @@ def gram_of(posteriors: Sequence[GaussianPosterior], previous: GaussianPosterior
         centre = int(spread.argmin())
         gram = _around(centre, points)
     return gram
+
+
+def far_from_middle(rows: Tensor) -> Tensor:
+    """Squared distance of each row to the coordinate-wise median, shape (rows,)."""
+    return (rows - rows.median(0).values).square().sum(1) if rows.numel() else rows.new_zeros(len(rows))
 
 
 def squared_distances(products: Tensor) -> Tensor:
@@ -112,7 +117,7 @@ def _around(centre: int, points: list[Mapping[str, Tensor]]) -> Gram:
         block -= block[centre].clone()
         products.addmm_(block, block.T)
         size += block.shape[1]
-    products = products.cpu()
+    products, size = total(products.cpu()), int(total(torch.tensor(float(size), dtype=torch.float64)))
     for k in (~torch.isfinite(products.diagonal())).nonzero().flatten().tolist():
         who = f"client {k}" if k < len(points) - 1 else "the previous global posterior (0 if there is none)"
         raise FusionError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -19,6 +20,8 @@ class GramRule(JudgingRule):
     The shares :math:`a_k` are the reliability that it reports. Distances are those of the means: a client can claim
     any variance, and does so in proportion to its share. Point masses stay point masses.
     """
+
+    by_columns: ClassVar[bool] = True
 
     @abstractmethod
     def judge(self, gram: Gram, weights: Tensor) -> tuple[Tensor, dict[int, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class InferredRule(JudgingRule):
     Raises:
         FusionError: ``memory`` is not in [0, 1].
     """
+
+    by_columns: ClassVar[bool] = True
 
     def __init__(self, memory: float = 1.0) -> None:
         if not 0 <= memory <= 1:

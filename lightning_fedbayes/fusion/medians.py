@@ -21,6 +21,7 @@ class _CoordinateRule(FusionRule):
     """The mean of what is left in the middle, per coordinate; of the means and of the variances alike."""
 
     uses_weights: ClassVar[bool] = False
+    by_columns: ClassVar[bool] = True
 
     @abstractmethod
     def dropped(self, count: int) -> int:

@@ -36,7 +36,7 @@ class Preaggregation(FusionRule):
     def __init__(self, then: str | FusionRule) -> None:
         self.then = get_rule(then)
         # of this object, not of its class: they are those of the rule inside
-        vars(self).update(uses_weights=self.then.uses_weights,
+        vars(self).update(uses_weights=self.then.uses_weights, by_columns=self.then.by_columns,
                           needs_previous=self.needs_previous or self.then.needs_previous)
 
     @abstractmethod

@@ -47,6 +47,7 @@ class Reliability(JudgingRule):
             )
         # of this object, not of its class: they are those of the rules inside
         vars(self).update(uses_weights=self.by.uses_weights,
+                          by_columns=self.by.by_columns and self.then.by_columns,
                           needs_previous=self.by.needs_previous or self.then.needs_previous)
 
     def init(self) -> Memory:

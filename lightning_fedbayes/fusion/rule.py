@@ -26,6 +26,11 @@ class FusionRule(ABC):
     """Whether the clients' weights enter. A rule without weights ignores those it is given."""
     needs_previous: ClassVar[bool] = False
     """Whether the rule needs the previous global posterior."""
+    by_columns: ClassVar[bool] = False
+    """Whether the rule may be given some parameters of all clients at a time: what it does is done parameter by
+    parameter, but for :func:`~lightning_fedbayes.fusion.gram.gram_of` and sums of its own that go through
+    :func:`~lightning_fedbayes.fusion.columns.total`. Processes that share the clients then exchange blocks of
+    parameters; otherwise each gets all clients."""
 
     @abstractmethod
     def fuse(
@@ -76,6 +81,8 @@ class SumRule(FusionRule):
     It streams: memory is O(P) whatever the number of clients, partial sums of several processes merge, and the sums
     survive secure aggregation. Formulas work on flat float64 vectors of all P parameters.
     """
+
+    by_columns: ClassVar[bool] = True
 
     @abstractmethod
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:

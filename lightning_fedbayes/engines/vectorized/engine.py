@@ -101,12 +101,13 @@ class VectorizedEngine(Engine):
 
     def num_batches(self, plan: RoundPlan) -> int:
         """One for each few steps of groups of clients."""
-        return len(self._scheduler(plan))
+        return len(self._scheduler(plan)) if plan.cohort else 1
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Prepare for the clients of ``plan``."""
         super().begin_round(plan)
-        self._schedule = self._scheduler(plan)
+        if plan.cohort:
+            self._schedule = self._scheduler(plan)
         self._positions = {client: position for position, client in enumerate(plan.cohort)}
 
     def end_round(self, *, success: bool) -> None:
@@ -153,6 +154,8 @@ class VectorizedEngine(Engine):
 
     def _train_batch(self, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """A few stacked steps, in place of the Trainer's automatic optimization. Returns the outputs of the last."""
+        if not self.plan.cohort:
+            return {}
         _, groups = self._schedule.batches[batch_idx]
         progress = self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         outputs: Mapping[str, Any] = {}

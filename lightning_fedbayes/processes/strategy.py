@@ -1,0 +1,148 @@
+"""``Trainer(strategy="fedbayes", devices=N)``: the clients of a round spread over processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero_only
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_fedbayes.processes.alone import ALONE
+from lightning_fedbayes.processes.base import Processes
+from lightning_fedbayes.processes.gloo import GlooProcesses
+
+
+class ClientParallelStrategy(ParallelStrategy):
+    """Every process is a whole Trainer that trains its share of a round's clients; they meet to fuse.
+
+    ::
+
+        Trainer(strategy="fedbayes", devices=4, num_nodes=2, callbacks=[FederatedBayes(...)])
+
+    Nothing is synchronised while clients train: processes take different numbers of steps. Between rounds all hold
+    the same global posterior, so each validates on all of the validation data and sees the same figures; the first
+    process alone logs and writes checkpoints. ``self.log(sync_dist=True)`` and metrics have nothing to add up.
+
+    When to use it: more than one GPU or node, or more cores than a client's step keeps busy. Processes meet over the
+    CPU (Gloo), on every device.
+
+    Args:
+        start_method: "popen" starts the script again for every process; "spawn" and "fork" start processes from this
+            one, where there is no script (a notebook needs "fork"), and bring the weights back to it.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: Lightning's own.
+
+    Attributes:
+        processes: all processes, once they have met.
+    """
+
+    strategy_name = "fedbayes"
+
+    def __init__(
+        self,
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.start_method = start_method
+        self.num_nodes = 1
+        self.processes: Processes = ALONE
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this node."""
+        return len(self.parallel_devices or ())
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self.start_method == "popen":
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = _MultiProcessingLauncher(self, start_method=self.start_method)  # pyright: ignore
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment, and Lightning's ``rank_zero_only``, who this process is."""
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # pyright: ignore
+
+    def setup_environment(self) -> None:
+        """Meet the other processes."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if self.world_size > 1:
+            assert self.cluster_environment is not None
+            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+            self.processes = meet(self.global_rank, self.world_size)
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Let all processes start from the first one's weights."""
+        assert self.model is not None
+        if self.world_size > 1:
+            own = {name: value.cpu() for name, value in self.model.state_dict().items()}
+            self.model.load_state_dict(self.processes.broadcast(own))
+        super().setup(trainer)
+
+    def model_to_device(self) -> None:
+        """Bring the module to this process's device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """``tensor``: between rounds it is the same in all processes, and within a round nothing is synchronised."""
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``tensor``, as in one process."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """The first process's decision."""
+        return self.broadcast(decision)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all processes."""
+        self.processes.gather(None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What process ``src`` has."""
+        return self.processes.broadcast(obj, src)
+
+
+@functools.cache
+def meet(rank: int, count: int) -> GlooProcesses:
+    """The processes of this run, who meet at the address in the environment once, whatever the number of Trainers."""
+    store, _, _ = next(rendezvous("env://", rank, count))
+    return GlooProcesses(store, rank, count)
+
+
+def processes_of(trainer: L.Trainer) -> Processes:
+    """The processes that share the clients of a round in ``trainer``."""
+    return trainer.strategy.processes if isinstance(trainer.strategy, ClientParallelStrategy) else ALONE
+
+
+StrategyRegistry.register(
+    ClientParallelStrategy.strategy_name, ClientParallelStrategy, description="clients spread over processes"
+)

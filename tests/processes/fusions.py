@@ -1,0 +1,95 @@
+"""Fuses one cohort by every rule in one of several processes: ``python fusions.py RANK COUNT FOLDER``."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed import FileStore
+
+from lightning_fedbayes import GaussianPosterior
+from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion
+from lightning_fedbayes.fusion import (
+    FusionRule,
+    NearestNeighbourMixing,
+    NormClipping,
+    Reliability,
+    available_fusions,
+    get_rule,
+)
+from lightning_fedbayes.processes import GlooProcesses
+
+WEIGHTINGS = ("train_size", "distance", "max_discrepancy", lambda facts: [1 + fact.num_examples for fact in facts])
+SPREAD = {2: [0, 0, 1, 0, 0, 1, 0], 3: [2, 2, 0, 2, 2, 2, 2]}  # of three, the second has no client
+"""Number of processes → where each client is."""
+
+
+SHAPES = {"a": (4, 3), "b": (5,), "point": (2,), "scalar": ()}
+WIDTHS = (("a", 0.1), ("b", 0.1), ("point", 0.0), ("scalar", 0.1))
+
+
+class Whole(FusionRule):
+    """A user's rule that needs whole clients: the one of the smallest norm."""
+
+    def fuse(self, posteriors, weights, previous):
+        return min(posteriors, key=lambda posterior: float(posterior.flatten()[0].norm()))
+
+
+def rules():
+    yield from ((name, get_rule(name)) for name in available_fusions())
+    yield from (
+        ("mixed median", NearestNeighbourMixing("coordinate_median")),
+        ("clipped conflation", NormClipping("conflation")),
+        ("clipped icov_vb", NormClipping("icov_vb")),
+        ("reliable pool", Reliability("ivar_vb", then="linear_pool")),
+        ("reliable whole", Reliability("ivar_vb", then=Whole())),
+        ("whole", Whole()),
+    )
+
+
+def posterior(seed):
+    random = torch.Generator().manual_seed(seed)
+    mean = {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
+    return GaussianPosterior(mean, {name: width * torch.rand(SHAPES[name], generator=random) for name, width in WIDTHS})
+
+
+def updates():
+    for client in range(7):
+        buffers = {"count": torch.tensor(client), "mean": torch.full((2,), float(client))}
+        yield ClientUpdate(client, 5 + client**2, posterior(client), buffers)
+
+
+def fused(name, rule, weighting, processes, own):
+    """What comes of two rounds, so that rules with a memory use it."""
+    memory = rule.init()
+    previous = GaussianPosterior(
+        posterior(99).mean, {key: 10 * width * torch.ones(SHAPES[key]) for key, width in WIDTHS}
+    )
+    result = None
+    for _ in range(2):
+        buffers = {"count": torch.tensor(0), "mean": torch.zeros(2)}
+        fusion = RoundFusion(rule, weighting, previous, buffers, memory, processes)
+        for update in updates():
+            if own(update.client):
+                fusion.add(update)
+        result = fusion.finish()
+        memory = result.memory
+    return result
+
+
+def everything(processes, own):
+    results = {}
+    for name, rule in rules():
+        for number, weighting in enumerate(WEIGHTINGS if rule.uses_weights else WEIGHTINGS[:1]):
+            try:
+                results[name, number] = fused(name, rule, weighting, processes, own)
+            except ValueError as error:
+                results[name, number] = str(error)
+    return results
+
+
+if __name__ == "__main__":
+    rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    here = GlooProcesses(FileStore(str(folder / "store"), count), rank, count)
+    torch.save(everything(here, lambda client: SPREAD[count][client] == rank), folder / f"{rank}.pt")

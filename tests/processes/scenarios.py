@@ -1,0 +1,118 @@
+"""Federations that are run by one, two and three processes: ``python scenarios.py DEVICES FOLDER NAME...``."""
+
+import os
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.quiet import quietly
+
+SIZES = (40, 9, 25, 14, 31)
+FEATURES, CLASSES = 6, 3
+
+
+class Broken(Dataset):
+    """A client that cannot read its data."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        raise OSError("the disk is gone")
+
+
+class Killed(L.Callback):
+    """Ends one process in the second round."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == self.rank and trainer.current_epoch == 1:
+            os._exit(3)
+
+
+def classes(count, seed):
+    """Examples of three classes, given by a random linear map."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, FEATURES, generator=random)
+    return TensorDataset(x, (x @ torch.randn(FEATURES, CLASSES, generator=torch.Generator().manual_seed(99))).argmax(1))
+
+
+def clients(sizes=SIZES, broken=False):
+    parts = {f"c{k}": classes(size, k) for k, size in enumerate(sizes)}
+    return fb.ClientDatasets(parts | ({"broken": Broken()} if broken else {}))
+
+
+def network(norm=False):
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8), *([nn.BatchNorm1d(8)] if norm else []), nn.ReLU(), nn.Linear(8, CLASSES)
+    )
+
+
+SCENARIOS = {
+    "bayesian": {"bayesian": 2, "fusion": "reverse_kl_barycenter", "engine": "sequential", "fraction": 0.8},
+    "stacked": {"bayesian": 0, "fusion": "weighted_average", "engine": "vectorized", "weighting": "max_discrepancy_l2"},
+    "failing": {"bayesian": 2, "fusion": "coordinate_median", "engine": "sequential", "broken": True},
+    "idle": {"bayesian": 0, "fusion": "gaussian_fit", "engine": "sequential", "sizes": (30, 12), "norm": True,
+             "optimizer_state": "keep", "buffers": "local"},
+    "idle_stacked": {"bayesian": 0, "fusion": "icov_vb", "engine": "vectorized", "sizes": (30, 12, 12), "norm": True,
+                     "fraction": 0.67},
+    "chosen": {"bayesian": 2, "fusion": "auto", "engine": "sequential"},
+    "none_valid": {"bayesian": 0, "fusion": "geometric_median", "engine": "sequential", "broken": True,
+                   "min_clients": 6, "max_failed_rounds": 9},
+}
+"""Name → arguments of :func:`run`."""
+
+
+def rank():
+    """Number of this process; Lightning starts the others with it in the environment."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def run(
+    devices, folder, bayesian, sizes=SIZES, broken=False, norm=False, callbacks=(), resume=None, **options
+):
+    """Train, and say what came of it in this process."""
+    L.seed_everything(rank(), verbose=False)  # all processes take over the weights of the first
+    module = fb.HybridBayesianClassifier(network(norm), bayesian_last=bayesian)
+    federation = fb.FederatedBayes(seed=3, **options)
+    checkpoint = ModelCheckpoint(folder, monitor="val/accuracy", mode="max", save_last=True, filename="{epoch}-{step}")
+    trainer = L.Trainer(
+        max_epochs=3, accelerator="cpu", devices=devices, strategy="fedbayes" if devices > 1 else "auto",
+        callbacks=[federation, checkpoint, EarlyStopping("val/accuracy", mode="max", patience=5), *callbacks],
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    held_out = DataLoader(classes(50, 77), batch_size=16)
+    trainer.fit(module, DataLoader(clients(sizes, broken), batch_size=8, shuffle=True), held_out, ckpt_path=resume)
+    return {
+        "posterior": federation.posterior.state_dict(),
+        "buffers": dict(module.named_buffers()),
+        "history": federation.history,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "steps": trainer.global_step,
+        "best": Path(checkpoint.best_model_path).name,
+        "states": federation.federation.engine.state_dict(),
+    }
+
+
+def main(devices, folder, names):
+    """Run scenarios; ``NAME:killed1`` is one whose process 1 dies, ``NAME:resumed`` the rest of it."""
+    torch.set_num_threads(1)
+    for each in names:
+        name, _, how = each.partition(":")
+        resume = str(folder / name / "last.ckpt") if how == "resumed" else None
+        callbacks = [Killed(int(how.removeprefix("killed")))] if how.startswith("killed") else []
+        result = run(devices, str(folder / name), callbacks=callbacks, resume=resume, **SCENARIOS[name])
+        torch.save(result, folder / f"{name}.{rank()}.pt")
+
+
+if __name__ == "__main__":
+    with quietly():
+        main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,136 @@
+"""A federation does not depend on how many processes share its clients."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.modules import mlp
+
+from .scenarios import SCENARIOS, run
+
+SCRIPT = Path(__file__).with_name("scenarios.py")
+OF_ONE_PROCESS = ("seconds", "megabytes_between_processes")
+"""What is not the same in all processes, or not there in one."""
+
+
+def command(devices, folder, *names):
+    folder.mkdir(parents=True, exist_ok=True)
+    return [sys.executable, str(SCRIPT), str(devices), str(folder), *names]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def several(request, tmp_path_factory):
+    """Number of processes, and the folder with what came of each scenario in each of them."""
+    folder = tmp_path_factory.mktemp(f"devices{request.param}")
+    done = subprocess.run(
+        command(request.param, folder, *SCENARIOS), capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return request.param, folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What comes of a scenario in one process."""
+    known = {}
+
+    def result(name):
+        if name not in known:
+            known[name] = run(1, str(tmp_path_factory.mktemp(name)), **SCENARIOS[name])
+        return known[name]
+
+    return result
+
+
+def figures(history):
+    return [{name: value for name, value in row.items() if name not in OF_ONE_PROCESS} for row in history]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_any_number_of_processes_gives_the_posterior_of_one(several, alone, name):
+    devices, folder = several
+    expected = alone(name)
+    for rank in range(devices):
+        result = torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
+        for part in ("mean", "variance"):
+            torch.testing.assert_close(result["posterior"][part], expected["posterior"][part], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(result["buffers"], expected["buffers"], rtol=1e-6, atol=1e-9)
+        for row, other in zip(figures(result["history"]), figures(expected["history"]), strict=True):
+            assert row == pytest.approx(other, rel=1e-5, abs=1e-9)
+        shown = {key: value for key, value in expected["metrics"].items() if "seconds" not in key}
+        assert {key: result["metrics"][key] for key in shown} == pytest.approx(shown, rel=1e-5)
+        torch.testing.assert_close(result["states"], expected["states"], rtol=1e-6, atol=1e-9)
+        if SCENARIOS[name]["engine"] == "sequential":  # a stack of fewer clients takes more steps
+            assert (result["steps"], result["best"]) == (expected["steps"], expected["best"])
+
+
+def test_a_round_costs_the_sums_once(several):
+    devices, folder = several
+    result = torch.load(folder / "bayesian.0.pt", weights_only=False)
+    size = sum(value.numel() for value in result["posterior"]["mean"].values())
+    sent = result["history"][-1]["megabytes_between_processes"] * 1e6
+    sums = 2 * 8 * size  # precision and precision × mean, in float64
+    there_and_back = 2 * sums * (devices - 1) / devices
+    disagreement = 8 * size * (devices - 1) / devices
+    facts = 6000 * (devices - 1)  # who has trained, and how it went
+    assert there_and_back < sent < 1.3 * (there_and_back + disagreement) + facts
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_killed_process_ends_the_others_and_another_number_trains_the_rest(alone, tmp_path, victim):
+    begun = time.monotonic()
+    killed = subprocess.Popen(
+        command(2, tmp_path, f"bayesian:killed{victim}"), stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    assert killed.wait(120) != 0
+    while alive(killed.pid):
+        assert time.monotonic() - begun < 60
+        time.sleep(0.2)
+    assert not (tmp_path / "bayesian.0.pt").exists()
+    resumed = subprocess.run(
+        command(3, tmp_path, "bayesian:resumed"), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    result, expected = torch.load(tmp_path / "bayesian.0.pt", weights_only=False), alone("bayesian")
+    assert len(result["history"]) == 3
+    for part in ("mean", "variance"):
+        torch.testing.assert_close(result["posterior"][part], expected["posterior"][part], rtol=1e-6, atol=1e-9)
+    assert result["steps"] == expected["steps"]
+
+
+def alive(group):
+    """Whether a process of the group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"strategy": "ddp", "devices": 2}, "use strategy='fedbayes'"),
+        ({"strategy": "fedbayes", "devices": 2, "max_time": {"hours": 1}}, "interval='epoch'"),
+        ({"strategy": "fedbayes", "devices": 2, "callbacks": [ModelCheckpoint(every_n_train_steps=3)]},
+         "use every_n_epochs="),
+    ],
+)
+def test_what_several_processes_cannot_do_is_said_before_training(trainer, message, monkeypatch):
+    callbacks = [fb.FederatedBayes(fb.IIDPartition(4)), *trainer.pop("callbacks", [])]
+    made = L.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=callbacks, logger=False, **trainer,
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+    )
+    with pytest.raises(fb.errors.FederationError, match=message):
+        fb.callbacks.checks.check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)))

@@ -1,0 +1,49 @@
+"""Every rule gives the same whether one process has all clients or several have some of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fedbayes.processes import ALONE
+
+from .fusions import SPREAD, WEIGHTINGS, everything, rules
+
+SCRIPT = Path(__file__).with_name("fusions.py")
+CASES = [(name, i) for name, rule in rules() for i in range(len(WEIGHTINGS) if rule.uses_weights else 1)]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return everything(ALONE, lambda client: True)
+
+
+@pytest.fixture(scope="module", params=sorted(SPREAD))
+def several(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fusions")
+    started = [
+        subprocess.Popen([sys.executable, str(SCRIPT), str(rank), str(request.param), str(folder)])
+        for rank in range(request.param)
+    ]
+    assert [each.wait(120) for each in started] == [0] * request.param
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(request.param)]
+
+
+@pytest.mark.parametrize(("name", "weighting"), CASES)
+def test_fusion_does_not_depend_on_where_clients_are(several, alone, name, weighting):
+    expected = alone[name, weighting]
+    for results in several:
+        result = results[name, weighting]
+        if isinstance(expected, str):
+            assert result == expected
+            continue
+        for part in ("mean", "variance"):
+            torch.testing.assert_close(
+                result.posterior.state_dict()[part], expected.posterior.state_dict()[part], rtol=1e-6, atol=1e-9
+            )
+        torch.testing.assert_close(result.buffers, expected.buffers, rtol=1e-6, atol=1e-9)
+        assert result.weights == pytest.approx(expected.weights, rel=1e-6, abs=1e-12)
+        assert result.metrics == pytest.approx(expected.metrics, rel=1e-6, abs=1e-12)
+        assert (result.judged, result.excluded.keys()) == (expected.judged, expected.excluded.keys())
