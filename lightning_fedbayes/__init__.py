@@ -46,6 +46,8 @@ from lightning_fedbayes.modules import (
 )
 from lightning_fedbayes.partition import ClassPartition, DirichletPartition, IIDPartition, SizesPartition
 from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.privacy import ExamplePrivacy, UpdatePrivacy, epsilon_of, noise_multiplier_for
+from lightning_fedbayes.processes import ClientParallelStrategy
 
 __all__ = [
     "ALittleIsEnough",
@@ -55,11 +57,13 @@ __all__ = [
     "CIFAR10DataModule",
     "ClassPartition",
     "ClientDatasets",
+    "ClientParallelStrategy",
     "ConversionError",
     "DeepEnsembleRegressor",
     "DiabetesDataModule",
     "DigitsDataModule",
     "DirichletPartition",
+    "ExamplePrivacy",
     "FashionMNISTDataModule",
     "FedBayesError",
     "FederatedBayes",
@@ -85,11 +89,14 @@ __all__ = [
     "SizesPartition",
     "UCIDataModule",
     "UncertaintyReport",
+    "UpdatePrivacy",
     "available_fusions",
     "bayesianize",
+    "epsilon_of",
     "fuse",
     "kl_divergence",
     "load_posterior",
+    "noise_multiplier_for",
     "read_posterior",
     "register_fusion",
     "with_mc_dropout",

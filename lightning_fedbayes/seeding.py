@@ -7,7 +7,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-Stream = Literal["cohort", "order", "training", "loading", "validation", "partition", "adversaries", "attack"]
+Stream = Literal[
+    "cohort", "order", "training", "loading", "validation", "partition", "adversaries", "attack", "privacy", "gradients"
+]
 
 SERVER = -1
 """The ``client`` of draws that belong to a round as a whole."""

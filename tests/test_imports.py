@@ -22,6 +22,7 @@ LEVELS = (
     ("data",),
     ("modules",),
     ("engines",),
+    ("privacy",),
     ("callbacks",),
     ("__init__", "cli", "flower"),
 )

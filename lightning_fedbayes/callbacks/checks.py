@@ -14,6 +14,7 @@ from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.engines.plan import cohort_size
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.partition import Partition
+from lightning_fedbayes.privacy import UpdatePrivacy
 from lightning_fedbayes.processes import ClientParallelStrategy
 
 AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
@@ -120,6 +121,16 @@ def attacks_of(adversaries: Any) -> tuple[Attack, ...]:
     return tuple(attacks)
 
 
+def check_privacy(privacy: Any) -> UpdatePrivacy | None:
+    """``privacy`` if it is None or an UpdatePrivacy, else raise FederationError."""
+    if privacy is None or isinstance(privacy, UpdatePrivacy):
+        return privacy
+    raise FederationError(
+        f"privacy={privacy!r} is no UpdatePrivacy: give UpdatePrivacy(clip=1.0, noise_multiplier=1.0), or None; an "
+        "ExamplePrivacy is a callback of the Trainer, beside FederatedBayes"
+    )
+
+
 def check_same_number(before: Clients, clients: Clients) -> None:
     """Raise FederationError if reloaded data have another number of clients."""
     if len(before) != len(clients):
@@ -173,9 +184,11 @@ def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], setting
     """
     made: Any = trainer
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
-    changed = [f"{name}={settings[name]} (was {stored[name]})" for name in names if stored[name] != settings[name]]
+    names = (*names, "privacy")  # ε counts all rounds as if they had the same noise
+    kept = {"privacy": "None", **stored}
+    changed = [f"{name}={settings[name]} (was {kept[name]})" for name in names if kept[name] != settings[name]]
     if changed:
         raise FederationError(
-            f"the checkpoint is of another federation: {', '.join(changed)}. Resume with the same data, partition and "
-            "seed; or start a new federation from its weights alone, with load_from_checkpoint"
+            f"the checkpoint is of another federation: {', '.join(changed)}. Resume with the same data, partition, "
+            "seed and privacy; or start a new federation from its weights alone, with load_from_checkpoint"
         )

@@ -26,6 +26,7 @@ from lightning_fedbayes.callbacks.checks import (
     check_cohort,
     check_not_finished,
     check_partition,
+    check_privacy,
     check_same_federation,
     check_same_number,
     check_schedulers,
@@ -54,6 +55,7 @@ from lightning_fedbayes.errors import FederationError, nearest
 from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
 from lightning_fedbayes.partition import Partition
 from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.privacy import UpdatePrivacy, check_no_buffers
 from lightning_fedbayes.processes import processes_of
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 from lightning_fedbayes.weighting import CohortWeights, check_weighting
@@ -101,6 +103,9 @@ class FederatedBayes(L.Callback):
         adversaries: an attack, or a list of them, by which some clients try to spoil the fusion, such as
             ``SignFlip(clients=0.3)``. A client with several applies them one after the other. Adversaries train
             honestly, report what they measured then, and send honest buffers.
+        privacy: an :class:`~lightning_fedbayes.privacy.UpdatePrivacy`: every client clips its update and adds noise
+            before it sends it, and the ε given away is logged as ``privacy/epsilon``. Adversaries replace what they
+            would have sent then.
         seed: where every random draw comes from.
 
     Attributes:
@@ -128,6 +133,7 @@ class FederatedBayes(L.Callback):
         min_clients: int = 1,
         max_failed_rounds: int = 3,
         adversaries: Attack | Sequence[Attack] = (),
+        privacy: UpdatePrivacy | None = None,
         seed: int = 0,
     ) -> None:
         fusion = AutoFusion() if fusion == "auto" else fusion
@@ -157,6 +163,7 @@ class FederatedBayes(L.Callback):
         self.local_parameters = tuple(local_parameters)
         self.server = Server(rule, weighting, prior, min_clients, max_failed_rounds)
         self.adversaries = attacks_of(adversaries)
+        self.privacy = check_privacy(privacy)
         self.seed = seed
         go_offline_without_account()
         self.clients: Clients | None = None
@@ -210,6 +217,7 @@ class FederatedBayes(L.Callback):
             "min_clients": self.server.min_clients,
             "max_failed_rounds": self.server.max_failed_rounds,
             "adversaries": [repr(attack) for attack in self.adversaries],
+            "privacy": repr(self.privacy),
             "seed": self.seed,
         }
 
@@ -281,6 +289,8 @@ class FederatedBayes(L.Callback):
         self._prepare(trainer)
         assert self.clients is not None
         model = ResidentModel(pl_module, self.local_parameters, self.buffers)
+        if self.privacy is not None:
+            check_no_buffers(model.federated_buffers)
         assert self._loader is not None
         policy, seed = self.optimizer_state, self.seed
         engine = make_engine(
@@ -292,8 +302,9 @@ class FederatedBayes(L.Callback):
         if isinstance(self.server.rule, AutoFusion):
             self.server.rule.check(pl_module)
             check_held_out(trainer)
+        protect = None if self.privacy is None else self.privacy.send
         self._federation = Federation(
-            self.server, engine, self.adversaries, lambda: held_out_batches(trainer), processes_of(trainer)
+            self.server, engine, self.adversaries, lambda: held_out_batches(trainer), processes_of(trainer), protect
         )
         if earlier is not None:
             check_same_federation(trainer, earlier["settings"], self.settings())
@@ -383,7 +394,17 @@ class FederatedBayes(L.Callback):
             self.federation.engine.log.end_round()
             if trainer.loggers:  # beside what the module logs of its training; it takes as long as a small step
                 pl_module.log("round", float(trainer.current_epoch + 1))
+            if self.privacy is not None:
+                pl_module.log_dict(self._given_away(self.privacy))
             self._report.log_round(trainer, self.history[-1], self.federation.engine.log.names)
+
+    def _given_away(self, privacy: UpdatePrivacy) -> dict[str, float]:
+        """What the rounds so far have given away of a client."""
+        assert self.clients is not None
+        assert self.federation.plan is not None
+        fraction = len(self.federation.plan.cohort) / len(self.clients)
+        most = max(record.rounds for record in self._report.records.values())
+        return privacy.figures(self.federation.rounds_done, fraction, most)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the table of clients; drop a round that was cut short."""

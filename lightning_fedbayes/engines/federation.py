@@ -28,6 +28,7 @@ from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.processes import ALONE, Processes
 
 Stage = Literal["between", "training", "fused"]
+Protect = Callable[[ClientUpdate, GaussianPosterior, int, int], ClientUpdate]
 
 PASSES = 10
 """Operations per parameter that reading, fusing and loading a client's posterior take, roughly."""
@@ -66,6 +67,8 @@ class Federation:
         attacks: what some clients send in place of their updates.
         held_out: makes the batches that an :class:`~lightning_fedbayes.engines.selection.AutoFusion` scores with.
         processes: that share the clients of a round; what follows is the same in all of them.
+        protect: what a client sends in place of its update, of (update, global posterior before, seed, round), such as
+            :meth:`UpdatePrivacy.send <lightning_fedbayes.privacy.UpdatePrivacy.send>`; None: the update itself.
 
     Attributes:
         posterior: the global posterior after the last round.
@@ -86,12 +89,14 @@ class Federation:
     def __init__(
         self, server: Server, engine: Engine, attacks: Sequence[Attack] = (),
         held_out: Callable[[], Iterable[Any]] = tuple, processes: Processes = ALONE,
+        protect: Protect | None = None,
     ) -> None:
         self.server = server
         self.engine = engine
         self.attacks = tuple(attacks)
         self.held_out = held_out
         self.processes = processes
+        self.protect = protect
         self.posterior = engine.model.read_posterior().clone()
         self.history: list[dict[str, float]] = []
         self.failed_rounds = 0
@@ -172,6 +177,8 @@ class Federation:
         else:
             error = None
             try:
+                if self.protect is not None:
+                    result = self.protect(result, self.posterior, self.engine.seed, self.round)
                 result = self._adversaries.send(result)
                 self._fusion.add(result)
                 if self._keeps_clients:

@@ -21,6 +21,8 @@ COLUMNS = "columns"
 def merged(rule: SumRule, own: Statistics, size: int, processes: Processes) -> Statistics:
     """The sums over the clients of all processes: what an all-reduce gives, with the rule's own way of adding.
 
+    Sums that are 0 everywhere, such as those of the variances of a deterministic network, are not sent.
+
     Args:
         rule: says how sums are added.
         own: the sums over this process's clients, empty if it has none.
@@ -29,18 +31,22 @@ def merged(rule: SumRule, own: Statistics, size: int, processes: Processes) -> S
     """
     if processes.count == 1:
         return own
-    vectors = [name for name, value in own.items() if value.dim()]
     scalars = {name: value.item() for name, value in own.items() if not value.dim()}
-    rows = [own[name].cpu() for name in vectors]
+    vectors = {name: bool(value.any()) for name, value in own.items() if value.dim()}
+    rows = [own[name].cpu() for name, filled in vectors.items() if filled]
     block = processes.columns(torch.stack(rows) if rows else torch.zeros(0, size, dtype=torch.float64))
     place, total = 0, Statistics()
     for names, numbers in processes.gather((vectors, scalars)):
-        part = {name: block[place + i] for i, name in enumerate(names)}
-        place += len(names)
-        rule.merge(total, {**part, **{name: block.new_tensor(number) for name, number in numbers.items()}})
-    wide = [name for name, value in total.items() if value.dim()]
-    joined = processes.join(torch.stack([total[name] for name in wide]) if wide else block[:0])
-    return {**total, **dict(zip(wide, joined, strict=True))}
+        part = {name: block.new_tensor(number) for name, number in numbers.items()}
+        for name, filled in names.items():
+            part[name] = block[place] if filled else block.new_zeros(block.shape[1])
+            place += filled
+        rule.merge(total, part)
+    filled = processes.gather({name for name, value in total.items() if value.dim() and bool(value.any())})
+    sent = sorted(set().union(*filled))
+    joined = processes.join(torch.stack([total[name] for name in sent]) if sent else block[:0])
+    whole = {name: value if not value.dim() else value.new_zeros(size) for name, value in total.items()}
+    return {**whole, **dict(zip(sent, joined, strict=True))}
 
 
 def fuse_shared(

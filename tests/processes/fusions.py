@@ -1,4 +1,4 @@
-"""Fuses one cohort by every rule in one of several processes: ``python fusions.py RANK COUNT FOLDER``."""
+"""Fuses one cohort by every rule in one of several processes: ``python fusions.py RANK FOLDER SPREAD``."""
 
 import sys
 from pathlib import Path
@@ -19,8 +19,8 @@ from lightning_fedbayes.fusion import (
 from lightning_fedbayes.processes import GlooProcesses
 
 WEIGHTINGS = ("train_size", "distance", "max_discrepancy", lambda facts: [1 + fact.num_examples for fact in facts])
-SPREAD = {2: [0, 0, 1, 0, 0, 1, 0], 3: [2, 2, 0, 2, 2, 2, 2]}  # of three, the second has no client
-"""Number of processes → where each client is."""
+SPREADS = {"uneven": [0, 0, 1, 0, 0, 1, 0], "one without": [2, 2, 0, 2, 2, 2, 2], "one each": [0, 1]}
+"""Where each client is."""
 
 
 SHAPES = {"a": (4, 3), "b": (5,), "point": (2,), "scalar": ()}
@@ -52,13 +52,13 @@ def posterior(seed):
     return GaussianPosterior(mean, {name: width * torch.rand(SHAPES[name], generator=random) for name, width in WIDTHS})
 
 
-def updates():
-    for client in range(7):
+def updates(clients):
+    for client in range(clients):
         buffers = {"count": torch.tensor(client), "mean": torch.full((2,), float(client))}
         yield ClientUpdate(client, 5 + client**2, posterior(client), buffers)
 
 
-def fused(name, rule, weighting, processes, own):
+def fused(rule, weighting, processes, spread):
     """What comes of two rounds, so that rules with a memory use it."""
     memory = rule.init()
     previous = GaussianPosterior(
@@ -68,28 +68,28 @@ def fused(name, rule, weighting, processes, own):
     for _ in range(2):
         buffers = {"count": torch.tensor(0), "mean": torch.zeros(2)}
         fusion = RoundFusion(rule, weighting, previous, buffers, memory, processes)
-        for update in updates():
-            if own(update.client):
+        for update in updates(len(spread)):
+            if processes.count == 1 or spread[update.client] == processes.rank:
                 fusion.add(update)
         result = fusion.finish()
         memory = result.memory
     return result
 
 
-def everything(processes, own):
+def everything(processes, spread):
     results = {}
     for name, rule in rules():
         for number, weighting in enumerate(WEIGHTINGS if rule.uses_weights else WEIGHTINGS[:1]):
             try:
-                results[name, number] = fused(name, rule, weighting, processes, own)
+                results[name, number] = fused(rule, weighting, processes, spread)
             except ValueError as error:
                 results[name, number] = str(error)
     return results
 
 
 if __name__ == "__main__":
-    rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    rank, folder, spread = int(sys.argv[1]), Path(sys.argv[2]), SPREADS[sys.argv[3]]
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    here = GlooProcesses(FileStore(str(folder / "store"), count), rank, count)
-    torch.save(everything(here, lambda client: SPREAD[count][client] == rank), folder / f"{rank}.pt")
+    here = GlooProcesses(FileStore(str(folder / "store"), max(spread) + 1), rank, max(spread) + 1)
+    torch.save(everything(here, spread), folder / f"{rank}.pt")

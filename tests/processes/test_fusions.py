@@ -9,30 +9,25 @@ import torch
 
 from lightning_fedbayes.processes import ALONE
 
-from .fusions import SPREAD, WEIGHTINGS, everything, rules
+from .fusions import SPREADS, WEIGHTINGS, everything, rules
 
 SCRIPT = Path(__file__).with_name("fusions.py")
 CASES = [(name, i) for name, rule in rules() for i in range(len(WEIGHTINGS) if rule.uses_weights else 1)]
 
 
-@pytest.fixture(scope="module")
-def alone():
-    return everything(ALONE, lambda client: True)
-
-
-@pytest.fixture(scope="module", params=sorted(SPREAD))
-def several(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fusions")
-    started = [
-        subprocess.Popen([sys.executable, str(SCRIPT), str(rank), str(request.param), str(folder)])
-        for rank in range(request.param)
-    ]
-    assert [each.wait(120) for each in started] == [0] * request.param
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(request.param)]
+@pytest.fixture(scope="module", params=SPREADS)
+def both(request, tmp_path_factory):
+    """What comes of every rule in one process, and in each of several."""
+    spread = SPREADS[request.param]
+    folder, ranks = tmp_path_factory.mktemp("fusions"), range(max(spread) + 1)
+    started = [subprocess.Popen([sys.executable, str(SCRIPT), str(k), str(folder), request.param]) for k in ranks]
+    assert [each.wait(120) for each in started] == [0 for _ in ranks]
+    return everything(ALONE, spread), [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in ranks]
 
 
 @pytest.mark.parametrize(("name", "weighting"), CASES)
-def test_fusion_does_not_depend_on_where_clients_are(several, alone, name, weighting):
+def test_fusion_does_not_depend_on_where_clients_are(both, name, weighting):
+    alone, several = both
     expected = alone[name, weighting]
     for results in several:
         result = results[name, weighting]

@@ -39,7 +39,7 @@ def client_app(order: Order) -> ClientApp:
         workload = WORKLOADS[order.workload]
         inputs, targets = workloads.client_data(order.workload, order.data)[int(context.node_config["partition-id"])]
         network = workloads.network(workload)
-        network.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        network.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
         optimizer = torch.optim.SGD(network.parameters(), lr=workload.rate)
         for x, y in workloads.batches(inputs, targets, workload.batch):
             optimizer.zero_grad()

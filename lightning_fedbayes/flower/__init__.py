@@ -1,0 +1,20 @@
+"""Federations across organisations, by Flower: ``pip install lightning-fedbayes[flower]``.
+
+The same clients, rounds and fusion rules as :class:`~lightning_fedbayes.FederatedBayes`, with every client at its own
+site: Flower carries posteriors, each site trains with a Lightning Trainer, the server fuses. With the same seed both
+end at the same posterior.
+"""
+
+try:
+    import flwr  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "lightning_fedbayes.flower needs Flower: pip install lightning-fedbayes[flower]", name="flwr"
+    ) from error
+
+from lightning_fedbayes.flower.checkpoint import ServerState, load_checkpoint
+from lightning_fedbayes.flower.client import client_app
+from lightning_fedbayes.flower.server import initial_arrays, server_app
+from lightning_fedbayes.flower.strategy import FusionStrategy
+
+__all__ = ["FusionStrategy", "ServerState", "client_app", "initial_arrays", "load_checkpoint", "server_app"]

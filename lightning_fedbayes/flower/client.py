@@ -1,0 +1,227 @@
+"""A client of a Flower federation: a Lightning module, a data module, and nothing else to write."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from lightning_fedbayes.callbacks import FederatedBayes
+from lightning_fedbayes.engines.engine import OptimizerPolicy
+from lightning_fedbayes.engines.server import PriorPolicy
+from lightning_fedbayes.engines.state import BufferPolicy
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.flower.training import ClientTraining, Task
+from lightning_fedbayes.flower.wire import from_arrays, to_arrays
+from lightning_fedbayes.partition import Partition
+
+NODE_CONFIG_KEY = "partition-id"
+"""What a node's configuration calls the client's number, in Flower's simulation and by ``--node-config``."""
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+"""Options of a client's Trainer, unless others are given: a client writes no files and says nothing."""
+
+CONFIG_KEYS = ("server-round", "seed", "federation", "accepted")
+"""What the server says of a round beside the posterior; see :class:`ClientState` for the last two."""
+
+DataModule = L.LightningDataModule | Callable[[Context], L.LightningDataModule]
+
+
+def client_app(
+    module: L.LightningModule,
+    datamodule: DataModule,
+    *,
+    partition: Partition | None = None,
+    local_epochs: int = 1,
+    prior: PriorPolicy = "fixed",
+    optimizer_state: OptimizerPolicy = "reset",
+    buffers: BufferPolicy = "average",
+    local_parameters: Sequence[str] = (),
+    state_folder: str | Path | None = None,
+    trainer: Mapping[str, Any] | None = None,
+) -> ClientApp:
+    """The ClientApp of a site: it trains ``module`` on the site's own data whenever the server asks for it.
+
+    ::
+
+        app = client_app(HybridBayesianClassifier(mlp(64, 10), bayesian_last=1), SiteData("/data"), local_epochs=2)
+
+    Every random draw comes from the server's seed, the round and the client's number, which is the node's
+    ``partition-id``; so a federation over Flower ends where one inside a single process ends. A client that raises
+    is left out of the round; the server says why.
+
+    Args:
+        module: the network, the same at every site and at the server. A message starts from it as it was built.
+        datamodule: whose training loader holds the site's own data; or a function of the node's Context
+            (``context.node_config["data"]``) that makes it.
+        partition: deals out data that all clients have in common, as in a simulation. Without one, a
+            :class:`~lightning_fedbayes.ClientDatasets` is dealt out by its parts, and other data are the client's own.
+        local_epochs, prior, optimizer_state, buffers, local_parameters: see
+            :class:`~lightning_fedbayes.FederatedBayes`. ``buffers`` and ``local_parameters`` must be those of
+            :func:`~lightning_fedbayes.flower.server_app`.
+        state_folder: where the site keeps what never leaves it: local parameters and buffers, kept optimizer state.
+        trainer: options of the client's Trainer, such as ``{"accelerator": "gpu", "gradient_clip_val": 1.0}``.
+
+    Raises:
+        FederationError: an argument cannot be used, or something is to be kept and there is no ``state_folder``.
+    """
+    settings = FederatedBayes(
+        partition, local_epochs=local_epochs, prior=prior, optimizer_state=optimizer_state, buffers=buffers,
+        local_parameters=local_parameters,
+    )
+    keeps = bool(local_parameters) or optimizer_state == "keep" or buffers == "local"
+    if keeps and state_folder is None:
+        raise FederationError(
+            "local parameters, local buffers and kept optimizer states stay at the site from round to round: "
+            "pass state_folder=..., a folder of the site's own"
+        )
+    site = _Site(module, datamodule, settings, Path(state_folder) if keeps and state_folder else None, trainer or {})
+    app = ClientApp()
+    app.query()(site.introduce)
+    app.train()(site.train)
+    app.evaluate()(site.evaluate)
+    return app
+
+
+def client_number(context: Context) -> int:
+    """The number of the client that a node is.
+
+    Raises:
+        FederationError: the node's configuration does not say.
+    """
+    number = context.node_config.get(NODE_CONFIG_KEY)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise FederationError(
+            f"this node's {NODE_CONFIG_KEY} is {number!r}: start every SuperNode with a number of its own, from 0, as "
+            f'in --node-config "{NODE_CONFIG_KEY}=0"'
+        )
+    return number
+
+
+class _Site:
+    """What a ClientApp keeps between messages that one process handles."""
+
+    def __init__(
+        self, module: L.LightningModule, datamodule: DataModule, settings: FederatedBayes, state_folder: Path | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.module = module
+        self.datamodule = datamodule
+        self.training = ClientTraining(settings)
+        self.state_folder = state_folder
+        self.options = {**QUIET, **options}
+        self._trainer: L.Trainer | None = None
+
+    def introduce(self, message: Message, context: Context) -> Message:
+        """Say which client this node is."""
+        return _reply(message, client=ConfigRecord({"client": client_number(context)}))
+
+    def train(self, message: Message, context: Context) -> Message:
+        """Train in the round that the server names, from the posterior that it sends."""
+        kept = ClientState(self.state_folder, client_number(context), _config(message))
+        task = _task(message, context, kept.before)
+        update, after = self._with_trainer(
+            lambda trainer: self.training.train(trainer, self.module, self._data(context), task)
+        )
+        kept.write(after)
+        metrics = {name: value for name, value in update.metrics.items() if math.isfinite(value)}
+        return _reply(
+            message,
+            arrays=to_arrays(update.posterior, update.buffers),
+            metrics=MetricRecord({"num-examples": update.num_examples, **metrics}),
+            config=ConfigRecord({"server-round": task.round + 1}),
+        )
+
+    def evaluate(self, message: Message, context: Context) -> Message:
+        """Score the posterior that the server sends on the site's own validation data."""
+        task = _task(message, context, {})
+        metrics, count = self._with_trainer(
+            lambda trainer: self.training.evaluate(trainer, self.module, self._data(context), task)
+        )
+        return _reply(message, metrics=MetricRecord({"num-examples": count, **metrics}))
+
+    def _data(self, context: Context) -> L.LightningDataModule:
+        """The site's data module; made anew for every message if a function makes it."""
+        return self.datamodule if isinstance(self.datamodule, L.LightningDataModule) else self.datamodule(context)
+
+    def _with_trainer(self, use: Callable[[L.Trainer], Any]) -> Any:
+        """What ``use`` makes of the resident Trainer; one that was left by an error is not used again."""
+        if self._trainer is None:
+            callbacks = [*self.options.get("callbacks", []), self.training]
+            self._trainer = L.Trainer(**{**self.options, "callbacks": callbacks, "num_sanity_val_steps": 0})
+        trainer, self._trainer = self._trainer, None
+        result = use(trainer)
+        self._trainer = trainer
+        return result
+
+
+class ClientState:
+    """What a client keeps on its own disk from round to round, between processes and runs.
+
+    What it would keep of a round counts once the server has admitted that round's update.
+
+    Args:
+        folder: where; None: it keeps nothing.
+        client: its number.
+        config: the server's: which federation (what is left of another one is ignored), which round, and which was the
+            client's last admitted one, from 1; 0 if there is none.
+
+    Attributes:
+        before: what it has kept of earlier rounds.
+    """
+
+    def __init__(self, folder: Path | None, client: int, config: Mapping[str, Any]) -> None:
+        self.path = None if folder is None else folder / f"client-{client}.pt"
+        self.federation, self.round = config["federation"], config["server-round"]
+        self.before: dict[int, Any] = {}
+        if self.path is not None and self.path.exists():
+            stored = torch.load(self.path, map_location="cpu", weights_only=True)
+            if stored["federation"] == self.federation:
+                self.before = stored["after"] if stored["round"] == config["accepted"] else stored["before"]
+
+    def write(self, after: dict[int, Any]) -> None:
+        """Keep what the client has after the round, and what it had before, should the update be refused."""
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        stored = {"federation": self.federation, "round": self.round, "before": self.before, "after": after}
+        written = self.path.with_suffix(".new")
+        torch.save(stored, written)
+        os.replace(written, self.path)
+
+
+def _task(message: Message, context: Context, kept: Mapping[int, Any]) -> Task:
+    """What a message of the server asks for."""
+    arrays, config = message.content["arrays"], _config(message)
+    assert isinstance(arrays, ArrayRecord)
+    posterior, buffers = from_arrays(arrays, "the server")
+    return Task(client_number(context), config["server-round"] - 1, config["seed"], posterior, buffers, kept)
+
+
+def _config(message: Message) -> dict[str, Any]:
+    """What a message of the server says of the round.
+
+    Raises:
+        FederationError: it is not one of FusionStrategy's.
+    """
+    config = message.content["config"]
+    assert isinstance(config, ConfigRecord)
+    missing = [key for key in CONFIG_KEYS if key not in config]
+    if missing:
+        raise FederationError(
+            f"the server's message lacks {', '.join(missing)}: this client works with a server that runs "
+            "FusionStrategy"
+        )
+    return dict(config)
+
+
+def _reply(message: Message, **records: ArrayRecord | MetricRecord | ConfigRecord) -> Message:
+    """An answer to ``message``."""
+    return Message(RecordDict(records), reply_to=message)

@@ -1,0 +1,80 @@
+"""Which of Flower's nodes is which client."""
+
+from __future__ import annotations
+
+import time
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_fedbayes.errors import FederationError
+
+POLL_SECONDS = 0.5
+"""How often a server that waits for clients looks again."""
+
+
+class Roster:
+    """The clients at hand, by number. A node says once in a run which client it is.
+
+    Random draws and what a rule remembers go by the client's number, which outlives a node's connection. A number
+    belongs to the first node that claims it, for as long as that node is connected.
+
+    Attributes:
+        nodes: client → node, ascending.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, int] = {}
+        self._claims: dict[int, int | None] = {}
+
+    def wait(self, grid: Grid, clients: int, timeout: float) -> dict[int, int]:
+        """Wait until ``clients`` clients are at hand. Returns client → node.
+
+        Raises:
+            FederationError: they are not after ``timeout`` seconds.
+        """
+        start = time.monotonic()
+        while len(self.update(grid, timeout)) < clients:
+            if time.monotonic() - start > timeout:
+                raise FederationError(
+                    f"{len(self.nodes)} of {clients} clients are connected after {timeout:g} s; start the other "
+                    "SuperNodes, or wait for fewer clients (wait_for=, min_clients=)"
+                )
+            time.sleep(POLL_SECONDS)
+        return self.nodes
+
+    def update(self, grid: Grid, timeout: float) -> dict[int, int]:
+        """Ask new nodes who they are, and forget those that have gone. Returns client → node."""
+        connected = set(grid.get_node_ids())
+        self._claims = {node: number for node, number in self._claims.items() if node in connected}
+        strangers = sorted(connected - self._claims.keys())
+        if strangers:
+            questions = [Message(RecordDict(), node, MessageType.QUERY) for node in strangers]
+            replies = grid.send_and_receive(questions, timeout=timeout)
+            for reply in sorted(replies, key=lambda reply: reply.metadata.src_node_id):
+                self._enter(reply)
+        holders: dict[int, int] = {}
+        for node, number in self._claims.items():  # the first that has claimed a number comes first
+            if number is not None:
+                holders.setdefault(number, node)
+        self.nodes = dict(sorted(holders.items()))
+        return self.nodes
+
+    def _enter(self, reply: Message) -> None:
+        """Note what a node says of itself."""
+        node = reply.metadata.src_node_id
+        if reply.has_error():  # it will be asked again
+            rank_zero_info(f"Node {node} does not say which client it is: {reply.error.reason}")
+            return
+        record = reply.content.get("client")
+        number = record.get("client") if isinstance(record, ConfigRecord) else None
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            rank_zero_info(f"Node {node} is left out: it says that it is client {number!r}, which is no number from 0")
+            number = None
+        elif number in self._claims.values():
+            rank_zero_info(
+                f"Node {node} is left out: it says that it is client {number}, and so does another node that came "
+                "before; give every SuperNode a partition-id of its own"
+            )
+        self._claims[node] = number

@@ -1,0 +1,61 @@
+"""The server of a Flower federation in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning as L
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid, ServerApp
+
+from lightning_fedbayes.engines.state import BufferPolicy, ResidentModel
+from lightning_fedbayes.flower.strategy import FusionStrategy
+from lightning_fedbayes.flower.wire import to_arrays
+
+
+def initial_arrays(
+    module: L.LightningModule, *, buffers: BufferPolicy = "average", local_parameters: Sequence[str] = ()
+) -> ArrayRecord:
+    """What a federation starts from: the posterior and the buffers of ``module``.
+
+    Args:
+        module: the network.
+        buffers, local_parameters: what stays at the clients; see :class:`~lightning_fedbayes.FederatedBayes`.
+    """
+    model = ResidentModel(module, local_parameters, buffers)
+    return to_arrays(model.read_posterior(), model.federated_buffers)
+
+
+def server_app(
+    module: L.LightningModule,
+    strategy: FusionStrategy,
+    *,
+    rounds: int,
+    timeout: float = 3600,
+    buffers: BufferPolicy = "average",
+    local_parameters: Sequence[str] = (),
+) -> ServerApp:
+    """The ServerApp of a federation.
+
+    ::
+
+        app = server_app(module, FusionStrategy("conflation", checkpoint="/var/lib/federation.pt"), rounds=50)
+
+    With a checkpoint, a run that was killed goes on when it is submitted again, and
+    :func:`~lightning_fedbayes.flower.load_checkpoint` loads the fused network afterwards.
+
+    Args:
+        module: the network before training, the same as the clients'.
+        strategy: how rounds are run.
+        rounds: how many, those in the checkpoint among them.
+        timeout: seconds that a round waits for its clients.
+        buffers, local_parameters: those of :func:`~lightning_fedbayes.flower.client_app`.
+    """
+    arrays = initial_arrays(module, buffers=buffers, local_parameters=local_parameters)
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        strategy.start(grid, arrays, num_rounds=rounds, timeout=timeout)
+
+    return app

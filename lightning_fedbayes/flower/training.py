@@ -1,0 +1,295 @@
+"""One client's local epochs in one round, by a Lightning Trainer that is used again and again."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_fedbayes.callbacks import FederatedBayes
+from lightning_fedbayes.callbacks.checks import check_schedulers, check_trainer
+from lightning_fedbayes.callbacks.source import install_source, remove_source, set_round_length
+from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of
+from lightning_fedbayes.engines.client import ClientFailure
+from lightning_fedbayes.engines.loader import FederatedLoader, batching_of
+from lightning_fedbayes.engines.plan import RoundPlan, batches_per_epoch, check_batches
+from lightning_fedbayes.engines.round import ClientUpdate
+from lightning_fedbayes.engines.sequential import SequentialEngine
+from lightning_fedbayes.engines.state import ResidentModel
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.fusion.accumulator import check_structure
+from lightning_fedbayes.layers import set_prior
+from lightning_fedbayes.partition import Partition
+from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.seeding import derive_seed, seed_everything
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the server asks of a client.
+
+    Args:
+        client: its number.
+        round: the round, from 0.
+        seed: where all random draws of the federation come from.
+        posterior: the global posterior.
+        buffers: the global buffers, name → tensor; none if they are frozen.
+        kept: what the client has kept of its earlier rounds (``Engine.state_dict``).
+    """
+
+    client: int
+    round: int
+    seed: int
+    posterior: GaussianPosterior
+    buffers: Mapping[str, Tensor]
+    kept: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed: int) -> Clients:
+    """Clients up to number ``client``, all of which hold what that one holds: only it will train.
+
+    Args:
+        dataset: the training data: with a ``partition``, or as a :class:`~lightning_fedbayes.ClientDatasets`, those of
+            all clients; otherwise the client's own.
+        partition: how common data are dealt out.
+        client: the client's number.
+        seed: seed of the partition.
+
+    Raises:
+        FederationError: there are fewer clients.
+
+    >>> import torch
+    >>> from torch.utils.data import TensorDataset
+    >>> own_clients(TensorDataset(torch.zeros(5, 2)), None, client=1, seed=0).sizes
+    (5, 5)
+    """
+    name, own = str(client), dataset
+    if partition is not None or isinstance(dataset, ClientDatasets):
+        clients = clients_of(dataset, partition, seed)
+        if client >= len(clients):
+            raise FederationError(
+                f"this node has partition-id={client}, but the data are those of {len(clients)} clients, numbered from "
+                "0: start fewer nodes, or deal out to more clients"
+            )
+        name, own = clients.names[client], clients.datasets[client]
+    return Clients((name,) * (client + 1), (own,) * (client + 1))
+
+
+def advance_schedulers(trainer: L.Trainer, rounds: int) -> None:
+    """Bring learning rates to where they are after ``rounds`` rounds.
+
+    Raises:
+        FederationError: a scheduler follows a validation metric, which no client knows of earlier rounds.
+    """
+    check_schedulers(trainer)
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau:
+            raise FederationError(
+                f"{type(config.scheduler).__name__} follows a validation metric, and a client that starts in round "
+                f"{rounds + 1} does not know those before; use a schedule of the round, such as StepLR"
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # there was no optimizer step before these: it was in earlier messages
+            for done in range(1, rounds + 1):
+                if done % config.frequency == 0:
+                    config.scheduler.step()  # pyright: ignore[reportCallIssue]
+
+
+class ClientTraining(L.Callback):
+    """Lets a Trainer train one client in one round, as :class:`~lightning_fedbayes.FederatedBayes` would.
+
+    The batches' order, the layers' noise and transforms come from (seed, round, client), so that the update is the
+    one that the client would send inside a single process.
+
+    Args:
+        settings: how clients train; what it says of the server is ignored.
+    """
+
+    def __init__(self, settings: FederatedBayes) -> None:
+        self.settings = settings
+        self._initial: dict[str, Tensor] | None = None
+        self._engine: SequentialEngine | None = None
+
+    def train(
+        self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
+    ) -> tuple[ClientUpdate, dict[int, dict[str, Any]]]:
+        """Train as ``task`` says.
+
+        Args:
+            trainer: with this callback; nothing of an earlier task is left in it.
+            module: as it was built, or as an earlier task left it.
+            datamodule: the client's data.
+            task: what the server asks for.
+
+        Returns: the update, whose tensors the next task overwrites, and what the client keeps for its next round.
+
+        Raises:
+            Exception: whatever the client's code raises.
+        """
+        self._reset(module)
+        self._task, self._result = task, None
+        _set_epoch(trainer, task.round)
+        with _without_validation(trainer):
+            trainer.fit(module, datamodule=datamodule)
+        if self._result is None:
+            raise FederationError("the Trainer stopped before the client's last batch; its options must not cut rounds")
+        if isinstance(self._result, ClientFailure):
+            raise self._result.error
+        return self._result, self._kept
+
+    def evaluate(
+        self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule,
+        task: Task,
+    ) -> tuple[dict[str, float], int]:
+        """Validate ``module`` with the global posterior of ``task``, after its round.
+
+        Returns: the finite figures that ``validation_step`` logs, and how many examples they are of.
+
+        Raises:
+            FederationError: there are no validation data.
+        """
+        self._reset(module)
+        self._load(module, task)
+        hook = getattr(module, "on_round_end", None)
+        if hook is not None:
+            hook(task.posterior, [])
+        seed_everything(derive_seed(task.seed, "validation", task.round, task.client))
+        found = trainer.validate(module, datamodule=datamodule, verbose=False)
+        if not found:
+            raise FederationError("this client's data module has no validation data; give it some, or evaluate=False")
+        loaders: Any = trainer.val_dataloaders
+        loaders = loaders if isinstance(loaders, list | tuple) else [loaders]
+        count = sum(len(loader.dataset) for loader in loaders)
+        return {name: value for figures in found for name, value in figures.items() if math.isfinite(value)}, count
+
+    def _reset(self, module: L.LightningModule) -> None:
+        """Bring ``module`` back to how it was built, which is what a new process would start with."""
+        if self._initial is None:
+            self._initial = copy.deepcopy(module.state_dict())
+        module.load_state_dict(self._initial)
+
+    def _load(self, module: L.LightningModule, task: Task) -> ResidentModel:
+        """Load the global model of ``task`` into ``module``.
+
+        Raises:
+            FusionError: it is the model of another network.
+        """
+        model = ResidentModel(module, self.settings.local_parameters, self.settings.buffers)
+        check_structure(task.posterior, model.read_posterior(), "this client's network")
+        model.load_posterior(task.posterior, task.buffers)
+        return model
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Check the Trainer and put the client's plan between it and its training loader."""
+        if stage == "fit":
+            check_trainer(trainer, pl_module)
+            install_source(trainer, self._plan)
+
+    def _plan(self, loader: Any) -> FederatedLoader:
+        """The client's batches of this round, out of the user's ``loader``."""
+        task, settings = self._task, self.settings
+        batching = batching_of(loader, local_epochs=settings.local_epochs, fraction=1.0, seed=task.seed)
+        clients = own_clients(loader.dataset, settings.partition, task.client, task.seed)
+        check_batches(clients.names[-1:], clients.sizes[-1:], batching)
+        count = settings.local_epochs * batches_per_epoch(clients.sizes[-1], batching)
+        self._round = RoundPlan(task.round, (task.client,), (0, count))
+        self._loader = FederatedLoader(loader, clients, batching, lambda: self._round)
+        return self._loader
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Load the global posterior and make the engine."""
+        task, settings = self._task, self.settings
+        advance_schedulers(trainer, task.round)
+        model = self._load(pl_module, task)
+        if settings.server.prior == "global":
+            set_prior(pl_module, task.posterior.to(pl_module.device), exclude=model.local_names)
+        names, sizes = self._loader.clients.names, self._loader.clients.sizes
+        self._engine = SequentialEngine(
+            trainer, model, names, sizes, optimizer_state=settings.optimizer_state, seed=task.seed
+        )
+        self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
+        self._engine.install()
+        start = getattr(pl_module, "on_federation_start", None)
+        if start is not None:
+            start()
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin the round."""
+        assert self._engine is not None
+        set_round_length(trainer, self._engine.num_batches(self._round))
+        self._engine.begin_round(self._round)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """At the first batch, start from the global posterior."""
+        assert self._engine is not None
+        self._engine.begin_batch(batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        """After the last batch, take the posterior and what the client keeps."""
+        assert self._engine is not None
+        for result in self._engine.end_batch(batch_idx, outputs):
+            self._result = result
+            self._kept = {}
+            if isinstance(result, ClientUpdate):
+                self._engine.end_round(success=True)
+                self._kept = self._engine.state_dict()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log what the module has logged of its training."""
+        assert self._engine is not None
+        self._engine.log.end_round()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Give the Trainer and the module back as they were."""
+        self._give_back(trainer, pl_module)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give the Trainer and the module back as they were."""
+        if stage == "fit":
+            self._give_back(trainer, pl_module)
+
+    def _give_back(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        remove_source(trainer)
+        if self._engine is not None:
+            self._engine.remove()
+            self._engine = None
+        if self.settings.server.prior == "global":
+            set_prior(pl_module, None)
+
+
+def _set_epoch(trainer: L.Trainer, round: int) -> None:
+    """Let the Trainer's next epoch be ``round``, and its last."""
+    progress: Any = trainer.fit_loop.epoch_progress
+    for scope in (progress.total, progress.current):
+        scope.ready = scope.started = scope.processed = scope.completed = round
+    trainer.fit_loop.max_epochs = round + 1
+
+
+def _beside(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Brings what belongs to a parameter to its device; an optimizer's counts of steps stay on the CPU."""
+    return lambda value: value.to(device) if value.dim() else value
+
+
+@contextmanager
+def _without_validation(trainer: L.Trainer) -> Iterator[None]:
+    """Inside, ``fit`` does not validate: it would score one client's model, before the fusion."""
+    limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
+    try:
+        yield
+    finally:
+        trainer.limit_val_batches = limit

@@ -1,0 +1,198 @@
+"""Client-level privacy: an update that is clipped and noised before it leaves the client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.engines.round import ClientUpdate
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.fusion.accumulator import check_structure
+from lightning_fedbayes.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.privacy.accountant import check_clip, check_delta, check_noise, epsilon_of
+from lightning_fedbayes.privacy.extra import check_opacus
+from lightning_fedbayes.seeding import generator
+
+SMALLEST_VARIANCE = torch.finfo(torch.float32).tiny
+"""Variances are kept between this and its inverse: none becomes 0, which would mean deterministic, or infinite."""
+
+
+def privatised(
+    posterior: GaussianPosterior,
+    previous: GaussianPosterior,
+    *,
+    clip: float,
+    noise_multiplier: float,
+    generator: torch.Generator,
+    widen: bool = False,
+) -> GaussianPosterior:
+    r"""A client's posterior, of which no more can be told than the Gaussian mechanism lets through.
+
+    The update is the step from the global posterior in the coordinates (μ, log σ), all parameters in one vector; it is
+    clipped to the L2 norm C and gets independent Gaussian noise:
+
+    .. math:: u = (\mu - \mu_o,\ \log\sigma - \log\sigma_o), \qquad
+              \tilde u = u \min(1, C / \lVert u \rVert) + z C \epsilon, \qquad \epsilon \sim N(0, I)
+
+    What is sent is the global posterior moved by ũ. The logarithm keeps the variance positive whatever the noise, and
+    σ enters by its ratio to σ_o, so that C bounds the whole message: without u the same noise is sent, and the L2
+    sensitivity of the message is C. (If one client's data are *replaced* by others instead, it is 2C.) For an
+    optimizer that moves means and the layers' ρ alike, both parts of u are of one size. Deterministic parameters have
+    a mean only.
+
+    With ``widen`` the variance of the noise, which everybody knows, is added to the variances: the client's mean is
+    then a measurement of what it has learnt, with error N(0, z²C²). What clipping took away is not covered.
+
+    Args:
+        posterior: the client's. Its parameters are those of ``previous``, in any order.
+        previous: the global posterior (μ_o, σ_o²) that it started from.
+        clip: C > 0.
+        noise_multiplier: z ≥ 0.
+        generator: the only source of randomness, on the CPU.
+        widen: add z²C² to the variances that are not 0.
+
+    Returns: names, shapes and dtypes of ``posterior`` in the order of ``previous``.
+
+    Source: Gaussian mechanism, Dwork & Roth 2014, Appendix A; clipped client updates, McMahan et al. 2018.
+    """
+    posterior = posterior.ordered(previous.names)
+    mean, variance = posterior.flatten()
+    mean_before, variance_before = previous.flatten()
+    gaussian = entries_of_gaussians(posterior).to(mean.device)
+    log_variance, log_before = (_log(each[gaussian]) for each in (variance, variance_before))
+    step = clipped(torch.cat([mean - mean_before, (log_variance - log_before) / 2]), clip)
+    noise = torch.randn(step.shape, generator=generator, dtype=step.dtype).to(step.device)
+    mean_step, log_std_step = (step + noise_multiplier * clip * noise).split([len(mean), len(log_before)])
+    sent = (log_before + 2 * log_std_step).exp()
+    if widen:
+        sent = sent + (noise_multiplier * clip) ** 2
+    variances = torch.zeros_like(mean)
+    variances[gaussian] = sent.clamp(SMALLEST_VARIANCE, 1 / SMALLEST_VARIANCE)
+    return posterior.unflatten(mean_before + mean_step, variances)
+
+
+def clipped(vector: Tensor, clip: float) -> Tensor:
+    """``vector``, or the vector of L2 norm ``clip`` in its direction if that is shorter; shape (P,).
+
+    >>> clipped(torch.tensor([3.0, 4.0]), 1.0)
+    tensor([0.6000, 0.8000])
+    """
+    return vector * (clip / vector.norm().clamp_min(clip))
+
+
+def entries_of_gaussians(posterior: GaussianPosterior) -> Tensor:
+    """Which entries of :meth:`GaussianPosterior.flatten` belong to a tensor with variances; bool of shape (P,).
+
+    The structure of the network says so, not the values: a single variance of 0 in a Gaussian tensor tells nothing.
+    """
+    parts = [
+        torch.full((mean.numel(),), not is_zero(posterior.variance[name]) and bool(posterior.variance[name].any()))
+        for name, mean in posterior.mean.items()
+    ]
+    return torch.cat(parts)
+
+
+def _log(variance: Tensor) -> Tensor:
+    return variance.clamp_min(SMALLEST_VARIANCE).log()
+
+
+@dataclass(frozen=True)
+class UpdatePrivacy:
+    r"""(ε, δ)-differential privacy for every client as a whole, against the server too.
+
+    Each client clips what it has learnt in a round to the L2 norm C and adds Gaussian noise of standard deviation zC
+    to every coordinate (see :func:`privatised`), before anything leaves it. Whether a client took part with its data
+    or with nothing then changes the probability of whatever the server does by no more than a factor
+    :math:`e^\varepsilon`, but for a probability δ. When to use it: many clients that need not trust the server. The
+    noise of the average of n clients is zC/√n per parameter, so it takes hundreds of them, or few parameters.
+
+    Of a client's message nothing but the posterior is protected, so nothing else is sent: what it measured while
+    training is dropped, and buffers are refused. Its number of examples, which weights it, is taken for public.
+
+    The noise can be taken away again by whoever knows the seed. In a simulation that is the point: runs repeat. A
+    client of its own machine passes :meth:`send` a seed that only it knows.
+
+    Args:
+        clip: C > 0.
+        noise_multiplier: z ≥ 0; :func:`~lightning_fedbayes.privacy.noise_multiplier_for` finds it. 0 clips only.
+        delta: δ in (0, 1), well below one over the number of clients.
+        widen_posterior: add the noise's variance z²C² to the variances that are sent, so that they say how uncertain
+            the noisy mean is.
+
+    Raises:
+        FederationError: an argument outside its range, or Opacus, which counts ε, is not installed.
+
+    >>> privacy = UpdatePrivacy(clip=0.5, noise_multiplier=2.0)
+    >>> after_one, after_ten = privacy.figures(rounds=1), privacy.figures(rounds=10)
+    >>> round(after_one["privacy/epsilon"], 2), round(after_ten["privacy/epsilon"], 2)
+    (2.17, 8.08)
+    """
+
+    clip: float = 1.0
+    noise_multiplier: float = 1.0
+    delta: float = 1e-5
+    widen_posterior: bool = False
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip)
+        check_noise(self.noise_multiplier)
+        check_delta(self.delta)
+        check_opacus()
+
+    def send(self, update: ClientUpdate, previous: GaussianPosterior, seed: int, round: int) -> ClientUpdate:
+        """What a client sends in place of its ``update``.
+
+        Args:
+            update: what it has learnt.
+            previous: the global posterior that it started from.
+            seed: where the noise comes from, together with ``round`` and the client's number.
+            round: from 0. One seed, round and client give one noise: never send two updates with it.
+
+        Raises:
+            FusionError: names or shapes are not those of the global posterior.
+            FederationError: the update has buffers.
+        """
+        check_structure(update.posterior, previous, f"client {update.client}")
+        check_no_buffers(update.buffers)
+        posterior = privatised(
+            update.posterior,
+            previous,
+            clip=self.clip,
+            noise_multiplier=self.noise_multiplier,
+            generator=generator(seed, "privacy", round, update.client),
+            widen=self.widen_posterior,
+        )
+        return replace(update, posterior=posterior, metrics={})
+
+    def figures(
+        self, rounds: int, fraction: float = 1.0, most_rounds_of_a_client: int | None = None
+    ) -> dict[str, float]:
+        """What has been given away, as it is logged.
+
+        Args:
+            rounds: that messages were sent in, valid or not.
+            fraction: share of the clients in a round.
+            most_rounds_of_a_client: how often the busiest client took part; None: in all rounds.
+
+        Returns: ``privacy/epsilon``, of a client against those who see the global posteriors and do not know who took
+            part in which round; ``privacy/epsilon_server``, of the busiest client against the server, which knows and
+            sees every message. Both for ``delta``; see :func:`~lightning_fedbayes.privacy.epsilon_of`.
+        """
+        most = rounds if most_rounds_of_a_client is None else most_rounds_of_a_client
+        return {
+            "privacy/epsilon": epsilon_of(self.noise_multiplier, self.delta, rounds, fraction),
+            "privacy/epsilon_server": epsilon_of(self.noise_multiplier, self.delta, most),
+        }
+
+
+def check_no_buffers(buffers: Mapping[str, Tensor] | Sequence[str]) -> None:
+    """Raise FederationError if clients would send buffers, such as BatchNorm's statistics, which no noise protects."""
+    if buffers:
+        raise FederationError(
+            f"privacy: clients would send their buffers unprotected: {', '.join(sorted(buffers))}. Give "
+            "FederatedBayes(buffers='frozen'), or local_parameters with patterns for them, or put GroupNorm or "
+            "LayerNorm in BatchNorm's place"
+        )

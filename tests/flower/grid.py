@@ -1,0 +1,57 @@
+"""A Flower grid in one process: messages are put through ClientApps, as they would arrive over a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+NODE = 1000
+"""The node of client 0; that of client k is ``NODE - k``, so that nodes are in another order than clients."""
+
+App = Callable[[Message, Context], Message]
+Change = Callable[[Message], "Message | None"]
+
+
+class LocalGrid:
+    """Every client has its ClientApp; what it answers to a training message can be changed on the way, or lost.
+
+    Args:
+        apps: one per client.
+        change: client → what becomes of its training replies; None loses them.
+        numbers: the numbers that nodes go by, if they are not those of the clients.
+    """
+
+    def __init__(
+        self, apps: Iterable[App], change: dict[int, Change] | None = None, numbers: list[Any] | None = None
+    ) -> None:
+        self.apps = dict(enumerate(apps))
+        self.change = change or {}
+        self.numbers = list(self.apps) if numbers is None else numbers
+        self.asked: list[tuple[str, tuple[int, ...]]] = []
+
+    def get_node_ids(self) -> list[int]:
+        return [NODE - client for client in self.apps]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        messages = list(messages)
+        kind = messages[0].metadata.message_type if messages else "nothing"
+        self.asked.append((kind, tuple(NODE - message.metadata.dst_node_id for message in messages)))
+        replies = [self._answer(message) for message in messages]
+        return [reply for reply in reversed(replies) if reply is not None]  # the last asked is the first to answer
+
+    def _answer(self, message: Message) -> Message | None:
+        client = NODE - message.metadata.dst_node_id
+        message.metadata.__dict__.update(_message_id=message.object_id)
+        assert get_all_nested_objects(message)  # it can be sent
+        number = self.numbers[client]
+        context = Context(0, NODE - client, {} if number is None else {"partition-id": number}, RecordDict(), {})
+        try:
+            reply = self.apps[client](message, context)
+        except Exception as error:
+            reply = Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=message)
+        if message.metadata.message_type == "train" and client in self.change:
+            return self.change[client](reply)
+        return reply

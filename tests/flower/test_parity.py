@@ -1,0 +1,82 @@
+"""A federation over Flower ends at the very posterior of the same federation in one process."""
+
+import pytest
+import torch
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.flower import FusionStrategy, client_app
+from tests.federations import Plain, federate, loader, network
+from tests.flower.grid import LocalGrid
+from tests.flower.sites import PARTITION, BlobData, hybrid, in_process, run, sites
+
+
+class Scheduled(Plain):
+    """Learning rates fall from round to round, momentum is what an optimizer keeps."""
+
+    def __init__(self) -> None:
+        super().__init__(network(0), optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr, momentum=0.9))
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def assert_same(strategy, federation):
+    """Bit by bit."""
+    ours, theirs = strategy.state.posterior, federation.posterior
+    assert ours.names == theirs.names
+    for name in ours.names:
+        assert torch.equal(ours.mean[name], theirs.mean[name]), name
+        assert torch.equal(ours.variance[name], theirs.variance[name]), name
+
+
+CASES = {
+    "rklb": (hybrid, {"fusion": "reverse_kl_barycenter"}, {"local_epochs": 2}),
+    "dwc": (hybrid, {"fusion": "dwc"}, {"prior": "global"}),
+    "linear pool": (hybrid, {"fusion": "linear_pool", "weighting": "max_discrepancy"}, {}),
+    "with a memory": (hybrid, {"fusion": "ivar_vb", "weighting": "equal"}, {}),
+    "cohorts": (hybrid, {"fraction": 0.5}, {}),
+    "kept optimizers": (Scheduled, {}, {"optimizer_state": "keep"}),
+    "cohorts that keep": (Scheduled, {"fraction": 0.5}, {"optimizer_state": "keep", "local_parameters": ["net.2.*"]}),
+    "local buffers": (hybrid, {}, {"buffers": "local"}),
+    "frozen buffers": (hybrid, {}, {"buffers": "frozen"}),
+}
+
+
+@pytest.mark.parametrize(("make", "server", "client"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("shared", [True, False], ids=["simulation", "deployment"])
+def test_same_posterior_as_in_one_process(make, server, client, shared, tmp_path):
+    strategy = FusionStrategy(**server, wait_for=4, seed=3)
+    kept = {name: client[name] for name in ("buffers", "local_parameters") if name in client}
+    grid = LocalGrid(sites(make=make, shared=shared, state_folder=tmp_path, **client))
+    run(grid, strategy, make=make, **kept)
+    assert_same(strategy, in_process(make=make, **server, **client, seed=3))
+
+
+def test_clients_with_data_of_their_own():
+    parts = {str(k): BlobData().dataset for k in range(2)}
+    parts["1"] = torch.utils.data.Subset(parts["1"], range(40))
+    apps = [client_app(hybrid(), BlobData(part), trainer={"accelerator": "cpu"}) for part in parts.values()]
+    strategy = FusionStrategy()
+    run(LocalGrid(apps), strategy)
+    federation = fb.FederatedBayes(engine="sequential")
+    federate(hybrid(), federation, 3, loader(fb.ClientDatasets(parts), drop_last=True))
+    assert_same(strategy, federation)
+
+
+def test_buffers_equal_those_in_one_process_and_keep_their_dtype():
+    strategy = FusionStrategy(wait_for=4)
+    run(LocalGrid(sites()), strategy)
+    model = hybrid()
+    federate(model, fb.FederatedBayes(PARTITION, engine="sequential"), 3, BlobData().train_dataloader())
+    theirs = dict(model.named_buffers())
+    assert strategy.state.buffers["network.1.num_batches_tracked"].dtype == torch.int64
+    assert len(strategy.state.buffers) == 3
+    for name, value in strategy.state.buffers.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def test_evaluation_is_the_mean_over_the_clients():
+    result = run(LocalGrid(sites()), FusionStrategy(wait_for=4, evaluate=True), rounds=2)
+    assert set(result.evaluate_metrics_clientapp) == {1, 2}
+    assert 0 < result.evaluate_metrics_clientapp[2]["val/accuracy"] <= 1

@@ -1,0 +1,283 @@
+"""Bad clients do not hurt a round, and a server that dies goes on where it was."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.errors import FederationError, FusionError
+from lightning_fedbayes.flower import FusionStrategy, initial_arrays, load_checkpoint, server_app
+from lightning_fedbayes.flower.roster import Roster
+from tests.federations import Plain, network
+from tests.flower.grid import NODE, LocalGrid
+from tests.flower.sites import hybrid, run, sites
+
+MEAN, VARIANCE = "mean/network.0.weight", "variance/network.3.weight"
+
+
+def resend(reply, arrays=None, metrics=None, config=None, drop=()):
+    """The reply with other contents: key → array, None to leave it out."""
+    content = {name: dict(reply.content[name]) for name in ("arrays", "metrics", "config")}
+    for name, change in (("arrays", arrays), ("metrics", metrics), ("config", config)):
+        content[name] |= change or {}
+        content[name] = {key: value for key, value in content[name].items() if value is not None}
+    kinds = {"arrays": ArrayRecord, "metrics": MetricRecord, "config": ConfigRecord}
+    records = {name: kinds[name](content[name]) for name in kinds if name not in drop}
+    changed = Message(RecordDict(records), reply_to=reply)
+    changed.metadata.__dict__.update(reply.metadata.__dict__)
+    return changed
+
+
+def with_mean(value):
+    return lambda reply: resend(reply, arrays={MEAN: Array(value)})
+
+
+def nan(reply):
+    values = reply.content["arrays"][MEAN].numpy().copy()
+    values[0, 0] = np.nan
+    return resend(reply, arrays={MEAN: Array(values)})
+
+
+BAD = {
+    "NaN": (nan, "not finite at 1 of 30"),
+    "extra key": (lambda r: resend(r, arrays={"mean/extra": Array(np.zeros(2, "f4"))}), "only client 1 has"),
+    "key of no kind": (lambda r: resend(r, arrays={"extra": Array(np.zeros(2, "f4"))}), "is none of mean/"),
+    "missing key": (lambda r: resend(r, arrays={MEAN: None}), "only the global model has"),
+    "wrong shape": (with_mean(np.zeros((2, 2), "f4")), "has shape"),
+    "integers": (with_mean(np.zeros((5, 6), "i8")), "floating-point"),
+    "text": (with_mean(np.full((5, 6), "x")), "cannot be read"),
+    "an archive": (
+        lambda r: resend(r, arrays={MEAN: Array("float32", (5, 6), "numpy.ndarray", b"PK\x03\x04junk")}), "be read"
+    ),
+    "unreadable": (lambda r: resend(r, arrays={MEAN: Array("float32", (5, 6), "numpy.ndarray", b"x")}), "read"),
+    "no variance": (lambda r: resend(r, arrays={VARIANCE: None}), "must send the variances"),
+    "certain of a deterministic parameter": (
+        lambda r: resend(r, arrays={"variance/network.0.weight": Array(np.full((5, 6), 1e-9, "f4"))}),
+        "must send the variances",
+    ),
+    "negative variance": (lambda r: resend(r, arrays={VARIANCE: Array(np.full((3, 5), -1, "f4"))}), "is negative"),
+    "buffer of another dtype": (
+        lambda r: resend(r, arrays={"buffer/network.1.num_batches_tracked": Array(np.array(3.0))}), "dtypes"
+    ),
+    "an old round": (lambda r: resend(r, config={"server-round": 1}), "is of round 1, and this is round 2"),
+    "no figures": (lambda r: resend(r, drop=["metrics"]), "no metrics"),
+    "no arrays": (lambda r: resend(r, drop=["arrays"]), "no arrays"),
+    "no size": (lambda r: resend(r, metrics={"num-examples": None}), "num-examples=None"),
+    "negative size": (lambda r: resend(r, metrics={"num-examples": -5}), "num-examples=-5"),
+    "no number": (lambda r: resend(r, metrics={"num-examples": float("nan")}), "num-examples=nan"),
+    "death": (lambda r: None, "no reply within 1 s"),
+}
+
+
+def in_rounds(change, first, last=99):
+    """``change`` in the rounds from ``first`` to ``last``."""
+    return lambda reply: change(reply) if first <= int(reply.metadata.group_id) <= last else reply
+
+
+def lost(reply):
+    return None
+
+
+@pytest.fixture(scope="module")
+def without():
+    """What every bad client must come to: two rounds, and client 1 is missing in the second."""
+    return {}
+
+
+@pytest.mark.parametrize(("change", "says"), BAD.values(), ids=BAD)
+def test_a_bad_client_is_left_out_of_its_round(change, says, without, capsys, caplog):
+    caplog.set_level("INFO")
+    strategy = FusionStrategy(wait_for=4)
+    run(LocalGrid(sites(), {1: in_rounds(change, 2)}), strategy, rounds=2)
+    assert strategy.state.history[0]["valid_clients"] == 4
+    assert strategy.state.history[1]["valid_clients"] == 3
+    assert strategy.state.history[1]["failed_clients"] == 1
+    assert strategy.state.accepted == {0: 2, 1: 1, 2: 2, 3: 2}
+    assert says in caplog.text
+    reference = without.setdefault("posterior", strategy.state.posterior)
+    for name in reference.names:
+        assert torch.equal(strategy.state.posterior.mean[name], reference.mean[name])
+        assert torch.isfinite(strategy.state.posterior.mean[name]).all()
+
+
+def test_a_client_that_raises_is_left_out(caplog):
+    caplog.set_level("INFO")
+
+    class Raises(Plain):
+        def on_client_start(self, client):
+            if client.number == 2:
+                raise RuntimeError("the disk is full")
+
+    strategy = FusionStrategy("weighted_average", wait_for=4)
+    run(LocalGrid(sites(make=Raises)), strategy, rounds=2, make=Raises)
+    assert [figures["valid_clients"] for figures in strategy.state.history] == [3, 3]
+    assert "client 2 failed: RuntimeError: the disk is full" in caplog.text
+
+
+def test_sizes_that_are_all_0_leave_the_posterior(caplog):
+    caplog.set_level("INFO")
+    nothing = dict.fromkeys(range(4), lambda reply: resend(reply, metrics={"num-examples": 0}))
+    strategy = FusionStrategy(wait_for=4)
+    result = run(LocalGrid(sites(), nothing), strategy, rounds=2)
+    assert result.arrays == initial_arrays(hybrid())
+    assert strategy.state.failed_rounds == 2
+    assert "nothing to fuse" in caplog.text
+
+
+def test_a_round_in_which_all_fail_ends_well():
+    once = dict.fromkeys(range(4), in_rounds(lost, 2, 2))
+    strategy = FusionStrategy(wait_for=4)
+    result = run(LocalGrid(sites(), once), strategy, rounds=3)
+    assert [figures["valid_clients"] for figures in strategy.state.history] == [4, 0, 4]
+    assert [figures["failed_rounds"] for figures in strategy.state.history] == [0, 1, 0]
+    assert result.arrays.keys() == initial_arrays(hybrid()).keys()
+
+
+def test_too_many_failed_rounds_stop_the_run_and_keep_what_is_learnt(tmp_path):
+    bad = dict.fromkeys(range(4), in_rounds(nan, 2))
+    strategy = FusionStrategy(wait_for=4, max_failed_rounds=2, checkpoint=tmp_path / "server.pt")
+    with pytest.raises(FederationError, match=r"2 rounds in a row.*; client 0: mean of .* is not finite"):
+        run(LocalGrid(sites(), bad), strategy, rounds=9)
+    one = FusionStrategy(wait_for=4)
+    run(LocalGrid(sites()), one, rounds=1)
+    kept = load_checkpoint(hybrid(), tmp_path / "server.pt")
+    assert kept.rounds == 3
+    assert torch.equal(kept.posterior.mean["network.0.weight"], one.state.posterior.mean["network.0.weight"])
+
+
+def test_fewer_than_min_clients_leave_the_posterior():
+    strategy = FusionStrategy(wait_for=4, min_clients=4)
+    result = run(LocalGrid(sites(), {3: nan}), strategy, rounds=2)
+    assert result.arrays == initial_arrays(hybrid())
+
+
+class Crash(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "ivar_vb"])
+def test_a_server_that_dies_inside_a_round_ends_where_another_does(tmp_path, fusion):
+    def dies(reply):
+        raise Crash
+
+    whole = FusionStrategy(fusion, wait_for=4, fraction=0.75, seed=2)
+    run(LocalGrid(sites()), whole, rounds=4)
+    path = tmp_path / "folder" / "server.pt"
+    dead = FusionStrategy(fusion, wait_for=4, fraction=0.75, seed=2, checkpoint=path)
+    with pytest.raises(Crash):
+        run(LocalGrid(sites(), dict.fromkeys(range(4), in_rounds(dies, 3))), dead, rounds=4)
+    grid = LocalGrid(sites(shared=False))
+    resumed = FusionStrategy(fusion, wait_for=4, fraction=0.75, seed=2, checkpoint=path)
+    result = run(grid, resumed, rounds=4)
+    assert [kind for kind, _ in grid.asked] == ["query", "train", "train"]
+    assert set(result.train_metrics_clientapp) == {3, 4}
+    assert [figures["round"] for figures in resumed.state.history] == [1, 2, 3, 4]
+    for name, mean in whole.state.posterior.mean.items():
+        assert torch.equal(resumed.state.posterior.mean[name], mean), name
+        assert torch.equal(resumed.state.posterior.variance[name], whole.state.posterior.variance[name]), name
+
+
+def test_the_server_in_one_line():
+    strategies = [FusionStrategy("conflation", wait_for=4), FusionStrategy("conflation", wait_for=4)]
+    app = server_app(hybrid(), strategies[0], rounds=2, timeout=1, buffers="frozen")
+    app(LocalGrid(sites(buffers="frozen")), Context(0, 0, {}, RecordDict(), {}))
+    run(LocalGrid(sites(buffers="frozen")), strategies[1], rounds=2, buffers="frozen")
+    first, second = (strategy.state.posterior.mean for strategy in strategies)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_complete_federation_is_not_trained_on(tmp_path):
+    path = tmp_path / "server.pt"
+    result = run(LocalGrid(sites()), FusionStrategy(wait_for=4, checkpoint=path), rounds=2)
+    grid = LocalGrid(sites())
+    again = run(grid, FusionStrategy(wait_for=4, checkpoint=path), rounds=2)
+    assert again.arrays == result.arrays
+    assert grid.asked == []
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"seed": 1}, r"seed=1 \(was 0\)"),
+    ({"make": lambda: Plain(network())}, "name different parameters"),
+])
+def test_a_checkpoint_of_another_federation_is_refused(change, says, tmp_path):
+    path = tmp_path / "server.pt"
+    run(LocalGrid(sites()), FusionStrategy(wait_for=4, checkpoint=path), rounds=1)
+    make = change.pop("make", hybrid)
+    with pytest.raises(FederationError, match=says):
+        run(LocalGrid(sites(make=make)), FusionStrategy(wait_for=4, checkpoint=path, **change), make=make)
+
+
+def test_a_file_that_is_no_checkpoint_is_left_alone(tmp_path):
+    path = tmp_path / "server.pt"
+    path.write_text("my diary")
+    with pytest.raises(FederationError, match="is no checkpoint"):
+        run(LocalGrid(sites()), FusionStrategy(wait_for=4, checkpoint=path))
+    assert path.read_text() == "my diary"
+
+
+def test_another_rule_goes_on_without_the_memory_of_the_first(tmp_path):
+    path = tmp_path / "server.pt"
+    run(LocalGrid(sites()), FusionStrategy("ivar_vb", wait_for=4, checkpoint=path), rounds=1)
+    other = FusionStrategy("conflation", wait_for=4, checkpoint=path)
+    run(LocalGrid(sites()), other, rounds=2)
+    assert other.state.rule == "conflation"
+    assert other.state.rounds == 2
+
+
+def test_the_checkpoint_loads_into_the_network(tmp_path):
+    strategy = FusionStrategy(wait_for=4, checkpoint=tmp_path / "server.pt")
+    run(LocalGrid(sites()), strategy)
+    model = hybrid()
+    before = copy.deepcopy(model.state_dict())
+    state = load_checkpoint(model, tmp_path / "server.pt")
+    assert torch.equal(model.network[0].weight, strategy.state.posterior.mean["network.0.weight"])
+    assert not torch.equal(model.network[0].weight, before["network.0.weight"])
+    assert torch.equal(model.network[1].running_mean, strategy.state.buffers["network.1.running_mean"])
+    assert len(state.history) == 3
+
+
+def test_a_number_belongs_to_the_first_node_that_claims_it(caplog):
+    caplog.set_level("INFO")
+    grid = LocalGrid(sites(), numbers=[0, 1, 1, None])  # nodes ask in the order of their ids: client 3 is first
+    strategy = FusionStrategy(wait_for=2)
+    run(grid, strategy, rounds=1)
+    assert strategy.state.history[0]["valid_clients"] == 2
+    assert "says that it is client 1, and so does another" in caplog.text
+    assert "partition-id is None" in caplog.text
+
+
+def test_a_number_goes_to_the_next_node_when_the_first_has_gone():
+    grid, roster = LocalGrid(sites(), numbers=[0, 1, 1, 2]), Roster()
+    assert roster.update(grid, 1) == {0: NODE, 1: NODE - 2, 2: NODE - 3}
+    del grid.apps[2]
+    assert roster.update(grid, 1) == {0: NODE, 1: NODE - 1, 2: NODE - 3}
+    assert len(grid.asked) == 1
+
+
+def test_clients_that_do_not_come_are_waited_for_no_longer_than_the_timeout(monkeypatch):
+    monkeypatch.setattr("lightning_fedbayes.flower.roster.POLL_SECONDS", 0.01)
+    with pytest.raises(FederationError, match=r"4 of 5 clients are connected after 0\.1 s"):
+        FusionStrategy(wait_for=5).start(LocalGrid(sites()), initial_arrays(hybrid()), 1, timeout=0.1)
+
+
+@pytest.mark.parametrize(("arguments", "error", "says"), [
+    ({"fusion": "conflatoin"}, FusionError, "did you mean 'conflation'"),
+    ({"weighting": "trainsize"}, FusionError, "did you mean 'train_size'"),
+    ({"fraction": 0}, FederationError, "fraction=0"),
+    ({"min_clients": 0}, FederationError, "min_clients=0: give at least 1"),
+    ({"min_clients": 3, "wait_for": 4, "fraction": 0.5}, FederationError, "a round has only 2 of 4 clients"),
+])
+def test_bad_arguments_are_refused_at_once(arguments, error, says):
+    with pytest.raises(error, match=says):
+        FusionStrategy(**arguments)
+
+
+def test_any_registered_rule_will_do():
+    for name in fb.available_fusions():
+        strategy = FusionStrategy(name, wait_for=4)
+        run(LocalGrid(sites()), strategy, rounds=1)
+        assert strategy.state.rule == name
+        assert strategy.state.history[0]["failed_rounds"] == 0, name

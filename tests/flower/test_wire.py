@@ -1,0 +1,43 @@
+"""What goes over the wire comes back as it was."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fedbayes.flower.wire import from_arrays, to_arrays
+from lightning_fedbayes.posterior import GaussianPosterior, is_zero
+
+SHAPES = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=3)
+
+
+@given(SHAPES, st.lists(st.booleans(), min_size=3, max_size=3))
+@settings(deadline=None)
+def test_float32_comes_back_bit_by_bit(shapes, probabilistic):
+    mean = {f"layer.{i}/w": torch.randn(shape) for i, shape in enumerate(shapes)}
+    variance = {
+        name: torch.rand(value.shape) if random else torch.zeros(()).expand(value.shape)
+        for (name, value), random in zip(mean.items(), probabilistic)
+    }
+    sent = GaussianPosterior(mean, variance)
+    came, _ = from_arrays(to_arrays(sent, {}), "client 0")
+    assert came.names == sent.names
+    for name in sent.names:
+        assert torch.equal(came.mean[name], sent.mean[name])
+        assert torch.equal(came.variance[name], sent.variance[name])
+        assert is_zero(came.variance[name]) or not is_zero(sent.variance[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_precisions_travel_as_float32(dtype):
+    values = torch.tensor([0.1, -3.0, 1e-4], dtype=dtype)
+    posterior, buffers = from_arrays(to_arrays(GaussianPosterior.point_mass({"w": values}), {"b": values}), "x")
+    assert posterior.mean["w"].dtype == buffers["b"].dtype == torch.float32
+    assert torch.equal(posterior.mean["w"], values.to(torch.float32))
+
+
+@pytest.mark.parametrize("value", [torch.tensor(7), torch.tensor([True]), torch.tensor([1, 2], dtype=torch.uint8)])
+def test_buffers_that_are_no_floats_keep_their_dtype(value):
+    _, buffers = from_arrays(to_arrays(GaussianPosterior.point_mass({"w": torch.zeros(1)}), {"b": value}), "client 0")
+    assert buffers["b"].dtype == value.dtype
+    assert torch.equal(buffers["b"], value)

@@ -1,0 +1,125 @@
+"""ε against closed forms, and its inverse."""
+
+import logging
+import math
+import subprocess
+import sys
+
+import pytest
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.privacy import accountant, epsilon_of, extra, noise_multiplier_for
+
+opacus = pytest.importorskip("opacus")
+DELTA = 1e-5
+
+
+def analytic(noise_multiplier, delta=DELTA):
+    """The smallest ε of one Gaussian mechanism, Balle & Wang 2018, Theorem 8."""
+    z = noise_multiplier
+
+    def excess(epsilon):
+        below = norm.logcdf(-0.5 / z - epsilon * z)
+        return norm.cdf(0.5 / z - epsilon * z) - math.exp(epsilon + below) - delta
+
+    return brentq(excess, 0.0, 500.0)
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.3, 0.5, 1.0, 2.0, 5.0, 20.0])
+@pytest.mark.parametrize("rounds", [1, 16])
+def test_without_sampling_epsilon_bounds_the_analytic_mechanism_closely(noise_multiplier, rounds):
+    """Gaussian mechanisms compose to one of noise z/√T; Rényi orders lose at most a tenth of ε and a hundredth."""
+    exact = analytic(noise_multiplier / math.sqrt(rounds))
+    assert exact <= epsilon_of(noise_multiplier, DELTA, rounds) <= 1.1 * exact + 0.01
+
+
+def test_the_best_order_of_one_gaussian():
+    """min over α of α/2z² + log((α−1)/α) − log(δα)/(α−1), written out."""
+    z = 1.0
+    bounds = [
+        alpha / (2 * z**2) + math.log((alpha - 1) / alpha) - math.log(DELTA * alpha) / (alpha - 1)
+        for alpha in (1 + i / 100 for i in range(1, 2000))
+    ]
+    assert epsilon_of(z, DELTA, 1) == pytest.approx(min(bounds), rel=1e-3)
+
+
+def test_more_rounds_give_more_away_and_noise_and_secrecy_less():
+    rounds = [epsilon_of(1.0, DELTA, count) for count in (0, 1, 2, 10, 100)]
+    assert rounds[0] == 0
+    assert rounds == sorted(rounds)
+    assert rounds[2] < 2 * rounds[1], "composition is better than adding up"
+    fractions = [epsilon_of(1.0, DELTA, 10, fraction) for fraction in (0.01, 0.1, 0.5, 1.0)]
+    assert fractions == sorted(fractions)
+    assert fractions[0] < fractions[-1] / 10
+    noises = [epsilon_of(z, DELTA, 10) for z in (0.5, 1.0, 4.0)]
+    assert noises == sorted(noises, reverse=True)
+
+
+def test_a_small_epsilon_is_found_without_a_warning():
+    assert epsilon_of(100.0, DELTA, 1, 0.01) < 0.01
+
+
+def test_no_noise_is_no_privacy():
+    assert epsilon_of(0.0, DELTA, 1) == math.inf
+    assert epsilon_of(0.0, DELTA, 0) == 0
+
+
+@pytest.mark.parametrize(("epsilon", "rounds", "fraction"), [(1.0, 10, 1.0), (8.0, 100, 0.1), (0.5, 1, 1.0)])
+def test_the_noise_for_an_epsilon_is_its_inverse(epsilon, rounds, fraction):
+    noise = noise_multiplier_for(epsilon, DELTA, rounds, fraction)
+    assert 0.99 * epsilon <= epsilon_of(noise, DELTA, rounds, fraction) <= epsilon
+    search = pytest.importorskip("opacus.accountants.utils").get_noise_multiplier
+    own = search(target_epsilon=epsilon, target_delta=DELTA, sample_rate=fraction, steps=rounds, accountant="rdp",
+                 epsilon_tolerance=epsilon / 100, alphas=accountant.ORDERS)
+    assert noise == own
+
+
+def test_kinds_of_messages_add_up_as_their_renyi_divergences():
+    one_kind = accountant.epsilon_spent([(1.0, 0.5, 6)], DELTA)
+    assert accountant.epsilon_spent([(1.0, 0.5, 4), (1.0, 0.5, 2)], DELTA) == pytest.approx(one_kind)
+    assert accountant.epsilon_spent([(1.0, 0.5, 6), (1.0, 0.5, 0)], DELTA) == one_kind
+    assert accountant.epsilon_spent([], DELTA) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: epsilon_of(-1.0, DELTA, 1), "noise_multiplier=-1.0"),
+        (lambda: epsilon_of(math.nan, DELTA, 1), "noise_multiplier=nan"),
+        (lambda: epsilon_of(1.0, 0.0, 1), "delta=0.0"),
+        (lambda: epsilon_of(1.0, 1.0, 1), "delta=1.0"),
+        (lambda: epsilon_of(1.0, DELTA, -1), "rounds=-1"),
+        (lambda: epsilon_of(1.0, DELTA, 1.5), "rounds=1.5"),
+        (lambda: epsilon_of(1.0, DELTA, 1, 0.0), "fraction=0.0"),
+        (lambda: noise_multiplier_for(0.0, DELTA, 1), "epsilon=0.0"),
+        (lambda: noise_multiplier_for(1.0, DELTA, 0), "rounds=0"),
+        (lambda: noise_multiplier_for(1e-3, 1e-300, 10**15), "no noise is enough"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_by_name(call, named):
+    with pytest.raises(FederationError, match=named):
+        call()
+
+
+def test_without_opacus_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(extra.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FederationError, match=r"pip install lightning-fedbayes\[privacy\]"):
+        epsilon_of(1.0, DELTA, 1)
+
+
+def test_opacus_is_imported_late_and_quietly():
+    code = (
+        "import sys, logging, lightning_fedbayes.privacy as p; before = list(logging.getLogger().handlers);"
+        "assert 'opacus' not in sys.modules; p.epsilon_of(1.0, 1e-5, 1); assert 'opacus' in sys.modules;"
+        "assert logging.getLogger().handlers == before"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_root_logger_is_as_it_was():
+    handlers = list(logging.getLogger().handlers)
+    extra.import_opacus("opacus.accountants")
+    assert logging.getLogger().handlers == handlers

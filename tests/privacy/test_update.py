@@ -1,0 +1,207 @@
+"""Updates that are clipped and noised: bounds, distribution, and what adding the noise's variance is good for."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fedbayes.engines.round import ClientUpdate
+from lightning_fedbayes.errors import FederationError, FusionError
+from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.privacy import UpdatePrivacy, privatised
+
+pytest.importorskip("opacus")
+
+
+def draws(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def posterior(seed, size=4, scale=1.0):
+    """A deterministic bias and a Gaussian weight."""
+    noise = draws(seed)
+    mean = {"weight": scale * torch.randn(size, 2, generator=noise), "bias": scale * torch.randn(3, generator=noise)}
+    variance = {"weight": torch.rand(size, 2, generator=noise) + 0.01, "bias": torch.zeros(()).expand(3)}
+    return GaussianPosterior(mean, variance)
+
+
+def step(sent, previous):
+    """(μ − μ_o, log σ − log σ_o), written out by name."""
+    means = [(sent.mean[name] - previous.mean[name]).double().flatten() for name in previous.names]
+    ratio = sent.variance["weight"].double() / previous.variance["weight"].double()
+    return torch.cat([*means, ratio.log().flatten() / 2])
+
+
+@given(scale=st.floats(0.0, 1e4), clip=st.floats(1e-3, 1e3))
+def test_without_noise_the_update_keeps_its_direction_and_no_more_than_the_norm(scale, clip):
+    before = posterior(0)
+    after = posterior(1, scale=scale)
+    sent = privatised(after, before, clip=clip, noise_multiplier=0.0, generator=draws())
+    honest, clipped = step(after, before), step(sent, before)
+    assert clipped.norm() <= clip * (1 + 1e-4) + 1e-5
+    expected = honest * min(1.0, clip / float(honest.norm()))
+    torch.testing.assert_close(clipped, expected, rtol=1e-3, atol=2e-6 * (1 + scale))
+
+
+def test_a_short_update_is_left_alone():
+    before, after = posterior(0), posterior(1)
+    sent = privatised(after, before, clip=1e3, noise_multiplier=0.0, generator=draws())
+    for name in before.names:
+        torch.testing.assert_close(sent.mean[name], after.mean[name])
+        torch.testing.assert_close(sent.variance[name], after.variance[name])
+
+
+def test_the_noise_is_gaussian_of_the_stated_size_in_every_coordinate():
+    before = posterior(0, size=20_000)
+    clip, z = 0.5, 0.8
+    sent = privatised(before, before, clip=clip, noise_multiplier=z, generator=draws())
+    noise = step(sent, before) / (clip * z)
+    means, log_stds = noise[:40_000], noise[-40_000:]
+    for part in (means, log_stds):  # 5 standard errors of mean, variance and fourth moment
+        assert abs(float(part.mean())) < 5 / 200
+        assert abs(float(part.var()) - 1) < 5 * math.sqrt(2) / 200
+        assert abs(float((part**4).mean()) - 3) < 5 * math.sqrt(96) / 200
+    assert abs(float((means * log_stds).mean())) < 5 / 200, "means and variances have noise of their own"
+    assert not sent.variance["bias"].any(), "what is deterministic stays so"
+
+
+def test_one_client_moves_the_message_by_no_more_than_clip():
+    """The same noise with any update and with none: sensitivity C."""
+    before, clip = posterior(0), 0.7
+    nothing = privatised(before, before, clip=clip, noise_multiplier=1.0, generator=draws())
+    for seed in range(1, 20):
+        sent = privatised(posterior(seed, scale=10.0**seed), before, clip=clip, noise_multiplier=1.0, generator=draws())
+        moved = step(sent, before) - step(nothing, before)
+        assert moved.norm() <= clip * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.0, 1.0, 100.0])
+def test_variances_stay_positive_and_finite_whatever_the_noise(noise_multiplier):
+    sent = privatised(posterior(1), posterior(0), clip=3.0, noise_multiplier=noise_multiplier, generator=draws())
+    assert (sent.variance["weight"] > 0).all()
+    assert torch.isfinite(sent.variance["weight"]).all()
+
+
+def test_a_gaussian_tensor_hides_which_of_its_variances_are_zero():
+    before, after = posterior(0), posterior(1)
+    for broken in (before, after):
+        broken.variance["weight"][0, 0] = 0.0
+        sent = privatised(after, before, clip=1.0, noise_multiplier=0.1, generator=draws())
+        assert (sent.variance["weight"] > 0).all()
+        assert torch.isfinite(sent.variance["weight"]).all()
+
+
+def test_names_come_in_the_order_of_the_global_posterior():
+    before, after = posterior(0), posterior(1)
+    turned = after.ordered(["bias", "weight"])
+    first, second = (
+        privatised(each, before, clip=1.0, noise_multiplier=1.0, generator=draws()) for each in (after, turned)
+    )
+    assert first.names == second.names == before.names
+    assert all(torch.equal(first.mean[name], second.mean[name]) for name in before.names)
+
+
+# -- widening ----------------------------------------------------------------------------------------------------------
+
+
+def test_widening_adds_the_variance_of_the_noise():
+    before, after = posterior(0), posterior(1)
+    plain, wide = (
+        privatised(after, before, clip=0.5, noise_multiplier=0.4, generator=draws(), widen=widen)
+        for widen in (False, True)
+    )
+    torch.testing.assert_close(wide.variance["weight"], plain.variance["weight"] + 0.04)
+    assert torch.equal(wide.mean["weight"], plain.mean["weight"])
+    assert not wide.variance["bias"].any()
+
+
+@pytest.mark.parametrize(("widen", "nominal"), [(True, True), (False, False)])
+def test_the_widened_posterior_of_a_conjugate_model_covers_the_truth_at_the_nominal_rate(widen, nominal):
+    """θᵢ ~ N(0, 1), one observation of variance s²: the exact posterior, sent with noise, against the truth."""
+    size, observation, noise = 40_000, 0.1**2, 0.1
+    rng = draws(3)
+    truth = torch.randn(size, generator=rng)
+    observed = truth + math.sqrt(observation) * torch.randn(size, generator=rng)
+    variance = torch.full((size,), 1 / (1 + 1 / observation))
+    exact = GaussianPosterior({"w": observed * variance / observation}, {"w": variance})
+    before = GaussianPosterior({"w": torch.zeros(size)}, {"w": variance.clone()})
+    clip = 10 * float(exact.mean["w"].norm())  # the update is not clipped
+    sent = privatised(exact, before, clip=clip, noise_multiplier=noise / clip, generator=rng, widen=widen)
+    covered = float(((sent.mean["w"] - truth).abs() <= 1.6449 * sent.variance["w"].sqrt()).double().mean())
+    if nominal:
+        assert covered == pytest.approx(0.9, abs=0.01)
+    else:  # the error has twice the stated variance: Φ(1.6449/√2) = 0.878, 0.755 within
+        assert covered == pytest.approx(0.755, abs=0.02)
+
+
+def test_widened_messages_fuse_to_the_right_variance_of_independent_measurements():
+    """Conflation of n messages: 1/Σ(1/σ²) is the variance of the error of its mean."""
+    from lightning_fedbayes import fuse
+
+    size, n, noise = 5_000, 10, 0.3
+    before = GaussianPosterior({"w": torch.zeros(size)}, {"w": torch.full((size,), 1e-4)})
+    sent = [
+        privatised(before, before, clip=1.0, noise_multiplier=noise, generator=draws(k), widen=True) for k in range(n)
+    ]
+    fused = fuse("conflation", sent)
+    assert float(fused.mean["w"].square().mean()) == pytest.approx(float(fused.variance["w"].mean()), rel=0.1)
+    assert float(fused.variance["w"].mean()) == pytest.approx(noise**2 / n, rel=0.01)
+
+
+# -- the shell ---------------------------------------------------------------------------------------------------------
+
+
+def update(client=0, **options):
+    return ClientUpdate(client, 10, posterior(1), metrics={"train_loss": 1.0}, **options)
+
+
+def same(first, second):
+    return all(torch.equal(first.posterior.mean[name], second.posterior.mean[name]) for name in first.posterior.names)
+
+
+def test_noise_belongs_to_seed_round_and_client():
+    privacy, before = UpdatePrivacy(), posterior(0)
+    sent = privacy.send(update(), before, 7, 2)
+    assert same(sent, privacy.send(update(), before, 7, 2))
+    for other in (
+        privacy.send(update(), before, 8, 2), privacy.send(update(), before, 7, 3),
+        privacy.send(update(client=1), before, 7, 2),
+    ):
+        assert not same(sent, other)
+
+
+def test_nothing_that_is_unprotected_is_sent():
+    sent = UpdatePrivacy().send(update(), posterior(0), 0, 0)
+    assert (sent.client, sent.num_examples, sent.metrics, sent.buffers) == (0, 10, {}, {})
+    with pytest.raises(FederationError, match=r"norm\.running_mean.*buffers='frozen'"):
+        UpdatePrivacy().send(update(buffers={"norm.running_mean": torch.zeros(2)}), posterior(0), 0, 0)
+
+
+def test_another_network_and_what_is_not_finite_are_refused_by_the_fusion():
+    strange = ClientUpdate(4, 10, GaussianPosterior.point_mass({"other": torch.zeros(2)}))
+    with pytest.raises(FusionError, match="client 4"):
+        UpdatePrivacy().send(strange, posterior(0), 0, 0)
+    broken = update()
+    broken.posterior.mean["weight"][0, 0] = math.nan
+    sent = UpdatePrivacy().send(broken, posterior(0), 0, 0)
+    assert not torch.isfinite(sent.posterior.mean["weight"]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"clip": 0.0}, "clip=0.0"), ({"clip": math.inf}, "clip=inf"), ({"noise_multiplier": -1.0}, "noise_multiplier"),
+     ({"delta": 0.0}, "delta=0.0")],
+)
+def test_arguments_are_checked_at_once(options, named):
+    with pytest.raises(FederationError, match=named):
+        UpdatePrivacy(**options)
+
+
+def test_figures_tell_the_server_from_the_others():
+    privacy = UpdatePrivacy(noise_multiplier=2.0)
+    everyone = privacy.figures(rounds=10)
+    assert everyone["privacy/epsilon"] == everyone["privacy/epsilon_server"]
+    some = privacy.figures(rounds=10, fraction=0.2, most_rounds_of_a_client=3)
+    assert some["privacy/epsilon"] < some["privacy/epsilon_server"] < everyone["privacy/epsilon_server"]
