@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_fedbayes.adversaries import Attack
@@ -80,11 +81,13 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
 
 def _reasons_of_several_processes(trainer: Any) -> Iterator[str]:
     """Why processes cannot share the clients of a round in ``trainer``."""
+    if isinstance(trainer.strategy, DDPStrategy):
+        return
     if not isinstance(trainer.strategy, ClientParallelStrategy):
         yield (
-            f"devices={trainer.world_size}, {type(trainer.strategy).__name__}: gradients would be averaged over "
-            "processes that train different clients; use strategy='fedbayes', which shares out the clients, or "
-            "devices=1"
+            f"devices={trainer.world_size}, {type(trainer.strategy).__name__}: it splits the network, and a client's "
+            "posterior is read as a whole; use strategy='fedbayes', which shares out the clients, or 'ddp', which "
+            "splits their batches"
         )
     for callback in trainer.callbacks:
         if isinstance(callback, lightning_callbacks.Timer) and callback._interval == "step":
@@ -151,6 +154,15 @@ def check_not_finished(trainer: L.Trainer, rounds_done: int) -> None:
         raise FederationError(
             f"this Trainer has finished: {rounds_done} of max_epochs={trainer.max_epochs} rounds are done, so it would "
             "train none. Make a new Trainer, or raise trainer.fit_loop.max_epochs to go on"
+        )
+
+
+def check_not_split(trainer: L.Trainer) -> None:
+    """Raise FederationError if processes see different validation data and would choose different rules."""
+    if trainer.world_size > 1 and isinstance(trainer.strategy, DDPStrategy):
+        raise FederationError(
+            "fusion='auto' scores the rules on validation data, of which each process of DDP sees a part; use "
+            "strategy='fedbayes', or name a rule"
         )
 
 

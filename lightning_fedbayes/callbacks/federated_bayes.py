@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
@@ -25,6 +26,7 @@ from lightning_fedbayes.callbacks.checks import (
     attacks_of,
     check_cohort,
     check_not_finished,
+    check_not_split,
     check_partition,
     check_privacy,
     check_same_federation,
@@ -272,7 +274,7 @@ class FederatedBayes(L.Callback):
             self.clients = clients
             trained = poisoned(clients, assign(self.adversaries, clients.names, self.seed))
             replaced, self._loader = self._loader, FederatedLoader(
-                loader, trained, batching, lambda: self._share(trainer, clients.sizes, batching)
+                loader, trained, batching, lambda: self._share(trainer, clients.sizes, batching), _part(trainer)
             )
             if replaced is not None and self._federation is not None:
                 self._federation.engine.arrange(self._loader)
@@ -302,6 +304,7 @@ class FederatedBayes(L.Callback):
         if isinstance(self.server.rule, AutoFusion):
             self.server.rule.check(pl_module)
             check_held_out(trainer)
+            check_not_split(trainer)
         protect = None if self.privacy is None else self.privacy.send
         self._federation = Federation(
             self.server, engine, self.adversaries, lambda: held_out_batches(trainer), processes_of(trainer), protect
@@ -473,6 +476,11 @@ class FederatedBayes(L.Callback):
             self._boundary.apply(checkpoint, federation.round)
             model = federation.engine.model
             checkpoint["state_dict"] |= {**model.global_parameters, **model.global_buffers}
+
+
+def _part(trainer: L.Trainer) -> tuple[int, int]:
+    """Number of this process, and of those that split every batch: under DDP they train each client together."""
+    return (trainer.global_rank, trainer.world_size) if isinstance(trainer.strategy, DDPStrategy) else (0, 1)
 
 
 def _check_at_least(name: str, value: int, least: int) -> None:

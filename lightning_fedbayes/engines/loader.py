@@ -67,6 +67,7 @@ class FederatedLoader:
         clients: the clients.
         batching: how examples become batches.
         plan: returns the plan of the current round, of the clients that this process trains.
+        part: number of this process, and of those that split every batch; see :func:`part_of`.
 
     Attributes:
         arrangement: how batches are handed out; None: client after client.
@@ -74,8 +75,10 @@ class FederatedLoader:
     """
 
     def __init__(
-        self, loader: DataLoader, clients: Clients, batching: Batching, plan: Callable[[], RoundPlan]
+        self, loader: DataLoader, clients: Clients, batching: Batching, plan: Callable[[], RoundPlan],
+        part: tuple[int, int] = (0, 1),
     ) -> None:
+        self.part = part
         self.dataset = loader.dataset
         self.batch_size = batching.batch_size
         self.clients = clients
@@ -123,14 +126,15 @@ class FederatedLoader:
             for order in client_order(plan.round, client, size, self.batching):
                 picked = order if rows is None else rows[order]
                 parts = [tensor[picked].split(self.batching.batch_size) for tensor in tensors]
-                yield from (list(batch) for batch in list(zip(*parts, strict=True))[:count])
+                for batch in list(zip(*parts, strict=True))[:count]:
+                    yield [part_of(tensor, *self.part) for tensor in batch]
 
     def dataloader(self, sequence: BatchOrder) -> DataLoader:
         """The user's loader over all clients' data, its batches in the order of ``sequence``."""
         loader = self._user_loader
         return DataLoader(
             _ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed),
-            batch_sampler=_PlannedBatches(self.clients.sizes, self.batching, self._plan, sequence),
+            batch_sampler=_PlannedBatches(self.clients.sizes, self.batching, self._plan, sequence, self.part),
             collate_fn=_loaded,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
@@ -147,6 +151,15 @@ class FederatedLoader:
         dataset = _ReproducibleDataset(self.clients.datasets, self._user_loader.collate_fn, self.batching.seed)
         indices = client_order(round, client, self.clients.sizes[client], self.batching)[0]
         return dataset.__getitems__(PlannedBatch(indices[: self.batch_size].tolist(), round, client, 0))
+
+
+def part_of(batch: Tensor, rank: int, count: int) -> Tensor:
+    """The part of a batch that process ``rank`` of ``count`` takes; one example of a batch that is too small.
+
+    >>> part_of(torch.arange(5), 1, 2)
+    tensor([1, 3])
+    """
+    return batch[rank % len(batch) :: count]
 
 
 def client_after_client(plan: RoundPlan) -> Iterator[tuple[int, int]]:
@@ -179,8 +192,10 @@ class _PlannedBatches:
     """
 
     def __init__(
-        self, sizes: Sequence[int], batching: Batching, plan: Callable[[], RoundPlan], sequence: BatchOrder
+        self, sizes: Sequence[int], batching: Batching, plan: Callable[[], RoundPlan], sequence: BatchOrder,
+        part: tuple[int, int],
     ) -> None:
+        self.part = part
         self.sizes = sizes
         self.batching = batching
         self.plan = plan
@@ -196,7 +211,7 @@ class _PlannedBatches:
             if client not in under_way:
                 under_way[client] = client_batches(plan.round, client, self.sizes[client], self.batching)
             batches = under_way[client]
-            yield PlannedBatch(batches[step].tolist(), plan.round, client, step)
+            yield PlannedBatch(part_of(batches[step], *self.part).tolist(), plan.round, client, step)
             if step + 1 == len(batches):
                 del under_way[client]
 

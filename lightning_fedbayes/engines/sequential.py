@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -48,20 +49,22 @@ class SequentialEngine(Engine):
         """Guard the Trainer's step: a client that raises is left out, and the run goes on."""
         loop: Any = self.trainer.fit_loop.epoch_loop
         plain = steps_are_plain(self.trainer)
+        together = isinstance(self.trainer.strategy, DDPStrategy)
         step = plain_step(self.trainer) if plain else loop.automatic_optimization.run
 
         def guarded(optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
             if self._failure is not None or not self.plan.cohort:
                 return {}
             batch = self.log.batch = next(iter(kwargs.values()))
-            if isinstance(batch, FailedBatch):
-                self._failure = batch.error
-                return {}
             try:
+                if isinstance(batch, FailedBatch):
+                    raise batch.error
                 return step(optimizer, batch_idx, kwargs)
             except (MisconfigurationException, FedBayesError):
                 raise  # a mistake in the set-up, the same for every client
             except Exception as error:
+                if together:
+                    raise  # the others wait for this process's gradient
                 self._failure = error
                 return {}
 

@@ -67,6 +67,8 @@ SCENARIOS = {
     "chosen": {"bayesian": 2, "fusion": "auto", "engine": "sequential"},
     "none_valid": {"bayesian": 0, "fusion": "geometric_median", "engine": "sequential", "broken": True,
                    "min_clients": 6, "max_failed_rounds": 9},
+    "split": {"bayesian": 2, "fusion": "conflation", "engine": "sequential", "sizes": (36, 12, 24), "batch_size": 12,
+              "estimator": "reparameterization", "strategy": "ddp"},
 }
 """Name → arguments of :func:`run`."""
 
@@ -77,20 +79,22 @@ def rank():
 
 
 def run(
-    devices, folder, bayesian, sizes=SIZES, broken=False, norm=False, callbacks=(), resume=None, **options
+    devices, folder, bayesian, sizes=SIZES, broken=False, norm=False, batch_size=8, estimator="flipout",
+    strategy="fedbayes", callbacks=(), resume=None, **options,
 ):
     """Train, and say what came of it in this process."""
     L.seed_everything(rank(), verbose=False)  # all processes take over the weights of the first
-    module = fb.HybridBayesianClassifier(network(norm), bayesian_last=bayesian)
+    module = fb.HybridBayesianClassifier(network(norm), bayesian_last=bayesian, estimator=estimator)
     federation = fb.FederatedBayes(seed=3, **options)
     checkpoint = ModelCheckpoint(folder, monitor="val/accuracy", mode="max", save_last=True, filename="{epoch}-{step}")
     trainer = L.Trainer(
-        max_epochs=3, accelerator="cpu", devices=devices, strategy="fedbayes" if devices > 1 else "auto",
+        max_epochs=3, accelerator="cpu", devices=devices, strategy=strategy if devices > 1 else "auto",
         callbacks=[federation, checkpoint, EarlyStopping("val/accuracy", mode="max", patience=5), *callbacks],
         logger=False, enable_progress_bar=False, enable_model_summary=False,
     )
-    held_out = DataLoader(classes(50, 77), batch_size=16)
-    trainer.fit(module, DataLoader(clients(sizes, broken), batch_size=8, shuffle=True), held_out, ckpt_path=resume)
+    held_out = DataLoader(classes(48, 77), batch_size=16)
+    loader = DataLoader(clients(sizes, broken), batch_size=batch_size, shuffle=True)
+    trainer.fit(module, loader, held_out, ckpt_path=resume)
     return {
         "posterior": federation.posterior.state_dict(),
         "buffers": dict(module.named_buffers()),

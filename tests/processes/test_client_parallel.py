@@ -10,8 +10,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.callbacks import checks
+from lightning_fedbayes.callbacks.checks import check_trainer
 from lightning_fedbayes.modules import mlp
 
 from .scenarios import SCENARIOS, run
@@ -55,7 +58,7 @@ def figures(history):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "split"])
 def test_any_number_of_processes_gives_the_posterior_of_one(several, alone, name):
     devices, folder = several
     expected = alone(name)
@@ -71,6 +74,17 @@ def test_any_number_of_processes_gives_the_posterior_of_one(several, alone, name
         torch.testing.assert_close(result["states"], expected["states"], rtol=1e-6, atol=1e-9)
         if SCENARIOS[name]["engine"] == "sequential":  # a stack of fewer clients takes more steps
             assert (result["steps"], result["best"]) == (expected["steps"], expected["best"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ddp_splits_the_batches_of_each_client(several, alone):
+    devices, folder = several
+    expected = alone("split")
+    for rank in range(devices):
+        result = torch.load(folder / f"split.{rank}.pt", weights_only=False)
+        for part in ("mean", "variance"):
+            torch.testing.assert_close(result["posterior"][part], expected["posterior"][part], rtol=1e-4, atol=1e-6)
+        assert result["steps"] == expected["steps"]
 
 
 def test_a_round_costs_the_sums_once(several):
@@ -120,17 +134,23 @@ def alive(group):
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
-        ({"strategy": "ddp", "devices": 2}, "use strategy='fedbayes'"),
         ({"strategy": "fedbayes", "devices": 2, "max_time": {"hours": 1}}, "interval='epoch'"),
         ({"strategy": "fedbayes", "devices": 2, "callbacks": [ModelCheckpoint(every_n_train_steps=3)]},
          "use every_n_epochs="),
     ],
 )
-def test_what_several_processes_cannot_do_is_said_before_training(trainer, message, monkeypatch):
+def test_what_several_processes_cannot_do_is_said_before_training(trainer, message):
     callbacks = [fb.FederatedBayes(fb.IIDPartition(4)), *trainer.pop("callbacks", [])]
     made = L.Trainer(
         accelerator="cpu", max_epochs=1, callbacks=callbacks, logger=False, **trainer,
         enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
     )
-    with pytest.raises(fb.errors.FederationError, match=message):
-        fb.callbacks.checks.check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)))
+    with pytest.raises(fb.FederationError, match=message):
+        check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)))
+
+
+def test_strategies_that_split_the_network_are_refused(monkeypatch):
+    made = L.Trainer(accelerator="cpu", strategy="fedbayes", devices=2, logger=False, enable_checkpointing=False)
+    monkeypatch.setattr(checks, "ClientParallelStrategy", DDPStrategy)  # one that it is not
+    with pytest.raises(fb.FederationError, match="ClientParallelStrategy: it splits the network"):
+        check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)))
