@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from flwr.clientapp import ClientApp
 from lightning_fedbayes.callbacks import FederatedBayes
 from lightning_fedbayes.engines.engine import OptimizerPolicy
 from lightning_fedbayes.engines.server import PriorPolicy
-from lightning_fedbayes.engines.state import BufferPolicy
+from lightning_fedbayes.engines.state import BufferPolicy, ResidentModel
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.flower.training import ClientTraining, Task
 from lightning_fedbayes.flower.wire import from_arrays, to_arrays
 from lightning_fedbayes.partition import Partition
+from lightning_fedbayes.privacy import UpdatePrivacy, check_no_buffers
 
 NODE_CONFIG_KEY = "partition-id"
 """What a node's configuration calls the client's number, in Flower's simulation and by ``--node-config``."""
@@ -44,6 +46,7 @@ def client_app(
     optimizer_state: OptimizerPolicy = "reset",
     buffers: BufferPolicy = "average",
     local_parameters: Sequence[str] = (),
+    privacy: UpdatePrivacy | None = None,
     state_folder: str | Path | None = None,
     trainer: Mapping[str, Any] | None = None,
 ) -> ClientApp:
@@ -66,11 +69,13 @@ def client_app(
         local_epochs, prior, optimizer_state, buffers, local_parameters: see
             :class:`~lightning_fedbayes.FederatedBayes`. ``buffers`` and ``local_parameters`` must be those of
             :func:`~lightning_fedbayes.flower.server_app`.
+        privacy: clips what the client sends and adds noise to it, from a seed that nobody knows.
         state_folder: where the site keeps what never leaves it: local parameters and buffers, kept optimizer state.
         trainer: options of the client's Trainer, such as ``{"accelerator": "gpu", "gradient_clip_val": 1.0}``.
 
     Raises:
-        FederationError: an argument cannot be used, or something is to be kept and there is no ``state_folder``.
+        FederationError: an argument cannot be used, something is to be kept and there is no ``state_folder``, or
+            buffers would leave the site beside what ``privacy`` protects.
     """
     settings = FederatedBayes(
         partition, local_epochs=local_epochs, prior=prior, optimizer_state=optimizer_state, buffers=buffers,
@@ -82,7 +87,10 @@ def client_app(
             "local parameters, local buffers and kept optimizer states stay at the site from round to round: "
             "pass state_folder=..., a folder of the site's own"
         )
-    site = _Site(module, datamodule, settings, Path(state_folder) if keeps and state_folder else None, trainer or {})
+    if privacy is not None:
+        check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
+    folder = Path(state_folder) if keeps and state_folder else None
+    site = _Site(module, datamodule, settings, folder, privacy, trainer or {})
     app = ClientApp()
     app.query()(site.introduce)
     app.train()(site.train)
@@ -110,12 +118,13 @@ class _Site:
 
     def __init__(
         self, module: L.LightningModule, datamodule: DataModule, settings: FederatedBayes, state_folder: Path | None,
-        options: Mapping[str, Any],
+        privacy: UpdatePrivacy | None, options: Mapping[str, Any],
     ) -> None:
         self.module = module
         self.datamodule = datamodule
         self.training = ClientTraining(settings)
         self.state_folder = state_folder
+        self.privacy = privacy
         self.options = {**QUIET, **options}
         self._trainer: L.Trainer | None = None
 
@@ -131,6 +140,8 @@ class _Site:
             lambda trainer: self.training.train(trainer, self.module, self._data(context), task)
         )
         kept.write(after)
+        if self.privacy is not None:
+            update = self.privacy.send(update, task.posterior, secrets.randbits(63), task.round)
         metrics = {name: value for name, value in update.metrics.items() if math.isfinite(value)}
         return _reply(
             message,

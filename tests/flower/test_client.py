@@ -103,3 +103,26 @@ def test_what_a_refused_round_would_have_kept_is_forgotten(tmp_path):
     assert torch.equal(state(3, 2).before[7]["local"]["w"], torch.zeros(2))
     assert state(3, 2, federation="b").before == {}
     assert [path.name for path in tmp_path.iterdir()] == ["client-7.pt"]
+
+
+def test_privacy_clips_what_a_site_sends_and_nobody_knows_the_noise():
+    def posterior(privacy):
+        strategy = FusionStrategy("weighted_average", wait_for=4, weighting="equal")
+        apps = sites(make=lambda: Plain(network()), privacy=privacy)
+        result = run(LocalGrid(apps), strategy, rounds=1, make=lambda: Plain(network()))
+        assert "train_loss" not in result.train_metrics_clientapp[1]
+        return strategy.state.posterior.flatten()[0]
+
+    start = fb.read_posterior(Plain(network())).flatten()[0]
+    clipped = [posterior(fb.UpdatePrivacy(clip=0.01, noise_multiplier=0.0)) for _ in range(2)]
+    torch.testing.assert_close(*clipped, rtol=0, atol=0)
+    assert 0 < (clipped[0] - start).norm() <= 0.01 * (1 + 1e-5)
+    noisy = [posterior(fb.UpdatePrivacy(clip=0.01, noise_multiplier=50.0)) for _ in range(2)]
+    spread = torch.stack([each - start for each in noisy])
+    assert not torch.equal(*noisy)
+    assert spread.std().item() == pytest.approx(0.01 * 50 / 4**0.5, rel=0.2)  # of the average of four clients
+
+
+def test_privacy_refuses_buffers_when_the_app_is_made():
+    with pytest.raises(FederationError, match="buffers unprotected"):
+        sites(privacy=fb.UpdatePrivacy())
