@@ -115,6 +115,8 @@ class FederationCLI(LightningCLI):
         """Predict, and save what the module returned for each batch."""
         batches = self.trainer.predict(model, **arguments) or []
         folder = Path(self.trainer.log_dir or ".")
+        if not self.trainer.is_global_zero:  # which has all of them
+            return
         folder.mkdir(parents=True, exist_ok=True)
         torch.save([getattr(batch, "_asdict", lambda batch=batch: batch)() for batch in batches], folder / PREDICTIONS)
         print(f"Predictions: {folder / PREDICTIONS} (a list of batches, for torch.load)")
@@ -122,7 +124,7 @@ class FederationCLI(LightningCLI):
     def after_fit(self) -> None:
         """Say where the results are."""
         folder = getattr(self.trainer.logger, "log_dir", None)
-        if folder is not None:
+        if folder is not None and self.trainer.is_global_zero:
             print(f"Results: {folder} (fedbayes plot {folder} draws the learning curves)")
 
 
