@@ -125,6 +125,34 @@ def loss_and_rest(output: Tensor | Mapping[str, Any]) -> tuple[Tensor, Mapping[s
     return output["loss"], {key: value for key, value in output.items() if key != "loss"}
 
 
+def take_over(trainer: L.Trainer, step: Step, prepare: Callable[[Any], Any] | None = None) -> None:
+    """Let the epoch loop of ``trainer`` take its batches by :func:`plain_advance`, until :func:`give_back`."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop.advance = plain_advance(trainer, step, prepare)
+    loop.on_advance_end = plain_advance_end(trainer)
+
+
+def give_back(trainer: L.Trainer) -> None:
+    """Give the epoch loop its own way back."""
+    for name in ("advance", "on_advance_end"):
+        vars(trainer.fit_loop.epoch_loop).pop(name, None)
+
+
+def plain_advance_end(trainer: L.Trainer) -> Callable[[Any], None]:
+    """What follows a batch of the Trainer's epoch loop: a count, but for the last batch and a run that is to stop."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    made: Any = trainer
+    full_end = loop.on_advance_end
+
+    def on_advance_end(fetcher: Any) -> None:
+        if loop._num_ready_batches_reached() or loop._skip_next_val or made.should_stop or made.received_sigterm:
+            full_end(fetcher)
+        else:
+            loop._batches_that_stepped += 1
+
+    return on_advance_end
+
+
 def plain_advance(
     trainer: L.Trainer, step: Step, prepare: Callable[[Any], Any] | None = None
 ) -> Callable[[Any], None]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_fedbayes.engines.client import Client, ClientFailure, ClientState, parameters_of
 from lightning_fedbayes.engines.engine import Engine
 from lightning_fedbayes.engines.loader import FailedBatch
-from lightning_fedbayes.engines.plain_steps import plain_advance, plain_step, steps_are_plain
+from lightning_fedbayes.engines.plain_steps import give_back, plain_step, steps_are_plain, take_over
 from lightning_fedbayes.engines.plan import RoundPlan
 from lightning_fedbayes.engines.round import ClientUpdate
 from lightning_fedbayes.engines.state import ResidentModel
@@ -70,14 +70,14 @@ class SequentialEngine(Engine):
 
         loop.automatic_optimization.run = guarded
         if plain:
-            loop.advance = plain_advance(self.trainer, guarded)
+            take_over(self.trainer, guarded)
         self.log.install()
 
     def remove(self) -> None:
         """Give the Trainer its own step back."""
         loop = self.trainer.fit_loop.epoch_loop
         loop.automatic_optimization.__dict__.pop("run", None)
-        loop.__dict__.pop("advance", None)
+        give_back(self.trainer)
         self.log.remove()
 
     def num_batches(self, plan: RoundPlan) -> int:

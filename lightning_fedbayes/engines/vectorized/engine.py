@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from lightning_fedbayes.engines.client import Client, ClientFailure, ClientState
 from lightning_fedbayes.engines.engine import Engine
 from lightning_fedbayes.engines.loader import FederatedLoader
-from lightning_fedbayes.engines.plain_steps import plain_advance
+from lightning_fedbayes.engines.plain_steps import give_back, take_over
 from lightning_fedbayes.engines.plan import RoundPlan, cohort_size
 from lightning_fedbayes.engines.round import ClientUpdate
 from lightning_fedbayes.engines.state import ResidentModel
@@ -89,14 +89,13 @@ class VectorizedEngine(Engine):
 
     def install(self) -> None:
         """Take over the Trainer's batches."""
-        loop: Any = self.trainer.fit_loop.epoch_loop
-        loop.advance = plain_advance(self.trainer, self._train_batch, self._prepare)
+        take_over(self.trainer, self._train_batch, self._prepare)
         self.log.install()
 
     def remove(self) -> None:
         """Give the Trainer its own batches back."""
         self._drop_stack()
-        self.trainer.fit_loop.epoch_loop.__dict__.pop("advance", None)
+        give_back(self.trainer)
         self.log.remove()
 
     def num_batches(self, plan: RoundPlan) -> int:
