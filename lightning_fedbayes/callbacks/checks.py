@@ -10,7 +10,7 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_fedbayes.adversaries import Attack
+from lightning_fedbayes.adversaries import Attack, UpdateAttack
 from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.engines.plan import cohort_size
 from lightning_fedbayes.errors import FederationError
@@ -154,6 +154,16 @@ def check_not_finished(trainer: L.Trainer, rounds_done: int) -> None:
         raise FederationError(
             f"this Trainer has finished: {rounds_done} of max_epochs={trainer.max_epochs} rounds are done, so it would "
             "train none. Make a new Trainer, or raise trainer.fit_loop.max_epochs to go on"
+        )
+
+
+def check_attacks(attacks: Sequence[Attack], trainer: L.Trainer) -> None:
+    """Raise FederationError if an attack looks at honest clients that other processes train."""
+    waiting = [type(attack).__name__ for attack in attacks if isinstance(attack, UpdateAttack) and attack.needs_honest]
+    if waiting and trainer.world_size > 1:
+        raise FederationError(
+            f"{waiting[0]} looks at what the honest clients of a round have sent, and with devices="
+            f"{trainer.world_size} other processes train some of them; use devices=1"
         )
 
 

@@ -24,6 +24,7 @@ from lightning_fedbayes.callbacks.checkpoint import (
 )
 from lightning_fedbayes.callbacks.checks import (
     attacks_of,
+    check_attacks,
     check_cohort,
     check_not_finished,
     check_not_split,
@@ -230,6 +231,7 @@ class FederatedBayes(L.Callback):
         if stage != "fit":
             return
         check_trainer(trainer, pl_module)
+        check_attacks(self.adversaries, trainer)
         if trainer.current_epoch == 0:  # a new federation: what an earlier fit left is no part of it
             self._federation, self._restored = None, None
             self._report, self._reliability = FederationReport(), ReliabilityReport()

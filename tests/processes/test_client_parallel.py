@@ -149,6 +149,13 @@ def test_what_several_processes_cannot_do_is_said_before_training(trainer, messa
         check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)))
 
 
+def test_an_attack_that_looks_at_all_honest_clients_needs_one_process():
+    made = L.Trainer(accelerator="cpu", strategy="fedbayes", devices=2, logger=False, enable_checkpointing=False)
+    with pytest.raises(fb.FederationError, match="ALittleIsEnough looks at what the honest clients"):
+        checks.check_attacks([fb.SignFlip(clients=[1]), fb.ALittleIsEnough(clients=[1])], made)
+    checks.check_attacks([fb.SignFlip(clients=[1])], made)
+
+
 def test_strategies_that_split_the_network_are_refused(monkeypatch):
     made = L.Trainer(accelerator="cpu", strategy="fedbayes", devices=2, logger=False, enable_checkpointing=False)
     monkeypatch.setattr(checks, "ClientParallelStrategy", DDPStrategy)  # one that it is not
