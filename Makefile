@@ -4,7 +4,7 @@ BIN := .venv/bin
 # one thread per test process: two processes use two cores
 TEST_ENV := OMP_NUM_THREADS=1 WANDB_SILENT=true
 
-.PHONY: help demo test lint benchmark clean
+.PHONY: help demo test lint docs benchmark clean
 
 help:            ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -18,6 +18,9 @@ test: .venv/ready lint  ## lint, types and all tests, warnings as errors
 lint: .venv/ready  ## ruff and pyright
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+
+docs: .venv/ready  ## the documentation as a site, in outputs/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 benchmark: .venv/ready  ## speed against the field, engines, layers and fusion, as Markdown tables (20 minutes)
 	$(BIN)/python benchmarks/speed/run.py

@@ -1,8 +1,15 @@
-"""The code in README and docs runs as it stands."""
+"""The code in README and docs runs as it stands, and the pages make a site."""
 
 from __future__ import annotations
 
+import doctest
+import importlib.util
+import os
 import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,12 +18,22 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.fusion import available_fusions, unregister_fusion
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/guide.md")
+PAGES = ("README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")))
 BLOCKS = [
     pytest.param(block, id=f"{page}-{number}")
     for page in PAGES
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
 ]
+NOT_RUN = {
+    "docs/flower.md": "an app for a network of sites, whose data are theirs; examples/flower is run by tests/flower",
+    "docs/processes.md": "starts processes; tests/processes does",
+}
+"""Page → why it has code marked ``py`` in place of ``python``."""
+RULES = available_fusions()
+ROOMS = (
+    "adversaries", "callbacks", "data", "engines", "flower", "fusion", "layers", "metrics", "metrics.functional",
+    "modules", "partition", "privacy", "processes",
+)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -24,11 +41,15 @@ def test_code_runs(block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before = set(available_fusions())
     try:
-        exec(compile(block, "block", "exec"), {"__name__": "block"})
+        exec(compile(block, "block", "exec", dont_inherit=True), {"__name__": "block"})
     finally:
         for name in set(available_fusions()) - before:
             unregister_fusion(name)
     assert capsys.readouterr().out
+
+
+def test_only_code_with_an_excuse_is_not_run():
+    assert {page for page in PAGES if re.search(r"^```py$", (ROOT / page).read_text(), re.MULTILINE)} == set(NOT_RUN)
 
 
 def test_the_readme_names_every_rule_and_alias():
@@ -39,10 +60,105 @@ def test_the_readme_names_every_rule_and_alias():
 
 def test_links_and_pictures_exist():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
+        for target in re.findall(r"\]\(([^)#:\s]+)", (ROOT / page).read_text()):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
+
+
+@pytest.mark.parametrize("hook", ["links", "roles", "rules", "tex"])
+def test_examples_in_the_hooks(hook):
+    spec = importlib.util.spec_from_file_location(hook, ROOT / "docs" / "hooks" / f"{hook}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert doctest.testmod(module).failed == 0
 
 
 def test_everything_public_is_there():
     for name in fb.__all__:
         assert getattr(fb, name).__doc__, name
+
+
+class Page(HTMLParser):
+    """What a built page says: text outside code, equations, rows of tables, links, anchors, and what it loads."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.text, self.anchors = "", set()
+        self.equations, self.rows, self.links, self.loaded, self._inside = [], [], [], [], []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.anchors.add(attributes.get("id"))
+        if tag == "a":
+            self.links.append((attributes.get("href"), attributes.get("title")))
+        if tag == "tr":
+            self.rows.append([])
+        if tag == "td":
+            self.rows[-1].append("")
+        if tag in ("code", "script", "style", "math"):
+            self._inside.append(tag)
+        if tag in ("script", "img", "iframe") or (tag == "link" and attributes.get("rel") == "stylesheet"):
+            self.loaded.append(attributes.get("src") or attributes.get("href") or "")
+
+    def handle_endtag(self, tag):
+        if self._inside and self._inside[-1] == tag:
+            self._inside.pop()
+
+    def handle_data(self, data):
+        if not self._inside:
+            self.text += data
+        elif self._inside[-1] == "math":
+            self.equations.append(data)
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data
+
+
+def below(prefix, anchors):
+    """The last parts of those ``anchors`` that lie within a module."""
+    return {anchor.rpartition(".")[2] for anchor in anchors if anchor and anchor.startswith(f"{prefix}.")}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Built page → what it says. Warnings, such as a link that leads nowhere, fail the build."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {path.relative_to(folder).as_posix(): Page(path) for path in folder.rglob("*.html")}
+
+
+def test_the_site_loads_nothing_from_elsewhere(site):
+    for name, page in site.items():
+        assert not [source for source in page.loaded if re.match(r"(https?:)?//", source)], name
+
+
+def test_the_site_leaves_no_markup_unread(site):
+    unread = re.compile(r":(?:class|func|meth|math|attr|data|mod):|\$\\|``|\\frac|\]\(")
+    for name, page in site.items():
+        assert not unread.findall(page.text), name
+        assert not [link for link in page.links if link[1] == "included"], name
+        assert not [equation for equation in page.equations if "\\" in equation], name
+
+
+def test_the_reference_has_every_public_name(site):
+    anchors = set.union(*(page.anchors for name, page in site.items() if name.startswith("api/")))
+    for room in ROOMS:
+        module = import_module(f"lightning_fedbayes.{room}")
+        called = {name for name in module.__all__ if callable(getattr(module, name))}
+        assert called <= below(module.__name__, anchors), room
+    assert set(fb.__all__) <= below(fb.__name__, anchors)
+
+
+def test_names_in_the_reference_lead_to_what_they_name(site):
+    links = {link for link, _ in site["api/index.html"].links}
+    assert "data.html#lightning_fedbayes.data.ClientDatasets" in links
+    assert "fusion.html#lightning_fedbayes.fusion.available_fusions" in links
+
+
+def test_the_table_of_rules_says_of_every_rule_when_to_use_it(site):
+    rows = {cells[0].split(" (")[0].strip(): cells[1:] for cells in site["rules.html"].rows if len(cells) == 4}
+    assert set(rows) == set(RULES)
+    assert all(what.strip() and when.strip() for what, when, _ in rows.values())

@@ -1,0 +1,64 @@
+"""Equations between dollars become MathML when the site is built, so that pages need no JavaScript to show them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from latex2mathml.converter import convert
+from markdown import Markdown
+from markdown.extensions import Extension
+from markdown.inlinepatterns import InlineProcessor
+from mkdocs.config.defaults import MkDocsConfig
+
+PATTERN = r"(?<![\\$])(\$\$?)(?!\s)((?:[^$\\]|\\.)+?)(?<!\s)\1(?![\d$])"
+"""``$inline$`` or ``$$display$$``; a dollar before a blank or a number is a dollar."""
+UNKNOWN = (
+    (r"\\[Bb]ig+l(?![a-z])", r"\\left"),
+    (r"\\[Bb]ig+r(?![a-z])", r"\\right"),
+    (r"\\arg\\min", r"\\mathrm{arg}\\,\\min"),
+    (r"\\tfrac", r"\\frac"),
+    (r"\\(log|exp|max|min)\s+(?=[A-Za-z\\])", r"\\\1\\, "),
+    (r"\\mathcal *(?:L|\{L\})", "ℒ"),  # which browsers would not set in script otherwise
+    (r"(?<![A-Za-z\\])KL(?![A-Za-z])", r"\\mathrm{KL}"),
+)
+"""What latex2mathml does not know, or sets too tightly, and what it is written as."""
+AFTER_CODE_BEFORE_ESCAPES = 185
+"""Priority: backticks (190) hide dollars, and backslashes (180) belong to TeX."""
+
+
+def mathml(tex: str, display: str) -> str:
+    r"""The MathML of an equation.
+
+    Args:
+        tex: LaTeX without delimiters, in the subset that latex2mathml knows.
+        display: "inline" or "block".
+
+    >>> mathml("x", "inline")
+    '<math xmlns="http://www.w3.org/1998/Math/MathML" display="inline"><mrow><mi>x</mi></mrow></math>'
+    """
+    for pattern, replacement in UNKNOWN:
+        tex = re.sub(pattern, replacement, tex)
+    return convert(tex, display=display)
+
+
+class _Equation(InlineProcessor):
+    def handleMatch(self, m: re.Match[str], data: str) -> tuple[Element | str, int, int]:
+        display = "block" if m.group(1) == "$$" else "inline"
+        return self.md.htmlStash.store(mathml(m.group(2), display)), m.start(0), m.end(0)
+
+
+class Equations(Extension):
+    """Python-Markdown extension for ``$…$`` and ``$$…$$``."""
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        """Register the pattern."""
+        equation: Any = _Equation(PATTERN, md)
+        md.inlinePatterns.register(equation, "equation", AFTER_CODE_BEFORE_ESCAPES)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Let all pages, and the docstrings in them, have equations."""
+    config.markdown_extensions.append(Equations())  # pyright: ignore[reportArgumentType]
+    return config

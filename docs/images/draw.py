@@ -1,0 +1,92 @@
+"""Draw the pictures of docs/concepts.md: ``python docs/images/draw.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch.distributions import Normal
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.plots import DPI, INK, PALETTE
+
+FOLDER = Path(__file__).parent
+CLIENTS = {"client 1": (-1.0, 0.5), "client 2": (2.0, 1.0)}
+"""Name → mean and standard deviation of one parameter."""
+RULES = ("weighted_average", "weighted_sum", "linear_pool", "reverse_kl_barycenter", "conflation")
+SIZES = (5, 3, 4)
+"""Steps of three clients in a round."""
+
+
+def fusion() -> Figure:
+    """One parameter of two clients of equal weight, and what five rules make of it."""
+    posteriors = [
+        fb.GaussianPosterior({"w": torch.tensor([mean])}, {"w": torch.tensor([std**2])})
+        for mean, std in CLIENTS.values()
+    ]
+    x = torch.linspace(-4, 6, 500)
+    figure = Figure(figsize=(9.0, 6.2), dpi=DPI, layout="constrained")
+    places = figure.subplots(len(RULES), 1, sharex=True)
+    for axes, rule in zip(places, RULES):
+        for mean, std in CLIENTS.values():
+            axes.fill_between(x, Normal(mean, std).log_prob(x).exp(), color=INK, alpha=0.13, linewidth=0)
+        fused = fb.fuse(rule, posteriors)
+        mean, std = fused.mean["w"].item(), fused.variance["w"].sqrt().item()
+        axes.plot(x, Normal(mean, std).log_prob(x).exp(), color=PALETTE[0], linewidth=2)
+        result = f"{rule}: {mean:.2f} ± {std:.2f}"
+        axes.text(0.99, 0.84, result, transform=axes.transAxes, ha="right", va="top", color=INK)
+        _bare(axes)
+    places[-1].set_xlabel("value of one parameter; grey: the two clients, " + ", ".join(
+        f"{mean:g} ± {std:g}" for mean, std in CLIENTS.values()))
+    return figure
+
+
+def epoch() -> Figure:
+    """The steps of three clients in one epoch under each engine and in two processes."""
+    figure = Figure(figsize=(9.0, 4.0), dpi=DPI, layout="constrained")
+    one, stack, two = figure.subplots(3, 1, sharex=True, height_ratios=(1, 3, 2))
+    start = 0
+    for client, steps in enumerate(SIZES):
+        _steps(one, 0, start, steps, client)
+        _steps(stack, client, 0, steps, client)
+        start += steps
+    _steps(two, 0, 0, SIZES[0], 0)
+    _steps(two, 1, 0, SIZES[1], 1)
+    _steps(two, 1, SIZES[1], SIZES[2], 2)
+    for axes, title, rows, end in (
+        (one, '"sequential"', 1, sum(SIZES)),
+        (stack, '"vectorized"', len(SIZES), max(SIZES)),
+        (two, '"sequential",\n2 processes', 2, SIZES[1] + SIZES[2]),
+    ):
+        for offset, label, colour in ((0.1, "fuse", PALETTE[4]), (1.15, "validate", "#BBBBBB")):
+            axes.barh((rows - 1) / 2, 0.95, left=end + offset, height=rows - 0.2, color=colour)
+            axes.text(end + offset + 0.475, (rows - 1) / 2, label, ha="center", va="center", rotation=90, fontsize=8)
+        axes.set(ylim=(rows - 0.5, -0.5), xlim=(0, sum(SIZES) + 2.5))
+        axes.set_ylabel(title, rotation=0, ha="right", va="center")
+        _bare(axes)
+    two.set_xlabel("time within one epoch: every box is an optimizer step of one client")
+    return figure
+
+
+def _steps(axes: Axes, row: int, start: int, steps: int, client: int) -> None:
+    for step in range(steps):
+        axes.barh(row, 0.92, left=start + step + 0.04, height=0.8, color=PALETTE[client])
+    axes.text(start + steps / 2, row, f"client {client + 1}", ha="center", va="center", color="white",
+              fontsize=9, bbox={"facecolor": PALETTE[client], "edgecolor": "none", "pad": 1.5})
+
+
+def _bare(axes: Axes) -> None:
+    axes.set_yticks([])
+    axes.tick_params(axis="x", length=0, labelsize=8)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+if __name__ == "__main__":
+    fusion().savefig(FOLDER / "fusion.png")
+    figure = epoch()
+    for axes in figure.axes:
+        axes.set_xticks([])
+    figure.savefig(FOLDER / "epoch.png")
