@@ -250,8 +250,9 @@ class Federation:
         everyone = [each for part in self.processes.gather(own) for each in part]
         self.outcomes = sorted(everyone, key=lambda outcome: outcome.client)
         if self._keeps_clients:
-            sent = self.processes.gather(self._sent)
-            self._sent = dict(sorted(each for part in sent for each in part.items()))
+            sent = self.processes.gather({client: posterior.to("cpu") for client, posterior in self._sent.items()})
+            device = next(iter(self.posterior.mean.values())).device
+            self._sent = {client: posterior.to(device) for part in sent for client, posterior in sorted(part.items())}
 
     def _too_many_failures(self) -> FederationError:
         """What stops a run whose rounds come to nothing, with the reason of the last one."""

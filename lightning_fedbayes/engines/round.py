@@ -194,7 +194,11 @@ class RoundFusion:
             values = [each for part in self.processes.gather(own) for each in part]
             weights = dict(zip(clients, normalised(values, self.weighting, len(clients)), strict=True))
         else:  # which compares clients
-            everyone = sorted((e for part in self.processes.gather(facts) for e in part), key=lambda fact: fact.client)
+            sent = facts
+            if self.processes.count > 1:
+                before = self.previous.to("cpu")
+                sent = [replace(fact, posterior=fact.posterior.to("cpu"), previous=before) for fact in facts]
+            everyone = sorted((e for part in self.processes.gather(sent) for e in part), key=lambda fact: fact.client)
             values = client_weights(self.weighting, everyone)
             weights = {fact.client: value for fact, value in zip(everyone, values, strict=True)}
         return [weights[update.client] for update in self._held]

@@ -113,7 +113,7 @@ class FusionAccumulator:
         like = self._like if self._like is not None else self.previous
         assert like is not None
         if isinstance(self.rule, SumRule):
-            statistics = merged(self.rule, self._statistics, like.num_parameters, self.processes)
+            statistics = merged(self.rule, self._statistics, like, self.processes)
             return Fused(like.unflatten(*self.rule.compute(statistics, like, self.previous)), memory=memory)
         weights = torch.tensor(self._weights, dtype=torch.float64) / total
         cohort = Cohort(self._posteriors, weights, self.previous, tuple(self._clients))

@@ -18,7 +18,7 @@ COLUMNS = "columns"
 """Name of the one parameter of a posterior that is a block of columns."""
 
 
-def merged(rule: SumRule, own: Statistics, size: int, processes: Processes) -> Statistics:
+def merged(rule: SumRule, own: Statistics, like: GaussianPosterior, processes: Processes) -> Statistics:
     """The sums over the clients of all processes: what an all-reduce gives, with the rule's own way of adding.
 
     Sums that are 0 everywhere, such as those of the variances of a deterministic network, are not sent.
@@ -26,11 +26,12 @@ def merged(rule: SumRule, own: Statistics, size: int, processes: Processes) -> S
     Args:
         rule: says how sums are added.
         own: the sums over this process's clients, empty if it has none.
-        size: number of parameters P.
+        like: a posterior of the clients' names and shapes, on this process's device.
         processes: of which each has a part.
     """
     if processes.count == 1:
         return own
+    size, device = like.num_parameters, like.flatten()[0].device
     scalars = {name: value.item() for name, value in own.items() if not value.dim()}
     vectors = {name: bool(value.any()) for name, value in own.items() if value.dim()}
     rows = [own[name].cpu() for name, filled in vectors.items() if filled]
@@ -46,7 +47,7 @@ def merged(rule: SumRule, own: Statistics, size: int, processes: Processes) -> S
     sent = sorted(set().union(*filled))
     joined = processes.join(torch.stack([total[name] for name in sent]) if sent else block[:0])
     whole = {name: value if not value.dim() else value.new_zeros(size) for name, value in total.items()}
-    return {**whole, **dict(zip(sent, joined, strict=True))}
+    return {name: value.to(device) for name, value in {**whole, **dict(zip(sent, joined, strict=True))}.items()}
 
 
 def fuse_shared(
@@ -73,9 +74,12 @@ def _fuse_everywhere(
     rule: FusionRule, own: Cohort, like: GaussianPosterior, memory: Memory, processes: Processes
 ) -> Fused:
     """Every process gets all clients and fuses them."""
-    numbers = list(zip(own.clients, own.weights.tolist(), own.posteriors, strict=True))
+    sent = [posterior.to("cpu") for posterior in own.posteriors]
+    numbers = list(zip(own.clients, own.weights.tolist(), sent, strict=True))
     everyone = sorted((each for part in processes.gather(numbers) for each in part), key=lambda each: each[0])
-    clients, weights, posteriors = zip(*everyone, strict=True)
+    clients, weights, received = zip(*everyone, strict=True)
+    device = next(iter(like.mean.values())).device
+    posteriors = [posterior.to(device) for posterior in received]
     return rule.apply(Cohort(posteriors, torch.tensor(weights, dtype=torch.float64), own.previous, clients), memory)
 
 
