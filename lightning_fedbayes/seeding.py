@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 Stream = Literal[
-    "cohort", "order", "training", "loading", "validation", "partition", "adversaries", "attack", "privacy", "gradients"
+    "cohort", "order", "training", "loading", "validation", "fusion", "partition", "adversaries", "attack", "privacy",
+    "gradients",
 ]
 
 SERVER = -1

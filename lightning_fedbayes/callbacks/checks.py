@@ -81,7 +81,7 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
 
 def _reasons_of_several_processes(trainer: Any) -> Iterator[str]:
     """Why processes cannot share the clients of a round in ``trainer``."""
-    if isinstance(trainer.strategy, DDPStrategy):
+    if type(trainer.strategy) is DDPStrategy:  # DeepSpeed's is one, too
         return
     if not isinstance(trainer.strategy, ClientParallelStrategy):
         yield (
@@ -206,9 +206,10 @@ def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], setting
     """
     made: Any = trainer
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
-    names = (*names, "privacy")  # ε counts all rounds as if they had the same noise
-    kept = {"privacy": "None", **stored}
-    changed = [f"{name}={settings[name]} (was {kept[name]})" for name in names if kept[name] != settings[name]]
+    names = (*names, "privacy")
+    if settings["privacy"] != "None":
+        names = (*names, "fraction")  # ε counts all rounds as if they were alike
+    changed = [f"{name}={settings[name]} (was {stored[name]})" for name in names if stored[name] != settings[name]]
     if changed:
         raise FederationError(
             f"the checkpoint is of another federation: {', '.join(changed)}. Resume with the same data, partition, "

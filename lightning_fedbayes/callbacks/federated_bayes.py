@@ -42,6 +42,7 @@ from lightning_fedbayes.callbacks.reliability import ReliabilityReport
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.source import install_source, remove_source, set_round_length
 from lightning_fedbayes.callbacks.step_count import StepCount
+from lightning_fedbayes.callbacks.stopping import stop_together
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
 from lightning_fedbayes.callbacks.wandb_account import go_offline_without_account
 from lightning_fedbayes.data.clients import Clients, clients_of
@@ -319,6 +320,9 @@ class FederatedBayes(L.Callback):
             step_plateau(trainer, earlier.get("plateau", {}), earlier["rounds"])
         self._restored = None
         engine.install()
+        processes, federation = processes_of(trainer), self._federation
+        if processes.count > 1:
+            stop_together(trainer, processes, lambda: federation.stage == "training")
         start = getattr(pl_module, "on_federation_start", None)
         if start is not None:
             start()

@@ -26,6 +26,7 @@ from lightning_fedbayes.fusion import FusionRule, Memory
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.processes import ALONE, Processes
+from lightning_fedbayes.seeding import derive_seed, seed_everything
 
 Stage = Literal["between", "training", "fused"]
 Protect = Callable[[ClientUpdate, GaussianPosterior, int, int], ClientUpdate]
@@ -96,6 +97,7 @@ class Federation:
         self.attacks = tuple(attacks)
         self.held_out = held_out
         self.processes = processes
+        engine.log.is_shared = processes.count > 1
         self.protect = protect
         self.posterior = engine.model.read_posterior().clone()
         self.history: list[dict[str, float]] = []
@@ -219,18 +221,17 @@ class Federation:
         self.weights, self.judged, self.excluded, self.refusal = {}, False, {}, None
         self.engine.share(self.processes)
         self._share_outcomes()
+        seed_everything(derive_seed(self.engine.seed, "fusion", self.round))  # what draws in a fusion draws alike
         success = sum(self.processes.gather(len(self._fusion))) >= self.server.min_clients
         if success:
             try:
-                with self._threads():
-                    result, metrics = self._fuse()
+                result, metrics = self._fuse()
             except FusionError as refusal:
                 self.refusal, success = refusal, False
             else:
                 self.posterior, self.weights = result.posterior, result.weights
                 self.judged, self.excluded, self.memory = result.judged, result.excluded, result.memory
-                with self._threads():
-                    self._load(result)
+                self._load(result)
         if not success:
             self.engine.model.load_global()
         self._sent = {}
@@ -282,7 +283,8 @@ class Federation:
     def _fuse(self) -> tuple[RoundResult, dict[str, float]]:
         """The result of the round and its figures."""
         if isinstance(self._fusion, RoundFusion):
-            result = self._fusion.finish()
+            with self._threads():
+                result = self._fusion.finish()
             return result, result.metrics
         module, auto = self.engine.model.module, self._fusion.auto
         assert isinstance(module, L.LightningModule)
@@ -290,7 +292,8 @@ class Federation:
 
         def loss(result: RoundResult) -> float:
             self._load(result)
-            return held_out_loss(module, batches, auto.score, self.engine.seed, self.round)
+            own = held_out_loss(module, batches, auto.score, self.engine.seed, self.round)
+            return self.processes.broadcast(own)
 
         with self.engine.model.unchanged(), kept_attributes(module, "global_round"):
             result, losses = self._fusion.finish(loss)
@@ -298,7 +301,8 @@ class Federation:
 
     def _load(self, result: RoundResult) -> None:
         """Make ``result`` the global model, and tell the module, if it has a hook ``on_round_end``."""
-        self.engine.model.load_posterior(result.posterior, result.buffers)
+        with self._threads():
+            self.engine.model.load_posterior(result.posterior, result.buffers)
         hook = getattr(self.engine.model.module, "on_round_end", None)
         if hook is not None:
             count = [c for c in self._sent if result.weights.get(c, 0.0) > 0 and c not in result.excluded]

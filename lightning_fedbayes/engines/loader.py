@@ -102,8 +102,8 @@ class FederatedLoader:
     def __iter__(self) -> Iterator[Any]:
         # a generator: Lightning makes the first iterator before there is an engine, and asks it for batches afterwards
         plan = self._plan()
-        if not plan.cohort:
-            yield []  # a process without clients: the Trainer needs a batch, in which nothing happens
+        if not plan.cohort:  # a process without clients: the Trainer needs a batch, and hooks a real one
+            yield [] if self.arrangement is not None else self.load(plan.round, 0)
         elif self.arrangement is not None:
             yield from self.arrangement.batches(plan)
         elif self._loader is None:

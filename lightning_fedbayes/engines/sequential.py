@@ -44,12 +44,12 @@ class SequentialEngine(Engine):
         self._failure: Exception | None = None
         self._loss: Tensor | float = 0.0
         self._batches = 0
+        self._together = isinstance(trainer.strategy, DDPStrategy)
 
     def install(self) -> None:
         """Guard the Trainer's step: a client that raises is left out, and the run goes on."""
         loop: Any = self.trainer.fit_loop.epoch_loop
         plain = steps_are_plain(self.trainer)
-        together = isinstance(self.trainer.strategy, DDPStrategy)
         step = plain_step(self.trainer) if plain else loop.automatic_optimization.run
 
         def guarded(optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -63,7 +63,7 @@ class SequentialEngine(Engine):
             except (MisconfigurationException, FedBayesError):
                 raise  # a mistake in the set-up, the same for every client
             except Exception as error:
-                if together:
+                if self._together:
                     raise  # the others wait for this process's gradient
                 self._failure = error
                 return {}
@@ -130,6 +130,9 @@ class SequentialEngine(Engine):
         if error is not None:
             return (ClientFailure(client.number, error),)
         metrics = {"train_loss": float(self._loss) / self._batches, **logged} if self._batches else logged
+        if self._together:  # each has seen its part of every batch
+            reduce, device = self.trainer.strategy.reduce, self.trainer.strategy.root_device
+            metrics = {name: float(reduce(torch.tensor(metrics[name], device=device))) for name in sorted(metrics)}
         try:
             posterior, buffers = self.model.read_posterior(), self.model.read_buffers()
         except PosteriorError as unreadable:

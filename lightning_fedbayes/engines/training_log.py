@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,10 @@ import lightning as L
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
+from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.processes import Processes
+
+SIGNATURE = inspect.signature(L.LightningModule.log)
 
 
 class TrainingLog:
@@ -20,11 +24,15 @@ class TrainingLog:
 
     Args:
         module: whose ``log`` is taken over between :meth:`install` and :meth:`remove`.
+
+    Attributes:
+        is_shared: whether other processes train some of the clients.
     """
 
     def __init__(self, module: L.LightningModule) -> None:
         self.module = module
         self.batch: Any = None
+        self.is_shared = False
         self._log = module.log
         self._sums: dict[str, tuple[Tensor | float, float]] = {}
         self._clients: dict[int, dict[str, tuple[Tensor | float, float]]] = {}
@@ -47,7 +55,19 @@ class TrainingLog:
             self._sums[name] = (total + detached * weight, examples + weight)
             self._remember(name, kwargs)
         else:
+            if self.is_shared and self.in_training_step:
+                self.check_local(name, SIGNATURE.bind(None, name, value, *args, **kwargs).arguments)
             self._log(name, value, *args, **kwargs)
+
+    @staticmethod
+    def check_local(name: str, options: Mapping[str, Any]) -> None:
+        """Raise FederationError for a figure of the epoch that each process would make of its own clients."""
+        if options.get("on_epoch"):
+            raise FederationError(
+                f"self.log('{name}', ..., on_epoch=True) in training_step: processes train different clients, and of "
+                "such figures only the mean over the round is gathered; give on_step=False, on_epoch=True, and log the "
+                "value of a step under another name"
+            )
 
     @property
     def in_training_step(self) -> bool:

@@ -42,7 +42,8 @@ def merged(rule: SumRule, own: Statistics, like: GaussianPosterior, processes: P
         for name, filled in names.items():
             part[name] = block[place] if filled else block.new_zeros(block.shape[1])
             place += filled
-        rule.merge(total, part)
+        if part:  # that process has clients
+            rule.merge(total, part)
     filled = processes.gather({name for name, value in total.items() if value.dim() and bool(value.any())})
     sent = sorted(set().union(*filled))
     joined = processes.join(torch.stack([total[name] for name in sent]) if sent else block[:0])

@@ -79,8 +79,8 @@ class AccuracyRetained(Metric):
             )
         cell = (uncertainty.detach().float().clamp(0, 1).sqrt() * self.resolution).long()
         counts, hits = sum_by_index(cell.clamp_max(self.resolution - 1), self.resolution, correct.long())
-        self.counts += counts
-        self.hits += hits
+        self.counts = self.counts + counts
+        self.hits = self.hits + hits
 
     def compute(self) -> RetainedCurve:
         """The curve and its area so far; log the ``area``."""

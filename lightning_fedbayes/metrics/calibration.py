@@ -46,9 +46,9 @@ class AdaptiveCalibrationError(Metric):
     def update(self, probs: Tensor, target: Tensor) -> None:
         """Add mean predictives, shape (batch, classes), and classes, shape (batch,)."""
         counts, confidences, hits = reliability_sums(probs.detach(), target, self.resolution)
-        self.counts += counts
+        self.counts = self.counts + counts
         self.confidences = self.confidences + confidences
-        self.hits += hits
+        self.hits = self.hits + hits
 
     def compute(self) -> Tensor:
         """The calibration error so far, a scalar."""

@@ -64,8 +64,8 @@ class ClientAccuracy(Metric):
                 f"numbered from 0; create ClientAccuracy with more clients"
             )
         counts, hits = sum_by_index(owner, self.clients, hit.long())
-        self.counts += counts
-        self.hits += hits
+        self.counts = self.counts + counts
+        self.hits = self.hits + hits
 
     def compute(self) -> Tensor:
         """Accuracy of each client so far, shape (clients,); NaN for a client without examples."""

@@ -35,7 +35,7 @@ class ExampleMean(Metric):
     def add(self, values: Tensor) -> None:
         """Add the values of some examples, any shape."""
         setattr(self, self.total_name, getattr(self, self.total_name) + values.detach().sum())
-        self.count += values.numel()
+        self.count = self.count + values.numel()
 
     def compute(self) -> Tensor:
         """The mean so far."""

@@ -49,9 +49,9 @@ class ReliabilityDiagram(Metric):
     def update(self, probs: Tensor, target: Tensor) -> None:
         """Add mean predictives, shape (batch, classes), and classes, shape (batch,)."""
         counts, confidences, hits = reliability_sums(probs.detach(), target, self.bins)
-        self.counts += counts
+        self.counts = self.counts + counts
         self.confidences = self.confidences + confidences
-        self.hits += hits
+        self.hits = self.hits + hits
 
     def compute(self) -> Reliability:
         """The diagram so far."""

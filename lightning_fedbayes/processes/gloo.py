@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo  # pyright: ignore
 
+from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.processes.base import Processes, block_bounds
 
 T = TypeVar("T")
@@ -37,9 +38,9 @@ class GlooProcesses(Processes):
         """See :meth:`Processes.broadcast`."""
         own = _pickled(value) if self.rank == source else torch.zeros(0, dtype=torch.uint8)
         length = torch.tensor([len(own)])
-        self._group.broadcast(length, source).wait()
+        self._meet(self._group.broadcast(length, source))
         content = own if self.rank == source else torch.zeros(int(length), dtype=torch.uint8)
-        self._group.broadcast(content, source).wait()
+        self._meet(self._group.broadcast(content, source))
         self._count_bytes(content, self.count - 1 if self.rank == source else 0)
         return value if self.rank == source else pickle.loads(bytes(content.numpy()))
 
@@ -58,14 +59,14 @@ class GlooProcesses(Processes):
     def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all processes, of one shape and dtype."""
         everyone = [torch.empty_like(tensor) for _ in range(self.count)]
-        self._group.allgather([everyone], [tensor]).wait()
+        self._meet(self._group.allgather([everyone], [tensor]))
         self._count_bytes(tensor, self.count - 1)
         return everyone
 
     def sum(self, tensor: Tensor) -> Tensor:
         """See :meth:`Processes.sum`."""
-        total = tensor.clone()
-        self._group.allreduce([total]).wait()
+        total = tensor.clone(memory_format=torch.contiguous_format)  # Gloo adds memory, whatever its order
+        self._meet(self._group.allreduce([total]))
         self._count_bytes(tensor, 2 * (self.count - 1) / self.count)  # of a ring
         return total
 
@@ -76,9 +77,9 @@ class GlooProcesses(Processes):
         counts = [int(each) for each in self._gather_equal(torch.tensor([len(rows)]))]
         sent = [rows[:, start:end].flatten() for start, end in itertools.pairwise(bounds)]
         received = rows.new_empty(sum(counts) * width)
-        self._group.alltoall_base(
+        self._meet(self._group.alltoall_base(
             received, torch.cat(sent), [count * width for count in counts], [len(each) for each in sent]
-        ).wait()
+        ))
         self._count_bytes(rows, 1 - len(sent[self.rank]) / max(rows.numel(), 1))
         return received.view(sum(counts), width)
 
@@ -88,6 +89,20 @@ class GlooProcesses(Processes):
         padded = block.new_zeros(len(block), max(widths))
         padded[:, : block.shape[1]] = block
         return torch.cat([each[:, :width] for each, width in zip(self._gather_equal(padded), widths)], 1)
+
+    def _meet(self, work: Any) -> None:
+        """Wait until all processes have done their part.
+
+        Raises:
+            FederationError: one of them has ended.
+        """
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise FederationError(
+                f"process {self.rank} of {self.count} waits for another that has ended; what stopped it stands in its "
+                "own output. Resume from the last checkpoint with ckpt_path='last'"
+            ) from error
 
     def _count_bytes(self, tensor: Tensor, times: float) -> None:
         self.bytes_sent += round(tensor.numel() * tensor.element_size() * times)

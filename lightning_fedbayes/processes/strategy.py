@@ -12,13 +12,14 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_fedbayes.processes.alone import ALONE
 from lightning_fedbayes.processes.base import Processes
 from lightning_fedbayes.processes.gloo import GlooProcesses
+from lightning_fedbayes.processes.launcher import RememberingLauncher
 
 
 class ClientParallelStrategy(ParallelStrategy):
@@ -37,7 +38,8 @@ class ClientParallelStrategy(ParallelStrategy):
 
     Args:
         start_method: "popen" starts the script again for every process; "spawn" and "fork" start processes from this
-            one, where there is no script (a notebook needs "fork"), and bring the weights back to it.
+            one, where there is no script (a notebook needs "fork"), and bring weights, metrics and what the callbacks
+            know back to it.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: Lightning's own.
 
     Attributes:
@@ -76,7 +78,7 @@ class ClientParallelStrategy(ParallelStrategy):
         if self.start_method == "popen":
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = _MultiProcessingLauncher(self, start_method=self.start_method)  # pyright: ignore
+            self._launcher = RememberingLauncher(self, start_method=self.start_method)  # pyright: ignore
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment, and Lightning's ``rank_zero_only``, who this process is."""
@@ -101,8 +103,10 @@ class ClientParallelStrategy(ParallelStrategy):
         """Let all processes start from the first one's weights."""
         assert self.model is not None
         if self.world_size > 1:
-            own = {name: value.cpu() for name, value in self.model.state_dict().items()}
-            self.model.load_state_dict(self.processes.broadcast(own))
+            tensors = [*self.model.parameters(), *self.model.buffers()]  # those too that no state_dict has
+            with torch.no_grad():
+                for own, first in zip(tensors, self.processes.broadcast([each.detach().cpu() for each in tensors])):
+                    own.copy_(first)
         super().setup(trainer)
 
     def model_to_device(self) -> None:

@@ -110,3 +110,10 @@ def test_both_kinds_of_privacy_go_together():
     federation = fb.FederatedBayes(fb.IIDPartition(3), privacy=UpdatePrivacy())
     made = federate(Plain(), federation, 1, callbacks=[ExamplePrivacy()])
     assert {"privacy/epsilon", "privacy/epsilon_server", "privacy/example_epsilon"} <= made.callback_metrics.keys()
+
+
+def test_another_share_of_the_clients_needs_another_account(tmp_path):
+    privacy = UpdatePrivacy(noise_multiplier=1.0)
+    run(bayesian(), privacy, rounds=2)[0].save_checkpoint(tmp_path / "half.ckpt")
+    with pytest.raises(FederationError, match=r"fraction=0\.67 \(was 1\.0\)"):
+        run(bayesian(), privacy, rounds=4, ckpt_path=tmp_path / "half.ckpt", fraction=0.67)

@@ -13,6 +13,7 @@ from lightning_fedbayes.fusion import (
     NearestNeighbourMixing,
     NormClipping,
     Reliability,
+    SumRule,
     available_fusions,
     get_rule,
 )
@@ -34,6 +35,20 @@ class Whole(FusionRule):
         return min(posteriors, key=lambda posterior: float(posterior.flatten()[0].norm()))
 
 
+class Largest(SumRule):
+    """A user's rule with a way of its own to add up: the largest of the clients."""
+
+    def update(self, statistics, mean, variance, weight):
+        self.merge(statistics, {"largest": mean})
+
+    def merge(self, statistics, other):
+        largest = other["largest"]
+        statistics["largest"] = torch.maximum(statistics.get("largest", largest), largest)
+
+    def compute(self, statistics, like, previous):
+        return statistics["largest"], torch.zeros_like(statistics["largest"])
+
+
 def rules():
     yield from ((name, get_rule(name)) for name in available_fusions())
     yield from (
@@ -43,6 +58,7 @@ def rules():
         ("reliable pool", Reliability("ivar_vb", then="linear_pool")),
         ("reliable whole", Reliability("ivar_vb", then=Whole())),
         ("whole", Whole()),
+        ("largest", Largest()),
     )
 
 

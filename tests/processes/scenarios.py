@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.fusion import FusionRule
 from lightning_fedbayes.quiet import quietly
 
 SIZES = (40, 9, 25, 14, 31)
@@ -56,17 +57,54 @@ def network(norm=False):
     )
 
 
+class Features(nn.Module):
+    """A network with buffers that no checkpoint has, or that do not lie in memory as they read."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("projection", torch.randn(FEATURES, 8), persistent=False)
+        self.register_buffer("table", torch.arange(24.0).view(3, 8).T)
+        self.output = nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.output(torch.tanh(x @ self.projection)) + 0 * self.table.sum()
+
+
+class Hooked(fb.HybridBayesianClassifier):
+    """A module that looks into its batches."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        inputs, targets = batch
+        return inputs, targets
+
+
+class Drawn(FusionRule):
+    """A user's rule that draws: one of the clients."""
+
+    def fuse(self, posteriors, weights, previous):
+        return posteriors[int(torch.multinomial(weights, 1))]
+
+
+class Stops(L.Callback):
+    """Ends the run inside the second round, but says so to the second process only."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        trainer.should_stop |= trainer.global_rank == 1 and trainer.current_epoch == 1
+
+
 SCENARIOS = {
     "bayesian": {"bayesian": 2, "fusion": "reverse_kl_barycenter", "engine": "sequential", "fraction": 0.8},
     "stacked": {"bayesian": 0, "fusion": "weighted_average", "engine": "vectorized", "weighting": "max_discrepancy_l2"},
     "failing": {"bayesian": 2, "fusion": "coordinate_median", "engine": "sequential", "broken": True},
     "idle": {"bayesian": 0, "fusion": "gaussian_fit", "engine": "sequential", "sizes": (30, 12), "norm": True,
-             "optimizer_state": "keep", "buffers": "local"},
+             "optimizer_state": "keep", "buffers": "local", "kind": Hooked},
     "idle_stacked": {"bayesian": 0, "fusion": "icov_vb", "engine": "vectorized", "sizes": (30, 12, 12), "norm": True,
                      "fraction": 0.67},
-    "chosen": {"bayesian": 2, "fusion": "auto", "engine": "sequential"},
+    "chosen": {"bayesian": 2, "fusion": "auto", "engine": "sequential", "shuffled": True},
     "none_valid": {"bayesian": 0, "fusion": "geometric_median", "engine": "sequential", "broken": True,
                    "min_clients": 6, "max_failed_rounds": 9},
+    "buffers": {"bayesian": 0, "fusion": Drawn(), "engine": "sequential", "sizes": (30, 12), "make": Features},
+    "stopped": {"bayesian": 0, "fusion": "weighted_average", "engine": "sequential", "callbacks": [Stops()]},
     "split": {"bayesian": 2, "fusion": "conflation", "engine": "sequential", "sizes": (36, 12, 24), "batch_size": 12,
               "estimator": "reparameterization", "strategy": "ddp"},
 }
@@ -79,12 +117,12 @@ def rank():
 
 
 def run(
-    devices, folder, bayesian, sizes=SIZES, broken=False, norm=False, batch_size=8, estimator="flipout",
-    strategy="fedbayes", callbacks=(), resume=None, **options,
+    devices, folder, bayesian, sizes=SIZES, broken=False, norm=False, make=None, kind=fb.HybridBayesianClassifier,
+    batch_size=8, estimator="flipout", strategy="fedbayes", shuffled=False, callbacks=(), resume=None, **options,
 ):
     """Train, and say what came of it in this process."""
     L.seed_everything(rank(), verbose=False)  # all processes take over the weights of the first
-    module = fb.HybridBayesianClassifier(network(norm), bayesian_last=bayesian, estimator=estimator)
+    module = kind(make() if make else network(norm), bayesian_last=bayesian, estimator=estimator)
     federation = fb.FederatedBayes(seed=3, **options)
     checkpoint = ModelCheckpoint(folder, monitor="val/accuracy", mode="max", save_last=True, filename="{epoch}-{step}")
     trainer = L.Trainer(
@@ -92,7 +130,7 @@ def run(
         callbacks=[federation, checkpoint, EarlyStopping("val/accuracy", mode="max", patience=5), *callbacks],
         logger=False, enable_progress_bar=False, enable_model_summary=False,
     )
-    held_out = DataLoader(classes(48, 77), batch_size=16)
+    held_out = DataLoader(classes(48, 77), batch_size=16, shuffle=shuffled)
     loader = DataLoader(clients(sizes, broken), batch_size=batch_size, shuffle=True)
     trainer.fit(module, loader, held_out, ckpt_path=resume)
     return {
@@ -112,8 +150,10 @@ def main(devices, folder, names):
     for each in names:
         name, _, how = each.partition(":")
         resume = str(folder / name / "last.ckpt") if how == "resumed" else None
-        callbacks = [Killed(int(how.removeprefix("killed")))] if how.startswith("killed") else []
-        result = run(devices, str(folder / name), callbacks=callbacks, resume=resume, **SCENARIOS[name])
+        settings = dict(SCENARIOS[name])
+        if how.startswith("killed"):
+            settings["callbacks"] = [Killed(int(how.removeprefix("killed")))]
+        result = run(devices, str(folder / name), resume=resume, **settings)
         torch.save(result, folder / f"{name}.{rank()}.pt")
 
 

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks import checks
 from lightning_fedbayes.callbacks.checks import check_trainer
+from lightning_fedbayes.engines.training_log import TrainingLog
 from lightning_fedbayes.modules import mlp
 
 from .scenarios import SCENARIOS, run
@@ -58,7 +59,7 @@ def figures(history):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "split"])
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in ("split", "stopped")])
 def test_any_number_of_processes_gives_the_posterior_of_one(several, alone, name):
     devices, folder = several
     expected = alone(name)
@@ -85,6 +86,46 @@ def test_ddp_splits_the_batches_of_each_client(several, alone):
         for part in ("mean", "variance"):
             torch.testing.assert_close(result["posterior"][part], expected["posterior"][part], rtol=1e-4, atol=1e-6)
         assert result["steps"] == expected["steps"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_that_one_process_stops_inside_a_round_ends_after_it(several, alone):
+    devices, folder = several
+    whole = alone("stopped")  # in which there is no second process
+    results = [torch.load(folder / f"stopped.{rank}.pt", weights_only=False) for rank in range(devices)]
+    for result in results:
+        assert figures(result["history"]) == [pytest.approx(row, rel=1e-5) for row in figures(whole["history"])[:2]]
+        torch.testing.assert_close(result["posterior"], results[0]["posterior"], rtol=0, atol=0)
+
+
+FORKED = """
+import lightning as L, torch, lightning_fedbayes as fb
+from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.quiet import quietly
+with quietly():
+    federation = fb.FederatedBayes(fb.IIDPartition(clients=3))
+    strategy = fb.ClientParallelStrategy("fork")
+    module = fb.HybridBayesianClassifier(mlp(64, 10), bayesian_last=1)
+    L.Trainer(max_epochs=2, accelerator="cpu", strategy=strategy, devices=2, callbacks=[federation], logger=False,
+              enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False).fit(
+        module, datamodule=fb.DigitsDataModule())
+    assert len(federation.history) == 2, federation.history
+    now = fb.read_posterior(module)
+    assert all(torch.equal(now.mean[name], mean) for name, mean in federation.posterior.mean.items())
+"""
+
+
+def test_processes_that_were_forked_bring_the_federation_back():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_figure_that_each_process_would_make_of_its_own_clients_is_refused():
+    log = TrainingLog(fb.HybridBayesianClassifier(mlp(64, 10)))
+    log.is_shared = True
+    log.module._current_fx_name = "training_step"
+    with pytest.raises(fb.FederationError, match="give on_step=False, on_epoch=True"):
+        log.log("train_loss", 1.0, on_step=True, on_epoch=True)
 
 
 def test_a_round_costs_the_sums_once(several):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,11 +11,9 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_fedbayes.engines.training_log import TrainingLog, is_epoch_mean
+from lightning_fedbayes.engines.training_log import SIGNATURE, TrainingLog, is_epoch_mean
 from lightning_fedbayes.engines.vectorized.rows import add_rows
 from lightning_fedbayes.engines.vectorized.schedule import Slots
-
-SIGNATURE = inspect.signature(L.LightningModule.log)
 
 REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
@@ -77,6 +74,8 @@ class StackedTrainingLog(TrainingLog):
                     examples[slot] += weight
                 self._remember(name, options)
             else:
+                if self.is_shared:
+                    self.check_local(name, options)
                 self._log_now(name, value, {**options, "batch_size": weight * len(slots)})
 
     def _log_now(self, name: str, value: Any, options: dict[str, Any]) -> None:
