@@ -4,7 +4,8 @@
 
 LeNet on FashionMNIST (or images of its shape that are made up, without --data): 10 clients × 500 examples, batches of
 64, SGD, one local epoch, weighted average. Sides are run in turn; the ratio is that of the medians of a round's
-seconds, after two rounds that do not count. Prints a Markdown table.
+seconds, after two rounds that do not count. The last row is what the machine allows: N runs of one process each, which
+know nothing of each other, at the same time. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ from lightning_fedbayes.quiet import quietly
 
 CLIENTS, EXAMPLES, BATCH, RATE = 10, 500, 64, 0.05
 WARM_UP = 2
-COLUMNS = ("processes", "seconds per round", "times faster", "MB sent between processes per round", "the sums, in MB")
+COLUMNS = (
+    "side", "seconds per round", "rounds per second, times as many", "MB sent between processes per round",
+    "the sums, in MB",
+)
 
 
 class Plain(L.LightningModule):
@@ -77,10 +81,8 @@ def clients(data: Path | None) -> fb.ClientDatasets:
 
 def work(processes: int, rounds: int, data: Path | None, out: Path) -> None:
     """One process of a side: train, and let the first say how long rounds took."""
-    rank = int(os.environ.get("LOCAL_RANK", 0))
-    cores = sorted(os.sched_getaffinity(0)) if rank == 0 else [int(c) for c in os.environ["CORES"].split(",")]
-    os.environ["CORES"] = ",".join(str(core) for core in cores)
-    os.sched_setaffinity(0, {cores[rank]})
+    cores = [int(core) for core in os.environ["CORES"].split(",")]
+    os.sched_setaffinity(0, {cores[int(os.environ.get("LOCAL_RANK", 0))]})
     torch.set_num_threads(1)
     torch.manual_seed(0)
     federation, clock = fb.FederatedBayes(fusion="weighted_average", engine="sequential", seed=0), Clock()
@@ -97,14 +99,25 @@ def work(processes: int, rounds: int, data: Path | None, out: Path) -> None:
         out.write_text(json.dumps({"seconds": seconds, "sent": sent, "size": federation.posterior.num_parameters}))
 
 
-def measure(processes: int, arguments: argparse.Namespace, out: Path) -> dict:
-    """The seconds of a side's rounds."""
+def start(processes: int, cores: list[int], arguments: argparse.Namespace, out: Path) -> subprocess.Popen:
+    """A run of ``processes`` on these cores."""
     command = [sys.executable, __file__, "--work", str(processes), "--rounds", str(arguments.rounds), "--out", str(out)]
     if arguments.data is not None:
         command += ["--data", str(arguments.data)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "CORES")}
-    subprocess.run(command, check=True, env=environment)
-    return json.loads(out.read_text())
+    return subprocess.Popen(command, env={**os.environ, "CORES": ",".join(str(core) for core in cores)})
+
+
+def measure(runs: int, processes: int, arguments: argparse.Namespace) -> dict:
+    """The seconds of the rounds of ``runs`` at the same time, and what one has sent."""
+    cores = sorted(os.sched_getaffinity(0))
+    folder = arguments.out
+    folder.mkdir(parents=True, exist_ok=True)
+    outs = [folder / f"{run}.json" for run in range(runs)]
+    started = [start(processes, cores[run:], arguments, out) for run, out in enumerate(outs)]
+    if any(each.wait() for each in started):
+        raise SystemExit("a run has failed; what stopped it stands above")
+    found = [json.loads(out.read_text()) for out in outs]
+    return {**found[0], "seconds": [second for each in found for second in each["seconds"]]}
 
 
 def main() -> None:
@@ -114,27 +127,27 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=6, help="timed rounds of a repeat")
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path("outputs/processes.json"), help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("outputs/processes"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
         work(arguments.work, arguments.rounds, arguments.data, arguments.out)
         return
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    sides = (1, arguments.processes)
-    found: dict[int, list[dict]] = {side: [] for side in sides}
+    count = arguments.processes
+    sides = {"1 process": (1, 1), f"{count} processes": (1, count), f"{count} runs of 1, apart": (count, 1)}
+    found: dict[str, list[dict]] = {side: [] for side in sides}
     for _ in range(arguments.repeats):
-        for side in sides:
-            found[side].append(measure(side, arguments, arguments.out))
-    ratios = [
-        statistics.median(one["seconds"]) / statistics.median(several["seconds"])
-        for one, several in zip(found[1], found[arguments.processes], strict=True)
-    ]
+        for side, (runs, processes) in sides.items():
+            found[side].append(measure(runs, processes, arguments))
     rows = []
-    for side in sides:
+    for side, (runs, _) in sides.items():
+        ratios = [
+            runs * statistics.median(one["seconds"]) / statistics.median(each["seconds"])
+            for one, each in zip(found["1 process"], found[side], strict=True)
+        ]
         seconds = statistics.median(statistics.median(each["seconds"]) for each in found[side])
-        faster = "1" if side == 1 else f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        sums = 8 * found[side][-1]["size"] / 1e6
-        rows.append((str(side), f"{seconds:.3f}", faster, f"{found[side][-1]['sent']:.2f}", f"{sums:.2f}"))
+        faster = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        last = found[side][-1]
+        rows.append((side, f"{seconds:.3f}", faster, f"{last['sent']:.2f}", f"{8 * last['size'] / 1e6:.2f}"))
     print(markdown_table(COLUMNS, rows))
     print(
         f"\n{'FashionMNIST' if arguments.data else 'made-up images'}, {CLIENTS} clients × {EXAMPLES}, batches of "
