@@ -12,6 +12,11 @@ from lightning_fedbayes.adversaries import UpdateAttack
 from lightning_fedbayes.fusion import MultiKrum, TrimmedMean
 from tests.federations import Plain, bayesian, blobs, federate, loader, network, parameters
 
+ROBUST = (
+    "ivar_vb", "ivar_mle", "icov_vb", "icov_mle", "geometric_median", "coordinate_median", "krum", "multi_krum",
+    "trimmed_mean", "nearest_neighbour_mixing", "norm_clipping",
+)
+
 
 @dataclass(frozen=True)
 class OnlyOnce(UpdateAttack):
@@ -42,6 +47,17 @@ def test_too_many_such_rounds_stop_it_with_the_rule_s_own_words():
     made = fb.FederatedBayes(fb.IIDPartition(3), fusion=TrimmedMean(2), max_failed_rounds=2)
     with pytest.raises(fb.FederationError, match=r"2 rounds in a row could not be fused.*trimmed_mean: trim=2"):
         federate(Plain(), made, rounds=5)
+
+
+@pytest.mark.parametrize("rule", [*ROBUST, "weighted_average", "reverse_kl_barycenter"])
+def test_where_all_clients_send_nan_the_model_stays_as_it_was(rule):
+    made = fb.FederatedBayes(fb.IIDPartition(5), fusion=rule, adversaries=fb.NotANumber(1.0), max_failed_rounds=2)
+    module = bayesian()
+    before = {name: value.clone() for name, value in parameters(module).items()}
+    with pytest.raises(fb.FederationError, match=r"2 rounds in a row had fewer than min_clients=1 .* is not finite"):
+        federate(module, made, rounds=5)
+    for name, value in parameters(module).items():
+        assert torch.equal(value, before[name])
 
 
 @pytest.mark.parametrize("rule", ["ivar_vb", "ivar_mle", "icov_vb", "icov_mle", "geometric_median"])
