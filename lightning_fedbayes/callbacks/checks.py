@@ -103,6 +103,18 @@ def _is_all(limit: int | float | None) -> bool:
     return isinstance(limit, float) and limit == 1.0
 
 
+def check_at_least(name: str, value: int, least: int) -> None:
+    """Raise FederationError if an argument is smaller than ``least``."""
+    if value < least:
+        raise FederationError(f"{name}={value}: give at least {least}")
+
+
+def check_fraction(fraction: float) -> None:
+    """Raise FederationError unless the share of clients in a round lies in (0, 1]."""
+    if not 0 < fraction <= 1:
+        raise FederationError(f"fraction={fraction}: the share of clients in a round lies in (0, 1]")
+
+
 def check_partition(partition: Any) -> None:
     """Raise FederationError unless ``partition`` is None or can split."""
     if partition is not None and not isinstance(partition, Partition):

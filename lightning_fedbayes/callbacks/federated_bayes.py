@@ -24,8 +24,10 @@ from lightning_fedbayes.callbacks.checkpoint import (
 )
 from lightning_fedbayes.callbacks.checks import (
     attacks_of,
+    check_at_least,
     check_attacks,
     check_cohort,
+    check_fraction,
     check_not_finished,
     check_not_split,
     check_partition,
@@ -144,14 +146,13 @@ class FederatedBayes(L.Callback):
         rule = fusion if isinstance(fusion, AutoFusion) else get_rule(fusion)
         check_weighting(weighting)
         check_partition(partition)
-        _check_at_least("local_epochs", local_epochs, 1)
-        _check_at_least("min_clients", min_clients, 1)
-        _check_at_least("max_failed_rounds", max_failed_rounds, 1)
-        if not 0 < fraction <= 1:
-            raise FederationError(f"fraction={fraction}: the share of clients in a round lies in (0, 1]")
+        check_at_least("local_epochs", local_epochs, 1)
+        check_at_least("min_clients", min_clients, 1)
+        check_at_least("max_failed_rounds", max_failed_rounds, 1)
+        check_fraction(fraction)
         _check_choice("engine", engine, ("auto", "sequential", "vectorized"))
         if clients_at_once is not None:
-            _check_at_least("clients_at_once", clients_at_once, 1)
+            check_at_least("clients_at_once", clients_at_once, 1)
         _check_choice("prior", prior, ("fixed", "global"))
         _check_choice("optimizer_state", optimizer_state, ("reset", "keep"))
         _check_choice("buffers", buffers, ("average", "local", "frozen"))
@@ -487,11 +488,6 @@ class FederatedBayes(L.Callback):
 def _part(trainer: L.Trainer) -> tuple[int, int]:
     """Number of this process, and of those that split every batch: under DDP they train each client together."""
     return (trainer.global_rank, trainer.world_size) if isinstance(trainer.strategy, DDPStrategy) else (0, 1)
-
-
-def _check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise FederationError(f"{name}={value}: give at least {least}")
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

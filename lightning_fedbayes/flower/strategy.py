@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_fedbayes.callbacks.checks import check_cohort
+from lightning_fedbayes.callbacks.checks import check_at_least, check_cohort, check_fraction
 from lightning_fedbayes.engines.plan import choose_cohort
 from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion, RoundResult
 from lightning_fedbayes.errors import FederationError, FusionError
@@ -78,13 +78,11 @@ class FusionStrategy(Strategy):
     ) -> None:
         self.rule = get_rule(fusion)
         check_weighting(weighting)
-        if not 0 < fraction <= 1:
-            raise FederationError(f"fraction={fraction}: the share of clients in a round lies in (0, 1]")
+        check_fraction(fraction)
         for name, value in (
             ("min_clients", min_clients), ("wait_for", wait_for), ("max_failed_rounds", max_failed_rounds)
         ):
-            if value < 1:
-                raise FederationError(f"{name}={value}: give at least 1")
+            check_at_least(name, value, 1)
         check_cohort(wait_for, fraction, min_clients)
         self.weighting = weighting
         self.fraction = fraction
