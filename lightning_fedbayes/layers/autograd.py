@@ -53,11 +53,6 @@ class GaussianKL(torch.autograd.Function):
             of_prior_std = ((gradient - scale * squares) / prior_std).sum_to_size(prior_std.shape)
         return of_mean, of_std, of_prior_mean, of_prior_std
 
-    @classmethod
-    def apply_plainly(cls, mean: Tensor, std: Tensor, prior_mean: float, prior_std: float) -> Tensor:
-        """``apply`` where no transform of ``torch.func`` is at work, without binding its arguments by name (10 µs)."""
-        return super(torch.autograd.Function, cls).apply(mean, std, prior_mean, prior_std)  # pyright: ignore
-
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:  # pyright: ignore
         """All stacked divergences at once."""
@@ -66,6 +61,21 @@ class GaussianKL(torch.autograd.Function):
         mean, std, *prior = stacked
         return GaussianKL.apply(mean.expand(info.batch_size, *mean.shape[1:]),
                                 std.expand(info.batch_size, *std.shape[1:]), *prior), 0
+
+
+class PlainGaussianKL(torch.autograd.Function):
+    """:class:`GaussianKL` where no transform of ``torch.func`` is at work: torch binds no arguments by name (45 µs)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float
+    ) -> Tensor:
+        """The sum over the last dimension."""
+        output = GaussianKL.forward(mean, std, prior_mean, prior_std)
+        GaussianKL.setup_context(ctx, (mean, std, prior_mean, prior_std), output)
+        return output
+
+    backward = GaussianKL.backward
 
 
 def standardised(

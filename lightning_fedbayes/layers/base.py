@@ -215,10 +215,11 @@ class BayesianAffine(BayesianLayer):
             return op(x, weight_mean, bias_mean)
         weight_rho: Tensor = getattr(self, f"rho_{self.weight_name}")
         if self.estimator == "reparameterization":
-            drawn = draw(weight_mean, weight_rho)
             if bias_mean is None or self.rho_bias is None:
-                return op(x, drawn, bias_mean)
-            return op(x, drawn, draw(bias_mean, self.rho_bias))
+                (weight,) = draw([weight_mean], [weight_rho])
+                return op(x, weight, bias_mean)
+            weight, bias = draw([weight_mean, bias_mean], [weight_rho, self.rho_bias])
+            return op(x, weight, bias)
         weight = Normal(weight_mean, softplus_std(weight_rho))
         bias = None if bias_mean is None else Normal(
             bias_mean, None if self.rho_bias is None else softplus_std(self.rho_bias))
@@ -237,15 +238,20 @@ class BayesianAffine(BayesianLayer):
         return f"estimator={self.estimator!r}, prior={shown}"
 
 
-def draw(mean: Tensor, rho: Tensor) -> Tensor:
-    r"""One draw of N(μ, σ²) by reparameterisation, :math:`w = \mu + \sigma \odot \epsilon`; shape of ``mean``.
+def draw(means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor]:
+    r"""A draw of each N(μ, σ²) by reparameterisation, :math:`w = \mu + \sigma \odot \epsilon`.
 
     The noise is drawn from torch's global generator. A ``TorchFunctionMode`` can override it, as torch's own functions.
     Source: Kingma & Welling 2014; Blundell et al. 2015.
+
+    Args:
+        means, rhos: μ and ρ of each parameter, of one shape.
+
+    Returns: tensors of the shapes of ``means``.
     """
-    if has_torch_function((mean, rho)):
-        return handle_torch_function(draw, (mean, rho), mean, rho)
-    return mean + softplus_std(rho) * torch.randn_like(mean)
+    if has_torch_function((*means, *rhos)):
+        return handle_torch_function(draw, (*means, *rhos), means, rhos)
+    return [mean + softplus_std(rho) * torch.randn_like(mean) for mean, rho in zip(means, rhos)]
 
 
 def sum_kl(sites: Iterable[Site]) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_fedbayes.errors import PosteriorError
 from lightning_fedbayes.layers.base import sum_kl
@@ -21,11 +22,15 @@ def kl_divergence(module: nn.Module) -> Tensor:
     log-likelihood plus KL/n. A tied layer counts once; a bayesian-torch layer counts with the sum over its parameters
     and with its ``prior_variance`` as a variance, which its own ``kl_loss`` does not do.
 
+    A ``TorchFunctionMode`` can override it, as torch's own functions.
+
     Returns: scalar, 0 for a network without Gaussian parameters.
 
     >>> kl_divergence(nn.Linear(2, 1))
     tensor(0.)
     """
+    if has_torch_function((module,)):
+        return handle_torch_function(kl_divergence, (module,), module)
     sites = gaussian_sites(module)
     if not sites:
         return torch.zeros((), device=next((p.device for p in module.parameters()), None))

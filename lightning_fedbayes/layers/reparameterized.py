@@ -88,8 +88,10 @@ class Reparameterized(BayesianLayer):
     def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.mean_only:
             return self.module(*args, **kwargs)
-        draws = {site.path.removeprefix("module."): draw(site.mean, site.rho) for site in self.sites()}
-        return functional_call(self.module, draws, args, kwargs)
+        sites = list(self.sites())
+        draws = draw([site.mean for site in sites], [site.rho for site in sites])
+        names = [site.path.removeprefix("module.") for site in sites]
+        return functional_call(self.module, dict(zip(names, draws)), args, kwargs)
 
 
 def rho_name(name: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -35,6 +36,9 @@ from lightning_fedbayes.engines.vectorized.step import StackedStep
 from lightning_fedbayes.engines.vectorized.trial import Trial
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.seeding import derive_seed, seed_everything
+
+Outputs = tuple[Tensor | None, Mapping[str, Any]]
+"""What a step gives: the clients' losses, None if it was skipped or has failed; and what else it returned."""
 
 STEPS_PER_BATCH = 16
 """Small steps in one of the Trainer's batches, whose own work takes as long as a third of such a step."""
@@ -157,21 +161,22 @@ class VectorizedEngine(Engine):
             return {}
         _, groups = self._schedule.batches[batch_idx]
         progress = self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-        outputs: Mapping[str, Any] = {}
+        outputs: Outputs = None, {}
         for group, batch in zip(groups, self._batches_at_hand, strict=True):
             progress.increment_ready()
             outputs = self._train_group(group, batch, batch_idx)
             progress.increment_completed()
-        return outputs
+        losses, rest = outputs
+        return rest if losses is None else {"loss": losses.mean(), **rest}
 
-    def _train_group(self, group: Group, batch: StackedBatch, batch_idx: int) -> Mapping[str, Any]:
+    def _train_group(self, group: Group, batch: StackedBatch, batch_idx: int) -> Outputs:
         """One step of a group."""
         for slot, error in batch.failures.items():
             self._failures.setdefault(slot, error)
         parts = [part for slots, data in batch.parts for part in self._parts(slots, data)]
         if len(parts) > 1:
             group = replace(group, alone=False)
-        outputs: Mapping[str, Any] = {}
+        outputs: Outputs = None, {}
         with threads_for(self.trial.flops * len(group.slots)):
             for slots, data in parts:
                 outputs = self._train(slots, data, group, batch_idx)
@@ -185,7 +190,7 @@ class VectorizedEngine(Engine):
         for together in self._stack.optimizer.alike(healthy):
             yield together, data if together == slots else _rows_of(data, [slots.index(slot) for slot in together])
 
-    def _train(self, slots: Slots, data: Any, group: Group, batch_idx: int) -> Mapping[str, Any]:
+    def _train(self, slots: Slots, data: Any, group: Group, batch_idx: int) -> Outputs:
         """One step of clients of one kind; if it fails, one after another, so that only those fail that must."""
         assert self._stack is not None
         optimizer = self._stack.optimizer
@@ -198,24 +203,23 @@ class VectorizedEngine(Engine):
         except Exception as error:
             if len(slots) == 1:
                 self._failures[slots[0]] = _explained(error)
-                return {}
+                return None, {}
             singles = [(range(slot, slot + 1), _rows_of(data, [place])) for place, slot in enumerate(slots)]
             return [self._train(single, batch, group, batch_idx) for single, batch in singles][-1]
         try:
             optimizer.skip() if losses is None else optimizer.step()
         except Exception as error:  # it may have stepped some of them
             self._failures.update(dict.fromkeys(slots, error))
-            return {}
+            return None, {}
         self.log.add(slots, data)
         if self.keep_optimizer:
             done = [slot for slot in slots if group.step + 1 == self._lengths[slot]]
             self._kept.update({slot: optimizer.keep(slot) for slot in done})
-        if losses is None:
-            return rest
-        add_rows(self._losses, slots, losses)
-        for slot in slots:
-            self._batches[slot] += 1
-        return {"loss": losses.mean(), **rest}
+        if losses is not None:
+            add_rows(self._losses, slots, losses)
+            for slot in slots:
+                self._batches[slot] += 1
+        return losses, rest
 
     def end_batch(self, batch_idx: int, outputs: Any) -> Sequence[ClientUpdate | ClientFailure]:
         """At the last batch of a chunk, read what its clients send."""

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_fedbayes.engines.vectorized.small_sites import Sites, SmallSites
 from lightning_fedbayes.engines.vectorized.vmap import beneath, enter, stack_of
-from lightning_fedbayes.layers.autograd import GaussianKL
-from lightning_fedbayes.layers.base import draw
+from lightning_fedbayes.layers.autograd import PlainGaussianKL
+from lightning_fedbayes.layers.base import draw, sum_kl
 from lightning_fedbayes.layers.functional import joined_kl_sum, softplus_std
+from lightning_fedbayes.layers.kl import kl_divergence
 
 
 class StackedFunctions(TorchFunctionMode):
@@ -21,10 +23,14 @@ class StackedFunctions(TorchFunctionMode):
 
     Args:
         level: of the clients, see :func:`~lightning_fedbayes.engines.vectorized.vmap.clients`.
+        sites: the Gaussian sites of the module.
+        small: those of them that are drawn together in this step.
     """
 
-    def __init__(self, level: int) -> None:
+    def __init__(self, level: int, sites: Sites, small: SmallSites) -> None:
         self.level = level
+        self.sites = sites
+        self.small = small
         self.stds: dict[Hashable, tuple[Tensor, Tensor]] = {}  # of this step: which ρ → ρ, σ
 
     def __torch_function__(
@@ -113,14 +119,37 @@ def std_stack(mode: StackedFunctions, rho: Tensor) -> Tensor | None:
     return mode.stds[key][1]
 
 
-def sample(mode: StackedFunctions, mean: Tensor, rho: Tensor) -> Tensor | None:
+def sample(mode: StackedFunctions, means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor] | None:
     """:func:`~lightning_fedbayes.layers.base.draw` of every client; None if they share a parameter."""
-    mu, sigma = stack_of(mean, mode.level), std_stack(mode, rho)
-    if mu is None or sigma is None:
+    mus = [stack_of(mean, mode.level) for mean in means]
+    if any(mu is None for mu in mus):
         return None
     with beneath():
-        drawn = torch.addcmul(mu, sigma, torch.randn_like(mu))
-    return enter(drawn, mode.level)
+        draws = [mode.small.draw(mean, rho) for mean, rho in zip(means, rhos)]
+    for place, (mu, rho) in enumerate(zip(mus, rhos)):
+        if mu is None or draws[place] is not None:
+            continue
+        sigma = std_stack(mode, rho)
+        if sigma is None:
+            return None
+        with beneath():
+            draws[place] = torch.addcmul(mu, sigma, torch.randn_like(mu))
+    return [enter(drawn, mode.level) for drawn in draws if drawn is not None]
+
+
+def divergence(mode: StackedFunctions, module: nn.Module) -> Tensor | None:
+    """:func:`~lightning_fedbayes.layers.kl_divergence` of every client; None for a network without Gaussian sites."""
+    part = mode.sites.of(module)
+    if not part.sites:
+        return None
+    joint = None
+    if part.others is not None and stack_of(mode.sites.small[0].mean, mode.level) is not None:
+        joint = mode.small.divergence()
+    with mode:
+        if joint is None:
+            return sum_kl(part.sites)
+        joint = enter(joint, mode.level)
+        return joint + sum_kl(part.others) if part.others else joint
 
 
 def kl_sum(
@@ -132,19 +161,22 @@ def kl_sum(
     if any(each is None for each in (*mus, *sigmas)):
         return None
     with beneath():
-        mean, sigma = (torch.cat([each.flatten(1) for each in part if each is not None], 1) for part in (mus, sigmas))
+        mean, sigma = (
+            torch.cat([each.reshape(len(each), -1) for each in part if each is not None], 1) for part in (mus, sigmas)
+        )
         half = mean.dtype in (torch.float16, torch.bfloat16)
         mean, sigma = (mean.float(), sigma.float()) if half else (mean, sigma)
-        divergence = GaussianKL.apply_plainly(mean, sigma, prior_mean, prior_std)
-    return enter(divergence, mode.level)
+        joint = PlainGaussianKL.apply(mean, sigma, prior_mean, prior_std)
+    return enter(joint, mode.level)
 
 
-STACKED: dict[Any, Callable[..., Tensor | None]] = {
+STACKED: dict[Any, Callable[..., Tensor | list[Tensor] | None]] = {
     F.linear: linear,
     F.embedding: embedding,
     F.cross_entropy: cross_entropy,
     softplus_std: std,
     draw: sample,
     joined_kl_sum: kl_sum,
+    kl_divergence: divergence,
 }
 """Function → its stacked form, which returns None where it does not apply."""

@@ -24,4 +24,7 @@ def put_rows(stack: Tensor, slots: Slots, rows: Tensor) -> None:
 
 def add_rows(stack: Tensor, slots: Slots, rows: Tensor | float) -> None:
     """Add ``rows`` to the rows of ``slots``."""
-    stack[slice(slots.start, slots.stop) if isinstance(slots, range) else list(slots)] += rows
+    if isinstance(slots, range):
+        stack[slots.start : slots.stop].add_(rows)
+    else:
+        stack[list(slots)] += rows

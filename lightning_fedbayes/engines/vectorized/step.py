@@ -19,6 +19,7 @@ from lightning_fedbayes.engines.vectorized.attributes import holding_attributes
 from lightning_fedbayes.engines.vectorized.functions import StackedFunctions
 from lightning_fedbayes.engines.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.engines.vectorized.places import Places
+from lightning_fedbayes.engines.vectorized.small_sites import Sites, SmallSites
 from lightning_fedbayes.engines.vectorized.vmap import clients, enter, leave
 
 
@@ -72,6 +73,7 @@ class StackedStep:
         self.log = log
         self._context = context
         self._takes_index = takes_index(module)
+        self._sites = Sites(module)
         torch.func.vmap(torch.sin)(torch.zeros(1))  # loads torch's batching rules that are written in Python
 
     def __call__(
@@ -97,7 +99,9 @@ class StackedStep:
             held |= {name: inside(value) for name, value in attributes.stacked.items()}
             entered = {name: enter(stack, level) for name, stack in tensors.items()}
             batch = [enter(each, level) for each in batch] if is_list_of_tensors(batch) else inside(batch)
-            with holding_attributes(self.module, held), self.places.holding(entered), StackedFunctions(level):
+            small = SmallSites(self._sites, parameters, entered)
+            functions = StackedFunctions(level, self._sites, small)
+            with holding_attributes(self.module, held), self.places.holding(entered), functions:
                 output = self.module.training_step(*((batch, batch_idx) if self._takes_index else (batch,)))
                 replaced = {
                     name: leave(after, level, count)
@@ -111,7 +115,8 @@ class StackedStep:
             if loss.numel() != 1:
                 raise MisconfigurationException(f"the loss of `training_step` must be one number, not {loss.numel()}")
             rest = dict(rest) and tree_map_only(Tensor, lambda value: leave(value.detach(), level, count), dict(rest))
-            return StepOutput(leave(loss.reshape(()), level, count), rest, replaced)
+            loss = loss.reshape(()) if loss.dim() else loss
+            return StepOutput(leave(loss, level, count), rest, replaced)
 
 
 def is_list_of_tensors(batch: Any) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,18 +11,25 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 REASON = "saved-tensor hooks, as activation checkpointing uses them, do not work for several clients at once"
 
 
-@contextmanager
-def clients(count: int) -> Iterator[int]:
+class clients:
     """Inside, operations on tensors that :func:`enter` made act on ``count`` clients, each with noise of its own.
 
-    Yields: the level, which :func:`enter` and :func:`leave` need.
+    Enters as the level, which :func:`enter` and :func:`leave` need.
     """
-    with torch.autograd.graph.disable_saved_tensors_hooks(REASON):
-        level = _functorch._vmap_increment_nesting(count, "different")
-        try:
-            yield level
-        finally:
-            _functorch._vmap_decrement_nesting()
+
+    __slots__ = ("_count", "_hooks")
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._hooks = torch.autograd.graph.disable_saved_tensors_hooks(REASON)
+
+    def __enter__(self) -> int:
+        self._hooks.__enter__()
+        return _functorch._vmap_increment_nesting(self._count, "different")
+
+    def __exit__(self, *error: Any) -> None:
+        _functorch._vmap_decrement_nesting()
+        self._hooks.__exit__(*error)
 
 
 def enter(stack: Tensor, level: int) -> Tensor:

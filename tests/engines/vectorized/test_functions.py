@@ -9,11 +9,18 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.engines.vectorized import functions
 from lightning_fedbayes.engines.vectorized.functions import StackedFunctions
+from lightning_fedbayes.engines.vectorized.small_sites import Sites, SmallSites
 from lightning_fedbayes.engines.vectorized.vmap import beneath, clients, enter, leave, stack_of
 from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, ScaleMixturePrior, kl_divergence
 from lightning_fedbayes.layers.functional import gaussian_kl_sum, softplus_std
 
 CLIENTS = 4
+
+
+def functions_for(level: int, module: nn.Module | None = None, tensors=None, entered=None) -> StackedFunctions:
+    """The stacked functions of a step of ``module``, whose parameters lie in ``tensors``."""
+    sites = Sites(module or nn.Module())
+    return StackedFunctions(level, sites, SmallSites(sites, tensors or {}, entered or {}))
 
 
 def both_ways(function, *stacks: Tensor):
@@ -22,7 +29,7 @@ def both_ways(function, *stacks: Tensor):
     for stacked in (False, True):
         inputs = [s.clone().requires_grad_() if s.is_floating_point() else s for s in stacks]
         if stacked:
-            with clients(CLIENTS) as level, StackedFunctions(level):
+            with clients(CLIENTS) as level, functions_for(level):
                 output = leave(function(*(enter(each, level) for each in inputs)), level, CLIENTS)
         else:
             output = torch.func.vmap(function)(*inputs)
@@ -121,7 +128,7 @@ def test_cross_entropy_of_other_kinds(monkeypatch):
 def test_a_client_without_a_label_has_no_loss():
     logits, labels = torch.randn(CLIENTS, 2, 3), torch.full((CLIENTS, 2), -100)
     labels[0] = 1
-    with clients(CLIENTS) as level, StackedFunctions(level):
+    with clients(CLIENTS) as level, functions_for(level):
         loss = leave(F.cross_entropy(enter(logits, level), enter(labels, level)), level, CLIENTS)
     assert loss.isnan().tolist() == [False, True, True, True]
 
@@ -148,7 +155,7 @@ def test_kl_of_a_network_is_that_of_each_client(priors):
     stacks = {name: torch.randn(CLIENTS, *p.shape) for name, p in network.named_parameters()}
     for before in (False, True):
         inputs = {name: stack.clone().requires_grad_() for name, stack in stacks.items()}
-        with clients(CLIENTS) as level, StackedFunctions(level):
+        with clients(CLIENTS) as level, functions_for(level):
             entered = {name: enter(each, level) for name, each in inputs.items()}
             if before:
                 for name in names:
@@ -173,7 +180,7 @@ def test_kl_of_a_network_is_that_of_each_client(priors):
 def test_a_prior_without_closed_form_draws_for_every_client():
     network = Network(ScaleMixturePrior(0.5, 1.0, 0.1))
     stacks = {f"inner.{name}": p.detach().expand(CLIENTS, *p.shape) for name, p in network.named_parameters()}
-    with clients(CLIENTS) as level, StackedFunctions(level):
+    with clients(CLIENTS) as level, functions_for(level):
         entered = {name: enter(each, level) for name, each in stacks.items()}
         divergence = leave(torch.func.functional_call(_KL(network), entered, ()), level, CLIENTS)
     assert len(divergence.unique()) == CLIENTS
