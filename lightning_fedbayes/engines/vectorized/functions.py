@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_fedbayes.engines.vectorized.losses import mean_cross_entropy, mean_squared_error
 from lightning_fedbayes.engines.vectorized.small_sites import Sites, SmallSites
 from lightning_fedbayes.engines.vectorized.vmap import beneath, enter, stack_of
 from lightning_fedbayes.layers.autograd import PlainGaussianKL
@@ -91,14 +92,37 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """The mean ``F.cross_entropy`` of logits (batch, classes) and classes (batch,); None for anything else."""
-    level = mode.level
+    """The mean ``F.cross_entropy`` of logits (batch, classes) and labels (batch,); None for anything else."""
     plain = weight is None and size_average is None and reduce is None and reduction == "mean" and not label_smoothing
-    x, y = stack_of(input, level), stack_of(target, level)
+    x, y = stack_of(input, mode.level), stack_of(target, mode.level)
     if not plain or x is None or y is None or x.dim() != 3 or y.dim() != 2 or y.is_floating_point():
         return None
-    losses = F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="none", ignore_index=ignore_index)
-    return enter(losses.view(y.shape).sum(1) / (y != ignore_index).sum(1), level)
+    if x.dtype not in (torch.float32, torch.float64):
+        return None
+    with beneath():
+        loss = mean_cross_entropy(x, y, ignore_index)
+    return enter(loss, mode.level)
+
+
+def mse_loss(
+    mode: StackedFunctions,
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+) -> Tensor | None:
+    """The mean ``F.mse_loss`` of outputs and targets of one shape and floating-point dtype; None for anything else."""
+    plain = weight is None and size_average is None and reduce is None and reduction == "mean"
+    x, y = stack_of(input, mode.level), stack_of(target, mode.level)
+    if not plain or x is None or y is None or x.shape != y.shape or x.dtype != y.dtype:
+        return None
+    if x.dtype not in (torch.float32, torch.float64):
+        return None
+    with beneath():
+        loss = mean_squared_error(x, y)
+    return enter(loss, mode.level)
 
 
 def std(mode: StackedFunctions, rho: Tensor) -> Tensor | None:
@@ -174,6 +198,7 @@ STACKED: dict[Any, Callable[..., Tensor | list[Tensor] | None]] = {
     F.linear: linear,
     F.embedding: embedding,
     F.cross_entropy: cross_entropy,
+    F.mse_loss: mse_loss,
     softplus_std: std,
     draw: sample,
     joined_kl_sum: kl_sum,
