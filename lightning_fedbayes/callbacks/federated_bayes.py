@@ -356,12 +356,11 @@ class FederatedBayes(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """At a client's last batch, take its posterior; at the last client's, fuse."""
-        own = {outcome.client for outcome in self.federation.outcomes}
         for outcome in self.federation.end_batch(batch_idx, outputs):
-            own.add(outcome.client)
             self._note(outcome)
         if self.federation.round_is_complete:
             self.federation.end_round()
+            own = set(self.federation.share.cohort)
             for outcome in self.federation.outcomes:
                 if outcome.client not in own:
                     self._note(outcome)

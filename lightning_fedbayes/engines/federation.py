@@ -127,6 +127,7 @@ class Federation:
         self._start, self._bytes_before = time.perf_counter(), self.processes.bytes_sent
         if self.server.prior == "global":
             set_prior(self.engine.model.module, self.posterior, exclude=self.engine.model.local_names)
+        self._operations = PASSES * self.posterior.num_parameters * len(plan.cohort)
         self._fusion = self._new_fusion()
         attackers = assign(self.attacks, self.engine.names, self.engine.seed)
         self._adversaries = RoundAdversaries(attackers, plan, self.posterior, self.engine.seed)
@@ -195,8 +196,7 @@ class Federation:
 
     def _threads(self) -> AbstractContextManager[None]:
         """Inside, torch uses one thread if the posteriors of the round are small."""
-        assert self.plan is not None
-        return threads_for(PASSES * self.posterior.num_parameters * len(self.plan.cohort))
+        return threads_for(self._operations)
 
     @property
     def round_is_complete(self) -> bool:

@@ -159,7 +159,7 @@ def part_of(batch: Tensor, rank: int, count: int) -> Tensor:
     >>> part_of(torch.arange(5), 1, 2)
     tensor([1, 3])
     """
-    return batch[rank % len(batch) :: count]
+    return batch if count == 1 else batch[rank % len(batch) :: count]
 
 
 def client_after_client(plan: RoundPlan) -> Iterator[tuple[int, int]]:
