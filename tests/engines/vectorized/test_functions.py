@@ -125,6 +125,27 @@ def test_cross_entropy_of_other_kinds(monkeypatch):
     assert not any(applied)
 
 
+def test_squared_error(monkeypatch):
+    applied = spy(monkeypatch, F.mse_loss)
+    outputs, targets = torch.randn(CLIENTS, 5, 2), torch.randn(CLIENTS, 5, 2)
+    assert_agree(lambda x, y: F.mse_loss(x, y), outputs, targets)
+    assert_agree(lambda x, y: nn.MSELoss()(x, y), outputs, targets)
+    assert applied == [True] * 2
+    shared = targets[0]
+    assert_agree(lambda x: F.mse_loss(x, shared), outputs)
+    assert_agree(lambda x, y: F.mse_loss(x, y, reduction="sum"), outputs, targets)
+    assert_agree(lambda x, y: F.mse_loss(x, y, reduction="none"), outputs, targets)
+    assert not any(applied[2:])
+
+
+def test_half_precision_keeps_its_dtype():
+    logits, labels = torch.randn(CLIENTS, 7, 3, dtype=torch.bfloat16), torch.randint(0, 3, (CLIENTS, 7))
+    with clients(CLIENTS) as level, functions_for(level):
+        entered = enter(logits, level)
+        assert F.cross_entropy(entered, enter(labels, level)).dtype == torch.bfloat16
+        assert F.mse_loss(entered, entered).dtype == torch.bfloat16
+
+
 def test_a_client_without_a_label_has_no_loss():
     logits, labels = torch.randn(CLIENTS, 2, 3), torch.full((CLIENTS, 2), -100)
     labels[0] = 1
