@@ -3,9 +3,11 @@
    python benchmarks/processes/run.py [--data FASHION] [--processes 2] [--repeats 5]
 
 LeNet on FashionMNIST (or images of its shape that are made up, without --data): 10 clients × 500 examples, batches of
-64, SGD, one local epoch, weighted average. Sides are run in turn; the ratio is that of the medians of a round's
-seconds, after two rounds that do not count. The last row is what the machine allows: N runs of one process each, which
-know nothing of each other, at the same time. Prints a Markdown table.
+64, SGD, one local epoch, weighted average. A repeat runs all sides in turn: one process on each of the cores, one after
+the other, since cores of a virtual machine differ, and the mean over the cores counts; N processes, a core each; and N
+runs of one process each, which know nothing of each other, at the same time. Seconds of a round are medians, after two
+rounds on the core that do not count. What waiting for the slowest process alone would allow is the longest that any
+process of a round trains. The first N of the cores that it may use are taken. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.pictures import markdown_table
 from lightning_fedbayes.data.idx import read_idx
 from lightning_fedbayes.modules import lenet
+from lightning_fedbayes.processes import processes_of
 from lightning_fedbayes.quiet import quietly
 
 CLIENTS, EXAMPLES, BATCH, RATE = 10, 500, 64, 0.05
 WARM_UP = 2
 COLUMNS = (
-    "side", "seconds per round", "rounds per second, times as many", "MB sent between processes per round",
-    "the sums, in MB",
+    "side", "seconds per round", "rounds per second, times as many", "meetings per round", "MB that a process sends",
 )
 
 
@@ -57,13 +59,32 @@ class Plain(L.LightningModule):
 
 
 class Clock(L.Callback):
-    """Notes when rounds begin."""
+    """Notes when rounds begin, for how long this process trains in each, and how often processes have met by then.
 
-    def __init__(self) -> None:
+    Args:
+        cores: which the process takes in turn.
+        lap: for how many rounds it stays on one.
+    """
+
+    def __init__(self, cores: list[int], lap: int) -> None:
+        self.cores, self.lap = cores, lap
         self.starts: list[float] = []
+        self.trained: list[float] = []
+        self.meetings: list[int] = []
+        self._last = 0.0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.starts.append(time.perf_counter())
+        now = time.perf_counter()
+        if self.starts:
+            self.trained.append(self._last - self.starts[-1])
+        os.sched_setaffinity(0, {self.cores[len(self.starts) // self.lap % len(self.cores)]})
+        self.starts.append(now)
+        self.meetings.append(processes_of(trainer).meetings)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
+    ) -> None:
+        self._last = time.perf_counter()
 
 
 def clients(data: Path | None) -> fb.ClientDatasets:
@@ -80,44 +101,69 @@ def clients(data: Path | None) -> fb.ClientDatasets:
 
 
 def work(processes: int, rounds: int, data: Path | None, out: Path) -> None:
-    """One process of a side: train, and let the first say how long rounds took."""
+    """One process of a run: train, and write how long rounds took, and of each how long this process trained.
+
+    A single process takes the cores of its run in turn, several have one each.
+    """
+    rank = int(os.environ.get("LOCAL_RANK", 0))
     cores = [int(core) for core in os.environ["CORES"].split(",")]
-    os.sched_setaffinity(0, {cores[int(os.environ.get("LOCAL_RANK", 0))]})
+    cores = cores[rank : rank + 1] if processes > 1 else cores
+    lap = WARM_UP + rounds
+    os.sched_setaffinity(0, {cores[0]})
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    federation, clock = fb.FederatedBayes(fusion="weighted_average", engine="sequential", seed=0), Clock()
+    federation, clock = fb.FederatedBayes(fusion="weighted_average", engine="sequential", seed=0), Clock(cores, lap)
     trainer = L.Trainer(
-        max_epochs=rounds + WARM_UP + 1, accelerator="cpu", devices=processes,
+        max_epochs=len(cores) * lap + 1, accelerator="cpu", devices=processes,
         strategy="fedbayes" if processes > 1 else "auto", callbacks=[clock, federation], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )
     trainer.fit(Plain(), DataLoader(clients(data), batch_size=BATCH, shuffle=True))
-    if trainer.is_global_zero:
-        starts = clock.starts[WARM_UP:]
-        seconds = [end - start for start, end in itertools.pairwise(starts)]
-        sent = federation.history[-1].get("megabytes_between_processes", 0.0)
-        out.write_text(json.dumps({"seconds": seconds, "sent": sent, "size": federation.posterior.num_parameters}))
+    seconds = [end - start for start, end in itertools.pairwise(clock.starts)]
+    laps = [seconds[turn * lap :][WARM_UP:lap] for turn in range(len(cores))]
+    (out / f"{rank}.json").write_text(json.dumps({
+        "seconds": statistics.mean(statistics.median(each) for each in laps),
+        "trained": clock.trained[WARM_UP:lap],
+        "meetings": (clock.meetings[-1] - clock.meetings[WARM_UP]) / rounds,
+        "sent": federation.history[-1].get("megabytes_between_processes", 0.0),
+        "size": federation.posterior.num_parameters,
+    }))
 
 
 def start(processes: int, cores: list[int], arguments: argparse.Namespace, out: Path) -> subprocess.Popen:
-    """A run of ``processes`` on these cores."""
-    command = [sys.executable, __file__, "--work", str(processes), "--rounds", str(arguments.rounds), "--out", str(out)]
-    if arguments.data is not None:
-        command += ["--data", str(arguments.data)]
+    """A run of so many ``processes`` on these ``cores``."""
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, __file__, "--work", str(processes), "--rounds", str(arguments.rounds)]
+    command += ["--out", str(out)] + (["--data", str(arguments.data)] if arguments.data is not None else [])
     return subprocess.Popen(command, env={**os.environ, "CORES": ",".join(str(core) for core in cores)})
 
 
-def measure(runs: int, processes: int, arguments: argparse.Namespace) -> dict:
-    """The seconds of the rounds of ``runs`` at the same time, and what one has sent."""
-    cores = sorted(os.sched_getaffinity(0))
-    folder = arguments.out
-    folder.mkdir(parents=True, exist_ok=True)
-    outs = [folder / f"{run}.json" for run in range(runs)]
-    started = [start(processes, cores[run:], arguments, out) for run, out in enumerate(outs)]
-    if any(each.wait() for each in started):
+def measure(processes: int, runs: list[list[int]], arguments: argparse.Namespace) -> list[list[dict]]:
+    """What the ``processes`` of each of ``runs``, given by their cores, wrote; the runs go on at the same time."""
+    outs = [arguments.out / str(number) for number in range(len(runs))]
+    started = [start(processes, cores, arguments, out) for cores, out in zip(runs, outs, strict=True)]
+    ended = [each.wait() for each in started]
+    if any(ended):
         raise SystemExit("a run has failed; what stopped it stands above")
-    found = [json.loads(out.read_text()) for out in outs]
-    return {**found[0], "seconds": [second for each in found for second in each["seconds"]]}
+    return [[json.loads((out / f"{rank}.json").read_text()) for rank in range(processes)] for out in outs]
+
+
+def repeat(cores: list[int], arguments: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of a round of each side, the slowest process's training, and what processes say to each other."""
+    count = len(cores)
+    [[alone]] = measure(1, [cores], arguments)
+    [together] = measure(count, [cores], arguments)
+    apart = measure(1, [[core] for core in cores], arguments)
+    slowest = [max(each) for each in zip(*(process["trained"] for process in together), strict=True)]
+    return {
+        "alone": alone["seconds"],
+        "together": together[0]["seconds"],
+        "slowest": statistics.median(slowest),
+        "apart": statistics.mean(process["seconds"] for [process] in apart) / count,
+        "meetings": together[0]["meetings"],
+        "sent": together[0]["sent"],
+        "sums": 8 * together[0]["size"] / 1e6,
+    }
 
 
 def main() -> None:
@@ -125,35 +171,36 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with FashionMNIST's gzipped files")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=6, help="timed rounds of a repeat")
+    parser.add_argument("--rounds", type=int, default=10, help="timed rounds of a repeat")
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("outputs/processes"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
         work(arguments.work, arguments.rounds, arguments.data, arguments.out)
         return
-    count = arguments.processes
-    sides = {"1 process": (1, 1), f"{count} processes": (1, count), f"{count} runs of 1, apart": (count, 1)}
-    found: dict[str, list[dict]] = {side: [] for side in sides}
-    for _ in range(arguments.repeats):
-        for side, (runs, processes) in sides.items():
-            found[side].append(measure(runs, processes, arguments))
+    count, cores = arguments.processes, sorted(os.sched_getaffinity(0))
+    if count > len(cores):
+        raise SystemExit(f"--processes {count} needs as many cores, and this process may use {len(cores)}; give fewer")
+    found = [repeat(cores[:count], arguments) for _ in range(arguments.repeats)]
+    told = f"{found[-1]['meetings']:.0f}", f"{found[-1]['sent']:.2f}"
+    sides = (
+        ("1 process, the cores in turn", "alone", ("0", "0.00")),
+        (f"{count} processes", "together", told),
+        (f"{count} processes, waiting for the slowest alone", "slowest", ("", "")),
+        (f"{count} runs of 1, apart", "apart", ("0", "0.00")),
+    )
     rows = []
-    for side, (runs, _) in sides.items():
-        ratios = [
-            runs * statistics.median(one["seconds"]) / statistics.median(each["seconds"])
-            for one, each in zip(found["1 process"], found[side], strict=True)
-        ]
-        seconds = statistics.median(statistics.median(each["seconds"]) for each in found[side])
+    for side, key, said in sides:
+        ratios = [each["alone"] / each[key] for each in found]
         faster = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        last = found[side][-1]
-        rows.append((side, f"{seconds:.3f}", faster, f"{last['sent']:.2f}", f"{8 * last['size'] / 1e6:.2f}"))
+        rows.append((side, f"{statistics.median(each[key] for each in found):.3f}", faster, *said))
     print(markdown_table(COLUMNS, rows))
     print(
         f"\n{'FashionMNIST' if arguments.data else 'made-up images'}, {CLIENTS} clients × {EXAMPLES}, batches of "
-        f"{BATCH}, seed 0; medians of {arguments.repeats} repeats of {arguments.rounds} rounds; {platform.machine()}, "
-        f"{os.cpu_count()} cores, torch {torch.__version__}, lightning {L.__version__}. The sums are those of the "
-        "weighted average: one number per parameter, in double precision."
+        f"{BATCH}, seed 0; medians of {arguments.repeats} repeats of {arguments.rounds} rounds, least and largest in "
+        f"brackets; {platform.machine()}, cores {cores[:count]} of {os.cpu_count()}, torch {torch.__version__}, "
+        f"lightning {L.__version__}. The sums of the weighted average, one number per parameter in double precision, "
+        f"are {found[-1]['sums']:.2f} MB."
     )
 
 

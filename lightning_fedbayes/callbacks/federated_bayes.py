@@ -359,13 +359,13 @@ class FederatedBayes(L.Callback):
         for outcome in self.federation.end_batch(batch_idx, outputs):
             self._note(outcome)
         if self.federation.round_is_complete:
-            self.federation.end_round()
             own = set(self.federation.share.cohort)
+            steps = self.federation.end_round(note=self._steps.own(trainer, idle=not own))
             for outcome in self.federation.outcomes:
                 if outcome.client not in own:
                     self._note(outcome)
-            idle = not self.federation.share.cohort
-            self._steps.add_others(trainer, self.federation.processes, idle=idle)
+            if len(steps) > 1:
+                self._steps.take(trainer, steps)
             if self.federation.refusal is not None:
                 rank_zero_info(
                     f"Round {self.federation.round + 1}: the old posterior stays, because the clients cannot be fused: "

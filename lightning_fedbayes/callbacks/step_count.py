@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
-
-from lightning_fedbayes.processes import Processes
 
 
 class StepCount:
@@ -24,22 +23,26 @@ class StepCount:
         """Steps of the optimizer, and batches that loggers count."""
         return trainer.global_step, trainer.fit_loop.epoch_loop._batches_that_stepped
 
-    def add_others(self, trainer: L.Trainer, processes: Processes, *, idle: bool) -> None:
-        """Count the steps of the other processes, after the last batch of a round.
+    def own(self, trainer: L.Trainer, *, idle: bool) -> tuple[int, int]:
+        """Steps and batches of this process, at the last batch of a round.
 
         Args:
             trainer: which is to count that batch itself, yet.
-            processes: that share the clients.
-            idle: whether this process has had none; its batch does not count.
+            idle: whether this process has had no client; its batch does not count.
         """
-        if processes.count == 1:
-            return
         steps, batches = self._now(trainer)
-        own = steps - self.steps, 0 if idle else batches + 1 - self.batches
-        everyone = processes.gather(own)
+        return steps - self.steps, 0 if idle else batches + 1 - self.batches
+
+    def take(self, trainer: L.Trainer, everyone: Sequence[tuple[int, int]]) -> None:
+        """Count the steps of all processes.
+
+        Args:
+            trainer: which is to count its last batch itself, yet.
+            everyone: what each process has of its :meth:`own`.
+        """
         loop: Any = trainer.fit_loop.epoch_loop
         total = loop.automatic_optimization.optim_progress.optimizer.step.total
-        others = sum(each for each, _ in everyone) - own[0]
+        others = self.steps + sum(each for each, _ in everyone) - self._now(trainer)[0]
         total.ready += others
         total.completed += others
         loop._batches_that_stepped = self.batches + sum(each for _, each in everyone) - 1

@@ -15,8 +15,7 @@ from lightning_fedbayes.engines.loader import FederatedLoader
 from lightning_fedbayes.engines.plan import RoundPlan
 from lightning_fedbayes.engines.round import ClientUpdate
 from lightning_fedbayes.engines.state import ResidentModel
-from lightning_fedbayes.engines.training_log import TrainingLog
-from lightning_fedbayes.processes import Processes
+from lightning_fedbayes.engines.training_log import Collected, TrainingLog
 
 OptimizerPolicy = Literal["reset", "keep"]
 
@@ -107,16 +106,18 @@ class Engine(ABC):
         self._trained.pop(client, None)
         self.log.forget(client)
 
-    def share(self, processes: Processes) -> None:
-        """Let all processes know what the clients of each have logged and keep."""
-        if processes.count == 1:
-            return
-        self.log.share(processes)
-        own = {client: tree_map_only(Tensor, Tensor.cpu, vars(state)) for client, state in self._trained.items()}
+    def trained(self) -> tuple[Collected, dict[int, dict[str, Any]]]:
+        """What the clients of this process have logged and keep, as other processes can take it."""
+        states = {client: tree_map_only(Tensor, Tensor.cpu, vars(state)) for client, state in self._trained.items()}
+        return self.log.collected(), states
+
+    def take_trained(self, everyone: Sequence[tuple[Collected, dict[int, dict[str, Any]]]]) -> None:
+        """Take what the clients of each process have :meth:`trained` for what those of this one have."""
+        self.log.take([logged for logged, _ in everyone])
         device = self.trainer.strategy.root_device
         self._trained = {
             client: ClientState(**tree_map_only(Tensor, lambda tensor: tensor.to(device), state))
-            for part in processes.gather(own) for client, state in part.items()
+            for _, states in everyone for client, state in states.items()
         }
 
     def end_round(self, *, success: bool) -> None:

@@ -59,6 +59,28 @@ class ClientOutcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ProcessReport:
+    """What a process tells the others at the end of its clients' training.
+
+    Args:
+        outcomes: what became of its clients.
+        trained: what they have logged and keep, see :meth:`Engine.trained
+            <lightning_fedbayes.engines.engine.Engine.trained>`.
+        sent: client → its posterior, where the module wants to see it.
+        count: how many clients it has admitted to the fusion.
+        admitted: what the fusion has to know of them.
+        note: whatever else the others are to know.
+    """
+
+    outcomes: Sequence[ClientOutcome]
+    trained: Any
+    sent: Mapping[int, GaussianPosterior]
+    count: int
+    admitted: Any
+    note: Any
+
+
 class Federation:
     """The global posterior and the rounds that make it.
 
@@ -208,10 +230,15 @@ class Federation:
         """Number of clients of the round that this process trains."""
         return len(self.share.cohort)
 
-    def end_round(self) -> None:
+    def end_round(self, note: Any = None) -> list[Any]:
         """Fuse the round's updates, or keep the old posterior if there are too few or the rule cannot fuse them.
 
-        Processes meet here.
+        Processes meet here: once to tell each other what became of their clients, and to fuse.
+
+        Args:
+            note: whatever else this process has to tell the others.
+
+        Returns: the notes of all processes.
 
         Raises:
             FederationError: too many rounds in a row came to nothing.
@@ -219,13 +246,13 @@ class Federation:
         assert self.plan is not None
         metrics: dict[str, float] = {}
         self.weights, self.judged, self.excluded, self.refusal = {}, False, {}, None
-        self.engine.share(self.processes)
-        self._share_outcomes()
+        reports = self.processes.gather(self._report(note))
+        self._take_reports(reports)
         seed_everything(derive_seed(self.engine.seed, "fusion", self.round))  # what draws in a fusion draws alike
-        success = sum(self.processes.gather(len(self._fusion))) >= self.server.min_clients
+        success = sum(report.count for report in reports) >= self.server.min_clients
         if success:
             try:
-                result, metrics = self._fuse()
+                result, metrics = self._fuse([report.admitted for report in reports])
             except FusionError as refusal:
                 self.refusal, success = refusal, False
             else:
@@ -242,18 +269,27 @@ class Federation:
         self.history.append({"round": float(self.plan.round), **metrics, **self._figures()})
         if self.failed_rounds >= self.server.max_failed_rounds:
             raise self._too_many_failures()
+        return [report.note for report in reports]
 
-    def _share_outcomes(self) -> None:
-        """Let all processes know what became of the clients of each, and what the module wants to see of them."""
+    def _report(self, note: Any) -> ProcessReport:
+        """What this process tells the others of its clients."""
+        count, admitted = len(self._fusion), self._fusion.admitted()
+        if self.processes.count == 1:
+            return ProcessReport(self.outcomes, None, self._sent, count, admitted, note)
+        outcomes = [replace(each, error=each.error and sendable(each.error)) for each in self.outcomes]
+        sent = {client: posterior.to("cpu") for client, posterior in self._sent.items()}
+        return ProcessReport(outcomes, self.engine.trained(), sent, count, admitted, note)
+
+    def _take_reports(self, reports: Sequence[ProcessReport]) -> None:
+        """Know of the clients of all processes what is known of this one's."""
         if self.processes.count == 1:
             return
-        own = [replace(each, error=each.error and sendable(each.error)) for each in self.outcomes]
-        everyone = [each for part in self.processes.gather(own) for each in part]
-        self.outcomes = sorted(everyone, key=lambda outcome: outcome.client)
-        if self._keeps_clients:
-            sent = self.processes.gather({client: posterior.to("cpu") for client, posterior in self._sent.items()})
-            device = next(iter(self.posterior.mean.values())).device
-            self._sent = {client: posterior.to(device) for part in sent for client, posterior in sorted(part.items())}
+        self.outcomes = sorted((each for report in reports for each in report.outcomes), key=lambda each: each.client)
+        self.engine.take_trained([report.trained for report in reports])
+        device = next(iter(self.posterior.mean.values())).device
+        self._sent = {
+            client: posterior.to(device) for report in reports for client, posterior in sorted(report.sent.items())
+        }
 
     def _too_many_failures(self) -> FederationError:
         """What stops a run whose rounds come to nothing, with the reason of the last one."""
@@ -280,11 +316,11 @@ class Federation:
             return RoundSelection(rule, fusion, self.memory)
         return fusion(rule, self.memory)
 
-    def _fuse(self) -> tuple[RoundResult, dict[str, float]]:
-        """The result of the round and its figures."""
+    def _fuse(self, admitted: Sequence[Any]) -> tuple[RoundResult, dict[str, float]]:
+        """The result of the round and its figures, from what each process has admitted."""
         if isinstance(self._fusion, RoundFusion):
             with self._threads():
-                result = self._fusion.finish()
+                result = self._fusion.finish(admitted)
             return result, result.metrics
         module, auto = self.engine.model.module, self._fusion.auto
         assert isinstance(module, L.LightningModule)
@@ -292,11 +328,10 @@ class Federation:
 
         def loss(result: RoundResult) -> float:
             self._load(result)
-            own = held_out_loss(module, batches, auto.score, self.engine.seed, self.round)
-            return self.processes.broadcast(own)
+            return held_out_loss(module, batches, auto.score, self.engine.seed, self.round)
 
         with self.engine.model.unchanged(), kept_attributes(module, "global_round"):
-            result, losses = self._fusion.finish(loss)
+            result, losses = self._fusion.finish(loss, admitted)
         return result, {**result.metrics, **{f"{HELD_OUT_LOSS}{name}": value for name, value in losses.items()}}
 
     def _load(self, result: RoundResult) -> None:

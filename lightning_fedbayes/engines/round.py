@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor
 from lightning_fedbayes.errors import FusionError
 from lightning_fedbayes.fusion import FusionAccumulator, FusionRule, Memory, Statistics, SumRule
 from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
+from lightning_fedbayes.fusion.cohort import Fused
 from lightning_fedbayes.fusion.pools import add_disagreement
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero
-from lightning_fedbayes.processes import ALONE, Processes
+from lightning_fedbayes.processes import ALONE, Processes, Talk
+from lightning_fedbayes.processes.base import blocks
 from lightning_fedbayes.weighting import (
     PER_CLIENT,
     ClientFacts,
@@ -69,6 +71,23 @@ class RoundResult:
     judged: bool
     excluded: dict[int, str]
     memory: Memory
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The clients that a process has admitted, as the others have to know them before the fusion.
+
+    Args:
+        clients: their numbers, in the order in which they came.
+        weights: their weights, not normalised; empty where the weighting compares clients.
+        facts: what such a weighting looks at; otherwise empty.
+        error: why a weight cannot be had.
+    """
+
+    clients: tuple[int, ...]
+    weights: tuple[float, ...] = ()
+    facts: tuple[ClientFacts, ...] = ()
+    error: FusionError | None = None
 
 
 class RoundFusion:
@@ -153,67 +172,90 @@ class RoundFusion:
             if bool((~torch.isfinite(value) & known.to(value.device)).any()):
                 raise FusionError(f"{who}: buffer '{name}' is not finite")
 
-    def finish(self) -> RoundResult:
+    def admitted(self) -> Admitted:
+        """What the other processes have to know of this one's clients before all :meth:`finish`."""
+        if self._streams:
+            return Admitted(tuple(self._weights), tuple(self._weights.values()))
+        clients = tuple(update.client for update in self._held)
+        if not self.rule.uses_weights:
+            return Admitted(clients, (1.0,) * len(clients))
+        facts = [self._facts(update) for update in self._held]
+        if isinstance(self.weighting, str) and self.weighting in PER_CLIENT:
+            one = PER_CLIENT[self.weighting]
+            try:
+                return Admitted(clients, tuple(one(fact) for fact in facts))
+            except FusionError as error:
+                return Admitted(clients, error=error)
+        if self.processes.count > 1:
+            before = self.previous.to("cpu")
+            facts = [replace(fact, posterior=fact.posterior.to("cpu"), previous=before) for fact in facts]
+        return Admitted(clients, facts=tuple(facts))
+
+    def finish(self, everyone: Sequence[Admitted] | None = None) -> RoundResult:
         """Fuse; the result is the same in all processes.
+
+        Args:
+            everyone: what each process has :meth:`admitted`; None: the processes meet for it.
 
         Raises:
             FusionError: the weights cannot be used, or the rule cannot fuse these posteriors.
         """
-        for update, weight in zip(self._held, self._held_weights(), strict=True):
-            self._fuse(update, *update.posterior.flatten(), weight)
-        fused = self._accumulator.finish(self.memory)
+        everyone = self.processes.gather(self.admitted()) if everyone is None else everyone
+        weights = self._weights_of(everyone)
+        for update in self._held:
+            self._fuse(update, *update.posterior.flatten(), weights[update.client])
+        total = sum(weights.values())
+        talks = (
+            self._accumulator.finishing(self.memory, total if self.processes.count > 1 else None),
+            disagreeing(self._disagreement, self.previous.num_parameters, self.processes),
+        )
+        early = [self._averaging_buffers(total)] if self._streams else []  # else what a client counts is not known yet
+        fused: Fused
+        fused, disagreement, *averages = self.processes.hold(*talks, *early)
         check_finite(fused.posterior, *fused.posterior.flatten(), "the fused posterior")
-        weights = {client: weight for part in self.processes.gather(self._weights) for client, weight in part.items()}
         shares = shares_of(dict(sorted(weights.items())), fused.reliability)
         for update in self._held:
             self._add_buffers(update, shares[update.client])
-        total = sum(weights.values()) if self._streams else 1.0
+        [buffers] = averages or self.processes.hold(self._averaging_buffers(1.0))
         return RoundResult(
             fused.posterior,
-            buffers=self._averaged_buffers(total),
+            buffers=buffers,
             weights=shares,
-            metrics=self._diagnostics(fused.posterior, shares),
+            metrics=self._diagnostics(fused.posterior, shares, disagreement),
             judged=bool(fused.reliability),
             excluded=fused.excluded,
             memory=fused.memory,
         )
 
-    def _held_weights(self) -> list[float]:
-        """The weights of the clients that were held back until all are known."""
-        if self._streams:
-            return []
-        if not self.rule.uses_weights:
-            return [1.0] * len(self._held)
-        facts = [self._facts(update) for update in self._held]
-        clients = [each for part in self.processes.gather([fact.client for fact in facts]) for each in part]
-        if not clients:
-            return []
-        if isinstance(self.weighting, str) and self.weighting in PER_CLIENT:
-            one = PER_CLIENT[self.weighting]
-            own = self.processes.agree(lambda: [one(fact) for fact in facts])
-            values = [each for part in self.processes.gather(own) for each in part]
-            weights = dict(zip(clients, normalised(values, self.weighting, len(clients)), strict=True))
-        else:  # which compares clients
-            sent = facts
-            if self.processes.count > 1:
-                before = self.previous.to("cpu")
-                sent = [replace(fact, posterior=fact.posterior.to("cpu"), previous=before) for fact in facts]
-            everyone = sorted((e for part in self.processes.gather(sent) for e in part), key=lambda fact: fact.client)
-            values = client_weights(self.weighting, everyone)
-            weights = {fact.client: value for fact, value in zip(everyone, values, strict=True)}
-        return [weights[update.client] for update in self._held]
+    def _weights_of(self, everyone: Sequence[Admitted]) -> dict[int, float]:
+        """The weights of all clients; normalised where they were held back until all were known."""
+        for each in everyone:
+            if each.error is not None:
+                raise each.error
+        clients = [client for each in everyone for client in each.clients]
+        values = [weight for each in everyone for weight in each.weights]
+        facts = sorted((fact for each in everyone for fact in each.facts), key=lambda fact: fact.client)
+        if facts:
+            return dict(zip([fact.client for fact in facts], client_weights(self.weighting, facts), strict=True))
+        if values and not self._streams and self.rule.uses_weights:
+            values = normalised(values, self.weighting, len(clients))
+        return dict(zip(clients, values, strict=True))
 
-    def _averaged_buffers(self, total: float) -> dict[str, Tensor]:
-        """The averages of the clients' buffers, which have the global ones' dtypes."""
+    def _averaging_buffers(self, total: float) -> Talk[dict[str, Tensor]]:
+        """The averages of all clients' buffers, which have the global ones' dtypes; one meeting if there are any."""
         if self.processes.count == 1:
             return {name: self._average(name, value / total) for name, value in self._buffers.items()}
+        like = self._previous_buffers or {}
+        if not like:
+            return {}
+        own = [_as_real(self._buffers.get(name, torch.zeros_like(value))) for name, value in like.items()]
+        flat = torch.cat([each.flatten() for each in own])
+        everyone = yield [flat.numpy()] * self.processes.count
+        sums = torch.from_numpy(sum(everyone)).split([each.numel() for each in own])
         averaged = {}
-        for name, like in (self._previous_buffers or {}).items():
-            kind = torch.complex128 if like.is_complex() else torch.float64
-            own = self._buffers.get(name, torch.zeros(like.shape, dtype=kind)).cpu()
-            summed = self.processes.sum(torch.view_as_real(own) if own.is_complex() else own)
-            value = torch.view_as_complex(summed) if own.is_complex() else summed
-            averaged[name] = self._average(name, value / total).to(like.device)
+        for (name, value), summed in zip(like.items(), sums, strict=True):
+            average = torch.view_as_complex(summed.view(-1, 2)) if value.is_complex() else summed
+            averaged[name] = self._average(name, average.view(value.shape) / total).to(value.device)
         return averaged
 
     def _average(self, name: str, value: Tensor) -> Tensor:
@@ -250,12 +292,11 @@ class RoundFusion:
             term = value.to(torch.complex128 if value.is_complex() else torch.float64) * weight
             self._buffers[name] = self._buffers[name] + term if name in self._buffers else term
 
-    def _diagnostics(self, posterior: GaussianPosterior, shares: dict[int, float]) -> dict[str, float]:
+    def _diagnostics(
+        self, posterior: GaussianPosterior, shares: dict[int, float], disagreement: float
+    ) -> dict[str, float]:
         """What is logged of a fusion."""
-        metrics = {
-            "effective_clients": effective_clients(list(shares.values())),
-            "disagreement": mean_disagreement(self._disagreement, self.previous.num_parameters, self.processes),
-        }
+        metrics = {"effective_clients": effective_clients(list(shares.values())), "disagreement": disagreement}
         variances = [value.detach().flatten() for value in posterior.variance.values() if not is_zero(value)]
         if variances:
             flat = torch.cat([value.to(torch.float64) for value in variances])
@@ -271,8 +312,10 @@ def shares_of(weights: Mapping[int, float], reliability: Mapping[int, float]) ->
     return {client: weight / total for client, weight in weights.items()}
 
 
-def mean_disagreement(own: Statistics, size: int, processes: Processes) -> float:
+def disagreeing(own: Statistics, size: int, processes: Processes) -> Talk[float]:
     r"""Mean over the parameters of the weighted variance of the clients' means, from the sums of each process.
+
+    Two meetings: each process gets its columns of the mean of all, and tells the others how far those are apart.
 
     Args:
         own: what :func:`~lightning_fedbayes.fusion.pools.add_disagreement` has made of this process's clients.
@@ -281,14 +324,23 @@ def mean_disagreement(own: Statistics, size: int, processes: Processes) -> float
     """
     if processes.count == 1:
         return float((own["disagreement"] / own["weight"]).mean())
-    within = processes.gather((float(own["weight"]), float(own["disagreement"].sum())) if own else None)
-    means = processes.columns(own["mean"].cpu()[None] if own else torch.zeros(0, size, dtype=torch.float64))
-    there = [each for each in within if each is not None]
+    sums = (float(own["weight"]), float(own["disagreement"].sum())) if own else None
+    mean = own["mean"].cpu()[None] if own else torch.zeros(0, size, dtype=torch.float64)
+    everyone = yield [(sums, block) for block in blocks(mean, processes.count)]
+    there = [(*sums, torch.from_numpy(block)[0]) for sums, block in everyone if sums is not None]
     between: Statistics = {}
-    for (weight, _), mean in zip(there, means, strict=True):
+    for weight, _, mean in there:
         add_disagreement(between, mean, mean.new_tensor(weight))
-    total = float(processes.sum(between["disagreement"].sum())) + sum(each for _, each in there)
-    return total / sum(weight for weight, _ in there) / size
+    apart = yield [float(between["disagreement"].sum())] * processes.count
+    within = sum(each for _, each, _ in there)
+    return (sum(apart) + within) / sum(weight for weight, _, _ in there) / size
+
+
+def _as_real(buffer: Tensor) -> Tensor:
+    """``buffer`` on the CPU in double precision, real and imaginary parts as two numbers."""
+    if buffer.is_complex():
+        return torch.view_as_real(buffer.to("cpu", torch.complex128))
+    return buffer.to("cpu", torch.float64)
 
 
 def _alike(first: Tensor | None, second: Tensor | None) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import lightning as L
 
-from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion, RoundResult
+from lightning_fedbayes.engines.round import Admitted, ClientUpdate, RoundFusion, RoundResult
 from lightning_fedbayes.engines.scoring import Score
 from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.fusion import FusionRule, Memory, get_rule, rule_name
@@ -88,6 +88,7 @@ class RoundSelection:
         self.auto = auto
         self.memory = memory
         self._fusions = [fusions(rule, memory.get(name)) for rule, name in zip(auto.rules, auto.names, strict=True)]
+        self.processes = self._fusions[0].processes
 
     def __len__(self) -> int:
         return len(self._fusions[0])
@@ -97,11 +98,19 @@ class RoundSelection:
         for fusion in self._fusions:
             fusion.add(update)
 
-    def finish(self, loss: Callable[[RoundResult], float]) -> tuple[RoundResult, dict[str, float]]:
+    def admitted(self) -> tuple[Admitted, ...]:
+        """For each candidate what the other processes have to know of this one's clients."""
+        return tuple(fusion.admitted() for fusion in self._fusions)
+
+    def finish(
+        self, loss: Callable[[RoundResult], float], everyone: Sequence[Sequence[Admitted]]
+    ) -> tuple[RoundResult, dict[str, float]]:
         """The best candidate.
 
         Args:
-            loss: of a candidate's result on held-out data; not finite: the candidate drops out.
+            loss: of a candidate's result on held-out data; not finite: the candidate drops out. The first process's
+                counts.
+            everyone: what each process has :meth:`admitted`.
 
         Returns: its result, with the memories of all candidates by their names, and every candidate's loss.
 
@@ -110,14 +119,15 @@ class RoundSelection:
         """
         results, losses, memory = {}, {}, dict(self.memory)
         reason = "no candidate has a finite loss on the validation data"
-        for name, fusion in zip(self.auto.names, self._fusions, strict=True):
+        for name, fusion, admitted in zip(self.auto.names, self._fusions, zip(*everyone), strict=True):
             try:
-                results[name] = fusion.finish()
+                results[name] = fusion.finish(admitted)
             except FusionError as error:
                 reason = str(error)
                 continue
             memory[name] = results[name].memory
             losses[name] = loss(results[name])
+        losses = self.processes.broadcast(losses)
         finite = {name: value for name, value in losses.items() if math.isfinite(value)}
         if not finite:
             raise FusionError(f"fusion='auto': none of {', '.join(self.auto.names)} can be used: {reason}")

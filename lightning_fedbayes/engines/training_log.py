@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -11,7 +11,12 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
 from lightning_fedbayes.errors import FederationError
-from lightning_fedbayes.processes import Processes
+
+Sums = dict[str, tuple[Tensor | float, float]]
+"""Name of a figure → its sum over examples, and their number."""
+
+Collected = tuple[dict[int, Sums], dict[str, dict[str, Any]]]
+"""The sums of each client, and what the mean of each figure is to be logged with."""
 
 SIGNATURE = inspect.signature(L.LightningModule.log)
 
@@ -34,8 +39,8 @@ class TrainingLog:
         self.batch: Any = None
         self.is_shared = False
         self._log = module.log
-        self._sums: dict[str, tuple[Tensor | float, float]] = {}
-        self._clients: dict[int, dict[str, tuple[Tensor | float, float]]] = {}
+        self._sums: Sums = {}
+        self._clients: dict[int, Sums] = {}
         self._options: dict[str, dict[str, Any]] = {}
 
     def install(self) -> None:
@@ -87,13 +92,16 @@ class TrainingLog:
         """Do not count a client that is left out."""
         self._clients.pop(client, None)
 
-    def share(self, processes: Processes) -> None:
-        """Let all processes know what the clients of each have logged."""
-        own: dict[int, dict[str, tuple[Tensor | float, float]]] = {
+    def collected(self) -> Collected:
+        """What the clients of this process have logged in this round, as other processes can take it."""
+        clients: dict[int, Sums] = {
             client: {name: (float(total), examples) for name, (total, examples) in sums.items()}
             for client, sums in self._clients.items()
         }
-        everyone = processes.gather((own, self._options))
+        return clients, self._options
+
+    def take(self, everyone: Sequence[Collected]) -> None:
+        """Take what the clients of each process have logged for what those of this one have."""
         self._clients = dict(sorted((c, sums) for clients, _ in everyone for c, sums in clients.items()))
         for _, options in everyone:
             self._options = options | self._options

@@ -12,9 +12,9 @@ from lightning_fedbayes.errors import FusionError, PosteriorError
 from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
 from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
 from lightning_fedbayes.fusion.rule import FusionRule, Statistics, SumRule
-from lightning_fedbayes.fusion.shared import fuse_shared, merged
+from lightning_fedbayes.fusion.shared import fusing, merging
 from lightning_fedbayes.posterior import GaussianPosterior, check_same_structure, zeros_like
-from lightning_fedbayes.processes import ALONE, Processes
+from lightning_fedbayes.processes import ALONE, Processes, Talk
 
 
 class FusionAccumulator:
@@ -92,19 +92,21 @@ class FusionAccumulator:
             self._posteriors.append(posterior.clone())
 
     def compute(self) -> GaussianPosterior:
-        """The global posterior of all clients added so far, by a rule that remembers nothing; see :meth:`finish`."""
-        return self.finish(self.rule.init()).posterior
+        """The global posterior of all clients added so far, by a rule that remembers nothing; see :meth:`finishing`."""
+        [fused] = self.processes.hold(self.finishing(self.rule.init()))
+        return fused.posterior
 
-    def finish(self, memory: Memory) -> Fused:
-        """The fusion of all clients added so far.
+    def finishing(self, memory: Memory, total: float | None = None) -> Talk[Fused]:
+        """The fusion of all clients that all processes have added so far.
 
         Args:
             memory: what the rule remembers of earlier rounds.
+            total: the sum of their weights; None: there are no other processes.
 
         Raises:
             FusionError: no client with a positive weight was added, or the rule cannot fuse these.
         """
-        total = sum(self.processes.gather(sum(self._weights)))
+        total = sum(self._weights) if total is None else total
         if not total > 0:
             raise FusionError(
                 f"nothing to fuse: {self.count} clients, of which none has a positive weight; "
@@ -113,11 +115,11 @@ class FusionAccumulator:
         like = self._like if self._like is not None else self.previous
         assert like is not None
         if isinstance(self.rule, SumRule):
-            statistics = merged(self.rule, self._statistics, like, self.processes)
+            statistics = yield from merging(self.rule, self._statistics, like, self.processes)
             return Fused(like.unflatten(*self.rule.compute(statistics, like, self.previous)), memory=memory)
         weights = torch.tensor(self._weights, dtype=torch.float64) / total
         cohort = Cohort(self._posteriors, weights, self.previous, tuple(self._clients))
-        return fuse_shared(self.rule, cohort, like, memory, self.processes)
+        return (yield from fusing(self.rule, cohort, like, memory, self.processes))
 
 
 def fuse(

@@ -117,7 +117,8 @@ def _around(centre: int, points: list[Mapping[str, Tensor]]) -> Gram:
         block -= block[centre].clone()
         products.addmm_(block, block.T)
         size += block.shape[1]
-    products, size = total(products.cpu()), int(total(torch.tensor(float(size), dtype=torch.float64)))
+    summed = total(torch.cat([products.flatten(), products.new_tensor([size])]).cpu())
+    products, size = summed[:-1].view(len(points), len(points)), int(summed[-1])
     for k in (~torch.isfinite(products.diagonal())).nonzero().flatten().tolist():
         who = f"client {k}" if k < len(points) - 1 else "the previous global posterior (0 if there is none)"
         raise FusionError(

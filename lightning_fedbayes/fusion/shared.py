@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from lightning_fedbayes.errors import FusionError
 from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
 from lightning_fedbayes.fusion.columns import columns_spread_over
 from lightning_fedbayes.fusion.rule import FusionRule, Statistics, SumRule
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero
-from lightning_fedbayes.processes import Processes
-from lightning_fedbayes.processes.base import block_bounds
+from lightning_fedbayes.processes import Processes, Talk
+from lightning_fedbayes.processes.base import block_bounds, blocks
 
 COLUMNS = "columns"
 """Name of the one parameter of a posterior that is a block of columns."""
 
 
-def merged(rule: SumRule, own: Statistics, like: GaussianPosterior, processes: Processes) -> Statistics:
+def merging(rule: SumRule, own: Statistics, like: GaussianPosterior, processes: Processes) -> Talk[Statistics]:
     """The sums over the clients of all processes: what an all-reduce gives, with the rule's own way of adding.
 
-    Sums that are 0 everywhere, such as those of the variances of a deterministic network, are not sent.
+    Two meetings: each process gets its columns of the sums of all, adds them up, and tells the others what comes of
+    it. Sums that are 0 everywhere, such as those of the variances of a deterministic network, are not sent.
 
     Args:
         rule: says how sums are added.
@@ -33,27 +36,30 @@ def merged(rule: SumRule, own: Statistics, like: GaussianPosterior, processes: P
         return own
     size, device = like.num_parameters, like.flatten()[0].device
     scalars = {name: value.item() for name, value in own.items() if not value.dim()}
-    vectors = {name: bool(value.any()) for name, value in own.items() if value.dim()}
-    rows = [own[name].cpu() for name, filled in vectors.items() if filled]
-    block = processes.columns(torch.stack(rows) if rows else torch.zeros(0, size, dtype=torch.float64))
-    place, total = 0, Statistics()
-    for names, numbers in processes.gather((vectors, scalars)):
-        part = {name: block.new_tensor(number) for name, number in numbers.items()}
-        for name, filled in names.items():
-            part[name] = block[place] if filled else block.new_zeros(block.shape[1])
-            place += filled
+    vectors = [name for name, value in own.items() if value.dim()]
+    filled = [name for name in vectors if bool(own[name].any())]
+    rows = _rows([own[name].cpu() for name in filled], size)
+    total: Statistics = {}
+    everyone = yield [(scalars, vectors, filled, block) for block in blocks(rows, processes.count)]
+    for numbers, names, sent, block in everyone:
+        part = {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
+        part |= {name: torch.zeros(block.shape[1], dtype=torch.float64) for name in names}
+        part |= dict(zip(sent, torch.from_numpy(block), strict=True))
         if part:  # that process has clients
             rule.merge(total, part)
-    filled = processes.gather({name for name, value in total.items() if value.dim() and bool(value.any())})
-    sent = sorted(set().union(*filled))
-    joined = processes.join(torch.stack([total[name] for name in sent]) if sent else block[:0])
-    whole = {name: value if not value.dim() else value.new_zeros(size) for name, value in total.items()}
-    return {name: value.to(device) for name, value in {**whole, **dict(zip(sent, joined, strict=True))}.items()}
+    sums = {name: value for name, value in total.items() if value.dim()}
+    everyone = yield [{name: value.numpy() for name, value in sums.items() if bool(value.any())}] * processes.count
+    bounds = itertools.pairwise(block_bounds(size, processes.count))
+    whole = {name: total[name].new_zeros(size) for name in sums}
+    for (start, end), parts in zip(bounds, everyone, strict=True):
+        for name, block in parts.items():
+            whole[name][start:end] = torch.from_numpy(block)
+    return {name: whole.get(name, value).to(device) for name, value in total.items()}
 
 
-def fuse_shared(
+def fusing(
     rule: FusionRule, own: Cohort, like: GaussianPosterior, memory: Memory, processes: Processes
-) -> Fused:
+) -> Talk[Fused]:
     """Fuse the clients of all processes by a rule that is no sum; what comes out is the same in each.
 
     Args:
@@ -68,54 +74,70 @@ def fuse_shared(
     """
     if processes.count == 1:
         return rule.apply(own, memory)
-    return (_fuse_by_columns if rule.by_columns else _fuse_everywhere)(rule, own, like, memory, processes)
+    return (yield from (_by_columns if rule.by_columns else _everywhere)(rule, own, like, memory, processes))
 
 
-def _fuse_everywhere(
+def _everywhere(
     rule: FusionRule, own: Cohort, like: GaussianPosterior, memory: Memory, processes: Processes
-) -> Fused:
-    """Every process gets all clients and fuses them."""
+) -> Talk[Fused]:
+    """Every process gets all clients and fuses them: one meeting."""
     sent = [posterior.to("cpu") for posterior in own.posteriors]
-    numbers = list(zip(own.clients, own.weights.tolist(), sent, strict=True))
-    everyone = sorted((each for part in processes.gather(numbers) for each in part), key=lambda each: each[0])
+    heard = yield [list(zip(own.clients, own.weights.tolist(), sent, strict=True))] * processes.count
+    everyone = sorted((each for part in heard for each in part), key=lambda each: each[0])
     clients, weights, received = zip(*everyone, strict=True)
     device = next(iter(like.mean.values())).device
     posteriors = [posterior.to(device) for posterior in received]
     return rule.apply(Cohort(posteriors, torch.tensor(weights, dtype=torch.float64), own.previous, clients), memory)
 
 
-def _fuse_by_columns(
+def _by_columns(
     rule: FusionRule, own: Cohort, like: GaussianPosterior, memory: Memory, processes: Processes
-) -> Fused:
-    """Every process fuses its block of the columns of all clients, and gets the other blocks from the others."""
+) -> Talk[Fused]:
+    """Every process fuses its block of the columns of all clients, and tells the others: two meetings.
+
+    Where some clients have no variances, nothing is sent of them. What a rule sums over columns it meets for itself.
+    """
     numbers = list(zip(own.clients, own.weights.tolist(), strict=True))
-    everyone = [each for part in processes.gather(numbers) for each in part]
-    order = sorted(range(len(everyone)), key=lambda place: everyone[place][0])
-    rows = [posterior.flatten() for posterior in own.posteriors]
-    means = processes.columns(_stacked([mean for mean, _ in rows], like))[order]
+    flat = [posterior.flatten() for posterior in own.posteriors]
     spread = any(not is_zero(each) for posterior in own.posteriors for each in posterior.variance.values())
-    variances = torch.zeros_like(means)
-    if any(processes.gather(spread)):
-        variances = processes.columns(_stacked([variance for _, variance in rows], like))[order]
+    means, variances = ([each[i].cpu() for each in flat] for i in (0, 1))
+    rows = _rows([*means, *(variances if spread else ())], like.num_parameters)
+    heard = yield [(numbers, block) for block in blocks(rows, processes.count)]
+    everyone = []
+    for facts, block in heard:
+        received = torch.from_numpy(block)
+        zeros = received.new_zeros(len(facts), received.shape[1])
+        both = zip(received, torch.cat([received[len(facts) :], zeros]))
+        everyone += [(*fact, *row) for fact, row in zip(facts, both)]
+    clients, weights, *columns = zip(*sorted(everyone, key=lambda each: each[0]), strict=True)
     previous = None
     if own.previous is not None:
         start, end = block_bounds(like.num_parameters, processes.count)[processes.rank :][:2]
         previous = _block(*(each[start:end].cpu() for each in own.previous.flatten()))
     cohort = Cohort(
-        [_block(mean, variance) for mean, variance in zip(means, variances, strict=True)],
-        torch.tensor([everyone[place][1] for place in order], dtype=torch.float64),
-        previous,
-        tuple(everyone[place][0] for place in order),
+        [_block(*each) for each in zip(*columns, strict=True)], torch.tensor(weights, dtype=torch.float64), previous,
+        clients,
     )
+    fused: Fused | None = None
+    error: FusionError | None = None
     with columns_spread_over(processes):
-        fused = processes.agree(lambda: rule.apply(cohort, memory))
-    mean, variance = processes.join(torch.stack(fused.posterior.flatten()))
+        try:
+            fused = rule.apply(cohort, memory)
+        except FusionError as raised:
+            error = raised
+    said = torch.stack(fused.posterior.flatten()).cpu().numpy() if fused is not None else error
+    heard = yield [said] * processes.count
+    for each in heard:
+        if isinstance(each, FusionError):
+            raise each
+    assert fused is not None
+    mean, variance = torch.cat([torch.from_numpy(each) for each in heard], 1)
     return replace(fused, posterior=like.unflatten(mean, variance))
 
 
-def _stacked(vectors: list[Tensor], like: GaussianPosterior) -> Tensor:
-    """``vectors`` of all P parameters as rows on the CPU, of which there may be none."""
-    return torch.stack(vectors).cpu() if vectors else torch.zeros(0, like.num_parameters, dtype=torch.float64)
+def _rows(vectors: list[Tensor], size: int) -> Tensor:
+    """``vectors`` of ``size`` parameters on the CPU as rows, of which there may be none."""
+    return torch.stack(vectors) if vectors else torch.zeros(0, size, dtype=torch.float64)
 
 
 def _block(mean: Tensor, variance: Tensor) -> GaussianPosterior:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
-from torch import Tensor
+from collections.abc import Sequence
+from typing import Any
 
 from lightning_fedbayes.processes.base import Processes
-
-T = TypeVar("T")
 
 
 class OneProcess(Processes):
@@ -21,31 +17,12 @@ class OneProcess(Processes):
 
     rank = 0
     count = 1
+    meetings = 0
     bytes_sent = 0
 
-    def gather(self, value: T) -> list[T]:
-        """See :meth:`Processes.gather`."""
-        return [value]
-
-    def broadcast(self, value: T, source: int = 0) -> T:
-        """See :meth:`Processes.broadcast`."""
-        return value
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """See :meth:`Processes.sum`."""
-        return tensor
-
-    def columns(self, rows: Tensor) -> Tensor:
-        """See :meth:`Processes.columns`."""
-        return rows
-
-    def join(self, block: Tensor) -> Tensor:
-        """See :meth:`Processes.join`."""
-        return block
-
-    def agree(self, local: Callable[[], T]) -> T:
-        """See :meth:`Processes.agree`."""
-        return local()
+    def exchange(self, values: Sequence[Any]) -> list[Any]:
+        """See :meth:`Processes.exchange`."""
+        return list(values)
 
 
 ALONE = OneProcess()

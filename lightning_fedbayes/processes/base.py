@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError
-
 T = TypeVar("T")
+
+Talk = Generator[Sequence[Any], list[Any], T]
+"""What processes have to say to each other in several meetings, and what each makes of it in the end.
+
+It yields what it says, value r to process r, and is sent what it hears, a value of each process. All processes talk
+alike: as often, and of the same things in the same order.
+"""
 
 
 class Processes(ABC):
@@ -22,61 +29,61 @@ class Processes(ABC):
     Attributes:
         rank: number of this process.
         count: number of processes.
+        meetings: how often they have met so far.
         bytes_sent: what this process has sent to others so far.
     """
 
     rank: int
     count: int
+    meetings: int
     bytes_sent: int
 
     @abstractmethod
-    def gather(self, value: T) -> list[T]:
-        """The picklable values of all processes, in their order."""
-
-    @abstractmethod
-    def broadcast(self, value: T, source: int = 0) -> T:
-        """The picklable value of process ``source``."""
-
-    @abstractmethod
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of the processes' tensors of one shape, of float64 on the CPU."""
-
-    @abstractmethod
-    def columns(self, rows: Tensor) -> Tensor:
-        """This process's block of columns, of the rows of all processes.
+    def exchange(self, values: Sequence[Any]) -> list[Any]:
+        """One meeting, in which every process has something to say to every process.
 
         Args:
-            rows: shape (rows of this process, P), float64, on the CPU. P is the same for all.
+            values: picklable, value r for process r. NumPy arrays in them are sent as they lie in memory.
 
-        Returns: shape (rows of all processes, width of the block), process by process.
-        """
-
-    @abstractmethod
-    def join(self, block: Tensor) -> Tensor:
-        """All columns, of rows of which every process has its block.
-
-        Args:
-            block: shape (rows, width of the block), float64, on the CPU. The number of rows is the same for all.
-
-        Returns: shape (rows, P).
-        """
-
-    def agree(self, local: Callable[[], T]) -> T:
-        """The result of what each process does on its own.
+        Returns: what each process has said to this one, in their order. A process gets its own value itself.
 
         Raises:
-            FusionError: one of them raised it; all raise that of the first.
+            FederationError: a process has ended.
         """
-        result: Any = None
-        error: FusionError | None = None
-        try:
-            result = local()
-        except FusionError as raised:
-            error = raised
-        failed = [each for each in self.gather(error) if each is not None]
-        if failed:
-            raise failed[0]
-        return result
+
+    def gather(self, value: T) -> list[T]:
+        """The picklable values of all processes, in their order: one meeting."""
+        return self.exchange([value] * self.count)
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """The picklable value of process ``source``: one meeting."""
+        return self.gather(value if self.rank == source else None)[source]  # pyright: ignore[reportReturnType]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of the processes' tensors of one shape, on the CPU, in the order of processes: one meeting."""
+        first, *others = self.gather(tensor.numpy())
+        total = torch.from_numpy(first).clone()
+        for each in others:
+            total += torch.from_numpy(each)
+        return total
+
+    def hold(self, *talks: Talk[Any]) -> list[Any]:
+        """What comes of several talks that are held at once, in as many meetings as the longest takes."""
+        results: dict[int, Any] = {}
+        heard: list[Any] = [None] * len(talks)
+        while True:
+            said: dict[int, Sequence[Any]] = {}
+            for number, talk in enumerate(talks):
+                if number not in results:
+                    try:
+                        said[number] = talk.send(heard[number])
+                    except StopIteration as end:
+                        results[number] = end.value
+            if not said:
+                return [results[number] for number in range(len(talks))]
+            messages = [{number: values[rank] for number, values in said.items()} for rank in range(self.count)]
+            everyone = self.exchange(messages)
+            heard = [[each.get(number) for each in everyone] for number in range(len(talks))]
 
 
 def block_bounds(size: int, count: int) -> list[int]:
@@ -86,3 +93,16 @@ def block_bounds(size: int, count: int) -> list[int]:
     [0, 2, 5]
     """
     return [rank * size // count for rank in range(count + 1)]
+
+
+def blocks(rows: Tensor, count: int) -> list[Any]:
+    """The block of columns of each of ``count`` processes, as arrays that can be sent.
+
+    Args:
+        rows: shape (rows, P), on the CPU.
+
+    >>> [block.tolist() for block in blocks(torch.tensor([[1, 2, 3]]), 2)]
+    [[[1]], [[2, 3]]]
+    """
+    bounds = block_bounds(rows.shape[1], count)
+    return [rows[:, start:end].contiguous().numpy() for start, end in itertools.pairwise(bounds)]

@@ -34,7 +34,7 @@ class ClientParallelStrategy(ParallelStrategy):
     process alone logs and writes checkpoints. ``self.log(sync_dist=True)`` and metrics have nothing to add up.
 
     When to use it: more than one GPU or node, or more cores than a client's step keeps busy. Processes meet over the
-    CPU (Gloo), on every device.
+    CPU (Gloo), whatever device they train on.
 
     Args:
         start_method: "popen" starts the script again for every process; "spawn" and "fork" start processes from this

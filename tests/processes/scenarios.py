@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.fusion import FusionRule
+from lightning_fedbayes.processes import processes_of
 from lightning_fedbayes.quiet import quietly
 
 SIZES = (40, 9, 25, 14, 31)
@@ -92,6 +93,20 @@ class Stops(L.Callback):
         trainer.should_stop |= trainer.global_rank == 1 and trainer.current_epoch == 1
 
 
+class Meetings(L.Callback):
+    """Notes how often processes meet from the start of a round to its validation."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.before = processes_of(trainer).meetings
+
+    def on_validation_start(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            self.rounds.append(processes_of(trainer).meetings - self.before)
+
+
 SCENARIOS = {
     "bayesian": {"bayesian": 2, "fusion": "reverse_kl_barycenter", "engine": "sequential", "fraction": 0.8},
     "stacked": {"bayesian": 0, "fusion": "weighted_average", "engine": "vectorized", "weighting": "max_discrepancy_l2"},
@@ -124,10 +139,11 @@ def run(
     L.seed_everything(rank(), verbose=False)  # all processes take over the weights of the first
     module = kind(make() if make else network(norm), bayesian_last=bayesian, estimator=estimator)
     federation = fb.FederatedBayes(seed=3, **options)
+    meetings = Meetings()
     checkpoint = ModelCheckpoint(folder, monitor="val/accuracy", mode="max", save_last=True, filename="{epoch}-{step}")
     trainer = L.Trainer(
         max_epochs=3, accelerator="cpu", devices=devices, strategy=strategy if devices > 1 else "auto",
-        callbacks=[federation, checkpoint, EarlyStopping("val/accuracy", mode="max", patience=5), *callbacks],
+        callbacks=[federation, checkpoint, EarlyStopping("val/accuracy", mode="max", patience=5), meetings, *callbacks],
         logger=False, enable_progress_bar=False, enable_model_summary=False,
     )
     held_out = DataLoader(classes(48, 77), batch_size=16, shuffle=shuffled)
@@ -141,6 +157,7 @@ def run(
         "steps": trainer.global_step,
         "best": Path(checkpoint.best_model_path).name,
         "states": federation.federation.engine.state_dict(),
+        "meetings": meetings.rounds,
     }
 
 

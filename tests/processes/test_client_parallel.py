@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks import checks
 from lightning_fedbayes.callbacks.checks import check_trainer
+from lightning_fedbayes.engines.selection import CANDIDATES
 from lightning_fedbayes.engines.training_log import TrainingLog
 from lightning_fedbayes.modules import mlp
 
@@ -138,6 +139,27 @@ def test_a_round_costs_the_sums_once(several):
     disagreement = 8 * size * (devices - 1) / devices
     facts = 6000 * (devices - 1)  # who has trained, and how it went
     assert there_and_back < sent < 1.3 * (there_and_back + disagreement) + facts
+
+
+MEETINGS = {
+    "bayesian": 4,  # reports; sums there; sums back; who wants to stop
+    "stacked": 4,  # the reports say what weights that compare clients look at
+    "idle": 4,  # averages of buffers go with the sums
+    "failing": 4,  # reports; columns there; medians back; who wants to stop
+    "idle_stacked": 7,  # as before, and for the Gram matrix the middle and the products; the buffers by its weights
+    "buffers": 5,  # reports; all clients; how far they are apart; the buffers; who wants to stop
+    "none_valid": 2,  # reports; who wants to stop
+    "chosen": 3 + 2 * len(CANDIDATES),  # reports; sums there and back of each candidate; scores; who wants to stop
+}
+"""How often processes meet in a round, whatever their number."""
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_a_round_takes_few_meetings(several, name):
+    devices, folder = several
+    for rank in range(devices):
+        result = torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
+        assert result["meetings"] == [MEETINGS[name]] * 3
 
 
 @pytest.mark.filterwarnings("ignore")
