@@ -63,12 +63,15 @@ def logistic_regression() -> nn.Linear:
     return network
 
 
-def updates_of(parties: Sequence[Examples], test: Examples, attack: Attack, seed: int) -> tuple[Updates, str]:
+def updates_of(
+    parties: Sequence[Examples], test: Examples, attack: Attack | None, seed: int, rate: float = RATE,
+    local_epochs: int = LOCAL_EPOCHS,
+) -> tuple[Updates, str]:
     """What the parties send after training, in their order, and the engine that trained."""
-    keep, optimizer = Keep(), functools.partial(torch.optim.SGD, lr=RATE)
+    keep, optimizer = Keep(), functools.partial(torch.optim.SGD, lr=rate)
     task = Task(logistic_regression(), cross_entropy, accuracy, optimizer)
     _, engine = federate(
-        task, parties, test, keep, attack, rounds=1, local_epochs=LOCAL_EPOCHS, batch_size=BATCH, seed=seed
+        task, parties, test, keep, attack, rounds=1, local_epochs=local_epochs, batch_size=BATCH, seed=seed
     )
     assert keep.updates is not None
     return keep.updates, engine

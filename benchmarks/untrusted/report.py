@@ -66,8 +66,8 @@ def table(
     return markdown_table(heads, rows)
 
 
-def write(out: Path, name: str, settings: str, tables: Sequence[str], figure: Figure) -> None:
-    """Print the report and write it beside its figure, NAME.md and NAME.png."""
+def write(out: Path, name: str, settings: str, tables: Sequence[str], figure: Figure | None = None) -> None:
+    """Print the report and write it beside its figure if there is one, NAME.md and NAME.png."""
     spent = time.perf_counter() - START
     machine = (
         f"{platform.machine()}, 1 thread, Python {platform.python_version()}, torch {torch.__version__}, "
@@ -76,10 +76,11 @@ def write(out: Path, name: str, settings: str, tables: Sequence[str], figure: Fi
     text = "\n\n".join([f"`{command()}`", settings, f"Mean ± standard error over the seeds. {machine}.", *tables])
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text(f"{text}\n")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=90)
-    Image.open(picture).convert("RGB").quantize(64).save(out / f"{name}.png", optimize=True)  # a quarter of the size
-    print(f"\n{text}\n\nWritten to {out / name}.md and .png")
+    if figure is not None:
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=90)
+        Image.open(picture).convert("RGB").quantize(64).save(out / f"{name}.png", optimize=True)  # a quarter the size
+    print(f"\n{text}\n\nWritten to {out}: {name}.*")
 
 
 def command() -> str:
