@@ -1,6 +1,6 @@
 """The next character of Shakespeare: a GRU, five genuine parties with roles of their own, five adversaries.
 
-    python benchmarks/untrusted/shakespeare.py --data DIR [--seeds 2] [--out FOLDER]
+    python benchmarks/untrusted/shakespeare.py --data DIR [--characters N ...] [--seeds 2] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from lightning_fedbayes.adversaries import Attack
 from lightning_fedbayes.quiet import quietly
 
 PARTIES, ADVERSARIES = 5, 5
-LENGTH, CHARACTERS, TEST = 50, 40_000, 50_000
+LENGTH, TEST = 50, 50_000
+CHARACTERS = [40_000] * PARTIES
+"""Of the training text of each genuine party."""
 EMBEDDING, HIDDEN = 16, 96
 ROUNDS, BATCH, RATE = 8, 16, 0.01
 LEFT_OUT = ("icov_mle", "krum", "multi_krum", "trimmed_mean", "norm_clipping")
@@ -52,10 +54,14 @@ class NextCharacter(nn.Module):
         return self.output(self.recurrent(self.embedding(codes))[0])
 
 
-def run(texts: list[str], rule: str, attack: fb.GaussianVector | fb.RandomUpdate, seed: int) -> tuple[list[float], str]:
-    """Test accuracy after every round, and the engine."""
+def run(
+    texts: list[str], rule: str, attack: fb.GaussianVector | fb.RandomUpdate, sizes: list[int], seed: int
+) -> tuple[list[float], str]:
+    """Test accuracy after every round, and the engine; ``sizes`` are the characters of the genuine parties."""
     given: Attack | None = attack
-    parties, test, characters = deal(texts, PARTIES + ADVERSARIES, CHARACTERS, TEST, LENGTH, seed)
+    parties, test, characters = deal(texts, PARTIES + ADVERSARIES, max(sizes), TEST, LENGTH, seed)
+    for party, size in enumerate(sizes):
+        parties[party] = parties[party][0][: size // LENGTH], parties[party][1][: size // LENGTH]
     if isinstance(attack, fb.GaussianVector):  # it throws away what it has trained: one sequence will do
         parties[PARTIES:] = [(inputs[:1], targets[:1]) for inputs, targets in parties[PARTIES:]]
     if rule == ORACLE:
@@ -67,22 +73,27 @@ def run(texts: list[str], rule: str, attack: fb.GaussianVector | fb.RandomUpdate
 
 
 def main() -> None:
-    arguments = options(__doc__, data=True, seeds=2).parse_args()
+    parser = options(__doc__, data=True, seeds=2)
+    parser.add_argument("--characters", type=int, nargs=PARTIES, default=CHARACTERS, metavar="N",
+                        help=f"of the training text of each genuine party ({CHARACTERS[0]} each)")
+    arguments = parser.parse_args()
+    sizes = arguments.characters
     torch.set_num_threads(1)  # which networks this small want
     texts, engine = roles(arguments.data), ""
     curves = {name: {rule: [] for rule in RULES} for name in ATTACKS}
     runs = [(seed, name, rule) for seed in range(arguments.seeds) for name in ATTACKS for rule in RULES]
     for seed, name, rule in tqdm(runs):
-        accuracies, engine = run(texts, rule, ATTACKS[name], seed)
+        accuracies, engine = run(texts, rule, ATTACKS[name], sizes, seed)
         curves[name][rule].append(accuracies)
         tqdm.write(f"seed {seed}, {name}, {RULES[rule]}: {accuracies[-1]:.3f}")
     last = {name: {rule: [each[-1] for each in seeds] for rule, seeds in rules.items()}
             for name, rules in curves.items()}
     settings = (
         f"Shakespeare's plays, {len(texts)} roles of at least 1,000 characters dealt out whole to {PARTIES} genuine "
-        f"parties and {ADVERSARIES} adversaries, {CHARACTERS:,} characters each, the last fifth of every role for the "
-        f"test ({TEST:,} characters); embedding {EMBEDDING}, GRU {HIDDEN}, sequences of {LENGTH}; Adam {RATE}, batches "
-        f"of {BATCH}, {ROUNDS} rounds of one local epoch; engine {engine}; seeds 0 to "
+        f"parties of {', '.join(f'{size:,}' for size in sizes)} characters and {ADVERSARIES} adversaries of "
+        f"{max(sizes):,}, the last fifth of every role for the test ({TEST:,} characters); embedding {EMBEDDING}, GRU "
+        f"{HIDDEN}, sequences of {LENGTH}; Adam {RATE}, batches of {BATCH}, {ROUNDS} rounds of one local epoch; engine "
+        f"{engine}; seeds 0 to "
         f"{arguments.seeds - 1}. Accuracy of the next character at every position of the test sequences after the "
         "last round."
     )

@@ -11,8 +11,10 @@ from lightning_fedbayes.engines.vectorized import functions
 from lightning_fedbayes.engines.vectorized.functions import StackedFunctions
 from lightning_fedbayes.engines.vectorized.small_sites import Sites, SmallSites
 from lightning_fedbayes.engines.vectorized.vmap import beneath, clients, enter, leave, stack_of
-from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, ScaleMixturePrior, kl_divergence
+from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, ScaleMixturePrior
 from lightning_fedbayes.layers.functional import gaussian_kl_sum, softplus_std
+
+from .modules import Divergence
 
 CLIENTS = 4
 
@@ -182,7 +184,8 @@ def test_kl_of_a_network_is_that_of_each_client(priors):
                 for name in names:
                     if "rho" in name:
                         softplus_std(entered[name])
-            divergence = torch.func.functional_call(_KL(network), {f"inner.{n}": t for n, t in entered.items()}, ())
+            given = {f"inner.{name}": tensor for name, tensor in entered.items()}
+            divergence = torch.func.functional_call(Divergence(network), given, ())
             divergence = leave(divergence, level, CLIENTS)
         divergence.sum().backward()
         for client in range(CLIENTS):
@@ -203,17 +206,8 @@ def test_a_prior_without_closed_form_draws_for_every_client():
     stacks = {f"inner.{name}": p.detach().expand(CLIENTS, *p.shape) for name, p in network.named_parameters()}
     with clients(CLIENTS) as level, functions_for(level):
         entered = {name: enter(each, level) for name, each in stacks.items()}
-        divergence = leave(torch.func.functional_call(_KL(network), entered, ()), level, CLIENTS)
+        divergence = leave(torch.func.functional_call(Divergence(network), entered, ()), level, CLIENTS)
     assert len(divergence.unique()) == CLIENTS
-
-
-class _KL(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self) -> Tensor:
-        return kl_divergence(self.inner)
 
 
 def test_stacks_are_seen_only_at_their_own_level():

@@ -21,6 +21,8 @@ from lightning_fedbayes.layers.functional import SMALL, gaussian_kl_sum, softplu
 from lightning_fedbayes.layers.kl import set_prior
 from lightning_fedbayes.layers.sites import read_posterior
 
+from .modules import Divergence
+
 CLIENTS = 3
 
 
@@ -177,7 +179,7 @@ def test_parameters_that_are_swapped_or_written_to():
     def swapped() -> Tensor:
         module(torch.ones(4))
         given = {f"inner.{name}": tensor + 0.3 for name, tensor in module.named_parameters()}
-        return torch.func.functional_call(_KL(module), given, ())
+        return torch.func.functional_call(Divergence(module), given, ())
 
     run(lambda: kl_divergence(module))
     found = run(swapped)
@@ -193,15 +195,6 @@ def test_parameters_that_are_swapped_or_written_to():
     run = Run(module)
     for _ in range(2):
         torch.testing.assert_close(run(written), run.divergence(module))
-
-
-class _KL(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self) -> Tensor:
-        return kl_divergence(self.inner)
 
 
 def test_without_gradients_and_inside_other_transforms(joint_draws):
