@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -15,13 +15,17 @@ every operation, some for a millisecond, and a step takes twenty times as long.
 """
 
 
-@contextmanager
-def threads_for(operations: float) -> Iterator[None]:
+def threads_for(operations: float) -> AbstractContextManager[None]:
     """Inside, torch uses one thread if so many ``operations`` are few."""
+    if operations > SMALL_STEP or torch.get_num_threads() == 1:
+        return nullcontext()
+    return _one_thread()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Inside, torch uses one thread."""
     threads = torch.get_num_threads()
-    if operations > SMALL_STEP or threads == 1:
-        yield
-        return
     torch.set_num_threads(1)
     try:
         yield

@@ -162,10 +162,11 @@ class VectorizedEngine(Engine):
         _, groups = self._schedule.batches[batch_idx]
         progress = self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         outputs: Outputs = None, {}
-        for group, batch in zip(groups, self._batches_at_hand, strict=True):
-            progress.increment_ready()
-            outputs = self._train_group(group, batch, batch_idx)
-            progress.increment_completed()
+        with threads_for(self.trial.flops * max(len(group.slots) for group in groups)):
+            for group, batch in zip(groups, self._batches_at_hand, strict=True):
+                progress.increment_ready()
+                outputs = self._train_group(group, batch, batch_idx)
+                progress.increment_completed()
         losses, rest = outputs
         return rest if losses is None else {"loss": losses.mean(), **rest}
 
@@ -177,9 +178,8 @@ class VectorizedEngine(Engine):
         if len(parts) > 1:
             group = replace(group, alone=False)
         outputs: Outputs = None, {}
-        with threads_for(self.trial.flops * len(group.slots)):
-            for slots, data in parts:
-                outputs = self._train(slots, data, group, batch_idx)
+        for slots, data in parts:
+            outputs = self._train(slots, data, group, batch_idx)
         return outputs
 
     def _parts(self, slots: Slots, data: Any) -> Iterator[tuple[Slots, Any]]:
