@@ -38,7 +38,6 @@ class Sites:
     Attributes:
         small: those that are drawn together: of our own layers, of few entries, and of one dtype and device.
         names: of their means and ρ among the module's parameters.
-        prior: mean and standard deviation of the prior that they last shared when their divergence was asked for.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -46,7 +45,6 @@ class Sites:
         found = gaussian_sites(module).values()
         self.small = _alike([site for site in found if id(site.mean) in names and id(site.rho) in names])
         self.names = [(names[id(site.mean)], names[id(site.rho)]) for site in self.small]
-        self.prior: tuple[float, float] | None = None
         self._modules = {id(part): part for part in module.modules()}
         self._parts: dict[int, Part] = {}
 
@@ -94,7 +92,9 @@ class SmallSites:
         if place is None or place in self._asked or not torch.is_grad_enabled():
             return None
         if not self._joint:
-            self._prior, self._versions = self._sites.prior, [stack._version for stack in self._stacks]
+            # nothing that an earlier step has shown: a resumed run must round as one that was not stopped
+            self._prior = shared_prior(self._sites.small)
+            self._versions = [stack._version for stack in self._stacks]
             self._joint = JointDraw.apply(self._prior, *self._stacks)  # pyright: ignore[reportAssignmentType]
         elif self._changed():
             return None
@@ -103,12 +103,12 @@ class SmallSites:
 
     def divergence(self) -> Tensor | None:
         """KL(q‖p) of all small sites, shape (clients,); None if it has not been computed with the draws."""
+        if not self._joint or self._prior is None or not torch.is_grad_enabled() or self._changed():
+            return None
         live = [(id(s.owner._parameters.get(s.mean_name)), id(s.layer._parameters.get(s.rho_name)))
                 for s in self._sites.small]
-        self._sites.prior = prior = shared_prior(self._sites.small)
-        if not self._joint or prior is None or prior != self._prior or not torch.is_grad_enabled():
-            return None
-        return None if self._changed() or any(pair not in self._places for pair in live) else self._joint[-1]
+        same = shared_prior(self._sites.small) == self._prior and all(pair in self._places for pair in live)
+        return self._joint[-1] if same else None
 
     def _changed(self) -> bool:
         """Whether a parameter has been written to since the draw."""
