@@ -20,6 +20,7 @@ from lightning_fedbayes.layers.functional import (
     ESTIMATORS,
     SMALL,
     Estimator,
+    FlipoutNoise,
     Normal,
     inverse_softplus_std,
     softplus_std,
@@ -228,8 +229,12 @@ class BayesianAffine(BayesianLayer):
             return mean + std * torch.randn_like(mean)
         weight_noise = torch.randn_like(weight_mean)
         bias_noise = None if self.mu_bias is None else torch.randn_like(self.mu_bias)
-        input_signs, output_signs = (random_signs(shape, x) for shape in self.sign_shapes(x))
-        return functional.flipout(op, x, weight, bias, weight_noise, bias_noise, input_signs, output_signs)
+        signs = (random_signs(shape, x) for shape in self.sign_shapes(x))
+        return self.flipout(op, x, weight, bias, FlipoutNoise(weight_noise, bias_noise, *signs))
+
+    def flipout(self, op: functional.Op, x: Tensor, weight: Normal, bias: Normal | None, noise: FlipoutNoise) -> Tensor:
+        """Output at given noise, :func:`~lightning_fedbayes.layers.functional.flipout`."""
+        return functional.flipout(op, x, weight, bias, noise)
 
     def extra_repr(self) -> str:
         """The estimator and the prior of the weight."""

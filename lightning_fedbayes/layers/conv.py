@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.errors import ConversionError
 from lightning_fedbayes.layers.base import BayesianAffine
-from lightning_fedbayes.layers.functional import Estimator
+from lightning_fedbayes.layers.example_kernels import flipout_by_example, one_convolution_is_cheaper
+from lightning_fedbayes.layers.functional import Estimator, FlipoutNoise, Normal, Op
 from lightning_fedbayes.layers.priors import Prior
 
 Size = int | tuple[int, ...]
@@ -115,11 +116,21 @@ class Convolution(BayesianConv):
 
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``F.conv*d``, after padding by ``padding_mode``."""
+        return self.grouped_op(x, weight, bias, self.groups)
+
+    def grouped_op(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+        """:meth:`op` with any number of groups."""
         padding = self.padding
         if self.padding_mode != "zeros":
             x, padding = F.pad(x, self._margins, mode=self.padding_mode), 0
         convolve = CONVOLVE[self.deterministic]
-        return convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+        return convolve(x, weight, bias, self.stride, padding, self.dilation, groups)
+
+    def flipout(self, op: Op, x: Tensor, weight: Normal, bias: Normal | None, noise: FlipoutNoise) -> Tensor:
+        """Output at given noise, by the cheaper of two ways to compute it."""
+        if one_convolution_is_cheaper(x, weight.mean, self.stride):
+            return flipout_by_example(self.grouped_op, x, weight, bias, noise, self.groups)
+        return super().flipout(op, x, weight, bias, noise)
 
 
 def margins(padding: str | tuple[int, ...], kernel_size: tuple[int, ...], dilation: tuple[int, ...]) -> list[int]:

@@ -129,29 +129,35 @@ def output_moments(op: Op, x: Tensor, weight: Normal, bias: Normal | None) -> tu
     return mean, (variance + torch.finfo(variance.dtype).tiny).sqrt().to(mean.dtype)
 
 
-def flipout(
-    op: Op,
-    x: Tensor,
-    weight: Normal,
-    bias: Normal | None,
-    weight_noise: Tensor,
-    bias_noise: Tensor | None,
-    input_signs: Tensor,
-    output_signs: Tensor,
-) -> Tensor:
+class FlipoutNoise(NamedTuple):
+    """What Flipout draws.
+
+    Args:
+        weight, bias: standard normal, of the shapes of weight and bias; None for a deterministic or missing bias.
+        input_signs, output_signs: s and r, each ±1 per example and channel, of size 1 along space and time.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    input_signs: Tensor
+    output_signs: Tensor
+
+
+def perturbation(parameter: Normal, noise: Tensor) -> Tensor:
+    r""":math:`\sigma \odot \epsilon`."""
+    assert parameter.std is not None
+    return parameter.std * noise
+
+
+def flipout(op: Op, x: Tensor, weight: Normal, bias: Normal | None, noise: FlipoutNoise) -> Tensor:
     r"""Output at weight perturbations that are uncorrelated between examples, at the price of two calls of ``op``.
 
     .. math:: y = \mathrm{op}(x, \mu) + \mathrm{op}(x \odot s, \sigma \odot \epsilon) \odot r
 
     Wen et al. 2018, equation (4). One perturbation is shared by the batch; an example sees it with random signs.
     A bias is the weight of a constant input.
-
-    Args:
-        weight_noise, bias_noise: standard normal, of the shapes of weight and bias.
-        input_signs, output_signs: s and r, each ±1 per example and channel, of size 1 along space and time.
     """
     mean = op(x, weight.mean, None if bias is None else bias.mean)
-    assert weight.std is not None
-    bias_delta = None if bias is None or bias.std is None or bias_noise is None else bias.std * bias_noise
-    delta = op(x * input_signs, weight.std * weight_noise, bias_delta)
-    return torch.addcmul(mean, delta, output_signs.to(delta.dtype))
+    bias_delta = None if bias is None or noise.bias is None else perturbation(bias, noise.bias)
+    delta = op(x * noise.input_signs, perturbation(weight, noise.weight), bias_delta)
+    return torch.addcmul(mean, delta, noise.output_signs.to(delta.dtype))

@@ -1,0 +1,122 @@
+"""One convolution with a kernel per example is Flipout's two convolutions."""
+
+import pytest
+import torch
+from torch.func import functional_call, grad, vmap
+
+from lightning_fedbayes import layers
+from lightning_fedbayes.layers import conv
+from lightning_fedbayes.layers.base import random_signs
+from lightning_fedbayes.layers.example_kernels import one_convolution_is_cheaper
+from lightning_fedbayes.layers.functional import FlipoutNoise, Normal, flipout
+
+# (layer, constructor arguments, input of three examples)
+GEOMETRIES = {
+    "1d": ("Conv1d", (8, 5, 3), {}, (3, 8, 40)),
+    "2d": ("Conv2d", (8, 6, (3, 2)), {"stride": 2, "padding": (2, 1), "dilation": (1, 2)}, (3, 8, 20, 20)),
+    "3d": ("Conv3d", (8, 4, (3, 1, 3)), {"padding": "same"}, (3, 8, 4, 5, 6)),
+    "groups": ("Conv2d", (16, 6, 3), {"groups": 2, "padding": 1}, (3, 16, 10, 11)),
+    "circular": ("Conv2d", (8, 3, 3), {"padding": "same", "padding_mode": "circular"}, (3, 8, 10, 10)),
+    "no bias": ("Conv2d", (8, 3, 3), {"bias": False}, (3, 8, 10, 10)),
+    "deterministic bias": ("Conv2d", (8, 3, 3), {"bayesian_bias": False}, (3, 8, 10, 10)),
+}
+
+
+def make(geometry):
+    kind, positional, keywords, shape = GEOMETRIES[geometry]
+    torch.manual_seed(0)
+    layer = getattr(layers, f"{kind}Flipout")(*positional, **keywords, posterior_rho_init=0.0)
+    return layer, torch.randn(shape)
+
+
+def gradients(layer, x, forward):
+    """Output, and the gradients of a curved function of it."""
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    y = forward(x)
+    return y, torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()])
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_output_and_gradients_are_those_of_two_convolutions(geometry, monkeypatch):
+    layer, x = make(geometry)
+    assert one_convolution_is_cheaper(x, layer.mu_kernel, layer.stride)
+    one = gradients(layer, x, layer)
+    monkeypatch.setattr(conv, "one_convolution_is_cheaper", lambda *_: False)
+    torch.testing.assert_close(one, gradients(layer, x, layer), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("geometry", ["1d", "2d", "groups"])
+def test_stacked_clients_see_kernels_of_their_own(geometry, monkeypatch):
+    layer, x = make(geometry)
+    stack = {name: torch.randn(4, *p.shape) for name, p in layer.named_parameters()}
+    inputs = torch.randn(4, *x.shape)
+
+    def gradient(values, x):
+        return grad(lambda values: functional_call(layer, values, (x,)).sin().sum())(values)
+
+    def all_at_once():
+        torch.manual_seed(1)
+        return vmap(gradient, randomness="different")(stack, inputs)
+
+    one = all_at_once()
+    monkeypatch.setattr(conv, "one_convolution_is_cheaper", lambda *_: False)
+    torch.testing.assert_close(one, all_at_once(), rtol=1e-3, atol=1e-3)
+
+
+def test_signs_of_groups_meet_their_own_channels():
+    """By hand: kernel n of output channel o has the sign r[n, o] · s[n, first channel of o's group + i]."""
+    layer, x = make("groups")
+    kernel, noise = Normal(layer.mu_kernel, torch.ones(())), torch.randn_like(layer.mu_kernel)
+    s, r = (random_signs(shape, x) for shape in layer.sign_shapes(x))
+    drawn = FlipoutNoise(noise, None, s, r)
+    whole = layer.flipout(layer.op, x, kernel, None, drawn)
+    for n in range(3):
+        signs = torch.stack([r[n, o] * s[n, 8 * (o // 3):8 * (o // 3) + 8] for o in range(6)])
+        alone = layer.op(x[n:n + 1], kernel.mean + noise * signs.view(6, 8, 1, 1), None)
+        torch.testing.assert_close(whole[n:n + 1], alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(whole, flipout(layer.op, x, kernel, None, drawn), rtol=1e-4, atol=1e-4)
+
+
+def test_a_training_step_compiles_to_one_graph():
+    layer, x = make("2d")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled(x).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+@pytest.mark.parametrize(("x", "kernel", "stride", "cheaper"), [
+    ((32, 16, 16, 16), (32, 16, 3, 3), (1, 1), True),
+    ((32, 16, 12, 12), (32, 16, 3, 3), (1, 1), True),  # 144 weights a channel, 144 positions
+    ((32, 16, 12, 11), (32, 16, 3, 3), (1, 1), False),
+    ((32, 16, 16, 16), (32, 16, 3, 3), (2, 2), False),
+    ((32, 7, 16, 16), (32, 7, 3, 3), (1, 1), False),  # part of a block of channels
+    ((16, 16, 16), (32, 16, 3, 3), (1, 1), False),  # one example without a batch dimension
+])
+def test_the_rule_compares_kernels_with_maps(x, kernel, stride, cheaper):
+    assert one_convolution_is_cheaper(torch.zeros(x), torch.zeros(kernel), stride) is cheaper
+
+
+def test_other_precision_takes_two_convolutions():
+    x, kernel = torch.zeros(2, 8, 16, 16), torch.zeros(8, 8, 3, 3)
+    assert one_convolution_is_cheaper(x, kernel, (1, 1))
+    assert not one_convolution_is_cheaper(x.double(), kernel.double(), (1, 1))
+    assert not one_convolution_is_cheaper(x.to("meta"), kernel.to("meta"), (1, 1))
+
+
+def test_no_examples_give_no_output():
+    layer, x = make("2d")
+    assert layer(x[:0]).shape == (0, *layer(x).shape[1:])
+
+
+def test_autocast_computes_in_half_precision():
+    layer, x = make("2d")
+    torch.manual_seed(1)
+    exact = layer(x)
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = layer(x)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), exact, rtol=0.05, atol=0.3)
+    half.float().square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
