@@ -24,6 +24,9 @@ GroupedConvolution = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
 BLOCK = 8
 """Channels that a grouped convolution works on at a time: of fewer per group, part of the work would be on padding."""
 
+LARGEST = 1.5
+"""Memory of the kernels of all examples, in outputs, up to which they were never dearer than a second convolution."""
+
 ONEDNN = torch.backends.mkldnn.is_available()
 """Whether torch has a fast convolution of many groups; its own takes the groups one by one."""
 
@@ -31,8 +34,8 @@ ONEDNN = torch.backends.mkldnn.is_available()
 def one_convolution_is_cheaper(x: Tensor, kernel: Tensor, stride: tuple[int, ...]) -> bool:
     """Whether a kernel per example costs less than a second convolution, by the rule that measurements gave.
 
-    True on a CPU, in float32, for kernels that are small beside the maps: the kernels of all examples take no more
-    memory than their outputs. GPUs and other number types have no fast convolution of many groups.
+    True on a CPU, in float32, for kernels that are not much larger than the maps. GPUs and other number types have no
+    fast convolution of many groups.
 
     Args:
         x: input (batch, in_channels, \\*space); one without a batch dimension has nothing to gain.
@@ -42,7 +45,7 @@ def one_convolution_is_cheaper(x: Tensor, kernel: Tensor, stride: tuple[int, ...
     if x.device.type != "cpu" or x.dtype != torch.float32 or not ONEDNN or x.dim() != kernel.dim() or not len(x):
         return False
     positions = math.prod(x.shape[2:]) // math.prod(stride)
-    return kernel.shape[1] >= BLOCK and math.prod(kernel.shape[1:]) <= positions
+    return kernel.shape[1] >= BLOCK and math.prod(kernel.shape[1:]) <= LARGEST * positions
 
 
 def flipout_by_example(

@@ -87,8 +87,8 @@ def test_a_training_step_compiles_to_one_graph():
 
 @pytest.mark.parametrize(("x", "kernel", "stride", "cheaper"), [
     ((32, 16, 16, 16), (32, 16, 3, 3), (1, 1), True),
-    ((32, 16, 12, 12), (32, 16, 3, 3), (1, 1), True),  # 144 weights a channel, 144 positions
-    ((32, 16, 12, 11), (32, 16, 3, 3), (1, 1), False),
+    ((32, 16, 12, 8), (32, 16, 3, 3), (1, 1), True),  # 144 weights an output channel, 96 positions
+    ((32, 16, 19, 5), (32, 16, 3, 3), (1, 1), False),
     ((32, 16, 16, 16), (32, 16, 3, 3), (2, 2), False),
     ((32, 7, 16, 16), (32, 7, 3, 3), (1, 1), False),  # part of a block of channels
     ((16, 16, 16), (32, 16, 3, 3), (1, 1), False),  # one example without a batch dimension
