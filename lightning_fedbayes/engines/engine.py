@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -100,6 +101,13 @@ class Engine(ABC):
 
         The tensors of an update may be views that the next batch overwrites.
         """
+
+    def threads(self, operations: float) -> AbstractContextManager[None]:
+        """Inside, torch uses the threads that suit so many floating-point ``operations`` between two steps.
+
+        By default its own number: after any change oneDNN has to prepare every convolution anew.
+        """
+        return nullcontext()
 
     def forget(self, client: int) -> None:
         """Drop what a client has logged and would have kept of this round, because its update is not used."""

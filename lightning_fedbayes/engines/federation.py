@@ -20,7 +20,6 @@ from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion, RoundRes
 from lightning_fedbayes.engines.scoring import held_out_loss, kept_attributes
 from lightning_fedbayes.engines.selection import AutoFusion, RoundSelection
 from lightning_fedbayes.engines.server import Server
-from lightning_fedbayes.engines.threads import threads_for
 from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.fusion import FusionRule, Memory
 from lightning_fedbayes.layers import set_prior
@@ -217,8 +216,8 @@ class Federation:
         return outcome
 
     def _threads(self) -> AbstractContextManager[None]:
-        """Inside, torch uses one thread if the posteriors of the round are small."""
-        return threads_for(self._operations)
+        """Inside, torch uses as many threads as the engine finds good for reading, fusing and loading posteriors."""
+        return self.engine.threads(self._operations)
 
     @property
     def round_is_complete(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -247,6 +248,10 @@ class VectorizedEngine(Engine):
         vars(self.trainer.lightning_module).update(attributes_of(stack.attributes, last))
         self._drop_stack()
         return results
+
+    def threads(self, operations: float) -> AbstractContextManager[None]:
+        """Inside, torch uses one thread if so many ``operations`` are few."""
+        return threads_for(operations)
 
     def _drop_stack(self) -> None:
         """Forget the clients in the stack."""
