@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,7 +38,6 @@ class GaussianPosterior:
 
     mean: Mapping[str, Tensor]
     variance: Mapping[str, Tensor]
-    _num_bytes: ClassVar[int | None] = None  # of a row of a stack: the same for all rows
     _flat: ClassVar[tuple[Tensor, Tensor] | None] = None  # of a row of a stack: what flatten gives
 
     def __post_init__(self) -> None:
@@ -54,7 +54,21 @@ class GaussianPosterior:
     @classmethod
     def point_mass(cls, mean: Mapping[str, Tensor]) -> GaussianPosterior:
         """The deterministic parameters ``mean`` as a posterior of variance 0."""
-        return cls(dict(mean), {name: zeros_like(value) for name, value in mean.items()})
+        return cls._of_checked(
+            dict(mean), {name: zeros_like(value) for name, value in mean.items()}, is_point_mass=True
+        )
+
+    @classmethod
+    def _of_checked(cls, mean: dict[str, Tensor], variance: dict[str, Tensor], **known: Any) -> GaussianPosterior:
+        """The posterior of what need not be checked again, with attributes that are ``known``."""
+        posterior = object.__new__(cls)
+        vars(posterior).update(mean=mean, variance=variance, **known)
+        return posterior
+
+    @cached_property
+    def is_point_mass(self) -> bool:
+        """Whether every parameter is known to be deterministic, without reading all of the variances."""
+        return all(is_zero(variance) for variance in self.variance.values())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,12 +80,12 @@ class GaussianPosterior:
         """Number of scalar parameters P."""
         return sum(value.numel() for value in self.mean.values())
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes that a message with this posterior carries: deterministic tensors send no variance."""
-        if self._num_bytes is not None:
-            return self._num_bytes
         means = sum(value.numel() * value.element_size() for value in self.mean.values())
+        if self.is_point_mass:
+            return means
         return means + sum(v.numel() * v.element_size() for v in self.variance.values() if not is_zero(v))
 
     def clone(self) -> GaussianPosterior:
@@ -86,23 +100,25 @@ class GaussianPosterior:
         """
         posteriors = []
         size = self.num_bytes // len(next(iter(self.mean.values())))
-        rows = [zip(*(each.unbind(0) for each in part.values())) for part in (self.mean, self.variance)]
+        means = zip(*(each.unbind(0) for each in self.mean.values()))
+        if self.is_point_mass:
+            variances = repeat([zeros_like(self.mean[name][0]) for name in self.variance])
+        else:
+            variances = zip(*(each.unbind(0) for each in self.variance.values()))
         double = all(mean.device.type != "mps" for mean in self.mean.values())
         flat = self._flat_rows() if double and self.num_parameters <= MOST_AT_ONCE else repeat(None)
-        for mean, variance, both in zip(*rows, flat):
-            posterior = object.__new__(GaussianPosterior)  # rows of what has been checked
-            vars(posterior).update(
-                mean=dict(zip(self.mean, mean)), variance=dict(zip(self.variance, variance)), _flat=both,
-                _num_bytes=size,
-            )
-            posteriors.append(posterior)
+        for mean, variance, both in zip(means, variances, flat):
+            posteriors.append(self._of_checked(
+                dict(zip(self.mean, mean)), dict(zip(self.variance, variance)), _flat=both, num_bytes=size,
+                is_point_mass=self.is_point_mass,
+            ))
         return posteriors
 
     def _flat_rows(self) -> Iterable[tuple[Tensor, Tensor]]:
         """What :meth:`flatten` gives of every posterior in the stack."""
         count = len(next(iter(self.mean.values())))
         mean = torch.cat([value.reshape(count, -1).to(torch.float64) for value in self.mean.values()], 1)
-        if all(is_zero(variance) for variance in self.variance.values()):
+        if self.is_point_mass:
             return zip(mean, zeros_like(mean))
         variance = torch.cat([self.variance[name].reshape(count, -1).to(torch.float64) for name in self.mean], 1)
         return zip(mean, variance)
@@ -118,7 +134,7 @@ class GaussianPosterior:
         if self._flat is not None and dtype == torch.float64:
             return self._flat
         mean = flatten(self.mean.values(), dtype)
-        if all(is_zero(variance) for variance in self.variance.values()):
+        if self.is_point_mass:
             return mean, zeros_like(mean)
         return mean, flatten((self.variance[name] for name in self.mean), dtype)
 

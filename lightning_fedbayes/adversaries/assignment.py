@@ -28,6 +28,8 @@ def assign(attacks: Sequence[Attack], names: Sequence[str], seed: int) -> dict[i
         FederationError: an unknown name, a number that no client has, a share of less than half a client, or shares
             that take more clients than there are.
     """
+    if not attacks:
+        return {}
     order = torch.randperm(len(names), generator=generator(seed, "adversaries")).tolist()
     assigned: dict[int, tuple[Attack, ...]] = {}
     for attack in attacks:

@@ -102,8 +102,8 @@ class Engine(ABC):
         The tensors of an update may be views that the next batch overwrites.
         """
 
-    def threads(self, operations: float) -> AbstractContextManager[None]:
-        """Inside, torch uses the threads that suit so many floating-point ``operations`` between two steps.
+    def threads(self) -> AbstractContextManager[None]:
+        """Inside, torch uses the threads that suit reading, fusing and loading the round's posteriors.
 
         By default its own number: after any change oneDNN has to prepare every convolution anew.
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -29,9 +28,6 @@ from lightning_fedbayes.seeding import derive_seed, seed_everything
 
 Stage = Literal["between", "training", "fused"]
 Protect = Callable[[ClientUpdate, GaussianPosterior, int, int], ClientUpdate]
-
-PASSES = 10
-"""Operations per parameter that reading, fusing and loading a client's posterior take, roughly."""
 
 HELD_OUT_LOSS = "held_out_loss/"
 """What the figures of a round call a candidate's loss, before its name."""
@@ -148,7 +144,6 @@ class Federation:
         self._start, self._bytes_before = time.perf_counter(), self.processes.bytes_sent
         if self.server.prior == "global":
             set_prior(self.engine.model.module, self.posterior, exclude=self.engine.model.local_names)
-        self._operations = PASSES * self.posterior.num_parameters * len(plan.cohort)
         self._fusion = self._new_fusion()
         attackers = assign(self.attacks, self.engine.names, self.engine.seed)
         self._adversaries = RoundAdversaries(attackers, plan, self.posterior, self.engine.seed)
@@ -159,10 +154,9 @@ class Federation:
 
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
         """Called before every batch. Returns the clients whose first batch it is."""
-        if self._num_clients == 0:
+        if not self.share.cohort:
             return ()
-        with self._threads():
-            clients = self.engine.begin_batch(batch_idx)
+        clients = self.engine.begin_batch(batch_idx)
         if clients:
             self._clients_start = time.perf_counter()
         return clients
@@ -172,11 +166,13 @@ class Federation:
 
         Those of adversaries who wait for the honest clients come with the round's last.
         """
-        if self._num_clients == 0:
+        if not self.share.cohort:
             return ()
-        with self._threads():
-            results = self.engine.end_batch(batch_idx, outputs)
-            return self._take(results) if results else ()
+        results = self.engine.end_batch(batch_idx, outputs)
+        if not results:
+            return ()
+        with self.engine.threads():
+            return self._take(results)
 
     def _take(self, results: Sequence[ClientUpdate | ClientFailure]) -> Sequence[ClientOutcome]:
         """Admit what clients send, or hold it back where an adversary waits for the others."""
@@ -214,10 +210,6 @@ class Federation:
         if outcome.error is not None:
             self.engine.forget(result.client)
         return outcome
-
-    def _threads(self) -> AbstractContextManager[None]:
-        """Inside, torch uses as many threads as the engine finds good for reading, fusing and loading posteriors."""
-        return self.engine.threads(self._operations)
 
     @property
     def round_is_complete(self) -> bool:
@@ -318,7 +310,7 @@ class Federation:
     def _fuse(self, admitted: Sequence[Any]) -> tuple[RoundResult, dict[str, float]]:
         """The result of the round and its figures, from what each process has admitted."""
         if isinstance(self._fusion, RoundFusion):
-            with self._threads():
+            with self.engine.threads():
                 result = self._fusion.finish(admitted)
             return result, result.metrics
         module, auto = self.engine.model.module, self._fusion.auto
@@ -335,7 +327,7 @@ class Federation:
 
     def _load(self, result: RoundResult) -> None:
         """Make ``result`` the global model, and tell the module, if it has a hook ``on_round_end``."""
-        with self._threads():
+        with self.engine.threads():
             self.engine.model.load_posterior(result.posterior, result.buffers)
         hook = getattr(self.engine.model.module, "on_round_end", None)
         if hook is not None:

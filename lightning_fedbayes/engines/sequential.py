@@ -42,8 +42,7 @@ class SequentialEngine(Engine):
         super().__init__(trainer, model, names, sizes, TrainingLog(trainer.lightning_module), **options)
         self._client: Client | None = None
         self._failure: Exception | None = None
-        self._loss: Tensor | float = 0.0
-        self._batches = 0
+        self._losses: list[Tensor] = []
         self._together = isinstance(trainer.strategy, DDPStrategy)
 
     def install(self) -> None:
@@ -96,7 +95,7 @@ class SequentialEngine(Engine):
         if batch_idx != self.plan.starts[self._position]:
             return ()
         client = self.client(self._position)
-        self._client, self._failure, self._loss, self._batches = client, None, 0.0, 0
+        self._client, self._failure, self._losses = client, None, []
         state = self.states.get(client.number, ClientState())
         self.model.load_client(state.local)
         for i, optimizer in enumerate(self.trainer.optimizers):
@@ -115,10 +114,9 @@ class SequentialEngine(Engine):
 
     def end_batch(self, batch_idx: int, outputs: Any) -> Sequence[ClientUpdate | ClientFailure]:
         """At a client's last batch, read what it sends."""
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):
-            self._loss = self._loss + loss
-            self._batches += 1
+            self._losses.append(loss)
         if batch_idx + 1 != self.plan.starts[self._position + 1]:
             return ()
         assert self._client is not None
@@ -129,7 +127,7 @@ class SequentialEngine(Engine):
         logged = self.log.end_client(client.number)
         if error is not None:
             return (ClientFailure(client.number, error),)
-        metrics = {"train_loss": float(self._loss) / self._batches, **logged} if self._batches else logged
+        metrics = {"train_loss": float(torch.stack(self._losses).mean()), **logged} if self._losses else logged
         if self._together:  # each has seen its part of every batch
             reduce, device = self.trainer.strategy.reduce, self.trainer.strategy.root_device
             metrics = {name: float(reduce(torch.tensor(metrics[name], device=device))) for name in sorted(metrics)}

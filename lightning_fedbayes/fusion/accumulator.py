@@ -183,7 +183,8 @@ def check_structure(posterior: GaussianPosterior, like: GaussianPosterior, who: 
 def check_finite(posterior: GaussianPosterior, mean: Tensor, variance: Tensor, who: str) -> None:
     """Raise FusionError if a mean or variance of ``posterior`` (flat: ``mean``, ``variance``) is not finite."""
     # a sum is finite only if its terms are (float64 does not overflow here): one pass and no temporary
-    if bool(torch.isfinite(mean.sum() + variance.sum())):
+    total = mean.sum() if posterior.is_point_mass else mean.sum() + variance.sum()
+    if math.isfinite(total):
         return
     for kind, values in (("mean", posterior.mean), ("variance", posterior.variance)):
         for name, value in values.items():

@@ -144,9 +144,13 @@ class PosteriorView:
             if name not in entries:
                 raise PosteriorError(f"cannot exclude '{name}': no such parameter; {nearest(name, entries)}")
         self._entries = {name: entry for name, entry in entries.items() if name not in exclude}
+        plain = {name: entry for name, entry in self._entries.items() if not isinstance(entry, Site)}
+        self._plain = plain if len(plain) == len(self._entries) else None
 
     def read(self) -> GaussianPosterior:
         """The posterior now: means are detached *views* of the live parameters, variances are new tensors."""
+        if self._plain is not None:
+            return GaussianPosterior.point_mass({name: parameter_of(at).detach() for name, at in self._plain.items()})
         mean, variance = {}, {}
         for name, entry in self._entries.items():
             if isinstance(entry, Site):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -65,30 +65,36 @@ class StackedBatches:
                 yield stack_batches(group.slots, [next(batches) for _ in group.slots])
 
     def _in_memory(self, plan: RoundPlan, schedule: Schedule) -> Iterator[StackedBatch]:
-        """Stacks of rows of tensors."""
-        for chunk in schedule.chunks:
-            yield from self._rows(plan, chunk)
+        """Stacks of rows of tensors: one index for all clients, and for steps in a row whose batches are alike."""
+        chunk: Chunk | None = None
+        tensors, index = (), torch.zeros(0)
+        for of, groups in schedule.batches:
+            if of is not chunk:
+                chunk = of
+                tensors, rows = self._source(chunk)
+                index = self._index(plan, chunk, rows)
+            for (slots, size), alike in groupby(groups, lambda group: (group.slots, group.batch_size)):
+                steps = [group.step for group in alike]
+                picked = take_rows(index, slots)[:, steps[0] : steps[-1] + 1, :size].transpose(0, 1)
+                flat = picked.flatten()
+                found = [tensor.index_select(0, flat).view(*picked.shape, *tensor.shape[1:]) for tensor in tensors]
+                for batch in zip(*found, strict=True):
+                    yield StackedBatch([(slots, list(batch))])
 
-    def _rows(self, plan: RoundPlan, chunk: Chunk) -> Iterator[StackedBatch]:
-        """Batches as rows of tensors, one index for all clients."""
+    def _source(self, chunk: Chunk) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Tensors that hold the examples of all clients of ``chunk``, and which rows of them are each client's."""
         sources = [self.loader.tensors[client] for client in chunk.clients]
         sizes = [len(tensors[0]) if rows is None else len(rows) for tensors, rows in sources]
         shared = sources[0][0]
-        if any(tensors is not shared for tensors, _ in sources):
-            parts = [[t if rows is None else t[rows] for t in tensors] for tensors, rows in sources]
-            shared = tuple(torch.cat(each) for each in zip(*parts, strict=True))
-            ends = torch.tensor(sizes).cumsum(0).tolist()
-            orders = [torch.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        else:
-            orders = [torch.arange(size) if rows is None else rows for size, (_, rows) in zip(sizes, sources)]
-        index = self._index(plan, chunk, sizes, orders)
-        for group in chunk.groups:
-            picked = take_rows(index, group.slots)[:, group.step, : group.batch_size]
-            yield StackedBatch([(group.slots, [tensor[picked] for tensor in shared])])
+        if all(tensors is shared for tensors, _ in sources):
+            return shared, [torch.arange(size) if rows is None else rows for size, (_, rows) in zip(sizes, sources)]
+        parts = [[t if rows is None else t[rows] for t in tensors] for tensors, rows in sources]
+        joined = tuple(torch.cat(each) for each in zip(*parts, strict=True))
+        return joined, list(torch.arange(sum(sizes)).split(sizes))
 
-    def _index(self, plan: RoundPlan, chunk: Chunk, sizes: list[int], rows: list[Tensor]) -> Tensor:
+    def _index(self, plan: RoundPlan, chunk: Chunk, rows: list[Tensor]) -> Tensor:
         """Row of every example of every batch, shape (clients, steps, batch size); 0 where there is none."""
-        batching = self.loader.batching
+        batching, sizes = self.loader.batching, [len(each) for each in rows]
         steps = [batching.local_epochs * batches_per_epoch(size, batching) for size in sizes]
         index = torch.zeros(len(sizes), max(steps), batching.batch_size, dtype=torch.int64)
         for slot, client in enumerate(chunk.clients):

@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,6 +38,9 @@ from lightning_fedbayes.engines.vectorized.step import StackedStep
 from lightning_fedbayes.engines.vectorized.trial import Trial
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.seeding import derive_seed, seed_everything
+
+PASSES = 10
+"""Operations per parameter that reading, fusing and loading a client's posterior take, roughly."""
 
 Outputs = tuple[Tensor | None, Mapping[str, Any]]
 """What a step gives: the clients' losses, None if it was skipped or has failed; and what else it returned."""
@@ -134,7 +138,8 @@ class VectorizedEngine(Engine):
         self.log.begin_chunk(len(clients))
         seed_everything(derive_seed(self.seed, "training", self.plan.round, min(chunk.clients)))
         try:
-            self._stack = self.stack(clients)
+            with self.threads():
+                self._stack = self.stack(clients)
         except Exception as error:  # of on_client_start
             self._failures = dict.fromkeys(range(len(clients)), error)
         return clients
@@ -150,11 +155,13 @@ class VectorizedEngine(Engine):
     def _prepare(self, batches: list[StackedBatch]) -> Any:
         """Bring stacked batches to the device. Returns what callbacks see of them: one after another in a list."""
         convert, device = self.trainer.precision_plugin.convert_input, self.trainer.strategy.root_device
-        self._batches_at_hand = [
-            StackedBatch([(slots, move_data_to_device(convert(data), device)) for slots, data in b.parts], b.failures)
-            for b in batches
-        ]
-        return [data for batch in self._batches_at_hand for _, data in batch.parts]
+        if device.type != "cpu" or type(self.trainer.precision_plugin) is not Precision:
+            batches = [
+                StackedBatch([(s, move_data_to_device(convert(data), device)) for s, data in b.parts], b.failures)
+                for b in batches
+            ]
+        self._batches_at_hand = batches
+        return [data for batch in batches for _, data in batch.parts]
 
     def _train_batch(self, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """A few stacked steps, in place of the Trainer's automatic optimization. Returns the outputs of the last."""
@@ -231,7 +238,8 @@ class VectorizedEngine(Engine):
         results: list[ClientUpdate | ClientFailure] = []
         if stack is None:
             return [ClientFailure(number, self._failures[slot]) for slot, number in enumerate(chunk.clients)]
-        losses, posteriors = self._losses.tolist(), stack.read_posteriors()
+        with self.threads():
+            losses, posteriors = self._losses.tolist(), stack.read_posteriors()
         for slot, number in enumerate(chunk.clients):
             if slot in self._failures:
                 results.append(ClientFailure(number, self._failures[slot]))
@@ -249,9 +257,10 @@ class VectorizedEngine(Engine):
         self._drop_stack()
         return results
 
-    def threads(self, operations: float) -> AbstractContextManager[None]:
-        """Inside, torch uses one thread if so many ``operations`` are few."""
-        return threads_for(operations)
+    def threads(self) -> AbstractContextManager[None]:
+        """Inside, torch uses one thread if the posteriors of the round are small."""
+        parameters = sum(parameter.numel() for parameter in self.model.parameters.values())
+        return threads_for(PASSES * parameters * len(self.plan.cohort))
 
     def _drop_stack(self) -> None:
         """Forget the clients in the stack."""
