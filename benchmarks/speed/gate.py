@@ -48,12 +48,12 @@ class Gate:
             "device": torch.cuda.get_device_name() if order.device == "cuda" else "cpu",
         }
 
-    def __call__(self, parameters: Callable[[], Sequence[Tensor]], facts: dict[str, str] | None = None) -> bool:
+    def __call__(self, parameters: Callable[[], Sequence[Tensor]], facts: Callable[[], dict[str, str]] = dict) -> bool:
         """Whether there is another round to run; waits for the benchmark after the last of a burst.
 
         Args:
             parameters: the global network's, asked for after the last round alone.
-            facts: what the report says besides.
+            facts: what the report says besides; asked for then, too.
         """
         if self._left == 0:
             if self.order.device == "cuda":
@@ -61,7 +61,7 @@ class Gate:
             self._answer({"seconds": time.perf_counter() - self._start, **self._facts})
             self._left = int(self._orders.readline() or 0)
             if self._left == 0:
-                self._report(parameters(), facts or {})
+                self._report(parameters(), facts())
                 return False
             self._start = time.perf_counter()
         self._left -= 1

@@ -54,7 +54,7 @@ class AtTheGate(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         network = pl_module.network
         assert isinstance(network, nn.Module)
-        if not self.gate(lambda: workloads.means(network), {"engine": str(self.federation.settings()["engine"])}):
+        if not self.gate(lambda: workloads.means(network), lambda: {"engine": self.federation.settings()["engine"]}):
             trainer.should_stop = True
 
 

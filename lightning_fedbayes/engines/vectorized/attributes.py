@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,20 +19,25 @@ ABSENT = object()
 CONTAINERS = (list, dict, set, deque)
 
 
-@contextmanager
-def holding_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
+class holding_attributes:
     """Inside, ``module`` has these ``attributes``, set without the 1 µs that each costs through ``nn.Module``."""
-    state = module.__dict__
-    before = {name: state.get(name, ABSENT) for name in attributes}
-    state.update(attributes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
+
+    __slots__ = ("_attributes", "_before", "_state")
+
+    def __init__(self, module: nn.Module, attributes: Mapping[str, Any]) -> None:
+        self._state = module.__dict__
+        self._attributes = attributes
+
+    def __enter__(self) -> None:
+        self._before = {name: self._state.get(name, ABSENT) for name in self._attributes}
+        self._state.update(self._attributes)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._before.items():
             if value is ABSENT:
-                state.pop(name, None)
+                self._state.pop(name, None)
             else:
-                state[name] = value
+                self._state[name] = value
 
 
 class Snapshot:

@@ -82,7 +82,7 @@ class VectorizedEngine(Engine):
         super().__init__(trainer, model, names, sizes, StackedTrainingLog(module), **options)
         self.trial = trial
         self.clients_at_once = clients_at_once
-        self._step = StackedStep(module, Places(module), self.log, trainer.precision_plugin.train_step_context)
+        self._step = StackedStep(module, Places(module), self.log, trainer.precision_plugin)
         self._clip = clipping(trainer)
         self._stack: ClientStack | None = None
         self._failures: dict[int, Exception] = {}

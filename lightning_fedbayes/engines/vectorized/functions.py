@@ -54,10 +54,10 @@ def linear(mode: StackedFunctions, input: Tensor, weight: Tensor, bias: Tensor |
     b = None if bias is None else stack_of(bias, level)
     if x is None or w is None or (bias is not None and b is None) or x.dim() < 2 or w.dim() != 3:
         return None
-    rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
+    rows = x if x.dim() == 3 else x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
     transposed = w.transpose(1, 2)
     output = torch.bmm(rows, transposed) if b is None else torch.baddbmm(b.unsqueeze(1), rows, transposed)
-    return enter(output.view(*x.shape[:-1], w.shape[1]), level)
+    return enter(output if rows is x else output.view(*x.shape[:-1], w.shape[1]), level)
 
 
 def embedding(

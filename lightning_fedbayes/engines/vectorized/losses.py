@@ -63,10 +63,14 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
 
     Returns: shape (clients,).
     """
+    if labels.is_cpu and ignored < 0:  # a GPU would have to be waited for
+        try:
+            losses, _ = CrossEntropy.apply(logits, labels)  # pyright: ignore[reportGeneralTypeIssues]
+        except (IndexError, RuntimeError):
+            pass  # a label that is no class, such as the ignored one
+        else:
+            return losses.mean(1)
     counts = labels != ignored
-    if labels.is_cpu and bool(counts.all()):  # a GPU would have to be waited for
-        losses, _ = CrossEntropy.apply(logits, labels)  # pyright: ignore[reportGeneralTypeIssues]
-        return losses.mean(1)
     losses, _ = CrossEntropy.apply(logits, labels.where(counts, 0))  # pyright: ignore[reportGeneralTypeIssues]
     return losses.where(counts, 0.0).sum(1) / counts.sum(1)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
@@ -35,15 +34,24 @@ class Places:
         tensors, attribute = self._homes[name][0]
         return tensors[attribute]
 
-    @contextmanager
-    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    def holding(self, tensors: Mapping[str, Tensor]) -> Holding:
         """Inside, the module holds ``tensors`` (name → tensor of any shape) in place of its own."""
-        homes = [(home, tensor) for name, tensor in tensors.items() for home in self._homes[name]]
-        before = [home[attribute] for (home, attribute), _ in homes]
-        try:
-            for (home, attribute), tensor in homes:
-                home[attribute] = tensor
-            yield
-        finally:
-            for ((home, attribute), _), tensor in zip(homes, before):
-                home[attribute] = tensor
+        return Holding([(home, tensor) for name, tensor in tensors.items() for home in self._homes[name]])
+
+
+class Holding:
+    """Inside, tensors are in the homes of others: a class, because every step enters one."""
+
+    __slots__ = ("_before", "_guests")
+
+    def __init__(self, guests: list[tuple[Home, Tensor]]) -> None:
+        self._guests = guests
+
+    def __enter__(self) -> None:
+        self._before = [home[attribute] for (home, attribute), _ in self._guests]
+        for (home, attribute), tensor in self._guests:
+            home[attribute] = tensor
+
+    def __exit__(self, *error: object) -> None:
+        for ((home, attribute), _), own in zip(self._guests, self._before):
+            home[attribute] = own

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -58,7 +58,7 @@ class StackedStep:
         module: the user's module.
         places: where its parameters and buffers live.
         log: takes the calls of ``self.log``.
-        context: what the step runs in, such as autocast.
+        precision: whose context the step runs in, such as autocast.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class StackedStep:
         module: L.LightningModule,
         places: Places,
         log: StackedTrainingLog,
-        context: Callable[[], AbstractContextManager],
+        precision: Precision,
     ) -> None:
         self.module = module
         self.places = places
         self.log = log
-        self._context = context
+        self._context = nullcontext if type(precision) is Precision else precision.train_step_context
         self._takes_index = takes_index(module)
         self._sites = Sites(module)
         torch.func.vmap(torch.sin)(torch.zeros(1))  # loads torch's batching rules that are written in Python

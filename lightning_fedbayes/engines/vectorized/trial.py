@@ -67,7 +67,7 @@ def try_two_clients(
         raise CannotVectorize(obstacle)
     module, optimizer = trainer.lightning_module, trainer.optimizers[0]
     log = StackedTrainingLog(module)
-    step = StackedStep(module, Places(module), log, trainer.precision_plugin.train_step_context)
+    step = StackedStep(module, Places(module), log, trainer.precision_plugin)
     flops, allocations = FlopCounterMode(display=False), _Allocations()
     log.install()
     try:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C import _autograd, _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 REASON = "saved-tensor hooks, as activation checkpointing uses them, do not work for several clients at once"
 
@@ -17,19 +14,23 @@ class clients:
     Enters as the level, which :func:`enter` and :func:`leave` need.
     """
 
-    __slots__ = ("_count", "_hooks")
+    __slots__ = ("_count", "_reason")
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._hooks = torch.autograd.graph.disable_saved_tensors_hooks(REASON)
 
     def __enter__(self) -> int:
-        self._hooks.__enter__()
+        # as torch.autograd.graph.disable_saved_tensors_hooks, which is a generator
+        self._reason = _autograd._saved_tensors_hooks_get_disabled_error_message()
+        _autograd._saved_tensors_hooks_disable(REASON)
         return _functorch._vmap_increment_nesting(self._count, "different")
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         _functorch._vmap_decrement_nesting()
-        self._hooks.__exit__(*error)
+        if self._reason is None:
+            _autograd._saved_tensors_hooks_enable()
+        else:
+            _autograd._saved_tensors_hooks_disable(self._reason)
 
 
 def enter(stack: Tensor, level: int) -> Tensor:
