@@ -269,6 +269,7 @@ def test_rows_of_a_stack_are_the_posteriors_of_its_clients(most, certain, monkey
     shapes = {"matrix": (3, 2), "scalar": (), "empty": (0,)}
     mean = {name: torch.randn(4, *shape) for name, shape in shapes.items()}
     variance = {name: zeros_like(m) if certain or name == "scalar" else torch.rand_like(m) for name, m in mean.items()}
+    variance = dict(reversed(variance.items()))  # names need not be in one order
     rows = GaussianPosterior(mean, variance).unbind()
     assert len(rows) == 4
     for k, row in enumerate(rows):
@@ -280,4 +281,5 @@ def test_rows_of_a_stack_are_the_posteriors_of_its_clients(most, certain, monkey
             assert torch.equal(first, second)
             assert first.dtype == torch.float64
         assert row.num_bytes == alone.num_bytes
+        assert row.is_point_mass == alone.is_point_mass == certain
         assert row.clone().mean["matrix"].data_ptr() != row.mean["matrix"].data_ptr()

@@ -405,3 +405,15 @@ def test_complex_buffers_are_averaged_as_such():
     module.register_buffer("phase", torch.tensor([1 + 2j]))
     federate(module, fb.FederatedBayes(fb.IIDPartition(3)), 1)
     assert torch.equal(module.phase, torch.tensor([1 + 2j]))
+
+
+@pytest.mark.parametrize(("engine", "changes"), [("sequential", False), ("vectorized", True)])
+def test_only_clients_that_train_at_once_change_the_number_of_threads(engine, changes, monkeypatch):
+    """After any change oneDNN prepares every convolution anew: dearer than what one thread saves between steps."""
+    set_to = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    federation = fb.FederatedBayes(fb.IIDPartition(3), engine=engine)
+    federate(Plain(), federation)
+    assert bool(set_to) is changes
+    assert set_to[-1:] in ([], [2])
