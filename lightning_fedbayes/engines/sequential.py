@@ -127,7 +127,8 @@ class SequentialEngine(Engine):
         logged = self.log.end_client(client.number)
         if error is not None:
             return (ClientFailure(client.number, error),)
-        metrics = {"train_loss": float(torch.stack(self._losses).mean()), **logged} if self._losses else logged
+        losses = [loss.flatten() for loss in self._losses]
+        metrics = {"train_loss": float(torch.cat(losses).mean()), **logged} if losses else logged
         if self._together:  # each has seen its part of every batch
             reduce, device = self.trainer.strategy.reduce, self.trainer.strategy.root_device
             metrics = {name: float(reduce(torch.tensor(metrics[name], device=device))) for name in sorted(metrics)}

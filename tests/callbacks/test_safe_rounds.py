@@ -318,3 +318,16 @@ def test_a_client_whose_start_raises_is_left_out():
     federation = fb.FederatedBayes(fb.IIDPartition(3))
     federate(Picky(), federation, 1)
     assert federation.history[0]["failed_clients"] == 1
+
+
+def test_losses_of_one_number_in_any_shape_are_averaged():
+    class Shapes(Plain):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss.reshape(1) if batch_idx % 2 else loss
+
+    federation = fb.FederatedBayes(fb.IIDPartition(2), engine="sequential")
+    same = fb.FederatedBayes(fb.IIDPartition(2), engine="sequential")
+    federate(Shapes(), federation)
+    federate(Plain(), same)
+    assert federation.history[-1]["train_loss"] == same.history[-1]["train_loss"]
