@@ -231,3 +231,15 @@ def test_noise_differs_between_clients():
         dropped = leave(F.dropout(torch.ones(1000)), level, CLIENTS)
     assert noise.corrcoef().fill_diagonal_(0).abs().max() < 0.15
     assert dropped.corrcoef().fill_diagonal_(0).abs().max() < 0.15
+
+
+def test_saved_tensor_hooks_work_again_after_a_step():
+    with clients(2), pytest.raises(RuntimeError, match="several clients at once"), torch.autograd.graph.save_on_cpu():
+        pass
+    with torch.autograd.graph.save_on_cpu():
+        pass
+    with torch.autograd.graph.disable_saved_tensors_hooks("for a reason of one's own"):
+        with clients(2):
+            pass
+        with pytest.raises(RuntimeError, match="reason of one's own"), torch.autograd.graph.save_on_cpu():
+            pass

@@ -45,6 +45,18 @@ def test_a_label_that_is_no_class_is_refused(label):
         mean_cross_entropy(torch.randn(2, 3, 10), labels, -100)
 
 
+@pytest.mark.parametrize("ignored", [-100, -1, 0, 2])
+def test_ignored_labels_do_not_count(ignored):
+    """Also where the ignored label is a class; the last client has nothing else."""
+    logits, labels = torch.randn(3, 7, 3, requires_grad=True), torch.randint(0, 3, (3, 7))
+    labels[0, 2:4], labels[2] = ignored, ignored
+    expected = torch.stack([F.cross_entropy(z, y, ignore_index=ignored) for z, y in zip(logits, labels)])
+    found = mean_cross_entropy(logits, labels, ignored)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    ours, theirs = (torch.autograd.grad(loss[:2].sum(), logits)[0] for loss in (found, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_derivatives():
     logits, labels = torch.randn(3, 4, dtype=torch.float64).requires_grad_(), torch.tensor([0, 3, 1])
     assert gradcheck(lambda z: CrossEntropy.apply(z, labels), [logits])
