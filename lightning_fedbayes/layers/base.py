@@ -233,7 +233,7 @@ class BayesianAffine(BayesianLayer):
         return self.flipout(op, x, weight, bias, FlipoutNoise(weight_noise, bias_noise, *signs))
 
     def flipout(self, op: functional.Op, x: Tensor, weight: Normal, bias: Normal | None, noise: FlipoutNoise) -> Tensor:
-        """Output at given noise, :func:`~lightning_fedbayes.layers.functional.flipout`."""
+        """Output at given noise; arguments as for :func:`~lightning_fedbayes.layers.functional.flipout`."""
         return functional.flipout(op, x, weight, bias, noise)
 
     def extra_repr(self) -> str:

@@ -6,6 +6,7 @@ Signs are constant along space, so they can change the kernel as well as the map
 
 with :math:`\Delta = \sigma \odot \epsilon`. The kernels of all examples are one grouped convolution, which costs the
 arithmetic of the deterministic layer; what Flipout adds is the making of the kernels.
+Source: Wen et al. 2018, equation (4), rearranged.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def flipout_by_example(
     Args:
         convolve: the convolution, which must treat every channel's map alike.
         x: input (batch, in_channels, \\*space).
-        kernel, bias, noise: as for ``flipout``.
+        kernel, bias: μ and σ, shapes (out_channels, in_channels / groups, \\*size) and (out_channels,).
+        noise: what is drawn; its signs have shapes (batch, in_channels, 1, …) and (batch, out_channels, 1, …).
         groups: of the layer.
 
     Returns: (batch, out_channels, \\*space).

@@ -156,6 +156,14 @@ def flipout(op: Op, x: Tensor, weight: Normal, bias: Normal | None, noise: Flipo
 
     Wen et al. 2018, equation (4). One perturbation is shared by the batch; an example sees it with random signs.
     A bias is the weight of a constant input.
+
+    Args:
+        op: the deterministic layer.
+        x: input (batch, \*), as ``op`` takes it.
+        weight, bias: μ and σ, of the shapes of the deterministic layer's; None for no bias.
+        noise: ε and the signs.
+
+    Returns: what ``op`` returns, (batch, \*).
     """
     mean = op(x, weight.mean, None if bias is None else bias.mean)
     bias_delta = None if bias is None or noise.bias is None else perturbation(bias, noise.bias)
