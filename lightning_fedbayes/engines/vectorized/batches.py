@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
-from lightning_fedbayes.engines.loader import FailedBatch, FederatedLoader
+from lightning_fedbayes.engines.loader import FailedBatch, FederatedLoader, examples
 from lightning_fedbayes.engines.plan import RoundPlan, batches_per_epoch, client_order
 from lightning_fedbayes.engines.vectorized.reasons import CannotVectorize
 from lightning_fedbayes.engines.vectorized.rows import take_rows
@@ -77,7 +77,7 @@ class StackedBatches:
                 steps = [group.step for group in alike]
                 picked = take_rows(index, slots)[:, steps[0] : steps[-1] + 1, :size].transpose(0, 1)
                 flat = picked.flatten()
-                found = [tensor.index_select(0, flat).view(*picked.shape, *tensor.shape[1:]) for tensor in tensors]
+                found = [examples(tensor, flat).view(*picked.shape, *tensor.shape[1:]) for tensor in tensors]
                 for batch in zip(*found, strict=True):
                     yield StackedBatch([(slots, list(batch))])
 
@@ -88,7 +88,7 @@ class StackedBatches:
         shared = sources[0][0]
         if all(tensors is shared for tensors, _ in sources):
             return shared, [torch.arange(size) if rows is None else rows for size, (_, rows) in zip(sizes, sources)]
-        parts = [[t if rows is None else t[rows] for t in tensors] for tensors, rows in sources]
+        parts = [[t if rows is None else examples(t, rows) for t in tensors] for tensors, rows in sources]
         joined = tuple(torch.cat(each) for each in zip(*parts, strict=True))
         return joined, list(torch.arange(sum(sizes)).split(sizes))
 
