@@ -137,7 +137,8 @@ def loss_and_rest(output: Tensor | Mapping[str, Any]) -> tuple[Tensor, Mapping[s
 
 def take_over(trainer: L.Trainer, step: Step, prepare: Callable[[Any], Any] | None = None) -> None:
     """Let the epoch loop of ``trainer`` take its batches by :func:`plain_advance`, until :func:`give_back`."""
-    trainer.fit_loop.epoch_loop.advance = plain_advance(trainer, step, prepare)
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop.advance = plain_advance(trainer, step, prepare)
 
 
 def give_back(trainer: L.Trainer) -> None:
