@@ -23,12 +23,13 @@ from lightning_fedbayes.callbacks.pictures import markdown_table
 START = time.perf_counter()
 
 
-def options(description: str | None, data: bool, seeds: int) -> argparse.ArgumentParser:
-    """The arguments that all experiments take."""
+def options(description: str | None, data: bool, seeds: int | None) -> argparse.ArgumentParser:
+    """The arguments that all experiments take; ``seeds`` is None where nothing is random."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if data:
         parser.add_argument("--data", type=Path, required=True, help="folder with the data, see README.md")
-    parser.add_argument("--seeds", type=int, default=seeds, help="number of repetitions, at least 2")
+    if seeds is not None:
+        parser.add_argument("--seeds", type=int, default=seeds, help="number of repetitions, at least 2")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
     return parser
 
@@ -66,14 +67,26 @@ def table(
     return markdown_table(heads, rows)
 
 
-def write(out: Path, name: str, settings: str, tables: Sequence[str], figure: Figure | None = None) -> None:
-    """Print the report and write it beside its figure if there is one, NAME.md and NAME.png."""
+def write(
+    out: Path, name: str, settings: str, tables: Sequence[str], figure: Figure | None = None, over_seeds: bool = True
+) -> None:
+    """Print the report and write it beside its figure if there is one, NAME.md and NAME.png.
+
+    Args:
+        out: folder.
+        name: of the files.
+        settings: what was run.
+        tables: in Markdown.
+        figure: or None.
+        over_seeds: whether the figures are means over seeds.
+    """
     spent = time.perf_counter() - START
     machine = (
         f"{platform.machine()}, 1 thread, Python {platform.python_version()}, torch {torch.__version__}, "
         f"lightning {lightning.__version__}, lightning-fedbayes {version()}; {spent / 60:.1f} minutes"
     )
-    text = "\n\n".join([f"`{command()}`", settings, f"Mean ± standard error over the seeds. {machine}.", *tables])
+    figures = "Mean ± standard error over the seeds. " if over_seeds else ""
+    text = "\n\n".join([f"`{command()}`", settings, f"{figures}{machine}.", *tables])
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text(f"{text}\n")
     if figure is not None:

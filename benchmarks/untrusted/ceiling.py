@@ -1,0 +1,65 @@
+"""What logistic regression can reach at all: its optimum on all training images at once, by strength of an L2 penalty.
+
+    python benchmarks/untrusted/ceiling.py --data DIR [--out FOLDER]
+
+DIR holds the folders mnist and fashion_mnist. No federation: one party has all 60,000 images, and L-BFGS takes the
+convex loss, mean cross-entropy + λ/2 ‖weights‖², to its optimum. The best test accuracy over the penalties, which are
+chosen by it, is a generous estimate of what a fusion of logistic regressions can reach.
+"""
+
+from __future__ import annotations
+
+import torch
+from federation import Examples, accuracy, cross_entropy
+from images import read
+from one_round import logistic_regression
+from report import options, write
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lightning_fedbayes.callbacks.pictures import markdown_table
+
+DATASETS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
+PENALTIES = (1e-2, 1e-3, 1e-4, 1e-5, 0.0)
+ITERATIONS = 300
+
+
+def to_the_optimum(network: nn.Linear, examples: Examples, penalty: float) -> None:
+    """Minimise the penalised loss from where the network is."""
+    inputs, targets = examples
+    optimizer = torch.optim.LBFGS(
+        network.parameters(), max_iter=ITERATIONS, history_size=20, tolerance_change=1e-9,
+        line_search_fn="strong_wolfe",
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = cross_entropy(network(inputs), targets) + penalty / 2 * network.weight.square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)  # pyright: ignore[reportArgumentType]
+
+
+def main() -> None:
+    arguments = options(__doc__, data=True, seeds=None).parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for name, title in tqdm(DATASETS.items()):
+        train, test = (read(arguments.data / name, part) for part in ("train", "t10k"))
+        network, scores = logistic_regression(), []
+        for penalty in PENALTIES:  # each from the optimum before, which is near
+            to_the_optimum(network, train, penalty)
+            with torch.no_grad():
+                scores.append([float(accuracy(network(inputs), targets)) for inputs, targets in (test, train)])
+        rows.append([title, *(f"{on_test:.4f} ({on_train:.4f})" for on_test, on_train in scores)])
+    settings = (
+        f"Accuracy on the 10,000 test images (and on the 60,000 training images) of logistic regression on pixels from "
+        f"0 to 1, at most {ITERATIONS} iterations of L-BFGS per λ, from 0 and then from the optimum of the λ before."
+    )
+    heads = ["data", *(f"λ = {penalty:g}" for penalty in PENALTIES)]
+    write(arguments.out, "ceiling", settings, [markdown_table(heads, rows)], over_seeds=False)
+
+
+if __name__ == "__main__":
+    main()
