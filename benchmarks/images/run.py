@@ -1,6 +1,6 @@
 """A study of fusion rules on images: every cell of a YAML file, its table and its figures.
 
-    python benchmarks/images/run.py CONFIG.yaml [--data DIR] [--budget tiny|laptop|full] [--seeds N] [--out FOLDER]
+    python benchmarks/images/run.py CONFIG.yaml [--data DIR] [--budget NAME] [--seeds N] [--out FOLDER]
                                     [--only KEY=VALUE,VALUE ...] [--wandb PROJECT]
 
 DIR holds a folder per data set (fashion_mnist, mnist, cifar10, svhn); without it, the study runs on scikit-learn's
@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import WandbLogger
 from report import Finished, choices, common_settings, failures, machine, table
 from settings import Settings
 from store import Store, slug
-from study import BUDGETS, Study, only, read_study
+from study import Study, only, read_study
 from tqdm import tqdm
 
 from lightning_fedbayes.callbacks.wandb_account import go_offline_without_account
@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, metavar="CONFIG.yaml", help="the study, see configs/")
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with the data; digits without it")
-    parser.add_argument("--budget", choices=BUDGETS, default="laptop", help="rounds, local epochs, examples (laptop)")
+    parser.add_argument("--budget", default="laptop", metavar="NAME", help="one of the study's budgets (laptop)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="number of repetitions (3)")
     parser.add_argument("--only", nargs="+", default=[], metavar="KEY=VALUE,VALUE", help="cells with these settings")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the results go (results/STUDY_BUDGET)")

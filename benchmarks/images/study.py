@@ -16,6 +16,7 @@ from settings import KEYS, Settings, check_settings
 from lightning_fedbayes.errors import FederationError, nearest
 
 BUDGETS = ("tiny", "laptop", "full")
+"""That every study has; it may have others."""
 FIGURES = {"lines": {"x", "metrics"}, "curves": {"panels"}, "retained": {"panels"}}
 """Kind of a figure → what it needs besides ``series``."""
 
@@ -59,7 +60,11 @@ class Study:
             budget: its name.
             seeds: number of repetitions.
             offline: digits in place of the study's data sets.
+
+        Raises:
+            FederationError: the study has no such budget.
         """
+        _check_names([budget], self.budgets, f"{self.name}.yaml: unknown budget")
         changes = {**self.fixed, **self.budgets[budget], **({"dataset": OFFLINE} if offline else {})}
         cells = []
         for seed in range(seeds):
@@ -126,7 +131,6 @@ def _check(study: Study, file: str) -> None:
                 raise FederationError(f"{file}, grids: {key}={values!r} has to be a list of values")
             for value in values:
                 check_settings({key: value}, f"{file}, grids")
-    _check_names(study.budgets, BUDGETS, f"{file}, budgets: unknown budget")
     absent = [budget for budget in BUDGETS if budget not in study.budgets]
     if absent:
         raise FederationError(f"{file}, budgets: {', '.join(absent)} is missing; give {{}} to change nothing")

@@ -150,7 +150,7 @@ def test_what_cannot_be_fused_is_kept_and_reported(images, tmp_path, rounds, rep
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_study_can_be_run_offline(images, config):
     read = images["study"].read_study(config)
-    for budget in ("tiny", "laptop", "full"):
+    for budget in read.budgets:
         every = read.cells(budget, seeds=2, offline=True)
         assert len(every) == len(set(every))
         for cell in every[: len(every) // 2]:
@@ -191,6 +191,12 @@ def test_mistakes_are_found_before_training(images, tmp_path, monkeypatch, chang
     with pytest.raises(SystemExit) as error:
         images["run"].main(command(study(tmp_path, **changes)))
     assert message in str(error.value)
+
+
+def test_an_unknown_budget_is_found_before_training(images, tmp_path):
+    path = study(tmp_path)
+    with pytest.raises(SystemExit, match="unknown budget 'laptpo'; did you mean 'laptop'"):
+        images["run"].main([str(path), "--budget", "laptpo", "--out", str(tmp_path / "out")])
 
 
 def test_missing_data_are_found_before_training(images, tmp_path):
