@@ -98,15 +98,14 @@ def plain_step(trainer: L.Trainer) -> Step:
         batch = kwargs["batch"]
         output = module.training_step(batch, batch_idx) if with_index else module.training_step(batch)
         attributes["_current_fx_name"] = None
-        if output is None:
-            return {}
-        loss, extra = loss_and_rest(output)
+        loss, extra = (None, {}) if output is None else loss_and_rest(output)
         progress.increment_ready()
         drop_gradients(optimizer)
-        loss.backward()
+        if loss is not None:  # else Lightning, too, counts a step, without gradients
+            loss.backward()
         optimizer.step()
         progress.increment_completed()
-        return {"loss": loss.detach(), **extra}
+        return {} if loss is None else {"loss": loss.detach(), **extra}
 
     return step
 
