@@ -63,7 +63,7 @@ def distance(facts: ClientFacts) -> float:
     Raises:
         FusionError: the network has no probabilistic parameter.
     """
-    _check_probabilistic(facts.posterior, "distance")
+    check_probabilistic("distance", facts.posterior)
     mean, variance = facts.posterior.flatten()
     previous_mean, previous_variance = facts.previous.flatten()
     random = variance > 0  # the global posterior of some rules has a spread where clients have none
@@ -90,7 +90,7 @@ def max_discrepancy(facts: Sequence[ClientFacts]) -> Tensor:
     Raises:
         FusionError: the network has no probabilistic parameter.
     """
-    _check_probabilistic(facts[0].posterior, "max_discrepancy")
+    check_probabilistic("max_discrepancy", facts[0].posterior)
     flat = [each.posterior.flatten() for each in facts]
     return _closeness(flat, lambda q, p: gaussian_kl(*q, *p))
 
@@ -113,14 +113,6 @@ def _closeness(flat: Sequence[tuple[Tensor, Tensor]], divergence: Callable[..., 
     return 1 / torch.tensor(nearest_other, dtype=torch.float64).clamp_min(SMALLEST_DISTANCE)
 
 
-def _check_probabilistic(posterior: GaussianPosterior, name: str) -> None:
-    """Raise FusionError if all parameters are deterministic: their KL says nothing."""
-    if not any(bool((variance > 0).any()) for variance in posterior.variance.values()):
-        raise FusionError(
-            f"weighting '{name}' compares probabilistic parameters and this network has none; use '{name}_l2'"
-        )
-
-
 PER_CLIENT: dict[str, ClientWeight] = {
     "equal": equal,
     "train_size": train_size,
@@ -134,6 +126,9 @@ PER_COHORT: dict[str, CohortWeights] = {
     "max_discrepancy_l2": max_discrepancy_l2,
 }
 """Weightings that compare the clients of a round, so that all their posteriors are held."""
+
+OF_DISTRIBUTIONS = ("distance", "max_discrepancy")
+"""Weightings by KL divergence, which point masses do not have."""
 
 
 def client_weights(weighting: str | CohortWeights, facts: Sequence[ClientFacts]) -> list[float]:
@@ -177,6 +172,17 @@ def check_weighting(weighting: str | CohortWeights) -> None:
     known = isinstance(weighting, str) and (weighting in PER_CLIENT or weighting in PER_COHORT)
     if not callable(weighting) and not known:
         raise FusionError(f"unknown weighting '{weighting}': {nearest(str(weighting), [*PER_CLIENT, *PER_COHORT])}")
+
+
+def check_probabilistic(weighting: str | CohortWeights, posterior: GaussianPosterior) -> None:
+    """Raise FusionError if ``weighting`` compares distributions and all parameters are deterministic."""
+    if callable(weighting) or weighting not in OF_DISTRIBUTIONS:
+        return
+    if not any(bool((variance > 0).any()) for variance in posterior.variance.values()):
+        raise FusionError(
+            f"weighting '{weighting}' compares probabilistic parameters and this network has none; use "
+            f"'{weighting}_l2'"
+        )
 
 
 def effective_clients(weights: Sequence[float]) -> float:

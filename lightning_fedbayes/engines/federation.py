@@ -25,6 +25,7 @@ from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.processes import ALONE, Processes
 from lightning_fedbayes.seeding import derive_seed, seed_everything
+from lightning_fedbayes.weighting import check_probabilistic
 
 Stage = Literal["between", "training", "fused"]
 Protect = Callable[[ClientUpdate, GaussianPosterior, int, int], ClientUpdate]
@@ -117,6 +118,7 @@ class Federation:
         engine.log.is_shared = processes.count > 1
         self.protect = protect
         self.posterior = engine.model.read_posterior().clone()
+        check_probabilistic(server.weighting, self.posterior)
         self.history: list[dict[str, float]] = []
         self.failed_rounds = 0
         self.rounds_done = 0

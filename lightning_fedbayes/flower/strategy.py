@@ -23,7 +23,7 @@ from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import from_arrays, probabilistic_names, to_arrays
 from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
 from lightning_fedbayes.fusion.accumulator import check_structure
-from lightning_fedbayes.weighting import CohortWeights, check_weighting
+from lightning_fedbayes.weighting import CohortWeights, check_probabilistic, check_weighting
 
 EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
 
@@ -163,6 +163,7 @@ class FusionStrategy(Strategy):
     def _resume(self, arrays: ArrayRecord) -> ServerState:
         """The state to go on from: the checkpoint's, or a new one of ``arrays``."""
         posterior, buffers = from_arrays(arrays, "the initial arrays")
+        check_probabilistic(self.weighting, posterior)
         self._probabilistic = probabilistic_names(arrays)
         name = rule_name(self.rule)
         self.state = ServerState(posterior, buffers, uuid.uuid4().hex, self.seed, name, self.rule.init())

@@ -127,6 +127,17 @@ def test_step_wise_schedulers_are_refused_before_any_step():
     assert torch.equal(before, module.net[0].weight)
 
 
+@pytest.mark.parametrize("weighting", ["distance", "max_discrepancy"])
+def test_weightings_by_divergence_are_refused_for_deterministic_networks_before_any_step(weighting):
+    module = Plain()
+    before = parameters(module)["net.0.weight"]
+    federation = fb.FederatedBayes(fb.IIDPartition(3), weighting=weighting)
+    with pytest.raises(fb.FusionError, match=f"'{weighting}' compares probabilistic.*use '{weighting}_l2'"):
+        federate(module, federation)
+    assert torch.equal(before, module.net[0].weight)
+    federate(module, fb.FederatedBayes(fb.IIDPartition(3), weighting=f"{weighting}_l2"))
+
+
 class TestFinishedTrainers:
     def test_a_trainer_that_has_finished_is_refused(self):
         module, federation = Plain(), fb.FederatedBayes(fb.IIDPartition(3))

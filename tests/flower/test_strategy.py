@@ -275,6 +275,11 @@ def test_bad_arguments_are_refused_at_once(arguments, error, says):
         FusionStrategy(**arguments)
 
 
+def test_weightings_by_divergence_are_refused_for_deterministic_networks():
+    with pytest.raises(FusionError, match="use 'distance_l2'"):
+        FusionStrategy(weighting="distance", wait_for=4).start(LocalGrid(sites()), initial_arrays(Plain()), 1)
+
+
 def test_any_registered_rule_will_do():
     for name in fb.available_fusions():
         strategy = FusionStrategy(name, wait_for=4)
