@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import lightning as L
@@ -104,15 +105,17 @@ def _is_all(limit: int | float | None) -> bool:
 
 
 def check_at_least(name: str, value: int, least: int) -> None:
-    """Raise FederationError if an argument is smaller than ``least``."""
+    """Raise FederationError unless an argument is a whole number and not smaller than ``least``."""
+    if not isinstance(value, Integral):
+        raise FederationError(f"{name}={value!r}: give a whole number")
     if value < least:
         raise FederationError(f"{name}={value}: give at least {least}")
 
 
 def check_fraction(fraction: float) -> None:
     """Raise FederationError unless the share of clients in a round lies in (0, 1]."""
-    if not 0 < fraction <= 1:
-        raise FederationError(f"fraction={fraction}: the share of clients in a round lies in (0, 1]")
+    if not isinstance(fraction, Real) or not 0 < fraction <= 1:
+        raise FederationError(f"fraction={fraction!r}: the share of clients in a round lies in (0, 1]")
 
 
 def check_partition(partition: Any) -> None:
