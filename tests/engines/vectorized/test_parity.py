@@ -75,7 +75,7 @@ SETTINGS = {
     "three at a time": {"clients_at_once": 3, "local_epochs": 2},
     "a third of the clients": {"fraction": 0.34},
     "personal head": {"local_parameters": ["net.2.*"]},
-    "drawn together": {"fusion": "conflation", "weighting": "max_discrepancy"},
+    "drawn together": {"fusion": "conflation", "weighting": "max_discrepancy_l2"},
 }
 
 
