@@ -1,11 +1,15 @@
 """The next character of Shakespeare: a GRU, five genuine parties with roles of their own, five adversaries.
 
-    python benchmarks/untrusted/shakespeare.py --data DIR [--characters N ...] [--seeds 2] [--out FOLDER]
+    python benchmarks/untrusted/shakespeare.py --data DIR [--training epochs|gradients] [--characters N ...]
+                                               [--seeds 2] [--processes 1] [--out FOLDER]
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 
 import lightning as L
 import torch
@@ -23,21 +27,53 @@ from lightning_fedbayes.adversaries import Attack
 from lightning_fedbayes.quiet import quietly
 
 PARTIES, ADVERSARIES = 5, 5
-LENGTH, TEST = 50, 50_000
-CHARACTERS = [40_000] * PARTIES
-"""Of the training text of each genuine party."""
+LENGTH = 50
 EMBEDDING, HIDDEN = 16, 96
-ROUNDS, BATCH, RATE = 8, 16, 0.01
 LEFT_OUT = ("icov_mle", "krum", "multi_krum", "trimmed_mean", "norm_clipping")
 ORACLE = "oracle"
 RULES = {rule: title for rule, title in ALL_RULES.items() if rule not in LEFT_OUT} | {
     ORACLE: "oracle: the average of the genuine parties"
 }
 """Those that the paper reports, and one of the field's: a run takes half a minute to a minute."""
-ATTACKERS = range(PARTIES, PARTIES + ADVERSARIES)
+ATTACKERS = list(range(PARTIES, PARTIES + ADVERSARIES))
 ATTACKS = {
-    "N(0, 1) in place of the parameters": fb.GaussianVector(clients=list(ATTACKERS)),
-    "a random update of honest length": fb.RandomUpdate(clients=list(ATTACKERS)),
+    "N(0, 1) in place of the parameters": fb.GaussianVector(clients=ATTACKERS),
+    "a random update of honest length": fb.RandomUpdate(clients=ATTACKERS),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the parties train.
+
+    Args:
+        characters: of the training text of a party.
+        test: of the test text.
+        batch: sequences in a batch.
+        rounds: number of rounds, of one local epoch each.
+        optimizer: parameters → optimizer.
+        attacks: names of those that are tried.
+        title: in words.
+    """
+
+    characters: int
+    test: int
+    batch: int
+    rounds: int
+    optimizer: Callable[..., torch.optim.Optimizer]
+    attacks: Sequence[str]
+    title: str
+
+
+TRAININGS = {
+    "epochs": Training(
+        40_000, 50_000, 16, 8, functools.partial(torch.optim.Adam, lr=0.01), list(ATTACKS),
+        "Adam 0.01, batches of 16, 8 rounds of one local epoch",
+    ),
+    "gradients": Training(
+        8_000, 20_000, 160, 150, functools.partial(torch.optim.SGD, lr=2.0), list(ATTACKS)[:1],
+        "SGD 2.0, 150 rounds of one step on all of a party's text",
+    ),
 }
 
 
@@ -55,11 +91,13 @@ class NextCharacter(nn.Module):
 
 
 def run(
-    texts: list[str], rule: str, attack: fb.GaussianVector | fb.RandomUpdate, sizes: list[int], seed: int
+    texts: list[str], sizes: list[int], training: str, seed: int, attack_name: str, rule: str
 ) -> tuple[list[float], str]:
     """Test accuracy after every round, and the engine; ``sizes`` are the characters of the genuine parties."""
+    torch.set_num_threads(1)  # which networks this small want
+    how, attack = TRAININGS[training], ATTACKS[attack_name]
     given: Attack | None = attack
-    parties, test, characters = deal(texts, PARTIES + ADVERSARIES, max(sizes), TEST, LENGTH, seed)
+    parties, test, characters = deal(texts, PARTIES + ADVERSARIES, max(sizes), how.test, LENGTH, seed)
     for party, size in enumerate(sizes):
         parties[party] = parties[party][0][: size // LENGTH], parties[party][1][: size // LENGTH]
     if isinstance(attack, fb.GaussianVector):  # it throws away what it has trained: one sequence will do
@@ -67,40 +105,43 @@ def run(
     if rule == ORACLE:
         parties, given, rule = parties[:PARTIES], None, "weighted_average"
     L.seed_everything(seed, verbose=False)
-    optimizer = functools.partial(torch.optim.Adam, lr=RATE)
-    task = Task(NextCharacter(characters), cross_entropy, accuracy, optimizer)
-    return federate(task, parties, test, rule, given, rounds=ROUNDS, batch_size=BATCH, seed=seed)
+    task = Task(NextCharacter(characters), cross_entropy, accuracy, how.optimizer)
+    with quietly():
+        return federate(task, parties, test, rule, given, rounds=how.rounds, batch_size=how.batch, seed=seed)
 
 
 def main() -> None:
     parser = options(__doc__, data=True, seeds=2)
-    parser.add_argument("--characters", type=int, nargs=PARTIES, default=CHARACTERS, metavar="N",
-                        help=f"of the training text of each genuine party ({CHARACTERS[0]} each)")
+    parser.add_argument("--training", choices=TRAININGS, default="epochs", help="how the parties train (epochs)")
+    parser.add_argument("--characters", type=int, nargs=PARTIES, metavar="N",
+                        help="of the training text of each genuine party (all alike)")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at once (1)")
     arguments = parser.parse_args()
-    sizes = arguments.characters
-    torch.set_num_threads(1)  # which networks this small want
+    training = arguments.training
+    how = TRAININGS[training]
+    sizes = arguments.characters or [how.characters] * PARTIES
     texts, engine = roles(arguments.data), ""
-    curves = {name: {rule: [] for rule in RULES} for name in ATTACKS}
-    runs = [(seed, name, rule) for seed in range(arguments.seeds) for name in ATTACKS for rule in RULES]
-    for seed, name, rule in tqdm(runs):
-        accuracies, engine = run(texts, rule, ATTACKS[name], sizes, seed)
-        curves[name][rule].append(accuracies)
-        tqdm.write(f"seed {seed}, {name}, {RULES[rule]}: {accuracies[-1]:.3f}")
+    curves = {name: {rule: [] for rule in RULES} for name in how.attacks}
+    runs = [(seed, name, rule) for seed in range(arguments.seeds) for name in how.attacks for rule in RULES]
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        results = pool.map(functools.partial(run, texts, sizes, training), *zip(*runs))
+        for (seed, name, rule), result in zip(runs, tqdm(results, total=len(runs))):
+            accuracies, engine = result
+            curves[name][rule].append(accuracies)
+            tqdm.write(f"seed {seed}, {name}, {RULES[rule]}: {accuracies[-1]:.3f}")
     last = {name: {rule: [each[-1] for each in seeds] for rule, seeds in rules.items()}
             for name, rules in curves.items()}
     settings = (
         f"Shakespeare's plays, {len(texts)} roles of at least 1,000 characters dealt out whole to {PARTIES} genuine "
         f"parties of {', '.join(f'{size:,}' for size in sizes)} characters and {ADVERSARIES} adversaries of "
-        f"{max(sizes):,}, the last fifth of every role for the test ({TEST:,} characters); embedding {EMBEDDING}, GRU "
-        f"{HIDDEN}, sequences of {LENGTH}; Adam {RATE}, batches of {BATCH}, {ROUNDS} rounds of one local epoch; engine "
-        f"{engine}; seeds 0 to "
-        f"{arguments.seeds - 1}. Accuracy of the next character at every position of the test sequences after the "
-        "last round."
+        f"{max(sizes):,}, the last fifth of every role for the test ({how.test:,} characters); embedding {EMBEDDING}, "
+        f"GRU {HIDDEN}, sequences of {LENGTH}; {how.title}; engine {engine}; seeds 0 to {arguments.seeds - 1}. "
+        "Accuracy of the next character at every position of the test sequences after the last round."
     )
-    figure = panels(curves, RULES, range(1, ROUNDS + 1), "round", "accuracy of the next character")
-    write(arguments.out, "shakespeare", settings, [table("rule", RULES, PUBLISHED["shakespeare"], last, 3)], figure)
+    figure = panels(curves, RULES, range(1, how.rounds + 1), "round", "accuracy of the next character")
+    file = "shakespeare" if training == "epochs" else f"shakespeare_{training}"
+    write(arguments.out, file, settings, [table("rule", RULES, PUBLISHED["shakespeare"], last, 3)], figure)
 
 
 if __name__ == "__main__":
-    with quietly():
-        main()
+    main()
