@@ -38,8 +38,9 @@ def panels(
                       linestyle=DASHES[number // len(PALETTE)], linewidth=1.6)
             axes.fill_between(x, [m - e for m, e in points], [m + e for m, e in points], color=colour, alpha=0.15,
                               linewidth=0)
-        axes.set(title=panel, xlabel=xlabel)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_title(panel, fontsize=9)
+        axes.set(xlabel=xlabel)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     grid[0].set(ylabel=ylabel, yscale="log" if log else "linear")
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     return figure
