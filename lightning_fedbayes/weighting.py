@@ -175,7 +175,14 @@ def check_weighting(weighting: str | CohortWeights) -> None:
 
 
 def check_probabilistic(weighting: str | CohortWeights, posterior: GaussianPosterior) -> None:
-    """Raise FusionError if ``weighting`` compares distributions and all parameters are deterministic."""
+    """Raise FusionError if ``weighting`` compares distributions and all parameters are deterministic.
+
+    Args:
+        weighting: a name, or a function, which may do as it likes.
+        posterior: of the network, parameters of any shape; those with variance 0 are deterministic.
+
+    Source: [FBDL] §2.6.3 and §2.6.4, which name the L2 norm for deterministic models.
+    """
     if callable(weighting) or weighting not in OF_DISTRIBUTIONS:
         return
     if not any(bool((variance > 0).any()) for variance in posterior.variance.values()):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 from federation import Examples, accuracy, cross_entropy
-from images import read
+from images import DATASETS, read
 from one_round import logistic_regression
 from report import options, write
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from lightning_fedbayes.callbacks.pictures import markdown_table
 
-DATASETS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 PENALTIES = (1e-2, 1e-3, 1e-4, 1e-5, 0.0)
 ITERATIONS = 300
 

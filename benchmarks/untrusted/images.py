@@ -8,6 +8,9 @@ from pathlib import Path
 import torch
 from federation import Examples
 
+DATASETS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
+"""Folder → title."""
+
 
 def read(directory: Path, part: str) -> Examples:
     """Images as vectors of 784 pixels from 0 to 1, and their labels.

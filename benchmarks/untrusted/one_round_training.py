@@ -14,14 +14,13 @@ import itertools
 import statistics
 
 import torch
-from images import deal, read
+from images import DATASETS, deal, read
 from one_round import BATCH, GENUINE, score, updates_of
 from report import options, table, write
 from tqdm import tqdm
 
 from lightning_fedbayes.quiet import quietly
 
-DATASETS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 RATES, EPOCHS = (0.01, 0.03, 0.1), (20, 50)
 HELD_OUT, SIZE, FIRST_SEED = 10_000, 10_000, 100
 """Last training images, examples of each party, first of the seeds."""
