@@ -1,7 +1,8 @@
 """One round of logistic regression: five genuine parties and ever more adversaries, and other attacks.
 
-    python benchmarks/untrusted/one_round.py --data DIR [--dataset mnist|fashion_mnist] [--rate 0.1]
-                                             [--local_epochs 50] [--seeds 5] [--out FOLDER]
+    python benchmarks/untrusted/one_round.py --data DIR [--dataset mnist|fashion_mnist]
+                                             [--features pixels|oriented_gradients] [--rate 0.1] [--local_epochs 50]
+                                             [--seeds 5] [--out FOLDER]
 
 All rules fuse the same updates: a round is trained once per seed and its updates, as they are sent, are kept; the
 Gaussian adversaries of every number are the first of the same ten. That gives what a federation per rule would.
@@ -13,9 +14,10 @@ import functools
 from collections.abc import Sequence
 
 import torch
+from features import FEATURES, examples
 from federation import Examples, Task, accuracy, cross_entropy, federate
 from figures import panels
-from images import deal, read
+from images import deal
 from report import cell, options, table, write
 from rules import PUBLISHED, RULES
 from torch import Tensor, nn
@@ -57,9 +59,9 @@ class Keep(FusionRule):
         return posteriors[0]
 
 
-def logistic_regression() -> nn.Linear:
-    """784 → 10, all 0: the loss is convex, the start does not matter."""
-    network = nn.Linear(784, 10)
+def logistic_regression(inputs: int) -> nn.Linear:
+    """inputs → 10, all 0: the loss is convex, the start does not matter."""
+    network = nn.Linear(inputs, 10)
     nn.init.zeros_(network.weight)
     nn.init.zeros_(network.bias)
     return network
@@ -70,7 +72,7 @@ def updates_of(
 ) -> tuple[Updates, str]:
     """What the parties send after training, in their order, and the engine that trained."""
     keep, optimizer = Keep(), functools.partial(torch.optim.SGD, lr=rate)
-    task = Task(logistic_regression(), cross_entropy, accuracy, optimizer)
+    task = Task(logistic_regression(test[0].shape[1]), cross_entropy, accuracy, optimizer)
     _, engine = federate(
         task, parties, test, keep, attack, rounds=1, local_epochs=local_epochs, batch_size=BATCH, seed=seed
     )
@@ -89,12 +91,13 @@ def score(
 def main() -> None:
     parser = options(__doc__, data=True, seeds=5)
     parser.add_argument("--dataset", choices=("mnist", "fashion_mnist"), default="mnist", help="what --data holds")
+    parser.add_argument("--features", choices=FEATURES, default="pixels", help="of an image (pixels)")
     parser.add_argument("--rate", type=float, default=RATE, help=f"learning rate of the parties ({RATE})")
     parser.add_argument("--local_epochs", type=int, default=LOCAL_EPOCHS, help=f"of the parties ({LOCAL_EPOCHS})")
     arguments = parser.parse_args()
     rate, epochs = arguments.rate, arguments.local_epochs
     torch.set_num_threads(1)  # which networks this small want
-    train, test = read(arguments.data, "train"), read(arguments.data, "t10k")
+    train, test = examples(arguments.data, arguments.features)
     seeds, numbers, engine = range(arguments.seeds), range(MOST + 1), ""
     gaussian: dict[str, list[list[float]]] = {rule: [] for rule in RULES}
     others: dict[str, dict[str, list[float]]] = {name: {rule: [] for rule in RULES} for name in ("none", *ATTACKS)}
@@ -122,10 +125,10 @@ def main() -> None:
     plain = shown["0 adversaries"]
     losses = {rule: [a - b for a, b in zip(plain["weighted_average"], plain[rule])] for rule in RULES}
     worst = max(losses, key=lambda rule: sum(losses[rule]))
-    published = PUBLISHED["mnist"] if arguments.dataset == "mnist" else None
+    published = PUBLISHED["mnist"] if (arguments.dataset, arguments.features) == ("mnist", "pixels") else None
     settings = (
-        f"{arguments.dataset}, all 10,000 test images. Logistic regression from 0 on pixels from 0 to 1; SGD, rate "
-        f"{rate}, batches of {BATCH}, {epochs} local epochs, one round; engine {engine}; seeds 0 to "
+        f"{arguments.dataset}, all 10,000 test images. Logistic regression from 0 on {FEATURES[arguments.features]}; "
+        f"SGD, rate {rate}, batches of {BATCH}, {epochs} local epochs, one round; engine {engine}; seeds 0 to "
         f"{arguments.seeds - 1} (parts, batches and attacks). First table: {GENUINE} genuine parties of {SIZE:,} "
         "examples and adversaries who send N(0, 1) in place of the parameters; published: the paper's MNIST, 5 "
         f"adversaries. Second table: {MAJORITY} honest parties and {MINORITY} adversaries of {SHARE:,} examples each. "
@@ -135,7 +138,8 @@ def main() -> None:
     title = f"{arguments.dataset}, {GENUINE} genuine parties"
     figure = panels({title: gaussian}, RULES, numbers, "adversaries", "test accuracy")
     tables = [table("rule", RULES, published, shown, 4), table("rule", RULES, None, others, 4)]
-    write(arguments.out, f"one_round_{arguments.dataset}", settings, tables, figure)
+    file = f"one_round_{arguments.dataset}" + ("" if arguments.features == "pixels" else f"_{arguments.features}")
+    write(arguments.out, file, settings, tables, figure)
 
 
 if __name__ == "__main__":

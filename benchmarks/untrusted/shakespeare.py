@@ -47,18 +47,18 @@ class Training:
     """How the parties train.
 
     Args:
-        characters: of the training text of a party.
-        test: of the test text.
-        batch: sequences in a batch.
+        characters: of the training text of each party.
+        test: characters of the test text.
+        batch: sequences in a batch; None: all that a party has.
         rounds: number of rounds, of one local epoch each.
         optimizer: parameters → optimizer.
         attacks: names of those that are tried.
         title: in words.
     """
 
-    characters: int
+    characters: Sequence[int]
     test: int
-    batch: int
+    batch: int | None
     rounds: int
     optimizer: Callable[..., torch.optim.Optimizer]
     attacks: Sequence[str]
@@ -67,12 +67,16 @@ class Training:
 
 TRAININGS = {
     "epochs": Training(
-        40_000, 50_000, 16, 8, functools.partial(torch.optim.Adam, lr=0.01), list(ATTACKS),
+        [40_000] * PARTIES, 50_000, 16, 8, functools.partial(torch.optim.Adam, lr=0.01), list(ATTACKS),
         "Adam 0.01, batches of 16, 8 rounds of one local epoch",
     ),
     "gradients": Training(
-        8_000, 20_000, 160, 150, functools.partial(torch.optim.SGD, lr=2.0), list(ATTACKS)[:1],
+        [8_000] * PARTIES, 20_000, None, 150, functools.partial(torch.optim.SGD, lr=2.0), list(ATTACKS)[:1],
         "SGD 2.0, 150 rounds of one step on all of a party's text",
+    ),
+    "unequal_gradients": Training(
+        [16_000, 8_000, 4_000, 2_000, 1_000], 20_000, None, 300, functools.partial(torch.optim.SGD, lr=1.5),
+        list(ATTACKS)[:1], "SGD 1.5, 300 rounds of one step on all of a party's text",
     ),
 }
 
@@ -91,7 +95,7 @@ class NextCharacter(nn.Module):
 
 
 def run(
-    texts: list[str], sizes: list[int], training: str, seed: int, attack_name: str, rule: str
+    texts: list[str], sizes: Sequence[int], training: str, seed: int, attack_name: str, rule: str
 ) -> tuple[list[float], str]:
     """Test accuracy after every round, and the engine; ``sizes`` are the characters of the genuine parties."""
     torch.set_num_threads(1)  # which networks this small want
@@ -107,19 +111,20 @@ def run(
     L.seed_everything(seed, verbose=False)
     task = Task(NextCharacter(characters), cross_entropy, accuracy, how.optimizer)
     with quietly():
-        return federate(task, parties, test, rule, given, rounds=how.rounds, batch_size=how.batch, seed=seed)
+        batch = how.batch or max(sizes) // LENGTH
+        return federate(task, parties, test, rule, given, rounds=how.rounds, batch_size=batch, seed=seed)
 
 
 def main() -> None:
     parser = options(__doc__, data=True, seeds=2)
     parser.add_argument("--training", choices=TRAININGS, default="epochs", help="how the parties train (epochs)")
     parser.add_argument("--characters", type=int, nargs=PARTIES, metavar="N",
-                        help="of the training text of each genuine party (all alike)")
+                        help="of the training text of each genuine party")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at once (1)")
     arguments = parser.parse_args()
     training = arguments.training
     how = TRAININGS[training]
-    sizes = arguments.characters or [how.characters] * PARTIES
+    sizes = arguments.characters or how.characters
     texts, engine = roles(arguments.data), ""
     curves = {name: {rule: [] for rule in RULES} for name in how.attacks}
     runs = [(seed, name, rule) for seed in range(arguments.seeds) for name in how.attacks for rule in RULES]
