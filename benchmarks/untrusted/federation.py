@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.adversaries import Attack
@@ -61,9 +61,31 @@ class Curve(L.Callback):
         self.values.append(float(trainer.callback_metrics["score"]))
 
 
+class Drawn(Dataset[tuple[Tensor, ...]]):
+    """Examples drawn anew whenever they are asked for, so that every round has a stochastic gradient of its own.
+
+    The draws are of torch's global generator, which a federation seeds by round and client before it loads.
+
+    Args:
+        examples: to draw from, with replacement.
+        count: of the examples that a local epoch has.
+    """
+
+    def __init__(self, examples: Examples, count: int) -> None:
+        self.examples = examples
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        place = int(torch.randint(len(self.examples[0]), ()))
+        return tuple(each[place] for each in self.examples)
+
+
 def federate(
     task: Task, parties: Sequence[Examples], validation: Examples, rule: str | FusionRule, attack: Attack | None,
-    *, rounds: int, local_epochs: int = 1, batch_size: int, seed: int,
+    *, rounds: int, local_epochs: int = 1, batch_size: int, seed: int, drawn: int | None = None,
 ) -> tuple[list[float], str]:
     """Train a federation of ``parties`` with equal weights.
 
@@ -74,10 +96,12 @@ def federate(
         rule: the fusion rule.
         attack: what some of the parties do, or None.
         rounds, local_epochs, batch_size, seed: of the federation.
+        drawn: examples that a party draws anew in every local epoch; None: all that it has.
 
     Returns: the score after every round, and the engine that trained.
     """
-    data = fb.ClientDatasets({f"party {k}": TensorDataset(*examples) for k, examples in enumerate(parties)})
+    datasets = [TensorDataset(*each) if drawn is None else Drawn(each, drawn) for each in parties]
+    data = fb.ClientDatasets({f"party {k}": dataset for k, dataset in enumerate(datasets)})
     batches = list(zip(*(each.split(EVALUATION_BATCH) for each in validation)))
     federation, curve = fb.FederatedBayes(
         local_epochs=local_epochs, fusion=rule, weighting="equal", engine="auto",

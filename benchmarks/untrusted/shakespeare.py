@@ -50,6 +50,7 @@ class Training:
         characters: of the training text of each party.
         test: characters of the test text.
         batch: sequences in a batch; None: all that a party has.
+        drawn: sequences that a party draws anew in every round; None: all that it has.
         rounds: number of rounds, of one local epoch each.
         optimizer: parameters → optimizer.
         attacks: names of those that are tried.
@@ -59,6 +60,7 @@ class Training:
     characters: Sequence[int]
     test: int
     batch: int | None
+    drawn: int | None
     rounds: int
     optimizer: Callable[..., torch.optim.Optimizer]
     attacks: Sequence[str]
@@ -67,16 +69,16 @@ class Training:
 
 TRAININGS = {
     "epochs": Training(
-        [40_000] * PARTIES, 50_000, 16, 8, functools.partial(torch.optim.Adam, lr=0.01), list(ATTACKS),
+        [40_000] * PARTIES, 50_000, 16, None, 8, functools.partial(torch.optim.Adam, lr=0.01), list(ATTACKS),
         "Adam 0.01, batches of 16, 8 rounds of one local epoch",
     ),
     "gradients": Training(
-        [8_000] * PARTIES, 20_000, None, 150, functools.partial(torch.optim.SGD, lr=2.0), list(ATTACKS)[:1],
+        [8_000] * PARTIES, 20_000, None, None, 150, functools.partial(torch.optim.SGD, lr=2.0), list(ATTACKS)[:1],
         "SGD 2.0, 150 rounds of one step on all of a party's text",
     ),
-    "unequal_gradients": Training(
-        [16_000, 8_000, 4_000, 2_000, 1_000], 20_000, None, 300, functools.partial(torch.optim.SGD, lr=1.5),
-        list(ATTACKS)[:1], "SGD 1.5, 300 rounds of one step on all of a party's text",
+    "stochastic_gradients": Training(
+        [40_000] * PARTIES, 20_000, 1, 1, 400, functools.partial(torch.optim.SGD, lr=4.0), list(ATTACKS)[:1],
+        "SGD 4.0, 400 rounds of one step on one sequence, drawn at random",
     ),
 }
 
@@ -111,8 +113,10 @@ def run(
     L.seed_everything(seed, verbose=False)
     task = Task(NextCharacter(characters), cross_entropy, accuracy, how.optimizer)
     with quietly():
-        batch = how.batch or max(sizes) // LENGTH
-        return federate(task, parties, test, rule, given, rounds=how.rounds, batch_size=batch, seed=seed)
+        return federate(
+            task, parties, test, rule, given, rounds=how.rounds, batch_size=how.batch or max(sizes) // LENGTH,
+            seed=seed, drawn=how.drawn,
+        )
 
 
 def main() -> None:
