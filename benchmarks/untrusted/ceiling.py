@@ -56,8 +56,8 @@ def main() -> None:
                 scores.append([float(accuracy(network(inputs), targets)) for inputs, targets in (test, train)])
         rows.append([title, FEATURES[features], *(f"{on_test:.4f} ({on_train:.4f})" for on_test, on_train in scores)])
     settings = (
-        f"Accuracy on the 10,000 test images (and on the 60,000 training images) of logistic regression, at "
-        f"most {ITERATIONS} iterations of L-BFGS per λ, from 0 and then from the optimum of the λ before."
+        f"Accuracy on the 10,000 test images (and on the 60,000 training images) of logistic regression, at most "
+        f"{ITERATIONS} iterations of L-BFGS per λ, from 0 and then from the optimum of the λ before."
     )
     heads = ["data", "of an image", *(f"λ = {penalty:g}" for penalty in PENALTIES)]
     write(arguments.out, "ceiling", settings, [markdown_table(heads, rows)], over_seeds=False)

@@ -17,7 +17,7 @@ import torch
 from features import FEATURES, examples
 from federation import Examples, Task, accuracy, cross_entropy, federate
 from figures import panels
-from images import deal
+from images import DATASETS, deal
 from report import cell, options, table, write
 from rules import PUBLISHED, RULES
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ def score(
 
 def main() -> None:
     parser = options(__doc__, data=True, seeds=5)
-    parser.add_argument("--dataset", choices=("mnist", "fashion_mnist"), default="mnist", help="what --data holds")
+    parser.add_argument("--dataset", choices=DATASETS, default="mnist", help="what --data holds")
     parser.add_argument("--features", choices=FEATURES, default="pixels", help="of an image (pixels)")
     parser.add_argument("--rate", type=float, default=RATE, help=f"learning rate of the parties ({RATE})")
     parser.add_argument("--local_epochs", type=int, default=LOCAL_EPOCHS, help=f"of the parties ({LOCAL_EPOCHS})")

@@ -1,7 +1,7 @@
 """The next character of Shakespeare: a GRU, five genuine parties with roles of their own, five adversaries.
 
-    python benchmarks/untrusted/shakespeare.py --data DIR [--training epochs|gradients] [--characters N ...]
-                                               [--seeds 2] [--processes 1] [--out FOLDER]
+    python benchmarks/untrusted/shakespeare.py --data DIR [--training epochs|gradients|stochastic_gradients]
+                                               [--characters N ...] [--seeds 2] [--processes 1] [--out FOLDER]
 """
 
 from __future__ import annotations

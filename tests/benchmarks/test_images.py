@@ -1,8 +1,6 @@
 """The image studies on tiny digits: they run, go on after a kill, and refuse what cannot be run before they train."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,26 +11,16 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.errors import FedBayesError, FederationError
 from lightning_fedbayes.fusion.registry import unregister_fusion
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "images"
-CONFIGS = sorted((FOLDER / "configs").glob("*.yaml"))
+from .modules import BENCHMARKS, modules_of
+
+CONFIGS = sorted((BENCHMARKS / "images" / "configs").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
 def images():
-    """The modules of benchmarks/images by name; other benchmarks have some of the same names."""
-    names = [path.stem for path in FOLDER.glob("*.py")]
-    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path.insert(0, str(FOLDER))
-    threads = torch.get_num_threads()
-    try:
-        yield {name: importlib.import_module(name) for name in names}
-    finally:
-        torch.set_num_threads(threads)
+    with modules_of("images") as modules:
+        yield modules
         unregister_fusion("normalised_weighted_sum")
-        sys.path.remove(str(FOLDER))
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update(others)
 
 
 def study(tmp_path: Path, **changes) -> Path:
