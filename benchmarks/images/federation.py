@@ -16,7 +16,8 @@ import torch
 from data import Digits, make_data, part_for_start
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import WandbLogger
-from settings import Settings, parse_call
+from optimizers import make_optimizer
+from settings import Settings, called, parse_call
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -53,12 +54,8 @@ class Classifier(fb.HybridBayesianClassifier):
         self.settings = settings
 
     def configure_optimizers(self) -> Any:
-        """SGD or Adam; the learning rate falls by 4 % per round after ``decay_from`` rounds."""
-        s, parameters = self.settings, list(self.parameters())
-        options: dict[str, Any] = {"lr": s.learning_rate, "weight_decay": s.weight_decay}
-        optimizer = torch.optim.Adam(parameters, **options)
-        if s.optimizer == "sgd":
-            optimizer = torch.optim.SGD(parameters, momentum=s.momentum, **options)
+        """That of the cell; the learning rate falls by 4 % per round after ``decay_from`` rounds."""
+        s, optimizer = self.settings, make_optimizer(self.settings, self)
         if s.decay_from is None:
             return optimizer
         start = s.decay_from
@@ -152,7 +149,7 @@ def make_partition(settings: Settings) -> Partition:
     name, positional, named = parse_call(settings.partition)
     if name not in PARTITIONS:
         raise FederationError(f"unknown partition '{name}'; {nearest(name, PARTITIONS)}")
-    return _called(PARTITIONS[name], settings.partition, settings.clients, *positional, **named)
+    return called(PARTITIONS[name], settings.partition, settings.clients, *positional, **named)
 
 
 def make_rule(text: str) -> str | FusionRule:
@@ -160,7 +157,7 @@ def make_rule(text: str) -> str | FusionRule:
     if text == "auto":
         return text
     name, positional, named = parse_call(text)
-    return _called(type(get_rule(name)), text, *positional, **named)
+    return called(type(get_rule(name)), text, *positional, **named)
 
 
 def make_federation(settings: Settings) -> fb.FederatedBayes:
@@ -175,7 +172,7 @@ def check(settings: Settings, folder: Path | None) -> None:
     """Raise the package's own errors for a cell that cannot be trained, without training."""
     data = make_data(settings, folder)
     make_federation(settings)
-    make_bayesian(settings, make_network(settings, data))
+    make_optimizer(settings, make_bayesian(settings, make_network(settings, data)))
     if settings.fusion == "auto" and not settings.validation_fraction:
         raise FederationError("fusion='auto' chooses on validation images: set validation_fraction, such as 0.1")
 
@@ -247,14 +244,6 @@ def _quiet() -> dict[str, Any]:
         "accelerator": "auto", "logger": False, "num_sanity_val_steps": 0, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False,
     }
-
-
-def _called(make: Any, text: str, *positional: Any, **named: Any) -> Any:
-    """What ``make`` makes; a FederationError that quotes ``text`` where its arguments do not fit."""
-    try:
-        return make(*positional, **named)
-    except TypeError as error:
-        raise FederationError(f"'{text}': {error}") from error
 
 
 def _rounded(values: Iterable[float]) -> list[float]:

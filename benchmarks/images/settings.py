@@ -36,7 +36,8 @@ class Settings:
             Bayesian around its weights.
         start_share: see ``start``.
         rounds, local_epochs, batch_size: of the federation.
-        optimizer: "sgd" or "adam".
+        optimizer: "sgd" or "adam", with arguments if any, such as "adam(rho_rate=25)": see
+            :func:`optimizers.parameter_groups`.
         learning_rate, momentum, weight_decay: of the optimizer; momentum is SGD's.
         decay_from: round after which the learning rate falls by 4 % per round, as in [FBDL]; None: never.
         seed: of everything.
@@ -64,7 +65,7 @@ class Settings:
     rounds: int = 50
     local_epochs: int = 50
     batch_size: int = 64
-    optimizer: Literal["sgd", "adam"] = "sgd"
+    optimizer: str = "sgd"
     learning_rate: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 1e-5
@@ -110,6 +111,14 @@ def parse_call(text: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     except (SyntaxError, ValueError):
         pass
     raise FederationError(f"'{text}' cannot be read: write a name, or a name with arguments such as dirichlet(0.5)")
+
+
+def called(make: Any, text: str, *positional: Any, **named: Any) -> Any:
+    """What ``make`` makes; a FederationError that quotes ``text`` where its arguments do not fit."""
+    try:
+        return make(*positional, **named)
+    except TypeError as error:
+        raise FederationError(f"'{text}': {error}") from error
 
 
 def _fits(value: Any, kind: Any) -> bool:

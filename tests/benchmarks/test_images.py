@@ -165,6 +165,10 @@ def test_published_values_belong_to_cells(images):
         ({"grids": [{"weighting": ["train_sise"]}]}, "did you mean 'train_size'"),
         ({"grids": [{"partition": ["dirichlet"]}]}, "alpha"),
         ({"grids": [{"partition": ["uniform(2)"]}]}, "unknown partition"),
+        ({"grids": [{"optimizer": ["adma"]}]}, "did you mean 'adam'"),
+        ({"grids": [{"optimizer": ["adam(rate=25)"]}]}, "unexpected keyword argument 'rate'"),
+        ({"grids": [{"optimizer": ["adam(rho_rate=-25)"]}]}, "rho_rate=-25 has to be positive"),
+        ({"grids": [{"optimizer": ["sgd(rho_rate='25')"]}]}, "rho_rate='25' has to be positive"),
         ({"grids": [{"bayesian_last": [4]}]}, "only 3 layers"),
         ({"grids": [{"dropout": [0.2], "bayesian_last": [1]}]}, "set bayesian_last to 0"),
         ({"grids": [{"fusion": ["auto"]}]}, "validation_fraction"),
@@ -209,6 +213,28 @@ def test_only_names_cells(images, tmp_path, wanted, message):
 def test_calls_that_cannot_be_read(images, text):
     with pytest.raises(FedBayesError, match="cannot be read"):
         images["settings"].parse_call(text)
+
+
+def test_rho_is_trained_at_its_own_rate_and_without_weight_decay(images):
+    settings = images["settings"].Settings(optimizer="adam(rho_rate=25)", learning_rate=0.001, weight_decay=0.1)
+    network = fb.bayesianize(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)), last=1)
+    before = {name: value.clone() for name, value in network.named_parameters()}
+    optimizer = images["optimizers"].make_optimizer(settings, network)
+    for parameter in network.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # the first step of Adam is the learning rate
+    assert {"0.weight", "0.bias", "1.mu_weight", "1.rho_weight", "1.mu_bias", "1.rho_bias"} == set(before)
+    for name, value in network.named_parameters():
+        rate = 0.025 if "rho" in name else 0.001
+        torch.testing.assert_close(value, before[name] - rate, rtol=0, atol=1e-6)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd(rho_rate=25)"])
+def test_a_deterministic_network_has_one_group_of_parameters(images, optimizer):
+    settings, network = images["settings"].Settings(optimizer=optimizer), torch.nn.Linear(3, 2)
+    (group,) = images["optimizers"].make_optimizer(settings, network).param_groups
+    assert (len(group["params"]), group["lr"], group["momentum"]) == (2, 0.01, 0.9)
 
 
 def test_the_normalised_weighted_sum_keeps_the_variance_of_equal_clients(images):
