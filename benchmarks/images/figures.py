@@ -29,13 +29,13 @@ def draw(spec: Mapping[str, Any], finished: Finished) -> Figure | None:
     Args:
         spec: ``kind``: "lines" (``metrics`` against the setting ``x``), "curves" (validation accuracy by round) or
             "retained" (accuracy against examples retained, by measure of uncertainty); ``series``: the setting that
-            gives a line each; ``panels``: the setting that gives a panel each; ``where``: settings that cells have to
-            have. What else is varied is averaged.
+            gives a line each; ``panels``: the setting that gives a panel each; ``where``: a setting → the values that
+            cells may have. What else is varied is averaged.
         finished: cells of one data set, with scores.
     """
     where = spec.get("where", {})
     rows = {cell: results for cell, results in rows_of(finished).items()
-            if all(getattr(cell, key) == value for key, value in where.items())}
+            if all(getattr(cell, key) in values for key, values in where.items())}
     return {"lines": _lines, "curves": _curves, "retained": _retained}[spec["kind"]](spec, rows) if rows else None
 
 

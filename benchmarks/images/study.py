@@ -126,11 +126,7 @@ def _check(study: Study, file: str) -> None:
     """Raise FederationError for names and values that are none."""
     check_settings(study.fixed, f"{file}, fixed")
     for grid in study.grids:
-        for key, values in grid.items():
-            if not isinstance(values, list) or not values:
-                raise FederationError(f"{file}, grids: {key}={values!r} has to be a list of values")
-            for value in values:
-                check_settings({key: value}, f"{file}, grids")
+        _check_lists(grid, f"{file}, grids")
     absent = [budget for budget in BUDGETS if budget not in study.budgets]
     if absent:
         raise FederationError(f"{file}, budgets: {', '.join(absent)} is missing; give {{}} to change nothing")
@@ -141,7 +137,7 @@ def _check(study: Study, file: str) -> None:
         _check_names([figure.get("kind", "")], FIGURES, f"{file}, figures: unknown kind")
         needs = {"kind", "series", *FIGURES[figure["kind"]]}
         _check_names(figure, {*needs, "where"}, f"{file}, figures, {figure['kind']}: unknown key")
-        check_settings(figure.get("where", {}), f"{file}, figures, where")
+        _check_lists(figure.get("where", {}), f"{file}, figures, where")
         if needs - set(figure):
             raise FederationError(f"{file}, figures, {figure['kind']}: {', '.join(needs - set(figure))} is missing")
         _check_names([figure[key] for key in ("x", "series", "panels") if key in figure], KEYS,
@@ -149,6 +145,15 @@ def _check(study: Study, file: str) -> None:
         _check_names(figure.get("metrics", ()), METRICS, f"{file}, figures: unknown metric")
     for row in study.published:
         _check_names(row, (*KEYS, *METRICS), f"{file}, published: unknown setting or metric")
+
+
+def _check_lists(settings: Mapping[str, Any], where: str) -> None:
+    """Raise FederationError for a setting without a list of values that it can have."""
+    for key, values in settings.items():
+        if not isinstance(values, list) or not values:
+            raise FederationError(f"{where}: {key}={values!r} has to be a list of values")
+        for value in values:
+            check_settings({key: value}, where)
 
 
 def _check_names(names: Any, known: Any, problem: str) -> None:

@@ -50,8 +50,8 @@ def test_a_killed_study_goes_on_without_repeating_cells(images, tmp_path, monkey
         tmp_path, published=[{"bayesian_last": 1, "nll": "0.12 ± 0.01"}],
         figures=[
             {"kind": "lines", "x": "bayesian_last", "series": "fusion", "metrics": ["nll"]},
-            {"kind": "retained", "series": "fusion", "panels": "bayesian_last", "where": {"bayesian_last": 1}},
-            {"kind": "curves", "series": "fusion", "panels": "partition", "where": {"bayesian_last": 3}},  # no cells
+            {"kind": "retained", "series": "fusion", "panels": "bayesian_last", "where": {"bayesian_last": [1]}},
+            {"kind": "curves", "series": "fusion", "panels": "partition", "where": {"bayesian_last": [3]}},  # no cells
         ],
     )
     run, real, trained = images["run"], images["federation"].run_cell, []
@@ -175,6 +175,8 @@ def test_published_values_belong_to_cells(images):
         ({"metrics": ["acuracy"]}, "did you mean 'accuracy'"),
         ({"budgets": {"tiny": {}, "laptop": {}}}, "full is missing"),
         ({"figures": [{"kind": "lines", "series": "fusion", "x": "fusion"}]}, "metrics is missing"),
+        ({"figures": [{"kind": "lines", "series": "fusion", "x": "fusion", "metrics": ["nll"], "where": {"seed": 0}}]},
+         "seed=0 has to be a list of values"),
         ({"published": [{"fusion": "conflation", "acc": 1}]}, "unknown setting or metric"),
     ],
 )
