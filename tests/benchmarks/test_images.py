@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from matplotlib.figure import Figure
+from PIL import Image
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.errors import FedBayesError, FederationError
@@ -247,3 +249,17 @@ def test_the_normalised_weighted_sum_keeps_the_variance_of_equal_clients(images)
 
 def test_mean_and_error(images):
     assert images["report"].mean_and_error([1.0, 2.0, 3.0]) == pytest.approx((2.0, 3**-0.5))
+
+
+def test_a_figure_keeps_the_colours_of_its_lines(images, tmp_path):
+    figure, palette = Figure(figsize=(9.3, 3.5), layout="constrained"), images["figures"].PALETTE
+    for panel, axes in enumerate(figure.subplots(1, 3)):
+        for number, colour in enumerate(palette):
+            across, up = ([1.0], [0.1]) if number == 0 else ([1, 2, 3], [number, 2.5 - panel, number**0.5])
+            axes.errorbar(across, up, [0.3] * len(across), color=colour, marker="o", markersize=4, capsize=2)
+    images["figures"].save(figure, tmp_path / "figure.png")
+    with Image.open(tmp_path / "figure.png") as picture:
+        counts = picture.convert("RGB").getcolors()
+    for wanted in palette:
+        red, green, blue = (int(wanted[place : place + 2], 16) for place in (1, 3, 5))
+        assert any(count > 50 and max(abs(r - red), abs(g - green), abs(b - blue)) <= 4 for count, (r, g, b) in counts)
