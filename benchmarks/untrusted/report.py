@@ -92,7 +92,7 @@ def write(
     if figure is not None:
         picture = io.BytesIO()
         figure.savefig(picture, dpi=90)
-        image = Image.open(picture).convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE)  # a third of the size
+        image = Image.open(picture).convert("RGB").quantize(256)  # a third of the size
         image.save(out / f"{name}.png", optimize=True)
     print(f"\n{text}\n\nWritten to {out}: {name}.*")
 
