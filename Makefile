@@ -1,19 +1,23 @@
 # Everything runs in an environment of its own (.venv), made on first use and again when pyproject.toml changes.
 PYTHON ?= python3
 BIN := .venv/bin
+OLDEST := .venv-oldest/bin
 # one thread per test process: two processes use two cores
 TEST_ENV := OMP_NUM_THREADS=1 WANDB_SILENT=true
 
-.PHONY: help demo test lint docs benchmark clean
+.PHONY: help demo test test-oldest lint docs benchmark clean
 
 help:            ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
-demo: .venv/ready  ## federate the handwritten digits: table, pictures, offline W&B runs (under a minute)
+demo: .venv/ready  ## ten clients learn handwritten digits: table, pictures, offline W&B runs (under a minute)
 	$(BIN)/python examples/digits.py
 
 test: .venv/ready lint  ## lint, types and all tests, warnings as errors
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-oldest: .venv-oldest/ready  ## all tests with the lowest versions that pyproject.toml allows (.venv-oldest)
+	$(TEST_ENV) $(OLDEST)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/ready  ## ruff and pyright
 	$(BIN)/ruff check .
@@ -22,11 +26,11 @@ lint: .venv/ready  ## ruff and pyright
 docs: .venv/ready  ## the documentation as a site, in outputs/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-benchmark: .venv/ready  ## speed against the field, engines, layers and fusion, as Markdown tables (20 minutes)
-	$(BIN)/python benchmarks/speed/run.py
-	$(BIN)/python benchmarks/engine/run.py
-	$(BIN)/python benchmarks/layers/run.py
-	$(BIN)/python benchmarks/fusion/run.py
+benchmark: .venv/ready  ## times of rounds, engines, layers and fusion beside other frameworks', as Markdown tables (20 minutes)
+	$(BIN)/python -m benchmarks.speed.run
+	$(BIN)/python -m benchmarks.engine.run
+	$(BIN)/python -m benchmarks.layers.run
+	$(BIN)/python -m benchmarks.fusion.run
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -34,5 +38,14 @@ benchmark: .venv/ready  ## speed against the field, engines, layers and fusion, 
 	$(BIN)/python -m pip install --quiet --editable . --group dev
 	touch $@
 
+# uv, not pip: only uv takes the lowest versions. It does not read pip's settings: it is told pip's index, if one is set.
+.venv-oldest/ready: pyproject.toml
+	$(PYTHON) -m venv --clear .venv-oldest
+	$(OLDEST)/python -m pip install --quiet --upgrade "pip>=25.1" uv
+	UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$${PIP_INDEX_URL:-$$($(OLDEST)/pip config get global.index-url 2>/dev/null)}}" \
+	$(OLDEST)/uv pip install --quiet --python $(OLDEST)/python --resolution lowest-direct \
+		--editable . --group test --group docs
+	touch $@
+
 clean:           ## remove the environment and everything generated
-	rm -rf .venv outputs dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest outputs dist build .pytest_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import plots
-from lightning_fedbayes.callbacks.pictures import markdown_table
+from lightning_fedbayes.callbacks.loggers import markdown_table
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.quiet import quietly
 

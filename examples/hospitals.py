@@ -24,10 +24,10 @@ from tqdm import tqdm
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import plots
-from lightning_fedbayes.callbacks.pictures import markdown_table
+from lightning_fedbayes.callbacks.loggers import markdown_table
 from lightning_fedbayes.data.hospitals import HOSPITALS
 from lightning_fedbayes.fusion import FusionRule
-from lightning_fedbayes.metrics.functional import negative_log_likelihood, reliability
+from lightning_fedbayes.metrics.functional import calibration_diagram, negative_log_likelihood
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.quiet import quietly
 
@@ -45,7 +45,7 @@ HIDDEN, LOCAL_EPOCHS, LEARNING_RATE, SAMPLES = 16, 2, 0.01, 50
 def federate(
     clients: fb.ClientDatasets, fusion: str | FusionRule, rounds: int, seed: int
 ) -> fb.HybridBayesianClassifier:
-    """The global model after some rounds. One client alone is a federation too: every rule returns its posterior."""
+    """Train some rounds and return the global model. With one client every rule returns that client's posterior."""
     L.seed_everything(seed, verbose=False)
     features = fb.HospitalsDataModule.num_features
     model = fb.HybridBayesianClassifier(
@@ -95,7 +95,7 @@ def score(probs: Mapping[str, Tensor], data: fb.HospitalsDataModule) -> Tensor:
     return torch.tensor([
         [(p.argmax(1) == y).float().mean() for p, y in pairs],
         [negative_log_likelihood(p, y).mean() for p, y in pairs],
-        [reliability(p, y).ece for p, y in pairs],
+        [calibration_diagram(p, y).ece for p, y in pairs],
     ])
 
 

@@ -1,4 +1,4 @@
-"""Where the uncertainty of a regression comes from: seven ways in one table, on data that need no download.
+"""Uncertainty of a regression from seven models in one table, on data that need no download.
 
 Run it with ``python examples/regression.py``. Ten clients share the 442 diabetes patients of scikit-learn; scores are
 of a held-out fifth and in original units. Learning rates and epochs were chosen on a part of the training data. Writes
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import plots
-from lightning_fedbayes.callbacks.pictures import markdown_table
+from lightning_fedbayes.callbacks.loggers import markdown_table
 from lightning_fedbayes.metrics.functional import gaussian_crps, gaussian_nll, interval_coverage
 from lightning_fedbayes.modules import RegressionPrediction, Regressor, mlp
 from lightning_fedbayes.quiet import quietly
@@ -42,7 +42,7 @@ SHOWN = "mean-field VI, reverse KL barycenter"
 def federate(
     model: Regressor, train: TensorDataset, fusion: str, rounds: int, epochs: int, batch_size: int, seed: int
 ) -> Predict:
-    """What the global model predicts after some rounds."""
+    """Train some rounds and return the prediction of the global model."""
     trainer = L.Trainer(
         max_epochs=rounds,
         accelerator="cpu",
@@ -108,7 +108,7 @@ METHODS: dict[str, Callable[[TensorDataset, int], Predict]] = {
 
 
 def in_original_units(prediction: RegressionPrediction, mean: float, std: float) -> RegressionPrediction:
-    """A prediction of z = (y − mean) / std as one of y."""
+    """Turn a prediction of z = (y − mean) / std into one of y."""
     return RegressionPrediction(
         mean=mean + std * prediction.mean,
         variance=std**2 * prediction.variance,
@@ -119,7 +119,7 @@ def in_original_units(prediction: RegressionPrediction, mean: float, std: float)
 
 
 def scores(prediction: RegressionPrediction, target: Tensor) -> Tensor:
-    """In the order of SCORES."""
+    """Compute the scores, in the order of SCORES."""
     mean, variance = prediction.mean, prediction.variance
     return torch.stack([
         (mean - target).square().mean().sqrt(),
@@ -131,7 +131,7 @@ def scores(prediction: RegressionPrediction, target: Tensor) -> Tensor:
 
 @torch.no_grad()
 def predictions_of(method: str, seed: int) -> tuple[RegressionPrediction, Tensor]:
-    """What a method predicts for held-out patients, and what became of them, in original units."""
+    """Return a method's prediction for the held-out patients and their targets, in original units."""
     data = fb.DiabetesDataModule(seed=seed)
     data.setup()
     L.seed_everything(seed, verbose=False)
@@ -143,7 +143,7 @@ def predictions_of(method: str, seed: int) -> tuple[RegressionPrediction, Tensor
 
 
 def cube(seed: int) -> Figure:
-    """[FedAG] Figure 2: network of 100 hidden units, mean and spread of ten workers."""
+    """Draw [FedAG] Figure 2: network of 100 hidden units, mean and spread of ten workers."""
     L.seed_everything(seed, verbose=False)
     x = 8 * torch.rand(16 * CLIENTS, 1) - 4
     y = x**3 + 3 * torch.randn_like(x)

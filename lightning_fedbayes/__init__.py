@@ -14,7 +14,7 @@ from lightning_fedbayes.adversaries import (
     ScaledUpdate,
     SignFlip,
 )
-from lightning_fedbayes.callbacks import FederatedBayes, UncertaintyReport
+from lightning_fedbayes.callbacks import ExamplePrivacy, FederatedBayes, UncertaintyReport
 from lightning_fedbayes.data import (
     CIFAR10DataModule,
     ClientDatasets,
@@ -26,7 +26,6 @@ from lightning_fedbayes.data import (
     SVHNDataModule,
     UCIDataModule,
 )
-from lightning_fedbayes.engines.selection import AutoFusion
 from lightning_fedbayes.errors import (
     ConversionError,
     FedBayesError,
@@ -36,7 +35,9 @@ from lightning_fedbayes.errors import (
     PosteriorError,
 )
 from lightning_fedbayes.fusion import Reliability, available_fusions, fuse, register_fusion
+from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior, with_mc_dropout
+from lightning_fedbayes.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.modules import (
     BayesianLinearRegression,
     BayesianModule,
@@ -45,9 +46,12 @@ from lightning_fedbayes.modules import (
     HybridBayesianRegressor,
 )
 from lightning_fedbayes.partition import ClassPartition, DirichletPartition, IIDPartition, SizesPartition
+from lightning_fedbayes.plan import RoundPlan
 from lightning_fedbayes.posterior import GaussianPosterior
-from lightning_fedbayes.privacy import ExamplePrivacy, UpdatePrivacy, epsilon_of, noise_multiplier_for
-from lightning_fedbayes.processes import ClientParallelStrategy
+from lightning_fedbayes.privacy import UpdatePrivacy, epsilon_of, noise_multiplier_for
+from lightning_fedbayes.server import RoundResult, Server
+from lightning_fedbayes.settings import FederationSettings
+from lightning_fedbayes.trainer import ClientParallelStrategy
 
 __all__ = [
     "ALittleIsEnough",
@@ -57,7 +61,9 @@ __all__ = [
     "CIFAR10DataModule",
     "ClassPartition",
     "ClientDatasets",
+    "ClientFailure",
     "ClientParallelStrategy",
+    "ClientUpdate",
     "ConversionError",
     "DeepEnsembleRegressor",
     "DiabetesDataModule",
@@ -68,6 +74,7 @@ __all__ = [
     "FedBayesError",
     "FederatedBayes",
     "FederationError",
+    "FederationSettings",
     "FusionError",
     "GaussianPosterior",
     "GaussianVector",
@@ -83,8 +90,11 @@ __all__ = [
     "PosteriorError",
     "RandomUpdate",
     "Reliability",
+    "RoundPlan",
+    "RoundResult",
     "SVHNDataModule",
     "ScaledUpdate",
+    "Server",
     "SignFlip",
     "SizesPartition",
     "UCIDataModule",

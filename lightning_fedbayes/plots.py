@@ -1,6 +1,6 @@
-"""Tensors in, matplotlib figures out: the pictures that metrics, partitions and callbacks show.
+"""Matplotlib figures from tensors, for metrics, partitions and callbacks.
 
-Figures are built as objects, without pyplot, so that they need no display and are freed with their last reference.
+Figures are made without pyplot: they need no display and are freed with their last reference.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's colours, told apart by colour-blind readers too."""
+"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
 INK, GRID = "#333333", "#E3E3E3"
 SEQUENTIAL = LinearSegmentedColormap.from_list("white_to_blue", ["#FFFFFF", "#9CC8E3", "#0072B2", "#00324F"])
 DPI = 120
 
 
-def reliability_diagram(confidence: Tensor, accuracy: Tensor, counts: Tensor, ece: Tensor | float) -> Figure:
-    """Accuracy against confidence per bin, with the gap to the diagonal, over the number of examples.
+def calibration_diagram(confidence: Tensor, accuracy: Tensor, counts: Tensor, ece: Tensor | float) -> Figure:
+    """Calibration diagram (also called reliability diagram): accuracy against confidence, above the number of examples.
 
-    Bars below the diagonal mean overconfidence. The gap is drawn at the bin's mean confidence.
+    Bars below the diagonal mean overconfidence. The gap to the diagonal is drawn at the bin's mean confidence.
 
     Args:
         confidence, accuracy: per bin of equal width over [0, 1], shape (bins,); NaN where a bin is empty.
         counts: examples per bin, shape (bins,).
-        ece: expected calibration error, shown in the picture.
+        ece: expected calibration error, for the title.
     """
     at, height, number = (np.atleast_1d(_array(values)) for values in (confidence, accuracy, counts))
     width, full = 1 / len(number), number > 0
@@ -45,7 +45,7 @@ def reliability_diagram(confidence: Tensor, accuracy: Tensor, counts: Tensor, ec
     axes.vlines(at[full], height[full], at[full], color=PALETTE[1], linewidth=2 if len(number) <= 30 else 0.8,
                 label="gap")
     axes.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle="--", label="perfect calibration")
-    axes.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy", title=f"Reliability (ECE {float(ece):.2%})")
+    axes.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy", title=f"Calibration (ECE {float(ece):.2%})")
     axes.legend(loc="upper left", frameon=False, fontsize=9)
     below.bar(left, number / max(number.sum(), 1), width, color=PALETTE[5], **edge)
     below.set(xlabel="confidence", ylabel="examples")
@@ -54,9 +54,9 @@ def reliability_diagram(confidence: Tensor, accuracy: Tensor, counts: Tensor, ec
 
 
 def accuracy_retained(curves: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
-    """Accuracy against the fraction of examples retained, when the most uncertain are discarded.
+    """Accuracy against the fraction of examples retained when the most uncertain are discarded.
 
-    Fractions below 1 % are not drawn: a handful of examples has any accuracy.
+    Fractions below 1 % are not drawn: the accuracy of a handful of examples is noise.
 
     Args:
         curves: label → (fractions retained, accuracies), each of shape (points,).
@@ -75,7 +75,7 @@ def accuracy_retained(curves: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
 
 
 def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
-    """Examples of each class (columns) at each client (rows); the darker, the more.
+    """Heat map of the examples of each class (columns) at each client (rows).
 
     Args:
         counts: shape (clients, classes), non-negative.
@@ -99,7 +99,7 @@ def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
 
 
 def client_reliability(shares: Tensor, names: Sequence[str]) -> Figure:
-    """Each client's inferred share of the fusion (rows) in each round (columns); the darker, the more.
+    """Heat map of each client's inferred share of the fusion (rows) in each round (columns).
 
     Args:
         shares: shape (clients, rounds), in [0, 1], NaN where a client did not take part.
@@ -122,7 +122,7 @@ def client_reliability(shares: Tensor, names: Sequence[str]) -> Figure:
 
 
 def client_accuracy(accuracies: Tensor) -> Figure:
-    """Accuracy of every client, from the worst to the best, with their mean.
+    """Bars of every client's accuracy, from the worst to the best, with their mean.
 
     Args:
         accuracies: shape (clients,), NaN for a client without examples, which is left out.
@@ -142,11 +142,11 @@ def client_accuracy(accuracies: Tensor) -> Figure:
 
 
 def rounds(curves: Mapping[str, Sequence[float]], ylabel: str) -> Figure:
-    """Learning curves: one value per round, starting with round 1; NaN leaves a gap.
+    """Learning curves: one value per round, from round 1; NaN leaves a gap.
 
     Args:
         curves: label → values of rounds 1, 2, ….
-        ylabel: what the values are, with their unit.
+        ylabel: name of the values, with their unit.
     """
     figure, axes = _figure()
     for (label, values), style in zip(curves.items(), _line_styles(len(curves))):
@@ -159,10 +159,10 @@ def rounds(curves: Mapping[str, Sequence[float]], ylabel: str) -> Figure:
 
 
 def prediction_interval(x: Tensor, mean: Tensor, std: Tensor, target: tuple[Tensor, Tensor] | None = None) -> Figure:
-    """A regression over one input: predictive mean, intervals of one and two standard deviations, and the data.
+    """Regression on one input: predictive mean, intervals of one and two standard deviations, and data.
 
     Args:
-        x: inputs where the prediction was made, shape (points,), any order.
+        x: inputs of the predictions, shape (points,), in any order.
         mean, std: predictive mean and standard deviation there, in the units of the target, shape (points,).
         target: (inputs, targets) of observed data, each of shape (examples,); None shows none.
     """
@@ -181,14 +181,14 @@ def prediction_interval(x: Tensor, mean: Tensor, std: Tensor, target: tuple[Tens
 
 
 def prediction_intervals(mean: Tensor, low: Tensor, high: Tensor, target: Tensor) -> Figure:
-    """Every example's prediction interval and target, from the smallest predicted mean to the largest.
+    """Prediction interval and target of every example, in ascending order of the predicted mean.
 
-    Targets outside their interval have a colour of their own; the title says what share lies inside.
+    Targets outside their interval have a colour of their own; the title gives the share that lies inside.
 
     Args:
         mean: predictive means, shape (examples,), in the units of the target.
         low, high: ends of the intervals, shape (examples,).
-        target: what was observed, shape (examples,).
+        target: observed values, shape (examples,).
     """
     order = np.argsort(_array(mean))
     mean_, low_, high_, target_ = (_array(values)[order] for values in (mean, low, high, target))
@@ -205,7 +205,7 @@ def prediction_intervals(mean: Tensor, low: Tensor, high: Tensor, target: Tensor
 
 
 def _figure(width: float = 5.0, height: float = 3.75) -> tuple[Figure, Axes]:
-    """An empty figure of ``width`` × ``height`` inches in the house style."""
+    """Return an empty figure of ``width`` × ``height`` inches in the style of this module."""
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     _style(axes)
@@ -213,7 +213,7 @@ def _figure(width: float = 5.0, height: float = 3.75) -> tuple[Figure, Axes]:
 
 
 def _style(axes: Axes) -> None:
-    """Light grid behind the data, no frame at the top and the right."""
+    """Put a light grid behind the data, and remove the frame at the top and the right."""
     axes.set_axisbelow(True)
     axes.grid(color=GRID, linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -225,21 +225,21 @@ def _style(axes: Axes) -> None:
 
 
 def _ticks(axes: Axes, columns: Sequence[str], rows: Sequence[str]) -> None:
-    """Name every cell of a table, or every n-th where they would not fit."""
+    """Label every row and column of a table, or every n-th where they would not fit."""
     every_column, every_row = -(-len(columns) // 16), -(-len(rows) // 24)
     axes.set_xticks(range(0, len(columns), every_column), columns[::every_column])
     axes.set_yticks(range(0, len(rows), every_row), rows[::every_row])
 
 
 def _line_styles(number: int) -> list[dict[str, Any]]:
-    """Colours of the palette; dashes tell apart what would repeat a colour."""
+    """Return one style per line: the colours of the palette, with dashes where they repeat."""
     dashes = ("-", "--", ":", "-.")
     return [{"color": PALETTE[i % len(PALETTE)], "linestyle": dashes[i // len(PALETTE) % len(dashes)], "linewidth": 1.8}
             for i in range(number)]
 
 
 def _legend(axes: Axes, entries: int) -> None:
-    """A legend without a frame; beside the axes when it would cover the data."""
+    """Add a legend without a frame, beside the axes if it has more than five entries."""
     if entries <= 5:
         axes.legend(frameon=False, fontsize=9)
     else:

@@ -60,14 +60,14 @@ class GaussianPosterior:
 
     @classmethod
     def _of_checked(cls, mean: dict[str, Tensor], variance: dict[str, Tensor], **known: Any) -> GaussianPosterior:
-        """The posterior of what need not be checked again, with attributes that are ``known``."""
+        """Return a posterior of checked tensors, with attributes that are ``known``."""
         posterior = object.__new__(cls)
         vars(posterior).update(mean=mean, variance=variance, **known)
         return posterior
 
     @cached_property
     def is_point_mass(self) -> bool:
-        """Whether every parameter is known to be deterministic, without reading all of the variances."""
+        """True if every parameter is known to be deterministic, without reading all of the variances."""
         return all(is_zero(variance) for variance in self.variance.values())
 
     @property
@@ -115,7 +115,7 @@ class GaussianPosterior:
         return posteriors
 
     def _flat_rows(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """What :meth:`flatten` gives of every posterior in the stack."""
+        """Return the result of :meth:`flatten` for every posterior in the stack."""
         count = len(next(iter(self.mean.values())))
         mean = torch.cat([value.reshape(count, -1).to(torch.float64) for value in self.mean.values()], 1)
         if self.is_point_mass:
@@ -191,7 +191,7 @@ class GaussianPosterior:
         return draw
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """What :meth:`from_state_dict` rebuilds this posterior from; deterministic tensors store no variance."""
+        """Return a state for :meth:`from_state_dict`; deterministic tensors store no variance."""
         variance = {name: value for name, value in self.variance.items() if not is_zero(value)}
         return {"mean": dict(self.mean), "variance": variance}
 
@@ -225,7 +225,7 @@ def zeros_like(tensor: Tensor) -> Tensor:
 
 
 def is_zero(variance: Tensor) -> bool:
-    """Whether ``variance`` is known to be all zero without reading all of it (see :func:`zeros_like`)."""
+    """Return True if ``variance`` is known to be all zero without reading all of it (see :func:`zeros_like`)."""
     if variance.numel() == 0:
         return True
     return not any(variance.stride()) and variance.as_strided((), ()).item() == 0

@@ -1,4 +1,4 @@
-"""Runs that show their progress bar and results only."""
+"""Training without warnings and banners."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LOGGERS = ("lightning.pytorch", "lightning.fabric", "wandb")
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Inside, neither advice nor banners: warnings are off, and Lightning and W&B log errors only.
+    """Switch warnings off and let Lightning and W&B log errors only; restore both at the end.
 
-    When to use it: commands that train many times. Everything is as it was afterwards.
+    When to use it: in commands that train many times.
 
     >>> with quietly():
     ...     warnings.warn("nobody sees this")

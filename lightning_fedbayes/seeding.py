@@ -1,4 +1,4 @@
-"""Seeds: every random draw of a federation comes from (seed, round, client)."""
+"""Seeds of a federation's random draws, derived from (seed, purpose, round, client)."""
 
 import hashlib
 import random
@@ -13,11 +13,11 @@ Stream = Literal[
 ]
 
 SERVER = -1
-"""The ``client`` of draws that belong to a round as a whole."""
+"""The ``client`` of draws that belong to the round as a whole."""
 
 
 def derive_seed(seed: int, stream: Stream, round: int = 0, client: int = SERVER, step: int = 0) -> int:
-    """A 63-bit seed for one purpose of one client in one round; different arguments give unrelated seeds.
+    """Return a 63-bit seed for one purpose of one client in one round; different arguments give unrelated seeds.
 
     >>> derive_seed(0, "order", round=3, client=1) == derive_seed(0, "order", round=3, client=1)
     True
@@ -27,15 +27,15 @@ def derive_seed(seed: int, stream: Stream, round: int = 0, client: int = SERVER,
 
 
 def generator(seed: int, stream: Stream, round: int = 0, client: int = SERVER) -> torch.Generator:
-    """A CPU generator for one purpose of one client in one round."""
+    """Return a CPU generator for one purpose of one client in one round."""
     return torch.Generator().manual_seed(derive_seed(seed, stream, round, client))
 
 
 def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch (all devices in use) with a 63-bit ``seed``.
 
-    ``torch.manual_seed`` would do, but it puts every seed, with a stack trace, on a list for devices that were never
-    used: 100 µs and a little memory at each call.
+    ``torch.manual_seed`` would also keep every seed, with a stack trace, in a list for devices that are not in use yet:
+    100 µs and a little memory at each call.
     """
     seed_host(seed)
     if torch.cuda.is_initialized():
@@ -47,7 +47,7 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_host(seed: int) -> None:
-    """As :func:`seed_everything`, but leave the generators of accelerators alone."""
+    """Seed the generators of :func:`seed_everything`, except those of accelerators."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)

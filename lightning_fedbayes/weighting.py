@@ -1,4 +1,4 @@
-"""Client facts in, client weights out: how much each client counts in the fusion."""
+"""Client weights: facts about the clients in, one weight per client out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, nearest
+from lightning_fedbayes.messages import ClientUpdate
 from lightning_fedbayes.posterior import GaussianPosterior, gaussian_kl
 
 SMALLEST_DISTANCE = 1e-8
@@ -17,14 +18,14 @@ SMALLEST_DISTANCE = 1e-8
 
 @dataclass(frozen=True)
 class ClientFacts:
-    """What the server knows of one client when it weighs it.
+    """Facts about one client, from which its weight follows.
 
     Args:
         client: the client's number.
-        num_examples: how many training examples it has.
-        posterior: what it sent.
+        num_examples: its number of training examples.
+        posterior: the posterior that it sent.
         previous: the global posterior that it started from.
-        metrics: what it logged, name → value.
+        metrics: figures of its training, name → value.
     """
 
     client: int
@@ -32,6 +33,11 @@ class ClientFacts:
     posterior: GaussianPosterior
     previous: GaussianPosterior
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, update: ClientUpdate, previous: GaussianPosterior) -> ClientFacts:
+        """Return the facts that follow from a client's update."""
+        return cls(update.client, update.num_examples, update.posterior, previous, update.metrics)
 
 
 ClientWeight = Callable[[ClientFacts], float]
@@ -152,7 +158,7 @@ def client_weights(weighting: str | CohortWeights, facts: Sequence[ClientFacts])
 
 
 def normalised(values: Sequence[float] | Tensor, weighting: str | CohortWeights, count: int) -> list[float]:
-    """What ``weighting`` gave for ``count`` clients, checked and with a sum of 1; see :func:`client_weights`."""
+    """Check the weights that ``weighting`` gave for ``count`` clients, and scale them to sum to 1."""
     name = weighting if isinstance(weighting, str) else getattr(weighting, "__name__", "your function")
     try:
         weights = torch.as_tensor(values, dtype=torch.float64).reshape(-1)

@@ -90,3 +90,9 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert first.keys() == second.keys()
     for name in first:
         assert torch.equal(first[name], second[name]), name
+
+
+def rule_state(federation: fb.FederatedBayes) -> dict[str, Any]:
+    """The state of the federation's fusion rule; of several candidates, by their names."""
+    states = federation.federation.server.state_dict()["rule_states"]
+    return states if len(states) > 1 else next(iter(states.values()))

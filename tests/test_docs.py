@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib.util
 import os
@@ -18,22 +19,31 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.fusion import available_fusions, unregister_fusion
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")))
+PAGES = (
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+)
+BENCHMARKS = tuple(sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").glob("*/README.md")))
 BLOCKS = [
     pytest.param(block, id=f"{page}-{number}")
     for page in PAGES
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
 ]
 NOT_RUN = {
-    "docs/flower.md": "an app for a network of sites, whose data are theirs; examples/flower is run by tests/flower",
-    "docs/processes.md": "starts processes; tests/processes does",
+    "docs/flower.md": "an app for clients on machines of their own; examples/flower is run by tests/flower",
+    "docs/processes.md": "starts processes; tests/trainer does",
 }
 """Page → why it has code marked ``py`` in place of ``python``."""
 RULES = available_fusions()
 ROOMS = (
-    "adversaries", "callbacks", "data", "engines", "flower", "fusion", "layers", "metrics", "metrics.functional",
-    "modules", "partition", "privacy", "processes",
+    "adversaries", "callbacks", "data", "exchange", "flower", "fusion", "layers", "metrics", "metrics.functional",
+    "modules", "partition", "privacy", "training",
 )
+WORDS_OF_THE_README = 800
+KEY = re.compile(r"(?<![\w\]`])\[([A-Z][\w-]*)\](?![(\[:])")
+"""A reference to a source in a text without code."""
+CITED = re.compile(r"([A-Z][\w'’-]+)(?: et al\.)?,? \(?((?:19|20)\d\d)\b")
+"""The last author that a docstring names before a year, and the year."""
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -52,24 +62,76 @@ def test_only_code_with_an_excuse_is_not_run():
     assert {page for page in PAGES if re.search(r"^```py$", (ROOT / page).read_text(), re.MULTILINE)} == set(NOT_RUN)
 
 
-def test_the_readme_names_every_rule_and_alias():
-    table = (ROOT / "README.md").read_text()
+def test_the_page_of_rules_names_every_rule_and_alias():
+    table = (ROOT / "docs" / "rules.md").read_text()
     missing = [name for name in available_fusions(aliases=True) if f"`{name}`" not in table]
     assert not missing
 
 
+def test_the_readme_is_short_and_names_rules_that_exist():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= WORDS_OF_THE_README
+    assert len(re.findall(r'^\| `"(\w+)"` \|', text, re.MULTILINE)) == 3
+    assert set(re.findall(r'^\| `"(\w+)"` \|', text, re.MULTILINE)) <= set(RULES)
+
+
 def test_links_and_pictures_exist():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:\s]+)", (ROOT / page).read_text()):
+        for target in re.findall(r"\]\((?!https?:)([^)#:\s]+)", (ROOT / page).read_text()):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
 
 
-@pytest.mark.parametrize("hook", ["links", "roles", "rules", "tex"])
-def test_examples_in_the_hooks(hook):
-    spec = importlib.util.spec_from_file_location(hook, ROOT / "docs" / "hooks" / f"{hook}.py")
+def hook(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "hooks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert doctest.testmod(module).failed == 0
+    return module
+
+
+@pytest.mark.parametrize("name", ["links", "references", "roles", "rules", "tex"])
+def test_examples_in_the_hooks(name):
+    assert doctest.testmod(hook(name)).failed == 0
+
+
+def docstrings():
+    """Every docstring of package, benchmarks and examples, as (file, text)."""
+    for room in ("lightning_fedbayes", "benchmarks", "examples"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                    yield path.relative_to(ROOT).as_posix(), str(node.value.value)
+
+
+def without_code(text):
+    return re.sub(r"^ *```[\s\S]*?^ *```$|`+[^`]+`+|^ *>>> .*$", "", text, flags=re.MULTILINE)
+
+
+def test_every_key_that_is_used_is_in_the_bibliography():
+    keys = set(hook("references").KEYS)
+    assert keys == {"FedAG", "Untrusted", "BA-BFL", "FBDL"}
+    pages = [(page, (ROOT / page).read_text()) for page in (*PAGES, *BENCHMARKS)]
+    used = {(key, where) for where, text in (*docstrings(), *pages) for key in KEY.findall(without_code(text))}
+    assert {key for key, _ in used} == keys, used
+
+
+def test_keys_on_a_page_that_is_read_as_text_lead_to_the_bibliography():
+    for page in (*PAGES, *BENCHMARKS):
+        text = (ROOT / page).read_text()
+        for key in set(KEY.findall(without_code(text))) if page != "docs/bibliography.md" else ():
+            target = os.path.relpath("docs/bibliography.md", Path(page).parent)
+            assert f"\n[{key}]: {target}#{key.lower()}\n" in text, f"{page}: [{key}]"
+
+
+def test_every_author_that_a_docstring_cites_is_in_the_bibliography():
+    entries = re.split(r"\n\n|\n\* ", (ROOT / "docs" / "bibliography.md").read_text())
+    missing = [
+        (author, year, where)
+        for where, text in docstrings()
+        for author, year in CITED.findall(text)
+        if where.startswith("lightning_fedbayes")
+        if not any(author in entry and year in entry for entry in entries)
+    ]
+    assert not missing
 
 
 def test_everything_public_is_there():
@@ -78,7 +140,7 @@ def test_everything_public_is_there():
 
 
 class Page(HTMLParser):
-    """What a built page says: text outside code, equations, rows of tables, links, anchors, and what it loads."""
+    """Content of a built page: text outside code, equations, rows of tables, links, anchors, loaded files."""
 
     def __init__(self, path):
         super().__init__()
@@ -120,7 +182,7 @@ def below(prefix, anchors):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Built page → what it says. Warnings, such as a link that leads nowhere, fail the build."""
+    """Built page → its content. Warnings, such as a link that leads nowhere, fail the build."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
@@ -156,6 +218,12 @@ def test_names_in_the_reference_lead_to_what_they_name(site):
     links = {link for link, _ in site["api/index.html"].links}
     assert "data.html#lightning_fedbayes.data.ClientDatasets" in links
     assert "fusion.html#lightning_fedbayes.fusion.available_fusions" in links
+
+
+def test_keys_on_the_site_lead_to_the_bibliography(site):
+    assert "../bibliography.html#fbdl" in {link for link, _ in site["api/weighting.html"].links}
+    assert "bibliography.html#fbdl" in {link for link, _ in site["rules.html"].links}
+    assert {"fedag", "untrusted", "ba-bfl", "fbdl"} <= site["bibliography.html"].anchors
 
 
 def test_the_table_of_rules_says_of_every_rule_when_to_use_it(site):

@@ -13,16 +13,20 @@ import lightning_fedbayes
 PACKAGE = Path(lightning_fedbayes.__file__).parent
 PYPROJECT = PACKAGE.parent / "pyproject.toml"
 LEVELS = (
-    ("errors", "seeding", "plots", "quiet"),
-    ("posterior", "processes"),
-    ("fusion",),
+    ("errors", "seeding", "plots", "quiet", "private_torch"),
+    ("posterior", "exchange"),
+    ("messages", "plan", "fusion"),
     ("weighting", "partition", "adversaries"),
+    ("aggregation",),
+    ("server",),
     ("metrics",),
     ("layers",),
     ("data",),
     ("modules",),
-    ("engines",),
     ("privacy",),
+    ("settings",),
+    ("training",),
+    ("trainer",),
     ("callbacks",),
     ("__init__", "cli", "flower"),
 )
@@ -80,7 +84,7 @@ def test_module_imports_from_lower_rooms_only(path):
     ("room", "source", "expected"),
     [
         ("fusion", "from lightning_fedbayes.weighting import equal", {"weighting"}),
-        ("fusion", "import lightning_fedbayes.engines.round as r", {"engines"}),
+        ("fusion", "import lightning_fedbayes.server as r", {"server"}),
         ("fusion", "from lightning_fedbayes import fuse", {"__init__"}),
         ("fusion", "from lightning_fedbayes import callbacks, errors", {"callbacks"}),
         ("fusion", "def late():\n    from lightning_fedbayes.layers import kl", {"layers"}),
@@ -88,12 +92,57 @@ def test_module_imports_from_lower_rooms_only(path):
         ("fusion", "from .registry import get_rule\nfrom ..posterior import flatten\nimport torch", set()),
         ("partition", "from lightning_fedbayes.weighting import equal", {"weighting"}),
         ("seeding", "from lightning_fedbayes import errors", {"errors"}),
-        ("callbacks", "from lightning_fedbayes.engines.round import RoundFusion", set()),
+        ("callbacks", "from lightning_fedbayes.server import Server", set()),
         ("__init__", "from lightning_fedbayes.callbacks import FederatedBayes", set()),
     ],
 )
 def test_the_rule_itself(room, source, expected):
     assert violations(room, imported_rooms(source, f"lightning_fedbayes.{room}")) == expected
+
+
+BELOW_THE_TRAINER = [path for path in MODULES if LEVEL[room_of(path)] < LEVEL["trainer"]]
+
+
+def trainers_of(source):
+    """Names by which a source text reaches Lightning's Trainer or what runs inside it."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr == "Trainer":
+            names.append(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning"):
+            names += [alias.name for alias in node.names if alias.name == "Trainer"]
+            names += [node.module for part in ("trainer", "loops") if f".pytorch.{part}" in (node.module or "")]
+    return names
+
+
+@pytest.mark.parametrize("path", BELOW_THE_TRAINER, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_rooms_below_the_trainer_do_not_know_it(path):
+    assert not trainers_of(path.read_text())
+
+
+def test_a_trainer_would_be_found():
+    assert trainers_of("import lightning as L\ndef f(t: L.Trainer): ...") == ["L.Trainer"]
+    assert trainers_of("from lightning.pytorch import Trainer") == ["Trainer"]
+    assert trainers_of("from lightning.pytorch.loops import _FitLoop") == ["lightning.pytorch.loops"]
+    assert trainers_of("import lightning as L\ndef f(m: L.LightningModule): ...") == []
+
+
+MOST_IMPORTS = {"callbacks/federated_bayes.py": 12}
+"""Most modules of this package that a file may import, 15 unless said otherwise."""
+
+
+def imported_modules(source):
+    """Modules of this package that a source text imports."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
+    return {node.module for node in nodes if room_of_name(node.module) is not None}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_file_needs_more_modules_than_a_reader_can_hold(path):
+    name = path.relative_to(PACKAGE).as_posix()
+    imported = imported_modules(path.read_text())
+    if name != "__init__.py":
+        assert len(imported) <= MOST_IMPORTS.get(name, 15), sorted(imported)
 
 
 def warning_options():
@@ -118,6 +167,12 @@ def test_import_warns_of_nothing_and_defines_every_public_name():
     run = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"
+
+
+def test_engines_are_imported_when_they_are_chosen():
+    code = "import sys, lightning_fedbayes; print([name for name in sys.modules if '.vectorized' in name])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert run.stdout.strip() == "[]", run.stderr
 
 
 def test_promised_names_are_public():

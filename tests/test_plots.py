@@ -1,4 +1,4 @@
-"""Pictures: they show the numbers they are given, need no display, and leave no global state behind."""
+"""Figures show the given numbers, need no display and change no global state."""
 
 import io
 
@@ -13,9 +13,9 @@ from lightning_fedbayes import plots
 X = torch.linspace(-2, 2, 30)
 CURVE = (torch.linspace(0.02, 1, 50), torch.linspace(1, 0.8, 50))
 FIGURES = {
-    "reliability": lambda: plots.reliability_diagram(
+    "calibration": lambda: plots.calibration_diagram(
         torch.tensor([torch.nan, 0.6, 0.9]), torch.tensor([torch.nan, 0.5, 0.8]), torch.tensor([0, 10, 30]), 0.1),
-    "reliability_of_one_bin": lambda: plots.reliability_diagram(
+    "calibration_of_one_bin": lambda: plots.calibration_diagram(
         torch.tensor(0.6), torch.tensor(0.5), torch.tensor(4), torch.tensor(0.1)),
     "retained": lambda: plots.accuracy_retained({"entropy": CURVE, "epistemic": CURVE}),
     "retained_of_one_value": lambda: plots.accuracy_retained({"constant": (torch.tensor(1.0), torch.tensor(0.7))}),
@@ -25,6 +25,7 @@ FIGURES = {
         torch.tensor([[0.2, torch.nan], [0.8, 1.0]]), ["a", "b"]
     ),
     "reliability_of_many": lambda: plots.client_reliability(torch.rand(300, 50), range(300)),
+    "accuracy_of_clients": lambda: plots.client_accuracy(torch.tensor([0.9, torch.nan, 0.5, 0.7])),
     "empty_heatmap": lambda: plots.client_heatmap(torch.zeros(2, 2).long(), (0, 1)),
     "rounds": lambda: plots.rounds({f"rule {i}": [0.1 * i, float("nan"), 0.5] for i in range(9)}, "accuracy"),
     "interval": lambda: plots.prediction_interval(X.flip(0), X.flip(0) ** 3, X.abs(), (X, X**3)),
@@ -56,8 +57,8 @@ def test_axes_are_labelled_and_titled(build):
     assert axes[-1].get_xlabel()
 
 
-def test_reliability_bars_are_the_accuracies_of_full_bins():
-    axes, below = FIGURES["reliability"]().axes
+def test_calibration_bars_are_the_accuracies_of_full_bins():
+    axes, below = FIGURES["calibration"]().axes
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([0.5, 0.8])
     assert [bar.get_x() for bar in axes.patches] == pytest.approx([1 / 3, 2 / 3])
     assert [bar.get_height() for bar in below.patches] == pytest.approx([0, 0.25, 0.75])
@@ -78,12 +79,27 @@ def test_heatmap_writes_the_counts():
     assert [tick.get_text() for tick in axes.get_xticklabels()] == list("abcd")
 
 
+def test_clients_are_drawn_from_the_worst_to_the_best_without_those_of_no_data():
+    axes = FIGURES["accuracy_of_clients"]().axes[0]
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx([0.5, 0.7, 0.9])
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2", "3", "0"]
+    assert axes.lines[0].get_ydata() == pytest.approx([0.7, 0.7])
+
+
+def test_reliability_has_a_row_per_client_and_a_column_per_round():
+    axes = FIGURES["reliability_of_clients"]().axes[0]
+    assert axes.images[0].get_array().filled(-1).tolist() == [[pytest.approx(0.2), -1], [pytest.approx(0.8), 1]]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["a", "b"]
+
+
 def test_interval_is_sorted_and_symmetric_about_the_mean():
     axes = FIGURES["interval"]().axes[0]
     assert axes.lines[0].get_xdata() == pytest.approx(X.numpy())
-    corners = axes.collections[0].get_paths()[0].vertices
-    assert corners[:, 1].max() == pytest.approx(2**3 + 2 * 2, abs=1e-5)
-    assert corners[:, 1].min() == pytest.approx(-(2**3) - 2 * 2, abs=1e-5)
+    for widths, band in zip((2, 1), axes.collections):
+        corners = band.get_paths()[0].vertices
+        for x in X.tolist():
+            ends = corners[abs(corners[:, 0] - x) < 1e-6, 1]
+            assert (ends.min(), ends.max()) == pytest.approx((x**3 - widths * abs(x), x**3 + widths * abs(x)), abs=1e-5)
 
 
 def test_intervals_are_sorted_and_say_how_many_targets_they_hold():

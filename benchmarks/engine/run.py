@@ -1,6 +1,6 @@
 """Whole federated rounds through the Trainer against a plain PyTorch loop that takes the same steps.
 
-    python benchmarks/engine/run.py [--rounds 20] [--repeats 7]
+    python -m benchmarks.engine.run [--rounds 20] [--repeats 7]
 
 Handwritten digits of scikit-learn, network 64-50-10, 10 IID clients, batch 16, SGD, one local epoch. Both sides are
 timed in turn in one process; a round's time is that of a fit of ``rounds`` rounds, start-up included, divided by
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.callbacks.pictures import markdown_table
+from lightning_fedbayes.callbacks.loggers import markdown_table
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.quiet import quietly
 
@@ -31,7 +31,7 @@ CLIENTS, BATCH, RATE = 10, 16, 0.1
 
 
 class Classifier(L.LightningModule):
-    """A user's own module, which knows nothing of federations."""
+    """A user's own module, without any code for federations."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class PeerNetwork(nn.Module):
 
 
 def plain_loop(network: nn.Module, data: TensorDataset, parts: list[list[int]], rounds: int) -> float:
-    """FedAvg as one would write it: a copy, an optimizer and a DataLoader per client. Returns the last loss."""
+    """Run FedAvg as written by hand: a copy, an optimizer and a DataLoader per client. Return the last loss."""
     loss_sum = 0.0
     for _ in range(rounds):
         loss_sum, examples, states = 0.0, 0, []
@@ -86,7 +86,7 @@ def plain_loop(network: nn.Module, data: TensorDataset, parts: list[list[int]], 
 
 
 def federation(module: L.LightningModule, data: TensorDataset, rounds: int) -> float:
-    """The same through a Trainer. Returns the last round's loss."""
+    """Run the same rounds through a Trainer. Return the loss of the last round."""
     callback = fb.FederatedBayes(fb.IIDPartition(CLIENTS), fusion="fedavg", engine="sequential")
     trainer = L.Trainer(
         max_epochs=rounds, accelerator="cpu", callbacks=[callback], logger=False, enable_checkpointing=False,
@@ -97,7 +97,7 @@ def federation(module: L.LightningModule, data: TensorDataset, rounds: int) -> f
 
 
 def compare(name: str, ours: Callable[[], float], theirs: Callable[[], float], rounds: int, repeats: int) -> list:
-    """A row of the table: both sides in turn, medians of all repeats."""
+    """Run both sides in turn; return a row of the table with the medians of all repeats."""
     ours()
     theirs()
     times: list[tuple[float, float]] = []

@@ -1,6 +1,6 @@
 """Time of the rules that work on the clients' Gram matrix beside the one matrix product that they need.
 
-    OMP_NUM_THREADS=2 python benchmarks/fusion/gram.py --clients 100 --parameters 1000000 --repeats 5
+    OMP_NUM_THREADS=2 python -m benchmarks.fusion.gram --clients 100 --parameters 1000000 --repeats 5
 
 prints a Markdown table (see README.md).
 """
@@ -13,9 +13,9 @@ import platform
 from statistics import median
 
 import torch
-from run import client, previous_posterior, seconds
 
-from lightning_fedbayes.fusion import Cohort, JudgingRule, Preaggregation, available_fusions, get_rule
+from benchmarks.fusion.run import client, previous_posterior, seconds
+from lightning_fedbayes.fusion import Cohort, Preaggregation, ReliabilityRule, available_fusions, get_rule
 
 
 def measure(rules: list[str], clients: int, parameters: int, repeats: int) -> tuple[float, dict[str, float]]:
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
 
-    rules = [name for name in available_fusions() if isinstance(get_rule(name), JudgingRule | Preaggregation)]
+    rules = [name for name in available_fusions() if isinstance(get_rule(name), ReliabilityRule | Preaggregation)]
     baseline, taken = measure(rules, options.clients, options.parameters, options.repeats)
     print(
         f"{options.clients} clients × {options.parameters:,} parameters (mean and variance, float32), median of "

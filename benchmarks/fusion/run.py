@@ -1,6 +1,6 @@
 """Time and memory of the sum-type fusion rules beside a plain mean over stacked clients.
 
-    python benchmarks/fusion/run.py --clients 100 --parameters 1000000 --repeats 5
+    python -m benchmarks.fusion.run --clients 100 --parameters 1000000 --repeats 5
 
 prints a Markdown table (see README.md).
 """
@@ -34,7 +34,7 @@ def client(number: int, parameters: int) -> GaussianPosterior:
 
 
 def previous_posterior(parameters: int) -> GaussianPosterior:
-    """A global posterior that is vaguer than every client."""
+    """A global posterior with a larger variance than every client."""
     return GaussianPosterior({"w": torch.zeros(parameters)}, {"w": torch.full((parameters,), 10.0)})
 
 
@@ -72,13 +72,13 @@ def measure_times(rules: list[str], clients: int, parameters: int, repeats: int)
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held so far."""
+    """Return the peak resident memory of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def extra_memory(rule: str, clients: int, parameters: int) -> int:
-    """Bytes that fusing clients drawn one by one needs beyond what the process held before; in a fresh process."""
+    """Growth of the peak memory, in bytes, while clients are drawn and fused one by one; call it in a fresh process."""
     torch.set_num_threads(1)
     drawn: Iterator[GaussianPosterior] = (client(k, parameters) for k in range(clients))
     previous = previous_posterior(parameters)

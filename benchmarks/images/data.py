@@ -1,17 +1,16 @@
-"""The data sets of the studies by name."""
+"""Data sets of the studies by name."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from settings import Settings
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
+from benchmarks.images.settings import Settings
 from lightning_fedbayes.data.images import ImageDataModule
-from lightning_fedbayes.data.splits import SplitDataModule
-from lightning_fedbayes.data.stratify import stratified_order
+from lightning_fedbayes.data.splits import SplitDataModule, stratified_order
 from lightning_fedbayes.errors import FederationError, nearest
 
 OFFLINE = "digits"
@@ -25,7 +24,7 @@ NAMES = (*FILES, OFFLINE)
 
 
 class Digits(SplitDataModule):
-    """scikit-learn's digits with a test part of 360, and a training part that is cut as that of the image files is."""
+    """scikit-learn's digits: 360 test examples, a training part cut to ``examples`` like the image files."""
 
     num_classes = 10
     shape = (1, 8, 8)
@@ -36,7 +35,7 @@ class Digits(SplitDataModule):
         self.examples = examples
 
     def setup(self, stage: str | None = None) -> None:
-        """Split once, the same way for every stage and seed."""
+        """Split on the first call, the same way for every stage and seed."""
         if "train" in vars(self):
             return
         source = fb.DigitsDataModule()
@@ -51,11 +50,11 @@ class Digits(SplitDataModule):
 
 
 def make_data(settings: Settings, folder: Path | None) -> ImageDataModule | Digits:
-    """The data module of a cell; the split is the same for all seeds.
+    """Return the data module of a cell; the split is the same for all seeds.
 
     Args:
         settings: of the cell.
-        folder: holds a folder per data set, or one data set; None: there is none.
+        folder: contains a folder per data set, or the files of one data set; None: no files.
 
     Raises:
         FederationError: an unknown data set, or a missing folder or file.
@@ -75,7 +74,7 @@ def make_data(settings: Settings, folder: Path | None) -> ImageDataModule | Digi
 
 
 def part_for_start(data: ImageDataModule | Digits, share: float, seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """Training and validation examples, 9 to 1, of a stratified ``share`` of the training part."""
+    """Return training and validation examples, 9 to 1, from a stratified ``share`` of the training part."""
     assert isinstance(data.train, TensorDataset)
     inputs, labels = data.train.tensors
     chosen = stratified_order(labels, torch.Generator().manual_seed(seed))[: max(20, round(share * len(labels)))]

@@ -1,4 +1,4 @@
-"""The figures of the studies: scores against a factor, learning curves, accuracy against examples retained."""
+"""Figures of the studies: scores against a setting, learning curves, accuracy against examples retained."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from federation import FRACTIONS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
-from report import METRICS, Finished, mean_and_error, rows_of
-from settings import Settings
 
+from benchmarks.images.federation import FRACTIONS
+from benchmarks.images.report import METRICS, Finished, mean_and_error, rows_of
+from benchmarks.images.settings import Settings
 from lightning_fedbayes.callbacks.uncertainty import MEASURES
 from lightning_fedbayes.plots import DPI, GRID, PALETTE
 
 DASHES = ("-", "--", ":")
 SPREAD = 0.05
-"""Distance of the points of two series over one value, where they would cover each other."""
+"""Horizontal distance of the points of two series, so that they do not cover each other."""
 
 
 def draw(spec: Mapping[str, Any], finished: Finished) -> Figure | None:
-    """The figure that ``spec`` describes; None if no cell belongs to it.
+    """Draw the figure that ``spec`` describes; return None if no cell belongs to it.
 
     Args:
         spec: ``kind``: "lines" (``metrics`` against the setting ``x``), "curves" (validation accuracy by round) or
             "retained" (accuracy against examples retained, by measure of uncertainty); ``series``: the setting that
-            gives a line each; ``panels``: the setting that gives a panel each; ``where``: a setting → the values that
-            cells may have. What else is varied is averaged.
+            gives a line each; ``panels``: the setting that gives a panel each; ``where``: setting → values of the
+            cells that are drawn. The figure averages over all other settings and the seeds.
         finished: cells of one data set, with scores.
     """
     where = spec.get("where", {})
@@ -40,7 +40,7 @@ def draw(spec: Mapping[str, Any], finished: Finished) -> Figure | None:
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Write a PNG of 256 colours, a third of the size; with fewer, lines may share one."""
+    """Write a PNG of 256 colours, a third of the size of full colour; with fewer, two lines may share a colour."""
     picture = io.BytesIO()
     figure.savefig(picture, dpi=80)
     Image.open(picture).convert("RGB").quantize(256).save(file, optimize=True)
@@ -50,7 +50,7 @@ Rows = Mapping[Settings, Sequence[Mapping[str, Any]]]
 
 
 def _lines(spec: Mapping[str, Any], rows: Rows) -> Figure:
-    """One panel per metric: mean ± standard error against a setting."""
+    """Draw one panel per metric: mean ± standard error against a setting."""
     metrics, places = spec["metrics"], _values(rows, spec["x"])
     series, numbers = _values(rows, spec["series"]), all(isinstance(place, int | float) for place in places)
     figure, grid = _panels(1, len(metrics))
@@ -76,7 +76,7 @@ def _lines(spec: Mapping[str, Any], rows: Rows) -> Figure:
 
 
 def _curves(spec: Mapping[str, Any], rows: Rows) -> Figure:
-    """One panel per value of a setting: validation accuracy by round."""
+    """Draw one panel per value of a setting: validation accuracy by round."""
     panels = _values(rows, spec["panels"])
     figure, grid = _panels(1, len(panels))
     for panel, axes in zip(panels, grid[0]):
@@ -91,7 +91,7 @@ def _curves(spec: Mapping[str, Any], rows: Rows) -> Figure:
 
 
 def _retained(spec: Mapping[str, Any], rows: Rows) -> Figure:
-    """One row per value of a setting, one column per measure of uncertainty: accuracy against examples retained."""
+    """Draw accuracy against examples retained: a row per value of a setting, a column per measure of uncertainty."""
     panels = _values(rows, spec["panels"])
     figure, grid = _panels(len(panels), len(MEASURES))
     for panel, line in zip(panels, grid):
@@ -106,19 +106,19 @@ def _retained(spec: Mapping[str, Any], rows: Rows) -> Figure:
 
 
 def _results(rows: Rows, spec: Mapping[str, Any], panel: Any, name: Any) -> list[Mapping[str, Any]]:
-    """Results of all cells of a panel and a line."""
+    """Return the results of all cells of a panel and a line."""
     return [result for cell, results in rows.items() for result in results
             if getattr(cell, spec["panels"]) == panel and getattr(cell, spec["series"]) == name]
 
 
 def _values(rows: Iterable[Settings], setting: str) -> list[Any]:
-    """The values of a setting, ascending if they are numbers, else in the order of the study."""
+    """Return the values of a setting, ascending if they are numbers, else in the order of the study."""
     values = list(dict.fromkeys(getattr(cell, setting) for cell in rows))
     return sorted(values) if all(isinstance(value, int | float) for value in values) else values
 
 
 def _panels(rows: int, columns: int) -> tuple[Figure, Any]:
-    """An empty figure and its axes, shape (rows, columns)."""
+    """Return an empty figure and its axes, shape (rows, columns)."""
     figure = Figure(figsize=(max(3.1 * columns, 6.2), 2.9 * rows + 0.6), dpi=DPI, layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
@@ -128,7 +128,7 @@ def _panels(rows: int, columns: int) -> tuple[Figure, Any]:
 
 
 def _finish(figure: Figure, grid: Any) -> Figure:
-    """One legend for all panels."""
+    """Add one legend for all panels."""
     handles: dict[str, Any] = {}
     for axes in grid.flat:
         assert isinstance(axes, Axes)
@@ -142,6 +142,6 @@ def _finish(figure: Figure, grid: Any) -> Figure:
 
 
 def _style(number: int) -> dict[str, Any]:
-    """Colour and dashes of a line."""
+    """Return colour, dashes and width of a line."""
     return {"color": PALETTE[number % len(PALETTE)], "linestyle": DASHES[number // len(PALETTE) % len(DASHES)],
             "linewidth": 1.5}

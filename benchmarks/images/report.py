@@ -1,22 +1,23 @@
-"""The Markdown report of a study: settings, machine, and tables of mean ± standard error beside published values."""
+"""Markdown report of a study: settings, machine, and tables of mean ± standard error beside published values."""
 
 from __future__ import annotations
 
 import math
 import platform
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
-from settings import Settings
 
-from lightning_fedbayes.callbacks.pictures import markdown_table
+from benchmarks.images.settings import Settings
+from lightning_fedbayes.callbacks.loggers import markdown_table
 
 
 class Metric(NamedTuple):
-    """How a score is shown."""
+    """Title, scale and decimal digits of a score in a table."""
 
     title: str
     scale: float = 1.0
@@ -41,17 +42,17 @@ METRICS = {
 }
 
 Finished = Mapping[Settings, Mapping[str, Any]]
-"""Cells, in the order of the study, and their results."""
+"""Finished cells in the order of the study, and their results."""
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean over seeds and its standard error, s/√n; NaN for one seed."""
+    """Return the mean over seeds and its standard error s/√n, which is NaN for one seed."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return statistics.fmean(values), error
 
 
 def rows_of(finished: Finished) -> dict[Settings, list[Mapping[str, Any]]]:
-    """Cells that differ in nothing but the seed, as one with seed 0, and their results."""
+    """Group results by cell without its seed, which is set to 0."""
     rows: dict[Settings, list[Mapping[str, Any]]] = {}
     for cell, result in finished.items():
         rows.setdefault(cell.but(seed=0), []).append(result)
@@ -61,13 +62,13 @@ def rows_of(finished: Finished) -> dict[Settings, list[Mapping[str, Any]]]:
 def table(
     finished: Finished, factors: Sequence[str], metrics: Sequence[str], published: Sequence[Mapping[str, Any]]
 ) -> str:
-    """One row per cell.
+    """Return a Markdown table with one row per cell.
 
     Args:
         finished: cells of one data set.
-        factors: settings that lead a row.
+        factors: settings in the first columns.
         metrics: keys of :data:`METRICS`.
-        published: settings and scores of the paper's rows; the first whose settings are a cell's stands beside it.
+        published: rows of the paper; the scores of the first whose settings agree with the cell stand beside it.
     """
     rows = rows_of(finished)
     beside = {cell: _published(cell, published) for cell in rows}
@@ -88,17 +89,17 @@ def table(
 
 
 def choices(finished: Finished) -> str:
-    """How often ``fusion: auto`` chose each rule, one line per seed; empty where it was not asked."""
+    """Return how often ``fusion: auto`` chose each rule, one line per seed; empty without such cells."""
     lines = []
     for cell, result in finished.items():
         if chosen := result.get("choices"):
-            counts = ", ".join(f"{name} {chosen.count(name)}" for name in sorted(set(chosen), key=chosen.count)[::-1])
+            counts = ", ".join(f"{name} {count}" for name, count in Counter(sorted(chosen)).most_common())
             lines.append(f"* auto, {cell.dataset}, seed {cell.seed}: {counts}")
     return "\n".join(lines)
 
 
 def failures(finished: Finished, factors: Sequence[str]) -> str:
-    """The cells that could not be trained, and why, and those with rounds that could not be fused."""
+    """List the cells that could not be trained, with the reason, and those with rounds that could not be fused."""
     lines = []
     for cell, result in finished.items():
         reason = result.get("error")
@@ -111,7 +112,7 @@ def failures(finished: Finished, factors: Sequence[str]) -> str:
 
 
 def common_settings(cells: Iterable[Settings], factors: Sequence[str]) -> str:
-    """What all cells share, in one line."""
+    """Return the settings that all cells share, in one line."""
     first = next(iter(cells)).as_dict()
     return ", ".join(
         f"{name} {'all' if name == 'examples' and value is None else value}"
@@ -120,7 +121,7 @@ def common_settings(cells: Iterable[Settings], factors: Sequence[str]) -> str:
 
 
 def machine() -> str:
-    """What the times were measured on."""
+    """Return processor or GPU, threads and versions."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return (
         f"{device}, {torch.get_num_threads()} threads, Python {platform.python_version()}, torch {torch.__version__}, "
@@ -129,7 +130,7 @@ def machine() -> str:
 
 
 def _published(cell: Settings, published: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The paper's row for a cell, or an empty one."""
+    """Return the paper's row for a cell, or an empty one."""
     settings = cell.as_dict()
     for row in published:
         if all(settings[key] == value for key, value in row.items() if key not in METRICS):
@@ -138,7 +139,7 @@ def _published(cell: Settings, published: Sequence[Mapping[str, Any]]) -> Mappin
 
 
 def _cell(values: Sequence[float], metric: Metric) -> str:
-    """Mean ± standard error as text; empty without values."""
+    """Return mean ± standard error as text; empty without values."""
     if not values:
         return ""
     mean, error = (metric.scale * each for each in mean_and_error(values))

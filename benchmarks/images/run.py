@@ -1,30 +1,32 @@
 """A study of fusion rules on images: every cell of a YAML file, its table and its figures.
 
-    python benchmarks/images/run.py CONFIG.yaml [--data DIR] [--budget NAME] [--seeds N] [--out FOLDER]
-                                    [--only KEY=VALUE,VALUE ...] [--wandb PROJECT]
+    python -m benchmarks.images.run CONFIG.yaml [--data DIR] [--budget NAME] [--seeds N] [--out FOLDER]
+                                        [--only KEY=VALUE,VALUE ...] [--wandb PROJECT]
 
 DIR holds a folder per data set (fashion_mnist, mnist, cifar10, svhn); without it, the study runs on scikit-learn's
-digits. Each finished cell is one JSON file in FOLDER/cells, and no cell is run twice: a study that was killed goes on,
-and cells that were run by several commands come into one table.
+digits. Each finished cell is one line of FOLDER/cells.jsonl, and no cell is run twice: a study that was killed goes on
+where it stopped, and cells that several commands have run come into one table.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from federation import check, run_cell
-from figures import draw, save
 from lightning.pytorch.loggers import WandbLogger
-from report import Finished, choices, common_settings, failures, machine, table
-from settings import Settings
-from store import Store, slug
-from study import Study, only, read_study
 from tqdm import tqdm
 
+from benchmarks.images.cell import check
+from benchmarks.images.federation import run_cell
+from benchmarks.images.figures import draw, save
+from benchmarks.images.report import Finished, choices, common_settings, failures, machine, table
+from benchmarks.images.settings import Settings
+from benchmarks.images.store import Store
+from benchmarks.images.study import Study, only, read_study
 from lightning_fedbayes.callbacks.wandb_account import go_offline_without_account
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.quiet import quietly
@@ -42,14 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except FedBayesError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     out = options.out or Path(__file__).parent / "results" / f"{study.name}_{options.budget}"
-    store = Store(out / "cells", study.factors)
-    train(study, [cell for cell in wanted if store.get(cell) is None], store, options, command(given))
-    finished = {cell: result for cell in every if (result := store.get(cell)) is not None}
-    print(f"\n{write(study, options.budget, finished, out)}\n\nWritten to {out}")
+    store = Store(out / "cells.jsonl")
+    done = store.finished(wanted)
+    train(study, [cell for cell in wanted if cell not in done], store, options, command(given))
+    store.sort()
+    print(f"\n{write(study, options.budget, store.finished(every), out)}\n\nWritten to {out}")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, metavar="CONFIG.yaml", help="the study, see configs/")
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with the data; digits without it")
@@ -67,11 +70,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def train(
     study: Study, cells: Sequence[Settings], store: Store, options: argparse.Namespace, started: str
 ) -> None:
-    """Run the cells and keep each result at once; a cell that the package refuses while it trains is kept as such."""
+    """Run the cells and keep each result at once; the error of a cell that fails while it trains is its result."""
     with tqdm(cells, unit="cell") as bar:
         for cell in bar:
             bar.set_postfix_str(slug(cell, study.factors))
-            logger = wandb_run(study, cell, options, store.folder.parent) if options.wandb else None
+            logger = wandb_run(study, cell, options, store.file.parent) if options.wandb else None
             try:
                 result = run_cell(cell, options.data, logger)
             except FedBayesError as error:
@@ -82,7 +85,7 @@ def train(
 
 
 def wandb_run(study: Study, cell: Settings, options: argparse.Namespace, folder: Path) -> WandbLogger:
-    """The W&B run of a cell, in the group of its study."""
+    """Start the W&B run of a cell, in the group of its study."""
     go_offline_without_account()
     folder.mkdir(parents=True, exist_ok=True)
     group, name = f"{study.name}_{options.budget}", slug(cell, study.factors)
@@ -92,7 +95,7 @@ def wandb_run(study: Study, cell: Settings, options: argparse.Namespace, folder:
 
 
 def write(study: Study, budget: str, finished: Finished, out: Path) -> str:
-    """Write the report and the figures of all cells that are finished; returns the report."""
+    """Write the report and the figures of all finished cells, and return the report."""
     factors = [name for name in study.factors if name != "dataset"]
     seeds = sorted({cell.seed for cell in finished})
     engines = sorted({result["engine"] for result in finished.values() if "engine" in result})
@@ -124,11 +127,17 @@ def write(study: Study, budget: str, finished: Finished, out: Path) -> str:
     return text
 
 
+def slug(cell: Settings, factors: Sequence[str]) -> str:
+    """Return a short name of a cell for the progress bar and W&B."""
+    parts = [str(getattr(cell, factor)) for factor in factors]
+    return re.sub(r"[^a-zA-Z0-9_.]+", "-", "-".join([*parts, f"seed{cell.seed}"]))
+
+
 def command(arguments: Sequence[str]) -> str:
-    """How a study was started, without the folders of this machine."""
+    """Return the command line without the folders of this machine."""
     folders = {"--data": "DIR", "--out": "FOLDER"}
     shown = [folders.get(before, each) for before, each in zip(["", *arguments], arguments)]
-    return " ".join(["python benchmarks/images/run.py", *map(shlex.quote, shown)])
+    return " ".join(["python -m benchmarks.images.run", *map(shlex.quote, shown)])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The settings of one cell of a study, and their text forms such as ``dirichlet(0.5)``."""
+"""Settings of one cell of a study, and their text forms such as ``dirichlet(0.5)``."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ from lightning_fedbayes.errors import FederationError, nearest
 
 @dataclass(frozen=True)
 class Settings:
-    """One federation. The defaults are those of [BA-BFL].
+    """Settings of one federation. The defaults are those of [BA-BFL].
 
     Args:
         dataset: "fashion_mnist", "mnist", "cifar10", "svhn" or "digits".
         examples: training images, stratified; None: all.
-        validation_fraction: share of them that is held out and scored after every round, by which ``fusion: auto``
-            chooses; None: no validation.
-        network: "lenet" or "resnet20"; digits, of 8×8 pixels, always take 64-32-32-10.
+        validation_fraction: share of them that is held out and scored after every round; ``fusion: auto`` chooses by
+            these scores; None: no validation.
+        network: "lenet" or "resnet20"; digits (8×8 pixels) always use a fully connected 64-32-32-10.
         bayesian_last: the last n layers are Bayesian, or "all".
         dropout: rate of Monte Carlo dropout after every layer but the last; 0: none.
         estimator, prior_std, bayesian_bias: of the Bayesian layers.
-        log_variance: initial log σ² of the weights; None: the layers' own choice.
+        log_variance: initial log σ² of the Bayesian parameters; None: the default of the layers.
         kl_weight: β; the KL is divided by the client's number of examples.
         samples: Monte Carlo samples of a prediction.
         clients: number of clients.
         partition: "iid", "classes(m)", "dirichlet(α)" or "dirichlet_per_client(α)".
         fusion: name of a rule, with its arguments if any, such as "alpha_barycenter(alpha=0.25)"; or "auto".
         weighting, prior: of :class:`~lightning_fedbayes.FederatedBayes`.
-        start: "fresh"; "bayesian": the network trained on ``start_share`` of the training images at the server, until
-            its validation accuracy has not risen for ten epochs; "moped": the deterministic network trained so, made
-            Bayesian around its weights.
+        start: "fresh": no pre-training; "bayesian": the server pre-trains the network on ``start_share`` of the
+            training images, until its validation accuracy has not risen for ten epochs; "moped": the server pre-trains
+            the deterministic network in the same way and makes it Bayesian around its parameters.
         start_share: see ``start``.
         rounds, local_epochs, batch_size: of the federation.
-        optimizer: "sgd" or "adam", with arguments if any, such as "adam(rho_rate=25)": see
-            :func:`optimizers.parameter_groups`.
-        learning_rate, momentum, weight_decay: of the optimizer; momentum is SGD's.
+        optimizer: "sgd" or "adam".
+        learning_rate, momentum, weight_decay: of the optimizer; Adam has no momentum.
         decay_from: round after which the learning rate falls by 4 % per round, as in [FBDL]; None: never.
-        seed: of everything.
+        seed: of network, partition, order of the examples and noise.
     """
 
     dataset: str = "digits"
@@ -65,7 +64,7 @@ class Settings:
     rounds: int = 50
     local_epochs: int = 50
     batch_size: int = 64
-    optimizer: str = "sgd"
+    optimizer: Literal["sgd", "adam"] = "sgd"
     learning_rate: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 1e-5
@@ -73,11 +72,11 @@ class Settings:
     seed: int = 0
 
     def but(self, **changes: Any) -> Settings:
-        """These settings with some changed."""
+        """Return these settings with some changed."""
         return replace(self, **changes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Name → value."""
+        """Return a mapping from name to value."""
         return asdict(self)
 
 
@@ -91,12 +90,12 @@ def check_settings(values: Mapping[str, Any], where: str) -> None:
         if key not in KEYS:
             raise FederationError(f"{where}: unknown setting '{key}'; {nearest(key, KEYS)}")
         if not _fits(value, _KINDS[key]):
-            hint = " (YAML reads 1e-3 as text; write 1.0e-3)" if isinstance(value, str) else ""
+            hint = " (YAML reads 1e-3 as text; write 1.0e-3)" if _KINDS[key] is float and isinstance(value, str) else ""
             raise FederationError(f"{where}: {key}={value!r} has to be {_described(_KINDS[key])}{hint}")
 
 
 def parse_call(text: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Name, positional and named arguments of ``name`` or ``name(0.5, key=1)``.
+    """Return name, positional and named arguments of ``name`` or ``name(0.5, key=1)``.
 
     >>> parse_call("alpha_barycenter(alpha=0.25)")
     ('alpha_barycenter', (), {'alpha': 0.25})
@@ -114,7 +113,7 @@ def parse_call(text: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
 
 
 def called(make: Any, text: str, *positional: Any, **named: Any) -> Any:
-    """What ``make`` makes; a FederationError that quotes ``text`` where its arguments do not fit."""
+    """Return ``make(*positional, **named)``; raise FederationError, which quotes ``text``, for wrong arguments."""
     try:
         return make(*positional, **named)
     except TypeError as error:
@@ -122,7 +121,7 @@ def called(make: Any, text: str, *positional: Any, **named: Any) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether ``value`` is of the annotated ``kind``."""
+    """Return whether ``value`` is of the annotated ``kind``."""
     if get_origin(kind) in (types.UnionType, _Union):
         return any(_fits(value, each) for each in get_args(kind))
     if get_origin(kind) is Literal:
@@ -133,7 +132,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _described(kind: Any) -> str:
-    """A kind in words."""
+    """Return a kind in words."""
     if get_origin(kind) in (types.UnionType, _Union):
         return " or ".join(_described(each) for each in get_args(kind))
     if get_origin(kind) is Literal:
@@ -144,4 +143,4 @@ def _described(kind: Any) -> str:
 
 
 _Union = get_origin(int | Literal["all"])
-"""What ``|`` makes with a Literal, in versions of Python where that is another type."""
+"""Type of ``int | Literal[...]``, which in some versions of Python is not types.UnionType."""

@@ -1,4 +1,4 @@
-"""A study: what is varied, what is fixed, and at which budgets, read from YAML."""
+"""A study, read from YAML: fixed settings, grids of varied settings, and budgets."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from data import OFFLINE
-from report import METRICS
-from settings import KEYS, Settings, check_settings
 
+from benchmarks.images.data import OFFLINE
+from benchmarks.images.report import METRICS
+from benchmarks.images.settings import KEYS, Settings, check_settings
 from lightning_fedbayes.errors import FederationError, nearest
 
 BUDGETS = ("tiny", "laptop", "full")
-"""That every study has; it may have others."""
+"""Budgets that every study has; it may have others."""
 FIGURES = {"lines": {"x", "metrics"}, "curves": {"panels"}, "retained": {"panels"}}
-"""Kind of a figure → what it needs besides ``series``."""
+"""Kind of a figure → keys that it needs besides ``series``."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Study:
     """A study.
 
     Args:
-        name: of its file.
-        title: in words, for the table.
+        name: name of its file without ``.yaml``.
+        title: heading of the report.
         fixed: setting → its value in every cell.
-        grids: each setting → its values; a grid's cells are their product, the study's those of all grids.
-        budgets: budget → settings that it changes; what a grid varies stays.
+        grids: mappings from setting to values; the cells of a grid are the product of its values.
+        budgets: budget → settings that it changes, except those that a grid varies.
         metrics: columns of the table.
-        figures: what is drawn; see :mod:`figures`.
-        published: what the paper reports: settings of a row, and its scores as text.
-        source: of the published values, and how they were measured.
+        figures: descriptions of the figures; see :func:`figures.draw`.
+        published: rows of the paper: settings, and scores as text.
+        source: source of the published values, and how they were measured.
     """
 
     name: str
@@ -49,17 +49,17 @@ class Study:
 
     @property
     def factors(self) -> list[str]:
-        """What is varied, data sets first."""
+        """Return the names of the varied settings, data sets first."""
         names = list(dict.fromkeys(key for grid in self.grids for key in grid))
         return sorted(names, key=lambda name: name != "dataset")
 
     def cells(self, budget: str, seeds: int, offline: bool) -> list[Settings]:
-        """All cells at a budget, each once, the seeds of a cell far apart, so that a cut study has all of seed 0.
+        """Return all cells at a budget, each once: all cells of seed 0, then all of seed 1, and so on.
 
         Args:
-            budget: its name.
-            seeds: number of repetitions.
-            offline: digits in place of the study's data sets.
+            budget: name of the budget.
+            seeds: number of seeds.
+            offline: replace the data sets of the study by scikit-learn's digits.
 
         Raises:
             FederationError: the study has no such budget.
@@ -76,7 +76,7 @@ class Study:
 
 
 def read_study(path: Path) -> Study:
-    """The study of a YAML file.
+    """Read a study from a YAML file.
 
     Raises:
         FederationError: no such file, no mapping, or an unknown or missing key, setting, metric or figure.
@@ -100,10 +100,10 @@ def read_study(path: Path) -> Study:
 
 
 def only(cells: Sequence[Settings], wanted: Sequence[str]) -> list[Settings]:
-    """The cells whose settings are among those of every ``KEY=VALUE,VALUE``.
+    """Return the cells whose settings agree with every ``KEY=VALUE,VALUE`` of ``wanted``.
 
     Raises:
-        FederationError: one that cannot be read, an unknown setting, or a value that no cell has.
+        FederationError: text that cannot be read, an unknown setting, or a value that no cell has.
     """
     kept = list(cells)
     for text in wanted:
@@ -123,7 +123,7 @@ def only(cells: Sequence[Settings], wanted: Sequence[str]) -> list[Settings]:
 
 
 def _check(study: Study, file: str) -> None:
-    """Raise FederationError for names and values that are none."""
+    """Raise FederationError for unknown names and values of the wrong kind."""
     check_settings(study.fixed, f"{file}, fixed")
     for grid in study.grids:
         _check_lists(grid, f"{file}, grids")
@@ -148,7 +148,7 @@ def _check(study: Study, file: str) -> None:
 
 
 def _check_lists(settings: Mapping[str, Any], where: str) -> None:
-    """Raise FederationError for a setting without a list of values that it can have."""
+    """Raise FederationError for a setting without a list of valid values."""
     for key, values in settings.items():
         if not isinstance(values, list) or not values:
             raise FederationError(f"{where}: {key}={values!r} has to be a list of values")
@@ -157,7 +157,7 @@ def _check_lists(settings: Mapping[str, Any], where: str) -> None:
 
 
 def _check_names(names: Any, known: Any, problem: str) -> None:
-    """Raise FederationError, with the nearest known name, for the first that is unknown."""
+    """Raise FederationError, with the nearest known name, for the first unknown name."""
     for name in names:
         if name not in known:
             raise FederationError(f"{problem} '{name}'; {nearest(str(name), known)}")

@@ -1,6 +1,6 @@
 """Training steps, memory and predictions of the Bayesian layers against torch's own layers and bayesian-torch's.
 
-    python benchmarks/layers/run.py [--repeats 15] [--threads 2]
+    python -m benchmarks.layers.run [--repeats 15] [--threads 2]
 
 All contestants of a table take turns in one process, a few calls each; a figure is the median over the repeats, a
 ratio the median of the repeats' ratios, so that a machine that slows down slows them all. A training step is forward,
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from lightning_fedbayes import layers
-from lightning_fedbayes.callbacks.pictures import markdown_table
+from lightning_fedbayes.callbacks.loggers import markdown_table
 from lightning_fedbayes.layers import ESTIMATORS, bayesianize, kl_divergence, mean_only
 from lightning_fedbayes.modules import sample_outputs
 from lightning_fedbayes.modules.networks import lenet, mlp
@@ -56,7 +56,7 @@ def take_turns(contestants: Contestants, repeats: int, seconds: float = 0.1) -> 
 
 
 def ratio(times: dict[str, list[float]], slower: str, faster: str) -> str:
-    """How many times the time of ``faster`` the contestant ``slower`` takes."""
+    """Return the median ratio of the times of ``slower`` and ``faster``."""
     return f"{statistics.median(a / b for a, b in zip(times[slower], times[faster], strict=True)):.2f}"
 
 
@@ -66,7 +66,7 @@ def microseconds(times: dict[str, list[float]], name: str) -> str:
 
 
 def training_step(layer: nn.Module, inputs: Tensor) -> Callable[[], None]:
-    """Forward, KL and backward of one layer; bayesian-torch's returns its KL beside the output."""
+    """Return a function that takes a step: forward, KL and backward of one layer."""
 
     def step() -> None:
         for parameter in layer.parameters():
@@ -158,7 +158,7 @@ def predictions(samples: int, repeats: int) -> list[list[str]]:
 
 
 class Objective(nn.Module):
-    """Squared error plus KL of a network, as one module that ``functional_call`` takes."""
+    """Squared error plus KL of a network, as one module for ``functional_call``."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""What differential privacy costs on digits, and what adding the noise's variance to the posterior does.
+"""Cost of differential privacy on digits, with and without the variance of the noise in the posterior.
 
-    python benchmarks/privacy/run.py --seeds 5
+    python -m benchmarks.privacy.run --seeds 5
 
 prints two Markdown tables: clients as a whole (UpdatePrivacy), and single examples (ExamplePrivacy).
 """
@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import lightning_fedbayes as fb
+from lightning_fedbayes import ExamplePrivacy, UpdatePrivacy
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.privacy import ExamplePrivacy, UpdatePrivacy
 
 SCORES = ("accuracy", "nll", "ece")
 RULES = ("log_variance_average", "conflation", "reverse_kl_barycenter")
@@ -30,14 +30,14 @@ EXAMPLE_NOISES = (0.5, 1.0, 2.0)
 
 
 class Score(NamedTuple):
-    """One run: accuracy, NLL and ECE of the global posterior on the validation digits, and what was given away."""
+    """Result of a run: accuracy, NLL and ECE of the global posterior on the validation digits, and the ε of the run."""
 
     scores: tuple[float, ...]
     epsilon: float
 
 
 def fit(model: L.LightningModule, callbacks: list[L.Callback], rounds: int, batch_size: int, figure: str) -> Score:
-    """Federate and score."""
+    """Train a federation and score its global posterior."""
     trainer = L.Trainer(
         max_epochs=rounds, accelerator="cpu", logger=False, callbacks=callbacks, enable_checkpointing=False,
         enable_model_summary=False, enable_progress_bar=False, num_sanity_val_steps=0,
@@ -49,7 +49,7 @@ def fit(model: L.LightningModule, callbacks: list[L.Callback], rounds: int, batc
 
 
 def whole_clients(rule: str, privacy: UpdatePrivacy | None, seed: int) -> Score:
-    """300 clients of four or five digits each; a Bayesian softmax regression, 650 means and 650 variances."""
+    """Train 300 clients of four or five digits each; a Bayesian softmax regression, 650 means and 650 variances."""
     torch.manual_seed(seed)
     model = fb.HybridBayesianClassifier(
         nn.Linear(64, 10), bayesian_last=1, learning_rate=0.03, kl_weight=0.05, posterior_std=0.1, samples=20
@@ -61,7 +61,7 @@ def whole_clients(rule: str, privacy: UpdatePrivacy | None, seed: int) -> Score:
 
 
 def single_examples(bayesian: bool, privacy: ExamplePrivacy | None, seed: int) -> Score:
-    """Five clients of 287 or 288 digits each; a network 64-32-10 whose layers both are Bayesian, or both not."""
+    """Train five clients of 287 or 288 digits each; a network 64-32-10 with two Bayesian layers, or none."""
     torch.manual_seed(seed)
     model = fb.HybridBayesianClassifier(
         mlp(64, 10, hidden=[32]),
@@ -78,7 +78,7 @@ def single_examples(bayesian: bool, privacy: ExamplePrivacy | None, seed: int) -
 
 
 def row(name: list[str], score: Callable[[int], Score], seeds: int) -> str:
-    """A line of a table: mean ± standard error over seeds of each score."""
+    """Return a line of a table: mean ± standard error over seeds of each score."""
     runs = [score(seed) for seed in range(seeds)]
     cells = [f"{runs[0].epsilon:.3g}" if runs[0].epsilon < float("inf") else "∞"]
     for values in zip(*(each.scores for each in runs)):

@@ -1,11 +1,11 @@
 """Scaling of Trainer(strategy="fedbayes"): N processes, a core each, against one process on one core.
 
-   python benchmarks/processes/run.py [--data FASHION] [--processes 2] [--repeats 5]
+   python -m benchmarks.processes.run [--data FASHION] [--processes 2] [--repeats 5]
 
 LeNet on FashionMNIST (or images of its shape that are made up, without --data): 10 clients × 500 examples, batches of
 64, SGD, one local epoch, weighted average. A repeat runs all sides in turn: one process on each of the cores, one after
 the other, since cores of a virtual machine differ, and the mean over the cores counts; N processes, a core each; and N
-runs of one process each, which know nothing of each other, at the same time. Seconds of a round are medians, after two
+independent runs of one process each, at the same time. Seconds of a round are medians, after two
 rounds on the core that do not count. What waiting for the slowest process alone would allow is the longest that any
 process of a round trains. The first N of the cores that it may use are taken. Prints a Markdown table.
 """
@@ -30,16 +30,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.callbacks.pictures import markdown_table
-from lightning_fedbayes.data.idx import read_idx
+from lightning_fedbayes.callbacks.loggers import markdown_table
+from lightning_fedbayes.data.image_files import read_idx
 from lightning_fedbayes.modules import lenet
-from lightning_fedbayes.processes import processes_of
 from lightning_fedbayes.quiet import quietly
+from lightning_fedbayes.trainer import collective_of
 
 CLIENTS, EXAMPLES, BATCH, RATE = 10, 500, 64, 0.05
 WARM_UP = 2
 COLUMNS = (
-    "side", "seconds per round", "rounds per second, times as many", "meetings per round", "MB that a process sends",
+    "side", "seconds per round", "rounds per second, times as many", "collectives per round", "MB that a process sends",
 )
 
 
@@ -59,7 +59,7 @@ class Plain(L.LightningModule):
 
 
 class Clock(L.Callback):
-    """Notes when rounds begin, for how long this process trains in each, and how often processes have met by then.
+    """Record of the start of every round, of the training time of this process in it, and of the collectives so far.
 
     Args:
         cores: which the process takes in turn.
@@ -70,7 +70,7 @@ class Clock(L.Callback):
         self.cores, self.lap = cores, lap
         self.starts: list[float] = []
         self.trained: list[float] = []
-        self.meetings: list[int] = []
+        self.collectives: list[int] = []
         self._last = 0.0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -79,7 +79,7 @@ class Clock(L.Callback):
             self.trained.append(self._last - self.starts[-1])
         os.sched_setaffinity(0, {self.cores[len(self.starts) // self.lap % len(self.cores)]})
         self.starts.append(now)
-        self.meetings.append(processes_of(trainer).meetings)
+        self.collectives.append(collective_of(trainer).calls)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
@@ -101,7 +101,7 @@ def clients(data: Path | None) -> fb.ClientDatasets:
 
 
 def work(processes: int, rounds: int, data: Path | None, out: Path) -> None:
-    """One process of a run: train, and write how long rounds took, and of each how long this process trained.
+    """Train as one process of a run, and write the seconds of every round and of the training in it.
 
     A single process takes the cores of its run in turn, several have one each.
     """
@@ -124,22 +124,23 @@ def work(processes: int, rounds: int, data: Path | None, out: Path) -> None:
     (out / f"{rank}.json").write_text(json.dumps({
         "seconds": statistics.mean(statistics.median(each) for each in laps),
         "trained": clock.trained[WARM_UP:lap],
-        "meetings": (clock.meetings[-1] - clock.meetings[WARM_UP]) / rounds,
+        "collectives": (clock.collectives[-1] - clock.collectives[WARM_UP]) / rounds,
         "sent": federation.history[-1].get("megabytes_between_processes", 0.0),
         "size": federation.posterior.num_parameters,
     }))
 
 
 def start(processes: int, cores: list[int], arguments: argparse.Namespace, out: Path) -> subprocess.Popen:
-    """A run of so many ``processes`` on these ``cores``."""
+    """Start a run of ``processes`` processes on these ``cores``."""
     out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, __file__, "--work", str(processes), "--rounds", str(arguments.rounds)]
-    command += ["--out", str(out)] + (["--data", str(arguments.data)] if arguments.data is not None else [])
+    command = [sys.executable, "-m", "benchmarks.processes.run", "--work", str(processes), "--out", str(out)]
+    command += ["--rounds", str(arguments.rounds)]
+    command += ["--data", str(arguments.data)] if arguments.data is not None else []
     return subprocess.Popen(command, env={**os.environ, "CORES": ",".join(str(core) for core in cores)})
 
 
 def measure(processes: int, runs: list[list[int]], arguments: argparse.Namespace) -> list[list[dict]]:
-    """What the ``processes`` of each of ``runs``, given by their cores, wrote; the runs go on at the same time."""
+    """Start a run on each list of cores in ``runs``, all at the same time; return what their ``processes`` wrote."""
     outs = [arguments.out / str(number) for number in range(len(runs))]
     started = [start(processes, cores, arguments, out) for cores, out in zip(runs, outs, strict=True)]
     ended = [each.wait() for each in started]
@@ -149,7 +150,7 @@ def measure(processes: int, runs: list[list[int]], arguments: argparse.Namespace
 
 
 def repeat(cores: list[int], arguments: argparse.Namespace) -> dict[str, float]:
-    """Median seconds of a round of each side, the slowest process's training, and what processes say to each other."""
+    """Run all sides; return seconds per round of each, training of the slowest process, collectives and traffic."""
     count = len(cores)
     [[alone]] = measure(1, [cores], arguments)
     [together] = measure(count, [cores], arguments)
@@ -160,7 +161,7 @@ def repeat(cores: list[int], arguments: argparse.Namespace) -> dict[str, float]:
         "together": together[0]["seconds"],
         "slowest": statistics.median(slowest),
         "apart": statistics.mean(process["seconds"] for [process] in apart) / count,
-        "meetings": together[0]["meetings"],
+        "collectives": together[0]["collectives"],
         "sent": together[0]["sent"],
         "sums": 8 * together[0]["size"] / 1e6,
     }
@@ -182,7 +183,7 @@ def main() -> None:
     if count > len(cores):
         raise SystemExit(f"--processes {count} needs as many cores, and this process may use {len(cores)}; give fewer")
     found = [repeat(cores[:count], arguments) for _ in range(arguments.repeats)]
-    told = f"{found[-1]['meetings']:.0f}", f"{found[-1]['sent']:.2f}"
+    told = f"{found[-1]['collectives']:.0f}", f"{found[-1]['sent']:.2f}"
     sides = (
         ("1 process, the cores in turn", "alone", ("0", "0.00")),
         (f"{count} processes", "together", told),

@@ -1,4 +1,4 @@
-"""A worker's end of a measurement: the gate that every side passes between two rounds.
+"""Worker's end of a measurement: a gate that every side calls between two rounds.
 
 At the gate the worker writes one JSON object and reads the number of rounds that it shall run until it comes back, so
 that the sides of a comparison can be timed in turn though each of them lives in a process, and some in an interpreter,
@@ -16,22 +16,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import workloads
-from settings import Order
 from torch import Tensor
+
+from benchmarks.speed import workloads
+from benchmarks.speed.settings import Order
 
 MIB = 2**20
 
 
 class Gate:
-    """Times the rounds between two orders of the benchmark.
+    """Timer of the rounds between two orders of the benchmark.
 
     Call it before every round; it returns False when there is no other. Its first answer is that the worker is ready,
     its last the report. Standard output and input belong to it: whatever else is printed goes to standard error.
 
     Args:
-        order: what the worker was started with.
-        versions: of the packages that this side consists of, beside torch.
+        order: the order that the worker was started with.
+        versions: versions of the packages of this side, besides torch.
     """
 
     def __init__(self, order: Order, versions: dict[str, str]) -> None:
@@ -49,11 +50,11 @@ class Gate:
         }
 
     def __call__(self, parameters: Callable[[], Sequence[Tensor]], facts: Callable[[], dict[str, str]] = dict) -> bool:
-        """Whether there is another round to run; waits for the benchmark after the last of a burst.
+        """Return whether there is another round to run; wait for the next order after the last of a burst.
 
         Args:
-            parameters: the global network's, asked for after the last round alone.
-            facts: what the report says besides; asked for then, too.
+            parameters: returns the parameters of the global network; called after the last round only.
+            facts: returns further entries of the report; called after the last round only.
         """
         if self._left == 0:
             if self.order.device == "cuda":
@@ -79,13 +80,13 @@ class Gate:
 
 
 def start() -> Order:
-    """What this worker was started with, from its command line."""
+    """Read the order of this worker from its command line."""
     torch.manual_seed(workloads.SEED)
     return Order.loads(sys.argv[1])
 
 
 def peak_mib(device: str) -> float:
-    """Largest memory so far: of the GPU's tensors, or resident in this process and, at present, its descendants."""
+    """Peak memory: of the GPU's tensors, or resident in this process, plus the present memory of its descendants."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / MIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -93,7 +94,7 @@ def peak_mib(device: str) -> float:
 
 
 def _descendants_mib() -> float:
-    """Memory of the processes under this one, a page that n processes share counted as 1/n; 0 outside Linux."""
+    """Memory of the descendants of this process; a page that n processes share counts 1/n; 0 outside Linux."""
     parents: dict[int, int] = {}
     for directory in Path("/proc").glob("[0-9]*"):
         try:

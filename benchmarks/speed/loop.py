@@ -1,4 +1,4 @@
-"""Worker: FedAvg written by hand in plain PyTorch, once as fast as it gets and once as most people write it.
+"""Worker: FedAvg written by hand in plain PyTorch, once as fast as possible and once as most people write it.
 
 ``foreach=True`` and ``fused=True`` of torch's SGD make none of these networks faster on the CPU, so it is used plainly.
 Mean-field networks are made of bayesian-torch's layers.
@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import version
 
 import torch
-import workloads
-from gate import Gate, start
-from settings import WORKLOADS, Order, Workload
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.speed import workloads
+from benchmarks.speed.gate import Gate, start
+from benchmarks.speed.settings import WORKLOADS, Order, Workload
+
 
 def mean_field(workload: Workload) -> nn.Module:
-    """The workload's network out of bayesian-torch's layers, which return their output and their KL."""
+    """The workload's network with bayesian-torch's layers, which return their output and their KL."""
     from bayesian_torch.layers import LinearReparameterization
 
     class MeanField(nn.Module):
@@ -39,7 +40,7 @@ def mean_field(workload: Workload) -> nn.Module:
 
 
 def train(network: nn.Module, workload: Workload, batches: Iterable[workloads.Examples]) -> None:
-    """One client's pass over its ``batches`` with an SGD of its own."""
+    """Train a client: one pass over its ``batches`` with a new SGD."""
     optimizer = torch.optim.SGD(network.parameters(), lr=workload.rate)
     kl_factor = workloads.KL_WEIGHT / workload.examples
     for inputs, targets in batches:
@@ -54,7 +55,7 @@ def train(network: nn.Module, workload: Workload, batches: Iterable[workloads.Ex
 
 
 def fast_round(network: nn.Module, workload: Workload, clients: list[workloads.Examples]) -> Callable[[], None]:
-    """A round with one client network that is written over, sliced tensors, and a running sum of the parameters."""
+    """Return a round with one reused client network, sliced tensors, and a running sum of the parameters."""
     client = copy.deepcopy(network)
     pairs = list(zip(network.parameters(), client.parameters(), strict=True))
 
@@ -76,7 +77,7 @@ def fast_round(network: nn.Module, workload: Workload, clients: list[workloads.E
 
 
 def usual_round(network: nn.Module, workload: Workload, clients: list[workloads.Examples]) -> Callable[[], None]:
-    """A round with a copy of the network and a DataLoader per client, and a mean over all copies."""
+    """Return a round with a copy of the network and a DataLoader per client, and a mean over all copies."""
     device = next(network.parameters()).device
     loaders = [DataLoader(TensorDataset(*each), workload.batch, shuffle=True) for each in clients]
 
@@ -92,7 +93,7 @@ def usual_round(network: nn.Module, workload: Workload, clients: list[workloads.
 
 
 def main(order: Order) -> None:
-    """Rounds until the gate closes."""
+    """Run rounds until the gate returns False."""
     workload = WORKLOADS[order.workload]
     network = (mean_field(workload) if workload.bayesian else workloads.network(workload)).to(order.device)
     clients = workloads.client_data(order.workload, order.data)

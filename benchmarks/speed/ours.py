@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import lightning as L
 import torch
-import workloads
-from gate import Gate, start
-from settings import WORKLOADS, Order, Workload
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from benchmarks.speed import workloads
+from benchmarks.speed.gate import Gate, start
+from benchmarks.speed.settings import WORKLOADS, Order, Workload
 from lightning_fedbayes.quiet import quietly
 
 
 class Plain(L.LightningModule):
-    """A user's own module, which knows nothing of federations."""
+    """A user's own module, without any code for federations."""
 
     def __init__(self, network: nn.Module, workload: Workload) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Plain(L.LightningModule):
 
 
 def network(workload: Workload) -> nn.Module:
-    """The workload's network; mean-field out of our layers."""
+    """Return the workload's network, deterministic or with our mean-field layers."""
     deterministic = workloads.network(workload)
     if not workload.bayesian:
         return deterministic
@@ -45,7 +45,7 @@ def network(workload: Workload) -> nn.Module:
 
 
 class AtTheGate(L.Callback):
-    """Passes the gate before every epoch; stands before FederatedBayes, so that it sees the global network."""
+    """Callback that calls the gate before every epoch; it precedes FederatedBayes and so sees the global network."""
 
     def __init__(self, gate: Gate, federation: fb.FederatedBayes) -> None:
         self.gate = gate
@@ -54,12 +54,12 @@ class AtTheGate(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         network = pl_module.network
         assert isinstance(network, nn.Module)
-        if not self.gate(lambda: workloads.means(network), lambda: {"engine": self.federation.settings()["engine"]}):
+        if not self.gate(lambda: workloads.means(network), lambda: {"engine": self.federation.described()["engine"]}):
             trainer.should_stop = True
 
 
 def federation(order: Order) -> None:
-    """All rounds, and one more after the report, because an epoch that has begun is run."""
+    """Run all rounds, and one more after the report, because Lightning completes an epoch that has begun."""
     workload = WORKLOADS[order.workload]
     clients = {str(k): TensorDataset(*each) for k, each in enumerate(workloads.client_data(order.workload, order.data))}
     loader = DataLoader(fb.ClientDatasets(clients), batch_size=workload.batch, shuffle=True)

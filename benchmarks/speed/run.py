@@ -1,6 +1,6 @@
 """Federated rounds of lightning_fedbayes side by side with the field: a Markdown table of ratios.
 
-    python benchmarks/speed/run.py [--only dense-50k] [--repeats 7] [--peers none] [--device cuda]
+    python -m benchmarks.speed.run [--only dense-50k] [--repeats 7] [--peers none] [--device cuda]
 
 Every side runs in a process of its own and answers in turn: in each repeat every opponent and we run the same number of
 rounds, and the ratio is the median of the repeats' ratios. Start-up is not in it: two rounds are run before the first
@@ -22,13 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from environments import REQUIREMENTS, NotInstalledError, interpreter
-from settings import OPPONENTS, SEED, TOLERANCE, WARM_UP, WORKLOADS, Order, Workload
-from side import HERE, Side, SideError
+from benchmarks.speed.settings import OPPONENTS, SEED, TOLERANCE, WARM_UP, WORKLOADS, Order, Workload
+from benchmarks.speed.side import REQUIREMENTS, NotInstalledError, Side, SideError, interpreter
 
-SCRIPTS = {
-    "ours": "ours.py", "dataloader": "loop.py", "loop": "loop.py",
-    "pfl": "peers/pfl_research.py", "flower": "peers/flower.py",
+MODULES = {
+    "ours": "ours", "dataloader": "loop", "loop": "loop", "pfl": "peers.pfl_research", "flower": "peers.flower",
 }
 
 COLUMNS = (
@@ -39,13 +37,13 @@ COLUMNS = (
 
 @dataclass
 class Measurement:
-    """What a side of a workload showed.
+    """Measurements of one side of a workload.
 
     Args:
         start_up: seconds from the start of the interpreter to the end of the first round.
         seconds: per round, of every repeat.
-        facts: what the worker said when it was ready.
-        report: what it said at the end.
+        facts: answer of the worker when it was ready.
+        report: its answer at the end.
     """
 
     start_up: float
@@ -55,9 +53,9 @@ class Measurement:
 
 
 def main() -> int:
-    """Run the chosen workloads; 1 if one of our own sides failed."""
+    """Run the chosen workloads; return 1 if one of our own sides failed."""
     arguments = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or workers that are stopped would stay behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise stopped workers would survive
     pythons, notes = environments(arguments)
     results: dict[str, dict[str, Measurement]] = {}
     for name in arguments.only:
@@ -70,7 +68,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME",
                         help=f"workloads, of {', '.join(WORKLOADS)}")
@@ -81,12 +79,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--engine", default="auto", help="FederatedBayes(engine=...) (auto)")
     parser.add_argument("--data", help="directory with FashionMNIST's train-*-ubyte.gz; without it images are made")
-    parser.add_argument("--cache", type=Path, default=HERE / ".peers", help="where the peers' environments are kept")
+    parser.add_argument("--cache", type=Path, default=Path("outputs/peers"),
+                        help="folder that keeps the environments of the peers (outputs/peers)")
     return parser.parse_args()
 
 
 def environments(arguments: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
-    """Interpreter of every side that can run, and a line for every peer that cannot."""
+    """Return the interpreter of every side that can run, and a note for every peer that cannot."""
     pythons = {"ours": sys.executable, "dataloader": sys.executable, "loop": sys.executable}
     notes: list[str] = []
     wanted = {opponent for name in arguments.only for opponent in WORKLOADS[name].bars}
@@ -105,7 +104,7 @@ def environments(arguments: argparse.Namespace) -> tuple[dict[str, str], list[st
 def measure(
     name: str, arguments: argparse.Namespace, pythons: dict[str, str], notes: list[str]
 ) -> dict[str, Measurement]:
-    """Every side of a workload, in turn; a side that fails is left out, with a line in ``notes``."""
+    """Measure every side of a workload in turn; a side that fails is left out, with a line in ``notes``."""
     workload = WORKLOADS[name]
     rounds = arguments.rounds or workload.rounds
     total = WARM_UP + arguments.repeats * rounds
@@ -116,7 +115,7 @@ def measure(
             progress(f"{name}: {key} starts")
             order = Order(name, key, total, arguments.device, arguments.engine, arguments.data)
             with noting(f"{name}: {key}", notes):
-                side = Side(pythons[key], SCRIPTS[key], order)
+                side = Side(pythons[key], MODULES[key], order)
                 stack.callback(side.close)
                 side.run(1)
                 results[key] = Measurement(time.perf_counter() - side.start, [], side.facts, {})
@@ -136,7 +135,7 @@ def measure(
 
 
 def turns(workload: Workload, pythons: dict[str, str]) -> list[str]:
-    """The sides of a workload in the order of a repeat: we come after the hand-written loop."""
+    """Return the sides of a workload in the order of a repeat; ours comes after the hand-written loop."""
     opponents = [key for key in OPPONENTS if key in workload.bars and key in pythons]
     place = opponents.index("loop") + 1
     return [*opponents[:place], "ours", *opponents[place:]]
@@ -186,20 +185,20 @@ def cells(workload: Workload, key: str, ours: Measurement, theirs: Measurement) 
 
 
 def parity(ours: float, theirs: float) -> str:
-    """Both final losses, marked where they differ by more than the tolerance."""
+    """Return both final losses as text, marked where they differ by more than the tolerance."""
     apart = abs(ours - theirs) > TOLERANCE * abs(theirs)
     return f"{ours:.4f} / {theirs:.4f}" + (" **differ**" if apart else "")
 
 
 def heading(arguments: argparse.Namespace, results: dict[str, dict[str, Measurement]]) -> Iterator[str]:
-    """The command, and where and how it was run, in paragraphs."""
+    """Paragraphs with the command, the machine, the versions and the settings."""
     sides = [side for each in results.values() for side in each.values()]
     versions = {name: version for side in sides for name, version in side.facts["versions"].items()}
     devices = {side.facts["device"] for side in sides}
     threads = {str(side.facts["threads"]) for side in sides}
     engines = [f"{name} {each['ours'].report['facts']['engine']}" for name, each in results.items()]
     given = [f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"] if "OMP_NUM_THREADS" in os.environ else []
-    yield f"`{' '.join([*given, 'python benchmarks/speed/run.py', *sys.argv[1:]])}`"
+    yield f"`{' '.join([*given, 'python -m benchmarks.speed.run', *sys.argv[1:]])}`"
     yield (
         f"{platform.machine()}, {os.cpu_count()} cores, device {', '.join(sorted(devices))}, "
         f"threads {', '.join(sorted(threads))}, Python {platform.python_version()}, "
@@ -213,7 +212,7 @@ def heading(arguments: argparse.Namespace, results: dict[str, dict[str, Measurem
 
 
 def start_ups(results: dict[str, dict[str, Measurement]]) -> str:
-    """What the table leaves out."""
+    """Return the start-up times, which the table leaves out."""
     keys = dict.fromkeys(key for sides in results.values() for key in sides)
     medians = {key: statistics.median(s[key].start_up for s in results.values() if key in s) for key in keys}
     listed = ", ".join(f"{key} {seconds:.1f} s" for key, seconds in medians.items())
@@ -221,7 +220,7 @@ def start_ups(results: dict[str, dict[str, Measurement]]) -> str:
 
 
 def progress(text: str) -> None:
-    """One line on standard error."""
+    """Print a line to standard error."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 

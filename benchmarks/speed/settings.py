@@ -1,4 +1,4 @@
-"""What is measured: the workloads, whom they are run against, and the bars. Needs nothing but Python."""
+"""Workloads, opponents, and the ratio that each workload must reach. Needs nothing but Python."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 SEED = 0
-"""Of the data, the initial networks and the orders of the examples."""
+"""Seed of the data, the initial networks and the orders of the examples."""
 
 WARM_UP = 2
 """Rounds that every side runs before the first that is timed."""
 
 TOLERANCE = 0.05
-"""Relative difference of the final losses from which on a row is marked."""
+"""Relative difference of the final losses above which a row is marked."""
 
 OPPONENTS: dict[str, str] = {
     "dataloader": "plain loop, a DataLoader per client",
@@ -22,7 +22,7 @@ OPPONENTS: dict[str, str] = {
     "pfl": "pfl-research",
     "flower": "Flower simulation",
 }
-"""Every opponent and how the table calls it, in the order of a repeat; we come after the loop."""
+"""Opponent → its name in the table, in the order of a repeat; ours comes after the loop."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Workload:
     """A federated task: every client takes one pass over its examples with SGD, then the networks are averaged.
 
     Args:
-        title: how the table calls it.
+        title: its name in the table.
         data: "linear" (noisy linear regression), "digits" (of scikit-learn), "teacher" (classes given by a random
             linear map) or "images" (of the shape of FashionMNIST).
         widths: of a fully connected network from inputs to outputs; empty for LeNet.
@@ -38,8 +38,8 @@ class Workload:
         examples: per client.
         batch: examples per step.
         rate: learning rate.
-        rounds: in one burst, which is timed as a whole; some, because a process that was stopped starts cold.
-        bars: opponent → how many times faster we have to be; None has no bar.
+        rounds: rounds of a burst, which is timed as a whole; several, because a stopped process starts slowly.
+        bars: opponent → required ratio of its time to ours; None: nothing is required.
         bayesian: all layers are mean-field Gaussian, with one draw per step.
     """
 
@@ -61,7 +61,7 @@ class Workload:
 
 
 def regression(clients: int, rounds: int, bar: float, bayesian: bool = False) -> Workload:
-    """The network 13-50-1 with batches of one example, where the overhead per step is all there is."""
+    """The network 13-50-1 with batches of one example, where the overhead per step dominates."""
     kind = "mean-field" if bayesian else "deterministic"
     bars: dict[str, float | None] = {"dataloader": None, "loop": bar}
     return Workload(
@@ -97,7 +97,7 @@ WORKLOADS: dict[str, Workload] = {
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker is told when it is started.
+    """Order to a worker, given on its command line.
 
     Args:
         workload: name of the workload.
@@ -116,10 +116,10 @@ class Order:
     data: str | None
 
     def dumps(self) -> str:
-        """As one argument of a command line."""
+        """Return the order as one argument of a command line."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def loads(text: str) -> Order:
-        """The inverse of :meth:`dumps`."""
+        """Read an order from the text of :meth:`dumps`."""
         return Order(**json.loads(text))

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from settings import SEED, WORKLOADS, Workload
 from torch import Tensor, nn
+
+from benchmarks.speed.settings import SEED, WORKLOADS, Workload
 
 Examples = tuple[Tensor, Tensor]
 """Inputs and targets."""
@@ -17,7 +18,7 @@ Examples = tuple[Tensor, Tensor]
 
 @functools.cache
 def client_data(name: str, data: str | None = None) -> list[Examples]:
-    """Every client's examples, the same for all sides.
+    """Return every client's examples, the same for all sides.
 
     Args:
         name: of the workload.
@@ -49,7 +50,7 @@ def _examples(workload: Workload, count: int, data: str | None, generator: torch
 
 
 def _made_images(count: int, generator: torch.Generator) -> Examples:
-    """Ten smooth patterns under as much noise."""
+    """Make images of ten smooth patterns with noise of the same variance."""
     patterns = nn.functional.interpolate(torch.randn(10, 1, 7, 7, generator=generator), size=28, mode="bilinear")
     targets = torch.randint(10, (count,), generator=generator)
     return patterns[targets] + torch.randn(count, 1, 28, 28, generator=generator), targets
@@ -94,7 +95,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def batches(inputs: Tensor, targets: Tensor, size: int) -> Iterator[Examples]:
-    """A shuffled pass over a client's examples in slices, the fastest way to write it."""
+    """Return a shuffled pass over a client's examples in slices of tensors."""
     order = torch.randperm(len(inputs), device=inputs.device)
     return zip(inputs[order].split(size), targets[order].split(size), strict=True)
 
@@ -102,14 +103,14 @@ def batches(inputs: Tensor, targets: Tensor, size: int) -> Iterator[Examples]:
 # -- mean-field networks, ours and bayesian-torch's, whose parameters have the same names ------------------------------
 
 POSTERIOR_STD = 0.0486
-"""Initial standard deviation of every weight: softplus(−3), as bayesian-torch has it."""
+"""Initial standard deviation of every parameter: softplus(−3), as bayesian-torch has it."""
 
 KL_WEIGHT = 1e-3
-"""So small that the data decide: bayesian-torch's KL is a mean over the weights, ours a sum."""
+"""So small that the KL hardly matters: bayesian-torch's is a mean over the parameters, ours a sum."""
 
 
 def means(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of the deterministic network in its order: those that are no standard deviations."""
+    """Return the parameters of the deterministic network in its order: all but the standard deviations."""
     return [parameter for name, parameter in module.named_parameters() if "rho_" not in name]
 
 
@@ -122,7 +123,7 @@ def set_means(module: nn.Module, values: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def final_loss(name: str, parameters: Sequence[Tensor], data: str | None) -> float:
-    """The parity check: the loss of the global network (at its posterior mean) on all clients' examples."""
+    """Return the loss of the global network (at its posterior mean) on all clients' examples, as a parity check."""
     deterministic = network(WORKLOADS[name])
     set_means(deterministic, parameters)
     return sum(float(loss(deterministic(x), y)) for x, y in client_data(name, data)) / WORKLOADS[name].clients

@@ -15,7 +15,7 @@ CLIENTS = 10
 
 
 class Splits(NamedTuple):
-    """Several splits of one data set, each standardised on its own training examples.
+    """Splits of one data set, each standardised on its own training examples.
 
     Attributes:
         train: inputs (examples, splits, features) and targets (examples, splits).
@@ -29,16 +29,16 @@ class Splits(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many splits."""
+        """Number of splits."""
         return len(self.target_std)
 
     @property
     def features(self) -> int:
-        """Columns of the inputs."""
+        """Number of features of the inputs."""
         return self.train[0].shape[-1]
 
     def repeated(self, times: int) -> Splits:
-        """All splits ``times`` times in a row: copies of them for networks that differ otherwise."""
+        """Return all splits ``times`` times in a row, for networks that differ in something else."""
         train = self.train[0].repeat(1, times, 1), self.train[1].repeat(1, times)
         test = self.test[0].repeat(1, times, 1), self.test[1].repeat(1, times)
         return Splits(train, test, self.target_std.repeat(times))
@@ -47,10 +47,9 @@ class Splits(NamedTuple):
 def read_splits(
     directory: Path, dataset: str, limit: int | None = None, validation_fraction: float | None = None
 ) -> Splits:
-    """The first ``limit`` published splits of a data set, or all.
+    """Return the first ``limit`` published splits of a data set, or all.
 
-    With ``validation_fraction`` that share of the training examples takes the place of the test examples, which are
-    then not looked at.
+    With ``validation_fraction``, that share of the training examples replaces the test examples, which are not used.
     """
     first = fb.UCIDataModule(directory, dataset)
     modules = []
@@ -64,14 +63,14 @@ def read_splits(
 
 
 def beside(datasets: list[TensorDataset]) -> tuple[Tensor, Tensor]:
-    """Inputs (examples, splits, features) and targets (examples, splits); splits lose what exceeds the shortest."""
+    """Return inputs (examples, splits, features) and targets (examples, splits), cut to the shortest split."""
     shortest = min(len(dataset) for dataset in datasets)
     inputs, targets = zip(*((x[:shortest], y[:shortest, 0]) for x, y in (dataset.tensors for dataset in datasets)))
     return torch.stack(inputs, 1), torch.stack(targets, 1)
 
 
 def deal(train: tuple[Tensor, Tensor], seed: int, clients: int = CLIENTS) -> fb.ClientDatasets:
-    """Equal random shards: client k holds the k-th shard of every split, one row of each being one example."""
+    """Deal out equal random shards: client k has the k-th shard of every split; an example is a row of all splits."""
     inputs, targets = train
     order = torch.rand(targets.shape, generator=torch.Generator().manual_seed(seed)).argsort(0)
     inputs, targets = inputs.gather(0, order.unsqueeze(-1).expand_as(inputs)), targets.gather(0, order)

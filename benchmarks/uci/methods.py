@@ -1,4 +1,4 @@
-"""The methods: each trains all splits of a data set once and gives one row of the tables or several."""
+"""Methods: each trains all splits of a data set once and returns one or several rows of the tables."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-from data import Splits, deal
-from network import networks, two_headed, variational
 from torch import Tensor
-from training import Plan, federate, predictions, regressor
 
 import lightning_fedbayes as fb
+from benchmarks.uci.data import Splits, deal
+from benchmarks.uci.network import networks, two_headed, variational
+from benchmarks.uci.training import Plan, federate, predictions, regressor
 
 ADAM_RATE = 1e-3
 SAMPLES = 50
@@ -23,13 +23,13 @@ Prediction = tuple[Tensor, Tensor]
 
 
 class Outcome(NamedTuple):
-    """What a method gives.
+    """Result of a method.
 
     Attributes:
         predictions: row → its prediction of the test examples.
         seconds: of training.
         upload: bytes that a client sends per round.
-        engine: that trained.
+        engine: name of the engine.
         rounds: of communication.
     """
 
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
 
 def upload(module: torch.nn.Module, splits: Splits) -> int:
-    """Bytes of the parameters of one split's model."""
+    """Return the bytes of the parameters of one split's model."""
     return sum(parameter.numel() for parameter in module.parameters()) // splits.number * 4
 
 
@@ -81,7 +81,7 @@ def mean_variance(splits: Splits, plan: Plan) -> Outcome:
 
 
 def ensemble(splits: Splits, plan: Plan) -> Outcome:
-    """Five networks per client that predict mean and variance, averaged member by member over the clients."""
+    """Deep ensembles: five networks per client that predict mean and variance, averaged member by member."""
     members = [two_headed(splits.number, splits.features, plan.hidden) for _ in range(MEMBERS)]
     module = fb.DeepEnsembleRegressor(members, learning_rate=ADAM_RATE)
     federation, seconds = federate(module, splits, plan, plan.rounds, "weighted_average")
@@ -92,7 +92,7 @@ def ensemble(splits: Splits, plan: Plan) -> Outcome:
 
 
 def mean_field(fusion: str, row: str) -> Callable[[Splits, Plan], Outcome]:
-    """Mean-field variational clients, noise learnt; a client has a tenth of the prior, so that all have one."""
+    """Mean-field variational clients, noise learnt; each has a tenth of the prior, so that all together have one."""
 
     def run(splits: Splits, plan: Plan) -> Outcome:
         module = fb.HybridBayesianRegressor(
@@ -123,8 +123,8 @@ def pooled_linear(splits: Splits, plan: Plan) -> Outcome:
 
 
 def engine(federation: fb.FederatedBayes) -> str:
-    """The engine that trained."""
-    return str(federation.settings()["engine"])
+    """Return the name of the engine."""
+    return str(federation.described()["engine"])
 
 
 METHODS: dict[str, Callable[[Splits, Plan], Outcome]] = {

@@ -52,20 +52,20 @@ class LocallyReparameterized(Reparameterized):
         mean = self.module(*args, **kwargs)
         if self.mean_only:
             return mean
-        variances = {site.path.removeprefix("module."): site.variance for site in self.sites()}
+        variances = {each.path.removeprefix("module."): each.variance for each in self.gaussian_parameters()}
         variance = functional_call(self.module, variances, tuple(each.square() for each in args), kwargs)
         return mean + variance.sqrt() * torch.randn_like(mean)
 
 
 class TargetsLast(nn.Module):
-    """Outputs (batch, copies, outputs) to (batch, outputs · copies): all copies' first outputs, then the second."""
+    """Layer from (batch, copies, outputs) to (batch, outputs · copies): all copies' first outputs, then the second."""
 
     def forward(self, outputs: Tensor) -> Tensor:
         return outputs.transpose(1, 2).flatten(1)
 
 
 def initial(features: int, *shape: int) -> nn.Parameter:
-    """What torch.nn.Linear starts from: uniform up to 1/√features."""
+    """Return a parameter with the initial values of torch.nn.Linear: uniform on ±1/√features."""
     bound = 1 / math.sqrt(features)
     return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
 
@@ -85,6 +85,6 @@ def two_headed(copies: int, features: int, hidden: int) -> nn.Sequential:
 
 
 def variational(copies: int, features: int, hidden: int) -> nn.Sequential:
-    """As :func:`networks`, with Gaussian parameters of prior N(0, 1)."""
+    """The networks of :func:`networks` with Gaussian parameters of prior N(0, 1)."""
     first, between, last = networks(copies, features, hidden)
     return nn.Sequential(LocallyReparameterized(first), between, LocallyReparameterized(last))

@@ -1,4 +1,4 @@
-"""The learning rate of the SGD of [FedAG], which the paper does not give: chosen on training data alone."""
+"""Learning rate of the SGD of [FedAG], which the paper does not give; chosen on training data alone."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import statistics
 from pathlib import Path
 
 import torch
-from data import read_splits
-from methods import METHODS, TITLES
-from scores import scores_of
-from training import Plan
 
-from lightning_fedbayes.callbacks.pictures import markdown_table
+from benchmarks.uci.data import read_splits
+from benchmarks.uci.methods import METHODS, TITLES
+from benchmarks.uci.scores import scores_of
+from benchmarks.uci.training import Plan
+from lightning_fedbayes.callbacks.loggers import markdown_table
 
 GRID = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 VALIDATION = 0.2
 ROW = {"linear": "fedag_linear", "network": "fedag"}
-"""Method → the row whose NLL decides."""
+"""Method → row whose NLL decides."""
 
 CHOSEN: dict[str, dict[str, float]] = {
     "bostonHousing": {"linear": 0.003, "network": 0.01},
@@ -26,21 +26,21 @@ CHOSEN: dict[str, dict[str, float]] = {
     "naval-propulsion-plant": {"linear": 0.01, "network": 0.01},
     "protein-tertiary-structure": {"linear": 0.0003, "network": 0.003},
 }
-"""Data set → method → what ``--tune`` has printed."""
+"""Data set → method → rate that ``--tune`` chose."""
 DEFAULT = 0.01
-"""Of a data set that ``--tune`` was not run for."""
+"""Rate of a data set without a choice by ``--tune``."""
 
 
 def chosen(dataset: str, method: str) -> float:
-    """The rate that ``method`` trains with."""
+    """Return the rate of ``method`` on a data set."""
     return CHOSEN.get(dataset, {}).get(method, DEFAULT)
 
 
 def tune(directory: Path, dataset: str, method: str, plan: Plan, splits: int) -> str:
-    """Validation NLL of every rate of the grid, all trained at once; a table and the choice as text.
+    """Train with every rate of the grid at once; return the validation scores and the choice as text.
 
-    A fifth of the training examples of the first ``splits`` splits is held out. The choice is the rate of the least
-    mean NLL over the splits; a rate that diverges in one split is out.
+    A fifth of the training examples of the first ``splits`` splits is held out. The choice is the rate with the
+    lowest mean NLL over the splits; a rate that diverges in one split is excluded.
     """
     one = read_splits(directory, dataset, splits, VALIDATION)
     all_rates = one.repeated(len(GRID))

@@ -1,4 +1,4 @@
-"""Scores kept in a file, and the tables of them: mean ± standard error, the published value, and which is better."""
+"""Scores in a file, and their tables: mean ± standard error, the published value, and a comparison."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from methods import TITLES
-from published import Published, published
-from scores import SCORES
 
-from lightning_fedbayes.callbacks.pictures import markdown_table
+from benchmarks.uci.methods import TITLES
+from benchmarks.uci.scores import SCORES, Published, published
+from lightning_fedbayes.callbacks.loggers import markdown_table
 
 Entry = dict[str, Any]
-"""One row of one data set: its scores per split, and how they came about."""
+"""Row of one data set: its scores per split, and the settings of its run."""
 
 FILE = "scores.json"
 
@@ -53,15 +52,15 @@ def cell(values: Sequence[float]) -> str:
 
 
 def departure(entry: Entry) -> str:
-    """How a row's training departs from the published 40 local epochs, as text behind its scores."""
+    """Return a note behind the scores of a row that was not trained for the published 40 local epochs."""
     usual = entry["local_epochs"] == 40 or entry["engine"] == "closed form"
     return "" if usual else f" (E = {entry['local_epochs']})"
 
 
 def verdict(mean: float, other: Published) -> str:
-    """Whether a score (the smaller, the better) is better than the published one, or within two of its errors.
+    """Compare a score (lower is better) with the published one: better, within two of its errors, or worse.
 
-    An error that is printed as 0.00 counts as 0.005, the rounding.
+    A published error of 0.00 counts as 0.005, its rounding error.
     """
     if mean < other.mean:
         return "better"
@@ -72,7 +71,7 @@ def verdict(mean: float, other: Published) -> str:
 
 
 def table(score: str, entries: Mapping[str, Mapping[str, Entry]]) -> str:
-    """One row per data set; where the paper has a value, it and the verdict are beside ours."""
+    """Return a table with one row per data set: our scores, the published ones, and the comparison."""
     rows = [row for row in TITLES if any(row in each for each in entries.values())]
     compared = [row for row in rows if any(published(score, dataset, row) for dataset in entries)]
     heads = ["data set"]
@@ -94,7 +93,7 @@ def table(score: str, entries: Mapping[str, Mapping[str, Entry]]) -> str:
 
 
 def wins(entries: Mapping[str, Mapping[str, Entry]]) -> str:
-    """How often every row has a lower NLL than the published FedAG network, and what it costs."""
+    """Count the data sets on which each row has a lower NLL than the published FedAG network; add its cost."""
     lines = []
     for row, title in TITLES.items():
         pairs = [(statistics.fmean(each[row]["scores"]["nll"]), published("nll", dataset, "fedag"), each[row])
@@ -109,7 +108,7 @@ def wins(entries: Mapping[str, Mapping[str, Entry]]) -> str:
 
 
 def settings(entries: Mapping[str, Mapping[str, Entry]]) -> str:
-    """What every entry was run with."""
+    """Return a table of the settings of every entry."""
     lines = [
         [dataset, TITLES[row], str(len(e["scores"]["nll"])),
          *(str(e[name]) for name in ("examples", "rounds", "local_epochs", "rate", "hidden", "seed", "engine")),
@@ -122,7 +121,7 @@ def settings(entries: Mapping[str, Mapping[str, Entry]]) -> str:
 
 
 def machine() -> str:
-    """Where this process runs, and the versions."""
+    """Return processor, threads and versions."""
     names = ("torch", "lightning", "lightning-fedbayes")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     return (f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
@@ -130,7 +129,7 @@ def machine() -> str:
 
 
 def write(store: Store) -> str:
-    """Write the tables and the settings beside the scores. Returns the tables."""
+    """Write the tables and the settings beside the scores, and return the tables."""
     entries = dict(sorted(store.entries.items()))
     intro = (
         "Mean ± standard error over the published splits, in original units. \"better\": our mean is lower than the "

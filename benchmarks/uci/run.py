@@ -1,8 +1,8 @@
-"""The tables of [FedAG] on UCI regression data, beside the published values.
+"""Tables of [FedAG] on UCI regression data beside the published values.
 
-    python benchmarks/uci/run.py --data DIR [--datasets bostonHousing ...] [--methods network ...] [--splits N]
+    python -m benchmarks.uci.run --data DIR [--datasets bostonHousing ...] [--methods network ...] [--splits N]
                                  [--rounds 5] [--local-epochs 40] [--learning-rate RATE] [--out FOLDER]
-    python benchmarks/uci/run.py --data DIR --tune [--datasets ...] [--methods linear network] [--splits 5]
+    python -m benchmarks.uci.run --data DIR --tune [--datasets ...] [--methods linear network] [--splits 5]
 
 DIR holds a folder per data set, as in README.md. All splits and clients of a data set train at once, as one stack of
 networks. Scores are kept in FOLDER/scores.json, so that a later run of other rows adds to the tables.
@@ -15,19 +15,19 @@ import sys
 from pathlib import Path
 
 import torch
-from data import read_splits
-from methods import ADAM_RATE, METHODS
-from rates import ROW, chosen, tune
-from report import Store, machine, write
-from scores import scores_of
 from tqdm import tqdm
-from training import Plan
 
+from benchmarks.uci.data import read_splits
+from benchmarks.uci.methods import ADAM_RATE, METHODS
+from benchmarks.uci.rates import ROW, chosen, tune
+from benchmarks.uci.report import Store, machine, write
+from benchmarks.uci.scores import scores_of
+from benchmarks.uci.training import Plan
 from lightning_fedbayes.data import available_datasets
 from lightning_fedbayes.quiet import quietly
 
 WIDE = ("protein", "year")
-"""Data sets that the paper takes 100 hidden units for."""
+"""Data sets with 100 hidden units in the paper."""
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with a folder per data set")
     parser.add_argument("--datasets", nargs="+", help="names of folders; all by default")
@@ -93,10 +93,10 @@ def run(store: Store, directory: Path, dataset: str, method: str, plan: Plan, li
 
 
 def command() -> str:
-    """How this process was started, without the folders of this machine."""
+    """Return the command line without the folders of this machine."""
     arguments, folders = sys.argv[1:], {"--data": "DIR", "--out": "FOLDER"}
     shown = [folders.get(before, each) for before, each in zip(["", *arguments], arguments)]
-    return " ".join(["python benchmarks/uci/run.py", *shown])
+    return " ".join(["python -m benchmarks.uci.run", *shown])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Figure 2 of [FedAG]: y = x³ + N(0, 3²), ten workers of 16 points on [−4, 4], predictions on [−6, 6].
 
-    python benchmarks/uci/toy.py [--learning-rate 0.03] [--predictive bootstrap] [--local-epochs 40] [--seed 0]
-                                 [--out FOLDER]
+    python -m benchmarks.uci.toy [--learning-rate 0.03] [--predictive bootstrap] [--local-epochs 40] [--seed 0]
+                                     [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHOWN = (1, 3, 5)
 
 
 def cubes(seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of all workers, shape (160, 1) each."""
+    """Return inputs and targets of all workers, shape (160, 1) each."""
     source = torch.Generator().manual_seed(seed)
     x = 8 * torch.rand(WORKERS * POINTS, 1, generator=source) - 4
     return x, x**3 + NOISE * torch.randn(x.shape, generator=source)
@@ -48,7 +48,7 @@ class Snapshots(L.Callback):
 
 
 def picture(x: Tensor, y: Tensor, grid: Tensor, snapshots: dict[int, tuple[Tensor, Tensor]]) -> Figure:
-    """A panel per round: truth, data, mean and ± three standard deviations, in original units."""
+    """Draw a panel per round: truth, data, mean and ± three standard deviations, in original units."""
     figure = Figure(figsize=(10, 3.4), dpi=DPI, layout="constrained")
     row = figure.subplots(1, len(snapshots), sharey=True)
     for axes, (number, (mean, std)) in zip(row, snapshots.items()):
@@ -65,7 +65,7 @@ def picture(x: Tensor, y: Tensor, grid: Tensor, snapshots: dict[int, tuple[Tenso
 
 
 def figures(grid: Tensor, snapshots: dict[int, tuple[Tensor, Tensor]]) -> str:
-    """RMSE of the mean, mean standard deviation and cover of the truth, inside and outside of the data, per round."""
+    """Describe each round: RMSE of the mean, mean standard deviation and coverage, inside and outside of the data."""
     lines = []
     for number, (mean, std) in snapshots.items():
         parts = []
@@ -108,7 +108,7 @@ def main() -> None:
     picture(x, y, grid, original).savefig(arguments.out / "toy.png", dpi=70)
     given = (f"--learning-rate {arguments.learning_rate:g} --predictive {arguments.predictive} "
              f"--local-epochs {arguments.local_epochs} --seed {arguments.seed}")
-    text = f"`python benchmarks/uci/toy.py {given}`\n\n{figures(grid, original)}"
+    text = f"`python -m benchmarks.uci.toy {given}`\n\n{figures(grid, original)}"
     (arguments.out / "toy.md").write_text(f"# Toy regression\n\n{text}\n")
     print(f"\n{text}\n\nWritten to {arguments.out}: toy.md, toy.png")
 

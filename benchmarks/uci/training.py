@@ -9,20 +9,20 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
-from data import Splits, deal
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
+from benchmarks.uci.data import Splits, deal
 
 EVALUATION_BATCH = 256
 
 
 class Plan(NamedTuple):
-    """How a data set is trained on.
+    """Settings of the training on a data set.
 
     Attributes:
-        rate: of SGD; a tensor, shape (copies,), for a rate of each copy's own.
+        rate: of SGD; a tensor, shape (copies,), for one rate per copy.
         rounds: communication rounds of networks; the linear model has one.
         local_epochs: passes over a client's data per round, E.
         hidden: units of the hidden layer.
@@ -39,10 +39,10 @@ class Plan(NamedTuple):
 
 
 class RatedRegressor(fb.HybridBayesianRegressor):
-    """Copies with a learning rate each: what scales a copy's squared error scales its rate under SGD of rate 1.
+    """Copies with one learning rate each: under SGD of rate 1, the factor of a copy's squared error is its rate.
 
-    A copy that has diverged (an error beyond a thousand standard deviations) stands still instead, so that it spoils
-    no other.
+    A copy that has diverged (an error beyond a thousand standard deviations) is no longer trained, so that it does not
+    affect the others.
     """
 
     def __init__(self, network: torch.nn.Module, rates: Tensor, **options: Any) -> None:
@@ -60,7 +60,7 @@ class RatedRegressor(fb.HybridBayesianRegressor):
 
 
 def regressor(network: torch.nn.Module, splits: Splits, plan: Plan) -> fb.HybridBayesianRegressor:
-    """Clients that minimise the squared error by SGD, as [FedAG] has them; the residual variance is kept beside."""
+    """Return a module that minimises the squared error by SGD, as in [FedAG], and tracks the residual variance."""
     options = {"noise": "residual", "targets": splits.number, "predictive": "bootstrap"}
     if isinstance(plan.rate, Tensor):
         optimizer = functools.partial(torch.optim.SGD, lr=1.0)
@@ -69,7 +69,7 @@ def regressor(network: torch.nn.Module, splits: Splits, plan: Plan) -> fb.Hybrid
 
 
 class AfterRound(L.Callback):
-    """Calls something after every round."""
+    """Callback that calls a function after every round."""
 
     def __init__(self, what: Callable[[], Any]) -> None:
         self.what = what
@@ -81,7 +81,7 @@ class AfterRound(L.Callback):
 def federate(
     module: L.LightningModule, splits: Splits, plan: Plan, rounds: int, fusion: str = "gaussian_fit"
 ) -> tuple[fb.FederatedBayes, float]:
-    """Train ``module`` on ten clients, C = 1, B = 1. Returns the federation, and seconds."""
+    """Train ``module`` on ten clients, C = 1, B = 1. Return the federation and the seconds."""
     federation = fb.FederatedBayes(local_epochs=plan.local_epochs, fusion=fusion, weighting="equal", seed=plan.seed)
     loader = DataLoader(deal(splits.train, plan.seed), batch_size=1, shuffle=True)
     trainer = L.Trainer(
@@ -96,6 +96,6 @@ def federate(
 
 @torch.no_grad()
 def predictions(module: Any, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Predictive mean, and variance by noise and by parameters, shape (examples, splits) each."""
+    """Return predictive mean, aleatoric and epistemic variance, shape (examples, splits) each."""
     parts = [module.predict_step(batch) for batch in inputs.split(EVALUATION_BATCH)]
     return tuple(torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "aleatoric", "epistemic"))  # type: ignore[return-value]

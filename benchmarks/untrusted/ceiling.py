@@ -1,10 +1,11 @@
-"""What logistic regression can reach at all: its optimum on all training images at once, by strength of an L2 penalty.
+"""Ceiling of logistic regression: its optimum on all training images at once, by strength of an L2 penalty.
 
-    python benchmarks/untrusted/ceiling.py --data DIR [--out FOLDER]
+    python -m benchmarks.untrusted.ceiling --data DIR [--out FOLDER]
 
-DIR holds the folders mnist and fashion_mnist. No federation: one party has all 60,000 images, and L-BFGS takes the
-convex loss, mean cross-entropy + λ/2 ‖weights‖², to its optimum. The best test accuracy over the penalties, which are
-chosen by it, is a generous estimate of what a fusion of logistic regressions can reach.
+DIR holds the folders mnist and fashion_mnist. There is no federation: one party has all 60,000 images, and L-BFGS
+minimises the convex loss, mean cross-entropy + λ/2 ‖weights‖². The best test accuracy over the penalties is an
+optimistic estimate, since it is chosen on the test images, of the accuracy that a fusion of logistic regressions can
+reach.
 """
 
 from __future__ import annotations
@@ -12,22 +13,21 @@ from __future__ import annotations
 import itertools
 
 import torch
-from features import FEATURES, examples
-from federation import Examples, accuracy, cross_entropy
-from images import DATASETS
-from one_round import logistic_regression
-from report import options, write
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lightning_fedbayes.callbacks.pictures import markdown_table
+from benchmarks.untrusted.federation import Examples, accuracy, cross_entropy
+from benchmarks.untrusted.images import DATASETS, FEATURES, examples
+from benchmarks.untrusted.one_round import logistic_regression
+from benchmarks.untrusted.report import options, write
+from lightning_fedbayes.callbacks.loggers import markdown_table
 
 PENALTIES = (1e-2, 1e-3, 1e-4, 1e-5, 0.0)
 ITERATIONS = 300
 
 
 def to_the_optimum(network: nn.Linear, examples: Examples, penalty: float) -> None:
-    """Minimise the penalised loss from where the network is."""
+    """Minimise the penalised loss, starting from the present parameters."""
     inputs, targets = examples
     optimizer = torch.optim.LBFGS(
         network.parameters(), max_iter=ITERATIONS, history_size=20, tolerance_change=1e-9,

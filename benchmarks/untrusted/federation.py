@@ -20,10 +20,10 @@ EVALUATION_BATCH = 1000
 
 
 class Task(L.LightningModule):
-    """An ordinary module: a network, a loss, a score and an optimizer.
+    """Module with a network, a loss, a score and an optimizer.
 
     Args:
-        network: what is trained.
+        network: the trained network.
         loss: (outputs, targets) → mean loss.
         score: (outputs, targets) → mean score of the validation examples.
         optimizer: parameters → optimizer.
@@ -52,7 +52,7 @@ class Task(L.LightningModule):
 
 
 class Curve(L.Callback):
-    """Keeps the score of every round."""
+    """Record of the score of every round."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -62,13 +62,13 @@ class Curve(L.Callback):
 
 
 class Drawn(Dataset[tuple[Tensor, ...]]):
-    """Examples drawn anew whenever they are asked for, so that every round has a stochastic gradient of its own.
+    """Examples drawn anew at every access, so that every round has a stochastic gradient of its own.
 
-    The draws are of torch's global generator, which a federation seeds by round and client before it loads.
+    They are drawn with torch's global generator, which a federation seeds by round and client before it loads data.
 
     Args:
         examples: to draw from, with replacement.
-        count: of the examples that a local epoch has.
+        count: number of examples of a local epoch.
     """
 
     def __init__(self, examples: Examples, count: int) -> None:
@@ -90,15 +90,15 @@ def federate(
     """Train a federation of ``parties`` with equal weights.
 
     Args:
-        task: what is trained; it holds the global model afterwards.
+        task: the trained module; it is the global model afterwards.
         parties: data of the genuine parties and of the adversaries.
-        validation: what the global model is scored on after every round.
+        validation: examples on which the global model is scored after every round.
         rule: the fusion rule.
-        attack: what some of the parties do, or None.
+        attack: attack of some of the parties, or None.
         rounds, local_epochs, batch_size, seed: of the federation.
-        drawn: examples that a party draws anew in every local epoch; None: all that it has.
+        drawn: number of examples that a party draws in every local epoch; None: it uses all its examples.
 
-    Returns: the score after every round, and the engine that trained.
+    Returns: the score after every round, and the name of the engine.
     """
     datasets = [TensorDataset(*each) if drawn is None else Drawn(each, drawn) for each in parties]
     data = fb.ClientDatasets({f"party {k}": dataset for k, dataset in enumerate(datasets)})
@@ -112,14 +112,14 @@ def federate(
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )
     trainer.fit(task, DataLoader(data, batch_size, shuffle=True), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return curve.values, str(federation.settings()["engine"])
+    return curve.values, str(federation.described()["engine"])
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Share of right predictions: outputs of shape (..., classes), targets of shape (...)."""
+    """Return the share of correct predictions: outputs of shape (..., classes), targets of shape (...)."""
     return (outputs.argmax(-1) == targets).float().mean()
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean over all predictions: outputs of shape (..., classes), targets of shape (...)."""
+    """Return the mean over all predictions: outputs of shape (..., classes), targets of shape (...)."""
     return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())

@@ -1,6 +1,6 @@
 """Many rounds of SGD on MNIST: one hidden layer of 100 units, five genuine parties, Gaussian adversaries.
 
-    python benchmarks/untrusted/multi_round.py --data DIR [--seeds 2] [--out FOLDER]
+    python -m benchmarks.untrusted.multi_round --data DIR [--seeds 2] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ import functools
 
 import lightning as L
 import torch
-from federation import Examples, Task, accuracy, cross_entropy, federate
-from figures import panels
-from images import deal, read
-from report import options, table, write
-from rules import RULES
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from benchmarks.untrusted.federation import Examples, Task, accuracy, cross_entropy, federate
+from benchmarks.untrusted.images import deal, read
+from benchmarks.untrusted.report import RULES, options, panels, table, write
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.quiet import quietly
 
@@ -25,9 +23,9 @@ ROUNDS, BATCH, RATE = 20, 50, 0.1
 
 
 def run(train: Examples, test: Examples, rule: str, adversaries: int, seed: int) -> tuple[list[float], str]:
-    """Test accuracy after every round, and the engine."""
+    """Return the test accuracy after every round, and the engine."""
     parties, attack = deal(train, GENUINE, SIZE, seed), None
-    if adversaries:  # they throw away what they have trained: one example will do
+    if adversaries:  # they discard their training: one example is enough
         inputs, targets = parties[0]
         parties = [*parties, *[(inputs[:1], targets[:1])] * adversaries]
         attack = fb.GaussianVector(clients=list(range(GENUINE, GENUINE + adversaries)))
@@ -38,7 +36,7 @@ def run(train: Examples, test: Examples, rule: str, adversaries: int, seed: int)
 
 def main() -> None:
     arguments = options(__doc__, data=True, seeds=2).parse_args()
-    torch.set_num_threads(1)  # which networks this small want
+    torch.set_num_threads(1)  # the fastest for networks this small
     train, test = read(arguments.data, "train"), read(arguments.data, "t10k")
     names, engine = {number: f"{number} adversaries" for number in ADVERSARIES}, ""
     curves = {name: {rule: [] for rule in RULES} for name in names.values()}

@@ -1,11 +1,11 @@
-"""One round of logistic regression: five genuine parties and ever more adversaries, and other attacks.
+"""One round of logistic regression: five genuine parties and up to ten adversaries, and other attacks.
 
-    python benchmarks/untrusted/one_round.py --data DIR [--dataset mnist|fashion_mnist]
+    python -m benchmarks.untrusted.one_round --data DIR [--dataset mnist|fashion_mnist]
                                              [--features pixels|oriented_gradients] [--rate 0.1] [--local_epochs 50]
                                              [--seeds 5] [--out FOLDER]
 
-All rules fuse the same updates: a round is trained once per seed and its updates, as they are sent, are kept; the
-Gaussian adversaries of every number are the first of the same ten. That gives what a federation per rule would.
+All rules fuse the same updates: a round is trained once per seed and the updates are kept; r Gaussian adversaries are
+the first r of the same ten. The results are those of one federation per rule.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from features import FEATURES, examples
-from federation import Examples, Task, accuracy, cross_entropy, federate
-from figures import panels
-from images import DATASETS, deal
-from report import cell, options, table, write
-from rules import PUBLISHED, RULES
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from benchmarks.untrusted.federation import Examples, Task, accuracy, cross_entropy, federate
+from benchmarks.untrusted.images import DATASETS, FEATURES, deal, examples
+from benchmarks.untrusted.report import PUBLISHED, RULES, cell, options, panels, table, write
 from lightning_fedbayes.adversaries import Attack
 from lightning_fedbayes.fusion import FusionRule
 from lightning_fedbayes.quiet import quietly
@@ -33,7 +30,7 @@ GENUINE, MOST, SIZE = 5, 10, 12_000
 MAJORITY, MINORITY, SHARE = 7, 3, 6_000
 """Honest parties, adversaries and examples of each in the second table."""
 BATCH, RATE, LOCAL_EPOCHS = 100, 0.1, 50
-"""Of the parties' SGD; rate and epochs are what one_round_training.py chooses."""
+"""Settings of the parties' SGD; one_round_training.py chooses rate and epochs."""
 ATTACKERS = list(range(MAJORITY, MAJORITY + MINORITY))
 ATTACKS = {
     "sign flipped": fb.SignFlip(clients=ATTACKERS),
@@ -42,11 +39,11 @@ ATTACKS = {
 }
 
 Updates = tuple[list[fb.GaussianPosterior], fb.GaussianPosterior]
-"""What the clients of a round send, and the global posterior that they started from."""
+"""Posteriors that the clients of a round send, and the global posterior that they started from."""
 
 
 class Keep(FusionRule):
-    """Keeps the updates of the last round; the global model is that of the first client."""
+    """Rule that keeps the updates of the last round; the global model is that of the first client."""
 
     def __init__(self) -> None:
         self.updates: Updates | None = None
@@ -60,7 +57,7 @@ class Keep(FusionRule):
 
 
 def logistic_regression(inputs: int) -> nn.Linear:
-    """inputs → 10, all 0: the loss is convex, the start does not matter."""
+    """Return a network inputs → 10 with parameters 0: the loss is convex, so the start does not matter."""
     network = nn.Linear(inputs, 10)
     nn.init.zeros_(network.weight)
     nn.init.zeros_(network.bias)
@@ -70,7 +67,7 @@ def logistic_regression(inputs: int) -> nn.Linear:
 def updates_of(
     parties: Sequence[Examples], test: Examples, attack: Attack | None, seed: int, rate: float, local_epochs: int
 ) -> tuple[Updates, str]:
-    """What the parties send after training, in their order, and the engine that trained."""
+    """Train one round; return what the parties send, in their order, and the engine."""
     keep, optimizer = Keep(), functools.partial(torch.optim.SGD, lr=rate)
     task = Task(logistic_regression(test[0].shape[1]), cross_entropy, accuracy, optimizer)
     _, engine = federate(
@@ -83,7 +80,7 @@ def updates_of(
 def score(
     rule: str, posteriors: Sequence[fb.GaussianPosterior], previous: fb.GaussianPosterior, test: Examples
 ) -> float:
-    """Test accuracy of the fused network."""
+    """Return the test accuracy of the fused network."""
     fused, (inputs, targets) = fb.fuse(rule, posteriors, previous=previous), test
     return float(accuracy(inputs @ fused.mean["network.weight"].T + fused.mean["network.bias"], targets))
 
@@ -96,7 +93,7 @@ def main() -> None:
     parser.add_argument("--local_epochs", type=int, default=LOCAL_EPOCHS, help=f"of the parties ({LOCAL_EPOCHS})")
     arguments = parser.parse_args()
     rate, epochs = arguments.rate, arguments.local_epochs
-    torch.set_num_threads(1)  # which networks this small want
+    torch.set_num_threads(1)  # the fastest for networks this small
     train, test = examples(arguments.data, arguments.features)
     seeds, numbers, engine = range(arguments.seeds), range(MOST + 1), ""
     gaussian: dict[str, list[list[float]]] = {rule: [] for rule in RULES}
@@ -105,7 +102,7 @@ def main() -> None:
     for seed in tqdm(seeds):
         parties = deal(train, GENUINE, SIZE, seed)
         inputs, targets = parties[0]
-        noise = [(inputs[:1], targets[:1])] * MOST  # these throw away what they have trained: one example will do
+        noise = [(inputs[:1], targets[:1])] * MOST  # they discard their training: one example is enough
         attack = fb.GaussianVector(clients=list(range(GENUINE, GENUINE + MOST)))
         (posteriors, previous), engine = updates_of([*parties, *noise], test, attack, seed, rate, epochs)
         alone.append(score("weighted_average", posteriors[:1], previous, test))

@@ -1,11 +1,11 @@
-"""Which local training the round of logistic regression gets, by held-out training images alone.
+"""Choice of the local training of one_round.py on held-out training images.
 
-    python benchmarks/untrusted/one_round_training.py --data DIR [--seeds 3] [--out FOLDER]
+    python -m benchmarks.untrusted.one_round_training --data DIR [--seeds 3] [--out FOLDER]
 
-DIR holds the folders mnist and fashion_mnist. The criterion: of all learning rates and local epochs, those with which a
-party alone has the highest accuracy on the last 10,000 training images, in the mean over parties, seeds and both data
-sets. It is what a party would choose for itself: it needs no fusion rule, no adversary and none of the images that the
-results are measured on. The parties train on the other 50,000, with seeds that no result has.
+DIR holds the folders mnist and fashion_mnist. The criterion: the learning rate and local epochs with which a single
+party has the highest accuracy on the last 10,000 training images, in the mean over parties, seeds and both data sets. A
+party could choose so for itself: the choice uses no fusion rule, no adversary and no test image. The parties train on
+the other 50,000 images, with seeds that no result uses.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import itertools
 import statistics
 
 import torch
-from images import DATASETS, deal, read
-from one_round import BATCH, GENUINE, score, updates_of
-from report import options, table, write
 from tqdm import tqdm
 
+from benchmarks.untrusted.images import DATASETS, deal, read
+from benchmarks.untrusted.one_round import BATCH, GENUINE, score, updates_of
+from benchmarks.untrusted.report import options, table, write
 from lightning_fedbayes.quiet import quietly
 
 RATES, EPOCHS = (0.01, 0.03, 0.1), (20, 50)
@@ -28,7 +28,7 @@ HELD_OUT, SIZE, FIRST_SEED = 10_000, 10_000, 100
 
 def main() -> None:
     arguments = options(__doc__, data=True, seeds=3).parse_args()
-    torch.set_num_threads(1)  # which networks this small want
+    torch.set_num_threads(1)  # the fastest for networks this small
     seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
     titles = {f"{rate} {epochs}": f"{rate}, {epochs} epochs" for rate in RATES for epochs in EPOCHS}
     alone: dict[str, dict[str, list[float]]] = {name: {row: [] for row in titles} for name in DATASETS}

@@ -1,4 +1,4 @@
-"""What every experiment ends with: tables of mean ± standard error, the settings, and where they are written."""
+"""Report of an experiment: the rules compared, tables of mean ± standard error, figure, settings, machine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from pathlib import Path
 import lightning
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 import lightning_fedbayes
-from lightning_fedbayes.callbacks.pictures import markdown_table
+from lightning_fedbayes.callbacks.loggers import markdown_table
+from lightning_fedbayes.plots import DPI, GRID, PALETTE
 
 START = time.perf_counter()
 
 
 def options(description: str | None, data: bool, seeds: int | None) -> argparse.ArgumentParser:
-    """The arguments that all experiments take; ``seeds`` is None where nothing is random."""
+    """Return a parser of the arguments of all experiments; ``seeds`` is None where nothing is random."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if data:
         parser.add_argument("--data", type=Path, required=True, help="folder with the data, see README.md")
@@ -35,12 +37,12 @@ def options(description: str | None, data: bool, seeds: int | None) -> argparse.
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean over seeds and its standard error, s/√n."""
+    """Return the mean over seeds and its standard error, s/√n."""
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
 def cell(values: Sequence[float], digits: int) -> str:
-    """Mean ± standard error as text."""
+    """Return mean ± standard error as text."""
     mean, error = mean_and_error(values)
     return f"{mean:.{digits}f} ± {error:.{digits}f}"
 
@@ -49,7 +51,7 @@ def table(
     first: str, titles: Mapping[str, str], published: Mapping[str, str] | None,
     columns: Mapping[str, Mapping[str, Sequence[float]]], digits: int,
 ) -> str:
-    """One row per rule.
+    """Return a table with one row per rule.
 
     Args:
         first: head of the first column.
@@ -70,15 +72,15 @@ def table(
 def write(
     out: Path, name: str, settings: str, tables: Sequence[str], figure: Figure | None = None, over_seeds: bool = True
 ) -> None:
-    """Print the report and write it beside its figure if there is one, NAME.md and NAME.png.
+    """Print the report and write it to NAME.md, and its figure, if any, to NAME.png.
 
     Args:
         out: folder.
         name: of the files.
-        settings: what was run.
+        settings: description of the run.
         tables: in Markdown.
         figure: or None.
-        over_seeds: whether the figures are means over seeds.
+        over_seeds: True if the figures are means over seeds.
     """
     spent = time.perf_counter() - START
     machine = (
@@ -98,14 +100,83 @@ def write(
 
 
 def command() -> str:
-    """How this process was started, without the folders of this machine."""
+    """Return the command line without the folders of this machine."""
     arguments, folders = sys.argv[1:], {"--data": "DIR", "--out": "FOLDER"}
     shown = [folders.get(before, each) for before, each in zip(["", *arguments], arguments)]
-    return " ".join(["python", f"benchmarks/untrusted/{Path(sys.argv[0]).name}", *shown])
+    return " ".join(["python -m", f"benchmarks.untrusted.{Path(sys.argv[0]).stem}", *shown])
 
 
 def version() -> str:
-    """Of the package."""
+    """Return the version of the package."""
     from importlib.metadata import version as installed
 
     return installed(lightning_fedbayes.__name__.replace("_", "-"))
+
+
+RULES = {
+    "weighted_average": "uniform average",
+    "geometric_median": "geometric median",
+    "coordinate_median": "coordinate median",
+    "ivar_vb": "IVAR-VB",
+    "ivar_mle": "IVAR-MLE",
+    "icov_vb": "ICOV-VB",
+    "icov_mle": "ICOV-MLE",
+    "krum": "Krum",
+    "multi_krum": "multi-Krum",
+    "trimmed_mean": "trimmed mean",
+    "nearest_neighbour_mixing": "nearest-neighbour mixing",
+    "norm_clipping": "norm clipping",
+}
+"""Registered name → title. All rules have their defaults, and equal weights if they take weights."""
+
+PUBLISHED = {
+    "synthetic": {
+        "weighted_average": "10.17", "geometric_median": "8.13", "coordinate_median": "6.131", "ivar_vb": "4.62",
+        "ivar_mle": "4.66", "icov_vb": "2.89", "icov_mle": "8.75",
+    },
+    "mnist": {
+        "weighted_average": "0.4926", "geometric_median": "0.5233", "coordinate_median": "0.7987",
+        "ivar_vb": "0.8943", "ivar_mle": "0.9043", "icov_vb": "0.8932", "icov_mle": "0.5253",
+    },
+    "shakespeare": {
+        "weighted_average": "0.16", "geometric_median": "0.41", "coordinate_median": "0.29", "ivar_vb": "0.56",
+        "ivar_mle": "0.50", "icov_vb": "0.52",
+    },
+}
+"""Table 1 of the paper: prediction error, accuracy of one round, accuracy of the next character."""
+
+
+DASHES = ("-", "--", ":")
+
+
+def panels(
+    curves: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], titles: Mapping[str, str], x: Sequence[int],
+    xlabel: str, ylabel: str, log: bool = False,
+) -> Figure:
+    """Draw the mean over seeds with a band of ± one standard error, one panel per setting.
+
+    Args:
+        curves: title of the panel → rule → scores, one sequence per seed of as many entries as ``x``.
+        titles: rule → its title.
+        x: rounds, or numbers of adversaries.
+        xlabel, ylabel: labels of the axes.
+        log: logarithmic scores.
+    """
+    figure = Figure(figsize=(3.3 * len(curves) + 2.0, 3.4), dpi=DPI, layout="constrained")
+    grid = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    for axes, (panel, scores) in zip(grid, curves.items()):
+        axes.grid(color=GRID, linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        for number, rule in enumerate(scores):
+            points = [mean_and_error(values) for values in zip(*scores[rule])]
+            colour = PALETTE[number % len(PALETTE)]
+            axes.plot(x, [mean for mean, _ in points], color=colour, label=titles[rule],
+                      linestyle=DASHES[number // len(PALETTE)], linewidth=1.6)
+            axes.fill_between(x, [m - e for m, e in points], [m + e for m, e in points], color=colour, alpha=0.15,
+                              linewidth=0)
+        axes.set_title(panel, fontsize=9)
+        axes.set(xlabel=xlabel)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    grid[0].set(ylabel=ylabel, yscale="log" if log else "linear")
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    return figure

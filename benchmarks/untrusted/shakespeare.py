@@ -1,30 +1,87 @@
 """The next character of Shakespeare: a GRU, five genuine parties with roles of their own, five adversaries.
 
-    python benchmarks/untrusted/shakespeare.py --data DIR [--training epochs|gradients|stochastic_gradients]
+    python -m benchmarks.untrusted.shakespeare --data DIR [--training epochs|gradients|stochastic_gradients]
                                                [--characters N ...] [--seeds 2] [--processes 1] [--out FOLDER]
 """
 
 from __future__ import annotations
 
 import functools
+import html
+import random
+import re
+import tarfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import lightning as L
 import torch
-from federation import Task, accuracy, cross_entropy, federate
-from figures import panels
-from report import options, table, write
-from rules import PUBLISHED
-from rules import RULES as ALL_RULES
-from text import deal, roles
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from benchmarks.untrusted.federation import Examples, Task, accuracy, cross_entropy, federate
+from benchmarks.untrusted.report import PUBLISHED, options, panels, table, write
+from benchmarks.untrusted.report import RULES as ALL_RULES
 from lightning_fedbayes.adversaries import Attack
 from lightning_fedbayes.quiet import quietly
+
+SPEAKER_OR_LINE = re.compile(r'<a name="?(?:speech\d+"?><b>(.*?)</b>|[\d.]+"?>(.*?)</a>)', re.IGNORECASE | re.DOTALL)
+LEAST_CHARACTERS = 1000
+"""Minimum of a role; shorter ones are left out."""
+
+
+def roles(directory: Path) -> list[str]:
+    """Return one text per role of the plays with at least 1,000 characters.
+
+    Args:
+        directory: holds ``html.tar.xz``, an archive of the plays in HTML, one file each.
+    """
+    said: dict[tuple[str, str], list[str]] = {}
+    with tarfile.open(directory / "html.tar.xz") as archive:
+        for member in archive:
+            file = archive.extractfile(member)
+            speaker = ""
+            for who, line in SPEAKER_OR_LINE.findall(file.read().decode("latin-1") if file else ""):
+                speaker = who or speaker
+                if line:
+                    said.setdefault((member.name, speaker), []).append(html.unescape(line).strip())
+    texts = ["\n".join(lines) + "\n" for lines in said.values()]
+    return [text for text in texts if len(text) >= LEAST_CHARACTERS]
+
+
+def deal(
+    texts: list[str], parties: int, characters: int, test: int, length: int, seed: int
+) -> tuple[list[Examples], Examples, int]:
+    """Deal out whole roles to the parties, and keep the last fifth of each role for the test.
+
+    Args:
+        texts: of the roles.
+        parties: number of parties.
+        characters: of training text per party.
+        test: characters of the test text, taken from all parties alike.
+        length: of a sequence.
+        seed: of the order in which roles are dealt out.
+
+    Returns: training sequences of every party, test sequences, and the number of different characters.
+    """
+    alphabet = {character: i for i, character in enumerate(sorted(set("".join(texts))))}
+    order = random.Random(seed).sample(texts, len(texts))
+    hands = [order[party::parties] for party in range(parties)]
+    train = ["".join(text[: len(text) * 4 // 5] for text in hand)[:characters] for hand in hands]
+    held_out = ["".join(text[len(text) * 4 // 5 :] for text in hand)[: test // parties] for hand in hands]
+    encoded = [sequences(text, alphabet, length) for text in train]
+    return encoded, sequences("".join(held_out), alphabet, length), len(alphabet)
+
+
+def sequences(text: str, alphabet: dict[str, int], length: int) -> Examples:
+    """Return sequences of ``length`` characters and the character after each; shape (count, length) both."""
+    codes: Tensor = torch.tensor([alphabet[character] for character in text])
+    count = (len(codes) - 1) // length
+    return codes[: count * length].view(count, length), codes[1 : count * length + 1].view(count, length)
+
 
 PARTIES, ADVERSARIES = 5, 5
 LENGTH = 50
@@ -34,7 +91,7 @@ ORACLE = "oracle"
 RULES = {rule: title for rule, title in ALL_RULES.items() if rule not in LEFT_OUT} | {
     ORACLE: "oracle: the average of the genuine parties"
 }
-"""Those that the paper reports, and one of the field's: a run takes half a minute to a minute."""
+"""Rules that the paper reports, and nearest-neighbour mixing: a run takes half a minute to a minute."""
 ATTACKERS = list(range(PARTIES, PARTIES + ADVERSARIES))
 ATTACKS = {
     "N(0, 1) in place of the parameters": fb.GaussianVector(clients=ATTACKERS),
@@ -44,16 +101,16 @@ ATTACKS = {
 
 @dataclass(frozen=True)
 class Training:
-    """How the parties train.
+    """Training of the parties.
 
     Args:
         characters: of the training text of each party.
         test: characters of the test text.
-        batch: sequences in a batch; None: all that a party has.
-        drawn: sequences that a party draws anew in every round; None: all that it has.
+        batch: sequences in a batch; None: all of a party.
+        drawn: number of sequences that a party draws in every round; None: it uses all its sequences.
         rounds: number of rounds, of one local epoch each.
         optimizer: parameters → optimizer.
-        attacks: names of those that are tried.
+        attacks: names of the attacks.
         title: in words.
     """
 
@@ -84,7 +141,7 @@ TRAININGS = {
 
 
 class NextCharacter(nn.Module):
-    """Embedding, GRU, linear: shape (batch, time) → (batch, time, characters)."""
+    """Embedding, GRU and linear layer: shape (batch, time) → (batch, time, characters)."""
 
     def __init__(self, characters: int) -> None:
         super().__init__()
@@ -99,14 +156,14 @@ class NextCharacter(nn.Module):
 def run(
     texts: list[str], sizes: Sequence[int], training: str, seed: int, attack_name: str, rule: str
 ) -> tuple[list[float], str]:
-    """Test accuracy after every round, and the engine; ``sizes`` are the characters of the genuine parties."""
-    torch.set_num_threads(1)  # which networks this small want
+    """Return the test accuracy after every round, and the engine; ``sizes``: characters of the genuine parties."""
+    torch.set_num_threads(1)  # the fastest for networks this small
     how, attack = TRAININGS[training], ATTACKS[attack_name]
     given: Attack | None = attack
     parties, test, characters = deal(texts, PARTIES + ADVERSARIES, max(sizes), how.test, LENGTH, seed)
     for party, size in enumerate(sizes):
         parties[party] = parties[party][0][: size // LENGTH], parties[party][1][: size // LENGTH]
-    if isinstance(attack, fb.GaussianVector):  # it throws away what it has trained: one sequence will do
+    if isinstance(attack, fb.GaussianVector):  # it discards its training: one sequence is enough
         parties[PARTIES:] = [(inputs[:1], targets[:1]) for inputs, targets in parties[PARTIES:]]
     if rule == ORACLE:
         parties, given, rule = parties[:PARTIES], None, "weighted_average"

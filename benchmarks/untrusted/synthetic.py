@@ -1,13 +1,13 @@
 """Linear regression by five genuine parties with overlapping data and a noise level of their own each.
 
-    python benchmarks/untrusted/synthetic.py [--seeds 20] [--out FOLDER]
+    python -m benchmarks.untrusted.synthetic [--seeds 20] [--out FOLDER]
 
-The examples of a pool lie in a row, and a party holds a window of it: windows that overlap share examples. An
-example's label carries noise that all its holders see, and noise that only party j adds, whose level differs from party
-to party. Every round, all parties take one gradient step on all their data, and the steps are fused.
+Each party has a window of a sequence of examples; windows that overlap share examples. The label of an example has
+noise that all its holders see, and noise that only party j sees, whose level differs from party to party. In every
+round, all parties take one gradient step on all their data, and the steps are fused.
 
-The oracles know the covariance of the parties' errors, eq. (5) of the paper and their own noise, or its diagonal; what
-they reach is the fixed point of fusing with the weights that follow from it, computed in closed form.
+The oracles know the covariance of the parties' errors (eq. (5) of the paper plus their own noise) or its diagonal;
+their result is the fixed point of fusing with the weights that follow from it, computed in closed form.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from federation import Examples, Task, federate
-from figures import panels
-from report import options, table, write
-from rules import PUBLISHED, RULES
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from benchmarks.untrusted.federation import Examples, Task, federate
+from benchmarks.untrusted.report import PUBLISHED, RULES, options, panels, table, write
 from lightning_fedbayes.quiet import quietly
 
 PARTIES, FEATURES, SIZE = 5, 50, 250
@@ -40,7 +38,7 @@ ROUNDS, RATE, TEST = 25, 0.5, 2000
 
 
 def make(overlap: float, noise: Sequence[float], seed: int) -> tuple[list[Examples], Examples, Tensor]:
-    """The parties' data, test inputs with their labels without noise, and the covariance of the parties' errors."""
+    """Return the parties' data, test inputs with labels without noise, and the covariance of the parties' errors."""
     draws = torch.Generator().manual_seed(seed)
     begins = [party * round((1 - overlap) * SIZE) for party in range(PARTIES)]
     truth = torch.randn(FEATURES, 1, generator=draws)
@@ -59,7 +57,7 @@ def make(overlap: float, noise: Sequence[float], seed: int) -> tuple[list[Exampl
 
 
 def oracle(parties: Sequence[Examples], test: Examples, covariance: Tensor) -> float:
-    """Prediction error where gradients, fused with the weights of generalised least squares, are 0."""
+    """Return the prediction error where gradients, fused with generalised least-squares weights, are 0."""
     weights = torch.linalg.solve(covariance, torch.ones(PARTIES))
     curvature = sum(weight * inputs.T @ inputs for weight, (inputs, _) in zip(weights, parties))
     towards = sum(weight * inputs.T @ targets for weight, (inputs, targets) in zip(weights, parties))
@@ -73,7 +71,7 @@ def half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def run(rule: str, setting: str, seed: int) -> tuple[list[float], str]:
-    """Prediction error after every round, and the engine."""
+    """Return the prediction error after every round, and the engine."""
     parties, test, _ = make(*SETTINGS[setting], seed)
     network = nn.Linear(FEATURES, 1, bias=False)
     nn.init.zeros_(network.weight)
@@ -83,7 +81,7 @@ def run(rule: str, setting: str, seed: int) -> tuple[list[float], str]:
 
 def main() -> None:
     arguments = options(__doc__, data=False, seeds=20).parse_args()
-    torch.set_num_threads(1)  # which networks this small want
+    torch.set_num_threads(1)  # the fastest for networks this small
     engine, curves = "", {setting: {rule: [] for rule in RULES} for setting in SETTINGS}
     runs = [(seed, setting, rule) for seed in range(arguments.seeds) for setting in SETTINGS for rule in RULES]
     for seed, setting, rule in tqdm(runs):

@@ -1,4 +1,4 @@
-"""Pages link to files all over the repository, as they do where it is read as text; the site takes those files in.
+"""Links to files all over the repository: the site takes in the files that its pages link to.
 
 A page or picture outside ``docs`` comes as it is, any other file as a page that shows it. A paragraph that is one link
 with the title "included", such as ``[figures](../benchmarks/uci/README.md#results "included")``, becomes the text under
@@ -26,7 +26,7 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".json": "json"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Take in what pages link to, and what those pages link to."""
+    """Take in the files that pages link to, and those that these link to."""
     docs = Path(config.docs_dir)
     pending = [Path(file.abs_src_path) for file in files.documentation_pages() if file.abs_src_path]
     while pending:
@@ -41,7 +41,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put in what is included, and let links lead to where the site has their targets."""
+    """Insert the included sections, and let links lead to the files of the site."""
     if not page.file.abs_src_path:
         return markdown
     docs = Path(config.docs_dir)
@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def targets(text: str, page: Path) -> Iterator[Path]:
-    """The files of the repository that ``text`` on ``page`` links to."""
+    """Yield the files of the repository that ``text`` on ``page`` links to."""
     for link in LINK.finditer(text):
         target = (page.parent / link["path"]).resolve()
         if target.is_file():
@@ -57,7 +57,7 @@ def targets(text: str, page: Path) -> Iterator[Path]:
 
 
 def site_uri(path: Path, docs: Path) -> str:
-    """Where the site has a file of the repository: below ``docs`` as there, others as in the repository.
+    """Return a file's path on the site: without ``docs/`` if it lies there, otherwise as in the repository.
 
     >>> site_uri(Path("/repository/docs/rules.md"), Path("/repository/docs"))
     'rules.md'
@@ -69,7 +69,7 @@ def site_uri(path: Path, docs: Path) -> str:
 
 
 def taken_in(path: Path, uri: str, config: MkDocsConfig) -> File:
-    """A file from outside ``docs`` as a file of the site."""
+    """Make a file from outside ``docs`` a file of the site."""
     if path.suffix in AS_THEY_ARE:
         return File.generated(config, uri, abs_src_path=str(path))
     name = path.relative_to(Path(config.docs_dir).parent).as_posix()
@@ -78,7 +78,7 @@ def taken_in(path: Path, uri: str, config: MkDocsConfig) -> File:
 
 
 def rebased(text: str, source: Path, docs: Path, page: Path | None = None) -> str:
-    """``text`` of ``source`` with links as they are on the site.
+    """Return ``text`` of ``source`` with links as they are on the site.
 
     Args:
         text: Markdown whose links are relative to ``source``.
@@ -102,7 +102,7 @@ def rebased(text: str, source: Path, docs: Path, page: Path | None = None) -> st
 
 
 def expanded(page: Path, docs: Path) -> str:
-    """The text of ``page`` with the sections that it includes; their links are relative to it."""
+    """Return the text of ``page`` with the sections that it includes; their links are relative to it."""
 
     def included(match: re.Match[str]) -> str:
         source = (page.parent / match["path"]).resolve()
@@ -112,7 +112,7 @@ def expanded(page: Path, docs: Path) -> str:
 
 
 def section(path: Path, anchor: str) -> str:
-    """The text between a heading of a Markdown file and the next one.
+    """Return the text between a heading of a Markdown file and the next one.
 
     Raises:
         PluginError: the file has no such heading.

@@ -1,4 +1,4 @@
-"""Docstrings are written for Sphinx's roles; the site reads Markdown."""
+"""Sphinx's roles in docstrings, turned into Markdown for the site."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE_LINE_SECTION = re.compile(r"^(Returns|Yields|Raises): +(?=\S)", re.MULTILINE
 
 
 def markdown(text: str, scope: Object) -> str:
-    """A docstring with roles, equations, doctests and literal blocks in Markdown.
+    """Return a docstring with roles, equations, doctests and literal blocks in Markdown.
 
     Args:
         text: the docstring, without the indentation of the code.
@@ -32,7 +32,7 @@ def markdown(text: str, scope: Object) -> str:
 
 
 def link(match: re.Match[str], scope: Object) -> str:
-    """A role as code that links to what it names, if that is on the site."""
+    """Turn a role into code that links to the object that it names, if that is on the site."""
     kind, short, name, target = match.groups()
     shown = name if target else name.removeprefix("~")
     path = target or shown
@@ -44,7 +44,7 @@ def link(match: re.Match[str], scope: Object) -> str:
 
 
 def resolved(path: str, scope: Object) -> str:
-    """The full name of ``path`` as seen from ``scope``; as it is if nothing has that name there.
+    """Return the full name of ``path`` as seen from ``scope``; unchanged if nothing has that name there.
 
     A name is one of the object's own members, of its class, of its module, or of a base class.
     """
@@ -61,7 +61,7 @@ def resolved(path: str, scope: Object) -> str:
 
 
 def _joined(tex: str) -> str:
-    """An equation on one line."""
+    """Return an equation on one line."""
     return " ".join(tex.split())
 
 

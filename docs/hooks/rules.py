@@ -21,7 +21,7 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: object) -> str:
 
 
 def table() -> str:
-    """Every rule in its family: name and aliases, what it is, when to use it, what it needs."""
+    """Return every rule in its family: name and aliases, description, when to use it, needs."""
     from lightning_fedbayes.cli.rules import FAMILIES, OTHER, family
     from lightning_fedbayes.fusion import available_fusions, get_rule
 
@@ -35,7 +35,7 @@ def table() -> str:
 
 
 def row(name: str, rule: FusionRule) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     from lightning_fedbayes.cli.rules import aliases_of
 
     document = inspect.getdoc(type(rule)) or ""
@@ -52,7 +52,7 @@ def row(name: str, rule: FusionRule) -> str:
 
 
 def in_a_cell(text: str) -> str:
-    """Text of a docstring in a cell of a table: one line, equations and names as Markdown.
+    """Turn text of a docstring into a cell of a table: one line, equations and names as Markdown.
 
     >>> in_a_cell(":math:`a` or\\n    :class:`~fb.Krum`, a | b")
     '$a$ or `fb.Krum`, a \\\\| b'

@@ -23,13 +23,13 @@ UNKNOWN = (
     (r"\\mathcal *(?:L|\{L\})", "ℒ"),  # which browsers would not set in script otherwise
     (r"(?<![A-Za-z\\])KL(?![A-Za-z])", r"\\mathrm{KL}"),
 )
-"""What latex2mathml does not know, or sets too tightly, and what it is written as."""
+"""Replacements for LaTeX that latex2mathml does not know, or sets too tightly."""
 AFTER_CODE_BEFORE_ESCAPES = 185
 """Priority: backticks (190) hide dollars, and backslashes (180) belong to TeX."""
 
 
 def mathml(tex: str, display: str) -> str:
-    r"""The MathML of an equation.
+    r"""Return the MathML of an equation.
 
     Args:
         tex: LaTeX without delimiters, in the subset that latex2mathml knows.

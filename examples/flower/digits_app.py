@@ -1,7 +1,7 @@
-"""Sites that each hold a part of the handwritten digits train one hybrid Bayesian network over Flower.
+"""Clients that each hold a part of the handwritten digits train one hybrid Bayesian network over Flower.
 
-docs/flower.md says how to run it. To use it with data of your own, let ``data`` return the data module of the site, by
-what its node's configuration says, and leave out the partition, which only deals out the digits.
+docs/flower.md says how to run it. To use it with your own data, let ``data`` return the client's data module, chosen by
+the configuration of its node, and leave out the partition, which only divides the digits among the clients.
 """
 
 import torch
@@ -14,7 +14,7 @@ from lightning_fedbayes.modules import mlp
 
 
 def network() -> fb.HybridBayesianClassifier:
-    """The same at every site and at the server."""
+    """Return the network, the same at every client and at the server."""
     torch.manual_seed(0)
     return fb.HybridBayesianClassifier(
         mlp(64, 10), bayesian_last=1, estimator="flipout", learning_rate=0.01, kl_weight=0.05
@@ -22,7 +22,7 @@ def network() -> fb.HybridBayesianClassifier:
 
 
 def data(context: Context) -> fb.DigitsDataModule:
-    """The data of the site that ``context`` is of."""
+    """Return the data of the client that runs in ``context``."""
     return fb.DigitsDataModule()
 
 
@@ -39,7 +39,7 @@ server = ServerApp()
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """Fuse, evaluate and keep the federation, by the settings of ``flwr run --run-config``."""
+    """Fuse, evaluate and save the federation, with the settings of ``flwr run --run-config``."""
     config = context.run_config
     strategy = FusionStrategy(
         "reverse_kl_barycenter",

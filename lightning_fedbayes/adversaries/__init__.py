@@ -1,16 +1,20 @@
-"""Clients that attack: what they would have sent in, what they send out."""
+"""Attacks of adversarial clients, on their data or on the posteriors that they send."""
 
-from lightning_fedbayes.adversaries.assignment import assign
-from lightning_fedbayes.adversaries.base import Attack, Knowledge, UpdateAttack
+from lightning_fedbayes.adversaries.base import Attack, HonestMoments, Knowledge, UpdateAttack, assign
 from lightning_fedbayes.adversaries.collusion import (
     ALittleIsEnough,
     InnerProductManipulation,
     largest_unnoticed_shift,
 )
-from lightning_fedbayes.adversaries.honest import HonestMoments
-from lightning_fedbayes.adversaries.labels import LabelFlip, flip_labels
-from lightning_fedbayes.adversaries.updates import RandomUpdate, ScaledUpdate, SignFlip
-from lightning_fedbayes.adversaries.vectors import GaussianVector, NotANumber
+from lightning_fedbayes.adversaries.independent import (
+    GaussianVector,
+    LabelFlip,
+    NotANumber,
+    RandomUpdate,
+    ScaledUpdate,
+    SignFlip,
+    flip_labels,
+)
 
 __all__ = [
     "ALittleIsEnough",

@@ -1,4 +1,4 @@
-"""What an adversary is: clients that attack, and what they make of what they would have sent."""
+"""Attacks of adversarial clients: base classes, the knowledge of an adversary, and the assignment to clients."""
 
 from __future__ import annotations
 
@@ -11,21 +11,60 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.adversaries.honest import HonestMoments
-from lightning_fedbayes.errors import FederationError, FusionError
+from lightning_fedbayes.errors import FederationError, FusionError, nearest
 from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.seeding import generator
+
+
+class HonestMoments:
+    r"""Mean and standard deviation, per entry, of vectors that arrive one by one: Welford's recursion.
+
+    .. math:: m_k = m_{k-1} + (x_k - m_{k-1})/k, \qquad M_k = M_{k-1} + (x_k - m_{k-1})(x_k - m_k)
+
+    It holds two vectors, whatever the number of clients.
+
+    Args:
+        like: a vector of the same shape, dtype and device.
+
+    Attributes:
+        count: number of vectors so far.
+        mean: their mean, shape (P,); zeros at first.
+
+    >>> moments = HonestMoments(torch.zeros(1))
+    >>> moments.add(torch.tensor([1.0]))
+    >>> moments.add(torch.tensor([3.0]))
+    >>> moments.mean, moments.std
+    (tensor([2.]), tensor([1.]))
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.count = 0
+        self.mean = torch.zeros_like(like)
+        self._squares = torch.zeros_like(like)
+
+    def add(self, vector: Tensor) -> None:
+        """Add one vector, shape (P,)."""
+        self.count += 1
+        difference = vector - self.mean
+        self.mean = self.mean + difference / self.count
+        self._squares += difference * (vector - self.mean)
+
+    @property
+    def std(self) -> Tensor:
+        """Return the standard deviation of the population, √(M/k), shape (P,); needs at least one vector."""
+        return (self._squares / self.count).sqrt()
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What an adversary knows of its round.
+    """Knowledge of an adversary about its round.
 
     Args:
         previous: means of the global posterior that the clients started from, μ_o, float64 of shape (P,).
-        generator: the only source of randomness, a CPU generator of its own for every round, client and attack.
-        honest: moments of the means that the valid honest clients have sent; for an attack with ``needs_honest``.
+        generator: the only source of randomness: a separate CPU generator for every round, client and attack.
+        honest: moments of the means that the valid honest clients sent, for an attack with ``needs_honest``.
         cohort: number of clients in the round, n.
-        adversaries: how many of them attack, in whatever way, m.
+        adversaries: number of clients in the round that attack, m.
     """
 
     previous: Tensor
@@ -36,11 +75,11 @@ class Knowledge:
 
 
 Attackers = float | Sequence[int | str]
-"""A share of the clients in (0, 1], or the numbers or names of some."""
+"""Clients that attack: a share of all clients in (0, 1], or numbers or names."""
 
 
 class Attack(ABC):
-    """Clients that attack; every attack is a frozen dataclass.
+    """Base class of attacks: some clients and what they do. Every attack is a frozen dataclass.
 
     Args:
         clients: share of all clients in (0, 1], of which ⌊share·K + ½⌋ are drawn (see
@@ -55,7 +94,7 @@ class Attack(ABC):
     def __post_init__(self) -> None:
         if isinstance(self.clients, float):
             if not 0 < self.clients <= 1:
-                raise FederationError(f"{self}: the share of clients that attack lies in (0, 1]")
+                raise FederationError(f"{self}: the share of clients that attack must be in (0, 1]")
             return
         if not isinstance(self.clients, Sequence) or isinstance(self.clients, str) or not self.clients:
             raise FederationError(
@@ -68,39 +107,39 @@ class Attack(ABC):
 
 
 class UpdateAttack(Attack):
-    """Clients that train honestly and then send other means; variances stay what they are.
+    """Base class of clients that train honestly and then send false means; variances stay as they are.
 
-    To write your own, subclass it as a frozen dataclass with a field ``clients`` and implement :meth:`falsify`.
+    For your own attack, write a frozen dataclass with a field ``clients`` and the method :meth:`falsify`.
 
     Args:
         clients: see :class:`Attack`.
 
     Attributes:
-        needs_honest: whether it waits for the honest clients of the round. It then sends its own update as it is if no
-            honest one is valid.
+        needs_honest: if true, the attack waits for the honest clients of the round. If none of them is valid, the
+            adversary sends its own update unchanged.
     """
 
     needs_honest: ClassVar[bool] = False
 
     def send(self, posterior: GaussianPosterior, knowledge: Knowledge) -> GaussianPosterior:
-        """What the client sends in place of ``posterior``: the same names, shapes and dtypes."""
+        """Return the posterior to send in place of ``posterior``, with the same names, shapes and dtypes."""
         if self.needs_honest and knowledge.honest.count == 0:
             return posterior
         mean = self.falsify(posterior.flatten()[0], knowledge)
         if mean.shape != knowledge.previous.shape:
             raise FusionError(
-                f"{self}: falsify gave a tensor of shape {tuple(mean.shape)}; give one mean per parameter, shape "
+                f"{self}: falsify returned a tensor of shape {tuple(mean.shape)}; return one mean per parameter, shape "
                 f"{tuple(knowledge.previous.shape)}"
             )
         return GaussianPosterior(posterior.unflatten(mean, None).mean, posterior.variance)
 
     @abstractmethod
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
-        """The means to send.
+        """Return the means to send.
 
         Args:
-            mean: what the client would have sent, μ, float64 of shape (P,); not to be written into.
-            knowledge: of its round.
+            mean: means that the client trained, μ, float64 of shape (P,); do not modify.
+            knowledge: knowledge about the round.
 
         Returns: shape (P,).
         """
@@ -110,3 +149,60 @@ def check_number(attack: Attack, name: str, value: float, *, positive: bool = Fa
     """Raise FederationError unless ``value`` is finite and, if asked, above 0."""
     if not math.isfinite(value) or (positive and value <= 0):
         raise FederationError(f"{attack}: {name} is a finite number{' above 0' if positive else ''}, not {value}")
+
+
+def assign(attacks: Sequence[Attack], names: Sequence[str], seed: int) -> dict[int, tuple[Attack, ...]]:
+    """Return the attacks of every client that attacks, in the order of ``attacks``.
+
+    Shares are drawn from (seed, "adversaries") and are disjoint. A client that another attack names may be drawn too;
+    it then applies both attacks, one after the other.
+
+    Args:
+        attacks: the attacks of the federation.
+        names: name of every client.
+        seed: seed of the federation.
+
+    Returns: client number → its attacks, without the honest clients.
+
+    Raises:
+        FederationError: an unknown name, a number that no client has, a share of less than half a client, or shares
+            that need more clients than there are.
+    """
+    if not attacks:
+        return {}
+    order = torch.randperm(len(names), generator=generator(seed, "adversaries")).tolist()
+    assigned: dict[int, tuple[Attack, ...]] = {}
+    for attack in attacks:
+        if isinstance(attack.clients, Sequence):
+            chosen = list(dict.fromkeys(_number(attack, client, names) for client in attack.clients))
+        else:
+            count = int(attack.clients * len(names) + 0.5)
+            _check_share(attack, count, len(order), len(names))
+            chosen, order = order[:count], order[count:]
+        for client in chosen:
+            assigned[client] = (*assigned.get(client, ()), attack)
+    return assigned
+
+
+def _check_share(attack: Attack, count: int, left: int, clients: int) -> None:
+    """Raise FederationError unless ``count`` clients can be drawn."""
+    if count == 0:
+        raise FederationError(
+            f"{attack}: this share of {clients} clients is none of them; give at least {0.5 / clients:.3g}, or numbers"
+        )
+    if count > left:
+        raise FederationError(
+            f"{attack}: this share is {count} of {clients} clients, and the attacks before it leave {left}, since "
+            "shares are disjoint; give smaller shares, or name the clients, which may then have several attacks"
+        )
+
+
+def _number(attack: Attack, client: int | str, names: Sequence[str]) -> int:
+    """Return the number of a client that is given by number or name; raise FederationError if there is none."""
+    if isinstance(client, int):
+        if not 0 <= client < len(names):
+            raise FederationError(f"{attack}: there is no client {client}; clients are numbered 0 to {len(names) - 1}")
+        return client
+    if client not in names:
+        raise FederationError(f"{attack}: no client is named '{client}': {nearest(client, names)}")
+    return names.index(client)

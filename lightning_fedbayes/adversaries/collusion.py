@@ -1,4 +1,4 @@
-"""Attacks by adversaries who know what the honest clients of the round send."""
+"""Attacks by adversaries that know the posteriors of the honest clients of the round."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lightning_fedbayes.adversaries.base import Attackers, Knowledge, UpdateAtta
 
 @dataclass(frozen=True)
 class ALittleIsEnough(UpdateAttack):
-    r"""Sends the honest mean, shifted by what passes for honest spread, :math:`\bar\mu - z\,s`.
+    r"""Sends the honest mean, shifted within the spread of the honest clients, :math:`\bar\mu - z\,s`.
 
     :math:`\bar\mu` and s are, per entry, mean and standard deviation (of the population, √(Σ(x − x̄)²/n)) of the means
-    that the valid honest clients of the round have sent. When to use it: against medians, trimmed means and distances,
-    which the shift slips under. If no honest client is valid, the adversary sends its own update.
+    that the valid honest clients of the round sent. When to use it: against medians, trimmed means and rules by
+    distance, which do not notice so small a shift. If no honest client is valid, the adversary sends its own update.
 
     Args:
         clients: see :class:`~lightning_fedbayes.adversaries.Attack`.
-        z: the shift in standard deviations, any finite number. None: :func:`largest_unnoticed_shift` of the round.
+        z: shift in standard deviations, any finite number; None: :func:`largest_unnoticed_shift` of the round.
 
     Raises:
         FederationError: ``clients`` or ``z`` cannot be used.
 
-    Source: Baruch et al. 2019, A Little Is Enough; there, mean and deviation are estimated from what the adversaries
-    themselves would have sent.
+    Source: Baruch et al. 2019, A Little Is Enough. There, the adversaries estimate mean and deviation from their own
+    honest updates.
     """
 
     clients: Attackers
@@ -40,24 +40,24 @@ class ALittleIsEnough(UpdateAttack):
             check_number(self, "z", self.z)
 
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
-        """Honest mean − z × honest standard deviation."""
+        """Return honest mean − z × honest standard deviation."""
         z = largest_unnoticed_shift(knowledge.cohort, knowledge.adversaries) if self.z is None else self.z
         return knowledge.honest.mean - z * knowledge.honest.std
 
 
 def largest_unnoticed_shift(cohort: int, adversaries: int) -> float:
-    r"""How far, in standard deviations, adversaries can shift and still be nearer the centre than s honest clients.
+    r"""Largest shift, in standard deviations, with which adversaries are nearer the centre than s honest clients.
 
     .. math:: z_{max} = \Phi^{-1}\Big(\frac{n - m - s}{n - m}\Big), \qquad s = \lfloor n/2 + 1 \rfloor - m
 
-    s is how many honest clients the m adversaries need on their side to be the majority of n. Where few attack it is
-    more than half of the honest ones, and z is negative: there is no room, and the shift is to the other side.
-    Adversaries who are the majority by themselves (s ≤ 0) could shift as far as they like; s = 1 then keeps the
-    quantile finite. With at most one honest client there is no spread, and z is 0.
+    s is the number of honest clients that the m adversaries need on their side to be a majority of n. If few attack,
+    s is more than half of the honest clients and z is negative: the shift is to the other side. If the adversaries are
+    the majority by themselves (s ≤ 0), any shift would do; s = 1 then keeps the quantile finite. With at most one
+    honest client there is no spread, and z is 0.
 
     Args:
         cohort: number of clients in the round, n.
-        adversaries: how many of them attack, 1 ≤ m ≤ n.
+        adversaries: number of them that attack, 1 ≤ m ≤ n.
 
     >>> largest_unnoticed_shift(cohort=51, adversaries=12)
     0.361
@@ -71,12 +71,12 @@ def largest_unnoticed_shift(cohort: int, adversaries: int) -> float:
 
 @dataclass(frozen=True)
 class InnerProductManipulation(UpdateAttack):
-    r"""Sends the mean of the honest updates, reversed, :math:`\mu_o - \varepsilon\,\overline{(\mu - \mu_o)}`.
+    r"""Sends the reversed mean of the honest updates, :math:`\mu_o - \varepsilon\,\overline{(\mu - \mu_o)}`.
 
-    The mean is over the valid honest clients of the round. The inner product of the fused update with the honest one
-    becomes negative: for an average, once ε m > n − m. When to use it: with a small ε against rules that choose
-    clients by their distance from each other, with a large one against averages. If no honest client is valid, the
-    adversary sends its own update.
+    The mean is over the valid honest clients of the round. It makes the inner product of the fused update with the
+    honest one negative: for an average, once ε m > n − m. When to use it: with a small ε against rules that choose
+    clients by their distances, with a large one against averages. If no honest client is valid, the adversary sends
+    its own update.
 
     Args:
         clients: see :class:`~lightning_fedbayes.adversaries.Attack`.
@@ -97,5 +97,5 @@ class InnerProductManipulation(UpdateAttack):
         check_number(self, "epsilon", self.epsilon, positive=True)
 
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
-        """μ_o − ε × mean of the honest updates."""
+        """Return μ_o − ε × mean of the honest updates."""
         return knowledge.previous - self.epsilon * (knowledge.honest.mean - knowledge.previous)

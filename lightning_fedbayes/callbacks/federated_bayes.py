@@ -8,63 +8,40 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
-from lightning_fedbayes.adversaries import Attack, assign
-from lightning_fedbayes.callbacks.checkpoint import (
-    Checkpoint,
-    RoundBoundary,
-    close_round,
-    guard_weights_only,
-    pending_plateau,
-    step_plateau,
-    unguard_weights_only,
+from lightning_fedbayes.callbacks.report import FederationReport
+from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
+from lightning_fedbayes.callbacks.wandb_account import go_offline_without_account
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.plan import Batching, RoundPlan, plan_round, share_of
+from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.seeding import derive_seed, seed_everything
+from lightning_fedbayes.settings import (
+    Adversaries,
+    AutoFusion,
+    BufferPolicy,
+    EngineName,
+    FederationSettings,
+    Fusion,
+    OptimizerPolicy,
+    Partition,
+    PriorPolicy,
+    UpdatePrivacy,
+    Weighting,
 )
-from lightning_fedbayes.callbacks.checks import (
-    attacks_of,
-    check_at_least,
-    check_attacks,
-    check_cohort,
-    check_fraction,
+from lightning_fedbayes.trainer import (
+    FitLoop,
+    check_held_out,
     check_not_finished,
-    check_not_split,
-    check_partition,
-    check_privacy,
     check_same_federation,
     check_same_number,
     check_schedulers,
     check_trainer,
     is_finished,
 )
-from lightning_fedbayes.callbacks.held_out import check_held_out, held_out_batches, log_choices
-from lightning_fedbayes.callbacks.progress import show_clients
-from lightning_fedbayes.callbacks.reliability import ReliabilityReport
-from lightning_fedbayes.callbacks.report import FederationReport
-from lightning_fedbayes.callbacks.source import install_source, remove_source, set_round_length
-from lightning_fedbayes.callbacks.step_count import StepCount
-from lightning_fedbayes.callbacks.stopping import stop_together
-from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
-from lightning_fedbayes.callbacks.wandb_account import go_offline_without_account
-from lightning_fedbayes.data.clients import Clients, clients_of
-from lightning_fedbayes.engines.choice import EngineName, make_engine
-from lightning_fedbayes.engines.engine import OptimizerPolicy
-from lightning_fedbayes.engines.federation import ClientOutcome, Federation
-from lightning_fedbayes.engines.loader import FederatedLoader, batching_of
-from lightning_fedbayes.engines.plan import Batching, RoundPlan, check_batches, plan_round, share_of
-from lightning_fedbayes.engines.poisoning import poisoned
-from lightning_fedbayes.engines.selection import AutoFusion
-from lightning_fedbayes.engines.server import PriorPolicy, Server
-from lightning_fedbayes.engines.state import BufferPolicy, ResidentModel
-from lightning_fedbayes.errors import FederationError, nearest
-from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
-from lightning_fedbayes.partition import Partition
-from lightning_fedbayes.posterior import GaussianPosterior
-from lightning_fedbayes.privacy import UpdatePrivacy, check_no_buffers
-from lightning_fedbayes.processes import processes_of
-from lightning_fedbayes.seeding import derive_seed, seed_everything
-from lightning_fedbayes.weighting import CohortWeights, check_weighting
+from lightning_fedbayes.training import FederatedLoader, Federation, federated_loader, make_federation
 
 
 class FederatedBayes(L.Callback):
@@ -128,8 +105,8 @@ class FederatedBayes(L.Callback):
         *,
         local_epochs: int = 1,
         fraction: float = 1.0,
-        fusion: str | FusionRule | AutoFusion = "reverse_kl_barycenter",
-        weighting: str | CohortWeights = "train_size",
+        fusion: Fusion = "reverse_kl_barycenter",
+        weighting: Weighting = "train_size",
         engine: EngineName = "auto",
         clients_at_once: int | None = None,
         prior: PriorPolicy = "fixed",
@@ -138,46 +115,20 @@ class FederatedBayes(L.Callback):
         local_parameters: Sequence[str] = (),
         min_clients: int = 1,
         max_failed_rounds: int = 3,
-        adversaries: Attack | Sequence[Attack] = (),
+        adversaries: Adversaries = (),
         privacy: UpdatePrivacy | None = None,
         seed: int = 0,
     ) -> None:
-        fusion = AutoFusion() if fusion == "auto" else fusion
-        rule = fusion if isinstance(fusion, AutoFusion) else get_rule(fusion)
-        check_weighting(weighting)
-        check_partition(partition)
-        check_at_least("local_epochs", local_epochs, 1)
-        check_at_least("min_clients", min_clients, 1)
-        check_at_least("max_failed_rounds", max_failed_rounds, 1)
-        check_fraction(fraction)
-        _check_choice("engine", engine, ("auto", "sequential", "vectorized"))
-        if clients_at_once is not None:
-            check_at_least("clients_at_once", clients_at_once, 1)
-        _check_choice("prior", prior, ("fixed", "global"))
-        _check_choice("optimizer_state", optimizer_state, ("reset", "keep"))
-        _check_choice("buffers", buffers, ("average", "local", "frozen"))
-        if isinstance(local_parameters, str):
-            local_parameters = (local_parameters,)
-        self.partition = partition
-        self.local_epochs = local_epochs
-        self.fraction = fraction
-        self.engine: EngineName = engine
-        self.clients_at_once = clients_at_once
-        self.optimizer_state: OptimizerPolicy = optimizer_state
-        self.buffers: BufferPolicy = buffers
-        self.local_parameters = tuple(local_parameters)
-        self.server = Server(rule, weighting, prior, min_clients, max_failed_rounds)
-        self.adversaries = attacks_of(adversaries)
-        self.privacy = check_privacy(privacy)
-        self.seed = seed
-        go_offline_without_account()
-        self.clients: Clients | None = None
+        self.settings = FederationSettings(
+            partition, local_epochs, fraction, fusion, weighting, engine, clients_at_once, prior, optimizer_state,
+            buffers, local_parameters, min_clients, max_failed_rounds, adversaries, privacy, seed,
+        )
+        go_offline_without_account()  # here: the Trainer starts its loggers before it calls any hook
         self._federation: Federation | None = None
         self._restored: dict[str, Any] | None = None
+        self._loop: FitLoop | None = None
         self._loader: FederatedLoader | None = None
-        self._boundary: RoundBoundary | None = None
         self._report = FederationReport()
-        self._reliability = ReliabilityReport()
         self._uncertainty = UncertaintyReport()
 
     @property
@@ -188,42 +139,32 @@ class FederatedBayes(L.Callback):
         return self._federation
 
     @property
+    def clients(self) -> Any:
+        """The :class:`~lightning_fedbayes.data.clients.Clients`, once ``fit`` has begun; None before."""
+        return None if self._loader is None else self._loader.clients
+
+    @property
     def posterior(self) -> GaussianPosterior:
         """The global posterior after the last round."""
         if self._restored is not None:  # a checkpoint of a complete federation: there was nothing to train
             return GaussianPosterior.from_state_dict(self._restored["posterior"])
-        return self.federation.posterior
+        return self.federation.server.posterior
 
     @property
     def history(self) -> list[dict[str, float]]:
         """One dict of figures per finished round, in order."""
-        return self.federation.history if self._restored is None else list(self._restored["history"])
+        return self.federation.server.history if self._restored is None else list(self._restored["history"])
 
-    def settings(self) -> dict[str, Any]:
-        """The federation's settings, as they are logged."""
-        weighting = self.server.weighting
-        name = weighting if isinstance(weighting, str) else getattr(weighting, "__name__", "custom")
-        rule = self.server.rule
-        described = f"auto({', '.join(rule.names)})" if isinstance(rule, AutoFusion) else rule_name(rule)
-        rules = rule.rules if isinstance(rule, AutoFusion) else (rule,)
+    def described(self) -> dict[str, Any]:
+        """Return the settings, the clients and the engine, as they are logged."""
+        known = self.settings.described()
+        clients = self.clients
         return {
-            "partition": repr(self.partition),
-            "clients": len(self.clients) if self.clients is not None else None,
-            "client_sizes": list(self.clients.sizes) if self.clients is not None else None,
-            "local_epochs": self.local_epochs,
-            "fraction": self.fraction,
-            "fusion": described,
-            "weighting": name if any(each.uses_weights for each in rules) else "none",
-            "engine": self.engine if self._federation is None else self._federation.engine.name,
-            "prior": self.server.prior,
-            "optimizer_state": self.optimizer_state,
-            "buffers": self.buffers,
-            "local_parameters": list(self.local_parameters),
-            "min_clients": self.server.min_clients,
-            "max_failed_rounds": self.server.max_failed_rounds,
-            "adversaries": [repr(attack) for attack in self.adversaries],
-            "privacy": repr(self.privacy),
-            "seed": self.seed,
+            "partition": known.pop("partition"),
+            "clients": None if clients is None else len(clients),
+            "client_sizes": None if clients is None else list(clients.sizes),
+            **known,
+            "engine": known["engine"] if self._federation is None else self._federation.engine.name,
         }
 
     # -- before training -----------------------------------------------------------------------------------------------
@@ -232,14 +173,14 @@ class FederatedBayes(L.Callback):
         """Check the Trainer and put the clients between it and its training loader."""
         if stage != "fit":
             return
-        check_trainer(trainer, pl_module)
-        check_attacks(self.adversaries, trainer)
+        check_trainer(trainer, pl_module, self.settings)
         if trainer.current_epoch == 0:  # a new federation: what an earlier fit left is no part of it
             self._federation, self._restored = None, None
-            self._report, self._reliability = FederationReport(), ReliabilityReport()
+            self._report = FederationReport()
         self._loader = None
         self._uncertainty = bring_report(trainer, beside=self)
-        install_source(trainer, lambda loader: self._federate(trainer, loader))
+        self._loop = FitLoop(trainer, pl_module)
+        self._loop.replace_data(lambda loader: self._federate(trainer, loader))
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.save_last is None:
                 callback.save_last = True  # so that ckpt_path="last" finds the last round; a link could dangle
@@ -259,130 +200,96 @@ class FederatedBayes(L.Callback):
         """Find mistakes before anything runs."""
         self._prepare(trainer)
 
-    def _prepare(self, trainer: L.Trainer) -> None:
+    def _prepare(self, trainer: L.Trainer) -> tuple[FitLoop, FederatedLoader]:
         """Check what can only be known once optimizers and loaders exist."""
+        assert self._loop is not None
         check_schedulers(trainer)
         if self._loader is None:
-            trainer.fit_loop.setup_data()
+            self._loop.setup_data()
+        assert self._loader is not None
+        return self._loop, self._loader
 
     def _federate(self, trainer: L.Trainer, loader: Any) -> FederatedLoader:
-        """The federation's loader for the user's training ``loader``."""
-        reload = trainer.reload_dataloaders_every_n_epochs  # pyright: ignore[reportAttributeAccessIssue]
-        if self._loader is None or reload:
-            batching = batching_of(loader, local_epochs=self.local_epochs, fraction=self.fraction, seed=self.seed)
-            clients = clients_of(loader.dataset, self.partition, self.seed)
-            check_batches(clients.names, clients.sizes, batching)
-            check_cohort(len(clients), self.fraction, self.server.min_clients)
-            if self._loader is not None:
-                check_same_number(self._loader.clients, clients)
-            self.clients = clients
-            trained = poisoned(clients, assign(self.adversaries, clients.names, self.seed))
-            replaced, self._loader = self._loader, FederatedLoader(
-                loader, trained, batching, lambda: self._share(trainer, clients.sizes, batching), _part(trainer)
-            )
-            if replaced is not None and self._federation is not None:
-                self._federation.engine.arrange(self._loader)
+        """Return the federation's loader for the user's training ``loader``."""
+        assert self._loop is not None
+        before, collective = self._loader, self._loop.collective
+        if before is not None and not self._loop.reloads_data:
+            return before
+
+        def plan(clients: Any, batching: Batching) -> RoundPlan:
+            whole = plan_round(trainer.current_epoch, clients.sizes, batching)
+            return share_of(whole, collective.rank, collective.size)
+
+        self._loader = federated_loader(loader, self.settings, plan, self._loop.part)
+        if before is not None:
+            check_same_number(before.clients, self._loader.clients)
+            if self._federation is not None:
+                self._federation.engine.use(self._loader)
         return self._loader
 
-    @staticmethod
-    def _share(trainer: L.Trainer, sizes: Sequence[int], batching: Batching) -> RoundPlan:
-        """The part of the current round that this process trains."""
-        processes = processes_of(trainer)
-        return share_of(plan_round(trainer.current_epoch, sizes, batching), processes.rank, processes.count)
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Make the engine, and continue where a checkpoint or an earlier fit left off."""
-        self._prepare(trainer)
-        assert self.clients is not None
-        model = ResidentModel(pl_module, self.local_parameters, self.buffers)
-        if self.privacy is not None:
-            check_no_buffers(model.federated_buffers)
-        assert self._loader is not None
-        policy, seed = self.optimizer_state, self.seed
-        engine = make_engine(
-            self.engine, trainer, model, self._loader, self.clients_at_once, optimizer_state=policy, seed=seed
-        )
+        """Make the federation, and continue where a checkpoint or an earlier fit left off."""
+        loop, loader = self._prepare(trainer)
+        if isinstance(self.settings.fusion, AutoFusion):
+            check_held_out(trainer)
         earlier = self._restored
         if earlier is None and self._federation is not None:
             earlier = self.state_dict()
-        if isinstance(self.server.rule, AutoFusion):
-            self.server.rule.check(pl_module)
-            check_held_out(trainer)
-            check_not_split(trainer)
-        protect = None if self.privacy is None else self.privacy.send
-        self._federation = Federation(
-            self.server, engine, self.adversaries, lambda: held_out_batches(trainer), processes_of(trainer), protect
-        )
+        federation = make_federation(self.settings, loop.context(), loader, loop.collective, loop.held_out_batches)
+        self._federation = federation
         if earlier is not None:
-            check_same_federation(trainer, earlier["settings"], self.settings())
-            self._federation.load_state_dict(earlier)
+            check_same_federation(trainer, earlier["settings"], self.described())
+            federation.load_state_dict(earlier)
             self._report.load_state_dict(earlier["report"])
-            self._reliability.load_state_dict(earlier["reliability"])
-            step_plateau(trainer, earlier.get("plateau", {}), earlier["rounds"])
+            loop.step_plateau(earlier.get("plateau", {}), earlier["rounds"])
         self._restored = None
-        engine.install()
-        processes, federation = processes_of(trainer), self._federation
-        if processes.count > 1:
-            stop_together(trainer, processes, lambda: federation.stage == "training")
+        loop.install(federation.engine)
+        if loop.collective.size > 1:
+            loop.stop_together(lambda: federation.stage == "training")
         start = getattr(pl_module, "on_federation_start", None)
         if start is not None:
             start()
-        guard_weights_only(pl_module, self._between_rounds)
-        self._report.start(trainer, self.settings(), self.clients)
+        loop.guard_weights_only(self._between_rounds)
+        self._report.start(trainer, self.described(), loader.clients)
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a round: choose the cohort and plan its batches."""
-        assert self.clients is not None
-        assert self._loader is not None
-        self._boundary, self._steps = RoundBoundary(trainer), StepCount(trainer)
-        self.federation.engine.set_clients(self.clients.names, self.clients.sizes)  # data may have been reloaded
-        self._uncertainty.set_clients(self.clients.sizes, self.clients.counts, self.clients.classes)
-        self._report.set_clients(self.clients)
-        plan = plan_round(trainer.current_epoch, self.clients.sizes, self._loader.batching)
-        self.federation.begin_round(plan)
-        set_round_length(trainer, self.federation.engine.num_batches(self.federation.share))
+        loop, loader = self._prepare(trainer)
+        clients = loader.clients
+        loop.begin_round()
+        self._uncertainty.set_clients(clients.sizes, clients.counts, clients.classes)
+        self._report.set_clients(clients)  # data may have been reloaded
+        self.federation.begin(plan_round(trainer.current_epoch, clients.sizes, loader.batching))
+        loop.set_length(self.federation.engine.num_batches(self.federation.share))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """At a client's first batch, give it the global posterior."""
-        clients = self.federation.begin_batch(batch_idx)
+        clients = self.federation.engine.begin_batch(batch_idx)
         if clients:
-            show_clients(trainer, clients)
+            self._report.show_clients(trainer, clients)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """At a client's last batch, take its posterior; at the last client's, fuse."""
-        for outcome in self.federation.end_batch(batch_idx, outputs):
-            self._note(outcome)
-        if self.federation.round_is_complete:
-            own = set(self.federation.share.cohort)
-            steps = self.federation.end_round(note=self._steps.own(trainer, idle=not own))
-            for outcome in self.federation.outcomes:
-                if outcome.client not in own:
-                    self._note(outcome)
+        federation = self.federation
+        for outcome in federation.receive(federation.engine.end_batch(batch_idx, outputs)):
+            self._report.client(federation.round, outcome)
+        if federation.is_complete:
+            assert self._loop is not None
+            own = set(federation.share.cohort)
+            result = federation.finish(note=self._loop.own_steps(idle=not own))
+            for outcome in result.outcomes:
+                if outcome.client not in own:  # another process has trained it
+                    self._report.client(federation.round, outcome)
+            steps = federation.notes_of(result)
             if len(steps) > 1:
-                self._steps.take(trainer, steps)
-            if self.federation.refusal is not None:
-                rank_zero_info(
-                    f"Round {self.federation.round + 1}: the old posterior stays, because the clients cannot be fused: "
-                    f"{self.federation.refusal}"
-                )
-            self._report.weights(self.federation.weights)
-            self._reliability.note(self.federation)
-
-    def _note(self, outcome: ClientOutcome) -> None:
-        """Report what became of a client."""
-        self._report.client(outcome)
-        if outcome.error is not None:
-            assert self.clients is not None
-            rank_zero_info(
-                f"Round {self.federation.round + 1}: client {self.clients.names[outcome.client]} is left out: "
-                f"{type(outcome.error).__name__}: {outcome.error}"
-            )
+                self._loop.count_steps(steps)
+            self._report.fused(result)
 
     # -- between rounds ------------------------------------------------------------------------------------------------
 
@@ -390,7 +297,7 @@ class FederatedBayes(L.Callback):
         """Seed the Monte Carlo samples of the validation; see that it scores the global posterior."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._drop_unfinished_round()
-            seed_everything(derive_seed(self.seed, "validation", trainer.current_epoch))
+            seed_everything(derive_seed(self.settings.seed, "validation", trainer.current_epoch))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round beside the validation's figures: it is their x-axis."""
@@ -400,95 +307,82 @@ class FederatedBayes(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round's figures."""
         if self.federation.stage == "fused":
-            self.federation.engine.log.end_round()
+            log = self.federation.engine.log
+            log.end_round()
             if trainer.loggers:  # beside what the module logs of its training; it takes as long as a small step
                 pl_module.log("round", float(trainer.current_epoch + 1))
-            if self.privacy is not None:
-                pl_module.log_dict(self._given_away(self.privacy))
-            self._report.log_round(trainer, self.history[-1], self.federation.engine.log.names)
+            if self.settings.privacy is not None:
+                pl_module.log_dict(self._given_away(self.settings.privacy))
+            self._report.log_round(trainer, self.history[-1], log.names)
 
     def _given_away(self, privacy: UpdatePrivacy) -> dict[str, float]:
-        """What the rounds so far have given away of a client."""
-        assert self.clients is not None
-        assert self.federation.plan is not None
-        fraction = len(self.federation.plan.cohort) / len(self.clients)
-        most = max(record.rounds for record in self._report.records.values())
-        return privacy.figures(self.federation.rounds_done, fraction, most)
+        """Return the ε that the rounds so far have given away of a client."""
+        plan = self.federation.plan
+        assert plan is not None
+        fraction = len(plan.cohort) / len(self.clients)
+        return privacy.figures(self.federation.server.rounds, fraction, self._report.most_rounds)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the table of clients; drop a round that was cut short."""
         self._drop_unfinished_round()
-        self._report.finish(trainer, self._uncertainty.client_accuracy)
-        if self.clients is not None:
-            self._reliability.finish(trainer, self.clients.names)
-        log_choices(trainer, self.history)
+        self._report.finish(trainer, self._uncertainty.client_accuracy, self.history)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave the module with the global posterior of the last good round: nothing learnt is lost."""
         self._drop_unfinished_round()
-        self._give_back(trainer, pl_module)
+        self._give_back()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give the Trainer and the module back as they were."""
         if stage == "fit":
-            self._give_back(trainer, pl_module)
+            self._give_back()
 
     def _drop_unfinished_round(self) -> None:
         """Forget a round that was cut short, by early stopping, a time limit or an exception."""
         if self._federation is not None and self._federation.stage == "training":
-            self._federation.abandon_round()
+            self._federation.abandon()
             rank_zero_info(
                 f"Round {self._federation.round + 1} was cut short; the module holds the global posterior that it "
                 "started from."
             )
 
-    def _give_back(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        remove_source(trainer)
-        unguard_weights_only(pl_module)
+    def _give_back(self) -> None:
+        if self._loop is not None:
+            self._loop.restore()
         if self._federation is not None:
-            self._federation.close()
+            self._federation.restore_priors()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole federation at the end of the last finished round."""
+        """Return the whole federation at the end of the last finished round."""
         if self._federation is None:
             return {}
         return {
-            **self._federation.state_dict(),
-            "report": self._report.state_dict(),
-            "reliability": self._reliability.state_dict(),
-            "settings": self.settings(),
+            **self._federation.state_dict(), "report": self._report.state_dict(), "settings": self.described()
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave, once ``fit`` has made the engine."""
         self._restored = state_dict or None
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """See to it that the checkpoint lies between two rounds, whenever it is written."""
         self._between_rounds(checkpoint)
-        if self._federation is not None and trainer.current_epoch == self._federation.round:
-            checkpoint["callbacks"][self.state_key]["plateau"] = pending_plateau(trainer, self._federation.stage)
+        federation = self._federation
+        if self._loop is not None and federation is not None and trainer.current_epoch == federation.round:
+            pending = self._loop.pending_plateau() if federation.stage == "fused" else {}
+            checkpoint["callbacks"][self.state_key]["plateau"] = pending
 
-    def _between_rounds(self, checkpoint: Checkpoint) -> None:
+    def _between_rounds(self, checkpoint: dict[str, Any]) -> None:
         """Make ``checkpoint`` hold the global model of the last finished round and nothing of a begun one."""
         federation = self._federation
-        if federation is None or self._boundary is None:
+        if federation is None or federation.plan is None or self._loop is None:
             return
-        if federation.rounds_done > federation.round:
-            close_round(checkpoint, federation.rounds_done)
-        else:
-            self._boundary.apply(checkpoint, federation.round)
+        is_done = federation.server.rounds > federation.round
+        self._loop.close_round(checkpoint, federation.server.rounds if is_done else federation.round, is_done=is_done)
+        if not is_done:
             model = federation.engine.model
             checkpoint["state_dict"] |= {**model.global_parameters, **model.global_buffers}
-
-
-def _part(trainer: L.Trainer) -> tuple[int, int]:
-    """Number of this process, and of those that split every batch: under DDP they train each client together."""
-    return (trainer.global_rank, trainer.world_size) if isinstance(trainer.strategy, DDPStrategy) else (0, 1)
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise FederationError(f"{name}='{value}': {nearest(str(value), choices)}")

@@ -1,24 +1,36 @@
-"""What a federation tells its loggers: settings, clients, and what each client did."""
+"""Report of a federation: settings, clients, rounds and reliabilities, to the loggers, the log and the progress bar."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_fedbayes import plots
-from lightning_fedbayes.callbacks.pictures import log_figure, log_table, markdown_table
+from lightning_fedbayes.callbacks.loggers import log_figure, log_table, markdown_table
 from lightning_fedbayes.data.clients import Clients
-from lightning_fedbayes.engines.federation import ClientOutcome
+from lightning_fedbayes.messages import ClientOutcome
+from lightning_fedbayes.server import HELD_OUT_LOSS, RoundResult
+from lightning_fedbayes.training.client import Client
+
+CLIENT_COLUMNS = (
+    "client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds", "megabytes_up",
+    "last_failure",
+)
+RELIABILITY_COLUMNS = ("round", "client", "reliability", "left_out")
 
 
 @dataclass
 class ClientRecord:
-    """What one client did over the federation.
+    """Record of one client over the federation.
 
     Attributes:
         rounds: rounds that it took part in.
@@ -27,30 +39,25 @@ class ClientRecord:
         weight: its normalised weight ω in its last round.
         seconds: training time in its last round.
         megabytes_up: size of its last update.
-        last_failure: why it was left out last.
+        last_failure: the reason why it was left out last.
     """
 
     rounds: int = 0
     failures: int = 0
-    train_loss: float = float("nan")
-    weight: float = float("nan")
+    train_loss: float = math.nan
+    weight: float = math.nan
     seconds: float = 0.0
     megabytes_up: float = 0.0
     last_failure: str = ""
 
 
-COLUMNS = (
-    "client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds", "megabytes_up",
-    "last_failure",
-)
-
-
 class FederationReport:
-    """Keeps one record per client and logs the federation's settings, table and pictures."""
+    """Keeps one record per client and the reliabilities that the rule infers, and logs tables and pictures of them."""
 
     def __init__(self) -> None:
         self.records: dict[int, ClientRecord] = {}
-        self._clients: Clients | None = None
+        self.reliabilities: list[dict[str, Any]] = []
+        self._clients = Clients((), ())
         self._with_axis: set[str] = set()
 
     def start(self, trainer: L.Trainer, settings: dict[str, Any], clients: Clients) -> None:
@@ -67,26 +74,60 @@ class FederationReport:
             log_figure(trainer, "federation/clients_by_class", heat_map, round=0)
 
     def set_clients(self, clients: Clients) -> None:
-        """Say who the clients are."""
+        """Take the clients' names and sizes from ``clients``."""
         self._clients = clients
         self.records = {client: self.records.get(client, ClientRecord()) for client in range(len(clients))}
 
-    def client(self, outcome: ClientOutcome) -> None:
-        """Note what became of a client in this round."""
+    # -- a round -------------------------------------------------------------------------------------------------------
+
+    def show_clients(self, trainer: L.Trainer, clients: Sequence[Client]) -> None:
+        """Show the round and its clients in the training progress bar, if it is one of Lightning's."""
+        bar = trainer.progress_bar_callback
+        rounds = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
+        first = clients[0]
+        if len(clients) == 1:
+            who = f"client {first.position + 1}/{first.cohort} ({first.name})"
+        elif len(clients) == first.cohort:
+            who = f"all {first.cohort} clients at once"
+        else:
+            who = f"{len(clients)} of {first.cohort} clients at once"
+        text = f"Round {first.round + 1}{rounds}, {who}"
+        if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
+            bar.train_progress_bar.set_description(text, refresh=False)
+        elif (
+            isinstance(bar, RichProgressBar)
+            and bar.is_enabled
+            and bar.progress is not None
+            and bar.train_progress_bar_id is not None
+        ):
+            bar.progress.update(bar.train_progress_bar_id, description=text)
+
+    def client(self, round: int, outcome: ClientOutcome) -> None:
+        """Note the outcome of a client in ``round``, from 0; print a line if it is left out."""
         record = self.records[outcome.client]
         record.rounds += 1
         record.seconds = outcome.seconds
-        if outcome.error is not None:
-            record.failures += 1
-            record.last_failure = f"{type(outcome.error).__name__}: {outcome.error}"
-        else:
+        if outcome.error is None:
             record.megabytes_up = outcome.num_bytes / 1e6
-            record.train_loss = outcome.metrics.get("train_loss", float("nan"))
+            record.train_loss = outcome.metrics.get("train_loss", math.nan)
+            return
+        record.failures += 1
+        record.last_failure = f"{type(outcome.error).__name__}: {outcome.error}"
+        name = self._clients.names[outcome.client]
+        rank_zero_info(f"Round {round + 1}: client {name} is left out: {record.last_failure}")
 
-    def weights(self, weights: dict[int, float]) -> None:
-        """Note the clients' weights in this round."""
-        for client, weight in weights.items():
+    def fused(self, result: RoundResult) -> None:
+        """Note the clients' weights, and their reliabilities if the rule infers them; print a refusal of the rule."""
+        if result.refusal is not None:
+            rank_zero_info(
+                f"Round {result.round + 1}: the old posterior stays, because the clients cannot be fused: "
+                f"{result.refusal}"
+            )
+        for client, weight in result.weights.items():
             self.records[client].weight = weight
+        if result.aggregate is not None and result.aggregate.inferred:
+            shares, excluded = dict(result.weights), dict(result.excluded)
+            self.reliabilities.append({"round": result.round, "shares": shares, "excluded": excluded})
 
     def log_round(self, trainer: L.Trainer, figures: dict[str, float], training_names: set[str]) -> None:
         """Log a round's figures as ``federation/...``; other callbacks can monitor them.
@@ -96,7 +137,7 @@ class FederationReport:
         Args:
             trainer: at the end of a training epoch.
             figures: name → value; "round", counted from 0, becomes the x-axis.
-            training_names: what the module has logged of its training per epoch.
+            training_names: names of the figures that the module has logged of its training per epoch.
         """
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
@@ -116,28 +157,78 @@ class FederationReport:
             logger.experiment.define_metric(name, step_metric="round")
         self._with_axis |= names
 
-    def finish(self, trainer: L.Trainer, accuracy: Tensor | None) -> None:
-        """Log the table of clients.
+    @property
+    def most_rounds(self) -> int:
+        """Number of rounds of the client that took part in most."""
+        return max(record.rounds for record in self.records.values())
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def finish(self, trainer: L.Trainer, accuracy: Tensor | None, history: Sequence[Mapping[str, float]]) -> None:
+        """Log the table of clients, that of the reliabilities with a picture, and that of the chosen rules.
 
         Args:
-            trainer: whose loggers get it.
-            accuracy: of the global model for each client, shape (clients,); None if unknown.
+            trainer: its loggers get them.
+            accuracy: accuracy of the global model for each client, shape (clients,); None if unknown.
+            history: the figures of every round.
         """
-        if self._clients is None or not trainer.loggers:
+        if not trainer.loggers or not self.records:
             return
         rows = []
         for client, record in self.records.items():
-            score = float("nan") if accuracy is None else float(accuracy[client])
+            score = math.nan if accuracy is None else float(accuracy[client])
             rows.append([
                 self._clients.names[client], self._clients.sizes[client], record.rounds, record.failures,
                 record.weight, record.train_loss, score, record.seconds, record.megabytes_up, record.last_failure,
             ])
-        log_table(trainer, "federation/clients", COLUMNS, rows, round=trainer.current_epoch)
+        log_table(trainer, "federation/clients", CLIENT_COLUMNS, rows, round=trainer.current_epoch)
+        self._log_reliabilities(trainer)
+        log_choices(trainer, history)
 
-    def state_dict(self) -> dict[int, dict[str, Any]]:
-        """The records, for a checkpoint."""
-        return {client: vars(record).copy() for client, record in self.records.items()}
+    def _log_reliabilities(self, trainer: L.Trainer) -> None:
+        """Log the clients' reliabilities over the rounds, if the rule has inferred any."""
+        if not self.reliabilities:
+            return
+        names = self._clients.names
+        rows = [
+            [each["round"] + 1, names[client], share, each["excluded"].get(client, "")]
+            for each in self.reliabilities
+            for client, share in each["shares"].items()
+        ]
+        log_table(trainer, "federation/reliability_by_round", RELIABILITY_COLUMNS, rows, round=trainer.current_epoch)
+        table = torch.full((len(names), self.reliabilities[-1]["round"] + 1), torch.nan)
+        for each in self.reliabilities:
+            for client, share in each["shares"].items():
+                table[client, each["round"]] = share
+        log_figure(trainer, "federation/reliability", plots.client_reliability(table, names), trainer.current_epoch)
 
-    def load_state_dict(self, state: dict[int, dict[str, Any]]) -> None:
-        """Restore the records."""
-        self.records = {client: ClientRecord(**record) for client, record in state.items()}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the records and reliabilities, for a checkpoint."""
+        records = {client: vars(record).copy() for client, record in self.records.items()}
+        return {"records": records, "reliabilities": list(self.reliabilities)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self.records = {client: ClientRecord(**record) for client, record in state["records"].items()}
+        self.reliabilities = list(state["reliabilities"])
+
+
+def log_choices(trainer: L.Trainer, history: Sequence[Mapping[str, float]]) -> None:
+    """Log the rule that was chosen in each round, and every candidate's loss on the held-out data."""
+    scored = [row for row in history if candidate_losses(row)]
+    if not scored:
+        return
+    names = sorted({name for row in scored for name in candidate_losses(row)})
+    rows = []
+    for row in scored:
+        losses = candidate_losses(row)
+        chosen = min((name for name in losses if math.isfinite(losses[name])), key=lambda name: losses[name])
+        rows.append([int(row["round"]) + 1, chosen, *(losses.get(name, math.nan) for name in names)])
+    log_table(trainer, "federation/chosen_rules", ["round", "chosen", *names], rows, round=trainer.current_epoch)
+
+
+def candidate_losses(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return the loss of each candidate, by its name, from the figures of a round."""
+    return {
+        name.removeprefix(HELD_OUT_LOSS): value for name, value in figures.items() if name.startswith(HELD_OUT_LOSS)
+    }

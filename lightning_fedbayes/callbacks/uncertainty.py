@@ -1,4 +1,4 @@
-"""Calibration, worth of the uncertainty and fairness of a classifier, to the logger."""
+"""Report of a classifier's calibration, uncertainty and fairness, to the logger."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes import plots
-from lightning_fedbayes.callbacks.pictures import log_figure
-from lightning_fedbayes.metrics import AccuracyRetained, ReliabilityDiagram
+from lightning_fedbayes.callbacks.loggers import log_figure
+from lightning_fedbayes.metrics import AccuracyRetained, CalibrationDiagram
 from lightning_fedbayes.metrics.functional import (
     aleatoric_uncertainty,
     epistemic_uncertainty,
@@ -27,7 +27,7 @@ MEASURES = {
 
 
 class UncertaintyReport(L.Callback):
-    """Reliability diagram, accuracy against retained examples and accuracy per client, from validation and test.
+    """Calibration diagram, accuracy against retained examples and accuracy per client, from validation and test.
 
     It reads what ``validation_step`` (``test_step``) returns: a dict with "probs", class probabilities of shape
     (samples, batch, classes) or (batch, classes), and "target", classes of shape (batch,). Other modules are left
@@ -45,12 +45,12 @@ class UncertaintyReport(L.Callback):
         self.classes: tuple = ()
         self.client_sizes: tuple[int, ...] = ()
         self.client_accuracy: Tensor | None = None
-        self._reliability = ReliabilityDiagram()
+        self._calibration = CalibrationDiagram()
         self._retained = {name: AccuracyRetained() for name in MEASURES}
         self._reset()
 
     def set_clients(self, sizes: tuple[int, ...], label_counts: Tensor | None, classes: tuple) -> None:
-        """Tell whose accuracies to report.
+        """Set the clients whose accuracies are reported.
 
         Args:
             sizes: training examples of each client.
@@ -60,7 +60,7 @@ class UncertaintyReport(L.Callback):
         self.client_sizes, self.label_counts, self.classes = sizes, label_counts, classes
 
     def _reset(self) -> None:
-        for metric in (self._reliability, *self._retained.values()):
+        for metric in (self._calibration, *self._retained.values()):
             metric.reset()
         self._hits: dict[int, Tensor] = {}
         self._totals: dict[int, Tensor] = {}
@@ -69,7 +69,7 @@ class UncertaintyReport(L.Callback):
     # -- collecting ----------------------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget the last validation."""
+        """Reset all metrics."""
         self._reset()
 
     on_test_epoch_start = on_validation_epoch_start
@@ -83,19 +83,19 @@ class UncertaintyReport(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Take in a batch."""
+        """Add a batch."""
         if isinstance(outputs, dict) and are_class_predictions(outputs.get("probs"), outputs.get("target")):
             self.update(outputs["probs"].detach().cpu(), outputs["target"].detach().cpu(), dataloader_idx)
 
     on_test_batch_end = on_validation_batch_end
 
     def update(self, probs: Tensor, target: Tensor, loader: int = 0) -> None:
-        """Take in probabilities (samples, batch, classes) or (batch, classes) and targets (batch,)."""
+        """Add probabilities (samples, batch, classes) or (batch, classes) and targets (batch,)."""
         probs = probs.unsqueeze(0) if probs.ndim == 2 else probs
         mean = probs.mean(0)
         correct = mean.argmax(-1) == target
         self._seen += len(target)
-        self._reliability.update(mean, target)
+        self._calibration.update(mean, target)
         for name, measure in MEASURES.items():
             self._retained[name].update(correct, measure(probs))
         ones = torch.ones(len(target), dtype=torch.float64)
@@ -157,7 +157,7 @@ class UncertaintyReport(L.Callback):
         if not self._seen or not trainer.loggers:
             return
         round = trainer.current_epoch
-        log_figure(trainer, f"{stage}/reliability", self._reliability.plot()[0], round)
+        log_figure(trainer, f"{stage}/calibration", self._calibration.plot()[0], round)
         curves = {}
         for name, metric in self._retained.items():
             curve = metric.compute()
@@ -166,7 +166,7 @@ class UncertaintyReport(L.Callback):
 
 
 def are_class_predictions(probs: Any, target: Any) -> bool:
-    """Whether these are class probabilities (samples, batch, classes) or (batch, classes), and classes (batch,)."""
+    """Return True for class probabilities (samples, batch, classes) or (batch, classes), and classes (batch,)."""
     return (
         isinstance(probs, Tensor)
         and isinstance(target, Tensor)

@@ -17,9 +17,9 @@ DECIDED = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 def go_offline_without_account() -> None:
     """Set ``WANDB_MODE=offline`` unless it is set already or an account is configured.
 
-    Without an account ``wandb.init`` asks on a terminal and fails elsewhere. Called when a federation is described,
-    since the Trainer starts its loggers before any hook of a callback. It must not ask wandb itself (``wandb.login``):
-    that would fix wandb's settings before the variable is set.
+    Without an account ``wandb.init`` asks on a terminal and fails elsewhere. Called when the callback is made, since
+    the Trainer starts its loggers before it calls any hook of a callback. It must not ask wandb itself
+    (``wandb.login``): that would fix wandb's settings before the variable is set.
     """
     if any(name in os.environ for name in DECIDED) or has_account(server()):
         return
@@ -40,7 +40,7 @@ def server() -> str:
 
 
 def has_account(host: str) -> bool:
-    """Whether ``wandb login`` has stored a key for ``host`` in the user's netrc file."""
+    """Return True if ``wandb login`` has stored a key for ``host`` in the user's netrc file."""
     places = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
     for place in places:
         try:

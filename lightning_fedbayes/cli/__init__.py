@@ -1,4 +1,4 @@
-"""The command ``fedbayes``: a federation out of a YAML file, the fusion rules, comparisons and pictures."""
+"""The command ``fedbayes``: federations from YAML files, the list of fusion rules, comparisons and pictures."""
 
 from lightning_fedbayes.cli.main import main
 

@@ -1,4 +1,4 @@
-"""``fedbayes compare``: one configuration under several fusion rules."""
+"""``fedbayes compare``: train one configuration with several fusion rules."""
 
 from __future__ import annotations
 
@@ -11,31 +11,29 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from lightning_fedbayes.callbacks.pictures import markdown_table
+from lightning_fedbayes.callbacks.loggers import markdown_table
 from lightning_fedbayes.cli import results
-from lightning_fedbayes.cli.curves import read_curves
 from lightning_fedbayes.cli.federation import FederationCLI
-from lightning_fedbayes.cli.options import Options
-from lightning_fedbayes.cli.plot import METRICS, draw
-from lightning_fedbayes.cli.results import Run
+from lightning_fedbayes.cli.messages import Options
+from lightning_fedbayes.cli.results import METRICS, Run, draw, read_curves
 from lightning_fedbayes.errors import FedBayesError, nearest
 from lightning_fedbayes.fusion import get_rule, rule_name
 from lightning_fedbayes.quiet import quietly
 
 DESCRIPTION = """\
-Run CONFIG once per fusion rule and seed. Prints a Markdown table of the last round and keeps it (table.md), every
-figure (results.json), one picture, and the CSV files of every run. What is there already is not run again. Any other
-option with a dot in its name, such as --trainer.max_epochs 5, changes the configuration.
+Run CONFIG once per fusion rule and seed. Prints a Markdown table of the last round, and saves it (table.md), all
+metrics of all rounds (results.json), a picture, and the CSV files of every run. Runs that are there already are not
+repeated. Any other option with a dot in its name, such as --trainer.max_epochs 5, changes the configuration.
 """
 
 
 def compare(arguments: list[str]) -> int:
-    """Run what is missing, then write table, figures and picture. Returns 1 if a run failed."""
+    """Run what is missing, then write table, metrics and picture; return 1 if a run failed, otherwise 0."""
     options = Options("compare", DESCRIPTION)
     options.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, as for 'fedbayes fit --config'")
     options.add_argument("--fusion", metavar="A,B,C", required=True, help="fusion rules, by name or alias, or 'auto'")
     options.add_argument("--seeds", metavar="N", type=int, default=1, help="seeds per rule, from seed_everything on")
-    options.add_argument("--metric", metavar="NAME", help="what the picture shows (default: val/nll, if there is one)")
+    options.add_argument("--metric", metavar="NAME", help="metric of the picture (default: val/nll, if there is one)")
     options.add_argument("--output", metavar="FOLDER", type=Path, help="default: outputs/compare/NAME OF CONFIG")
     values, changes = options.parse_known_args(arguments)
     for change in changes:
@@ -70,22 +68,22 @@ def compare(arguments: list[str]) -> int:
 
 
 def _names(fusion: str) -> list[str]:
-    """The registered names in a list of rules with commas, each once; FusionError for an unknown one."""
+    """Return the registered names of comma-separated rules, each once; raise FusionError for an unknown one."""
     names = [name.strip() for name in fusion.split(",") if name.strip()]
     if not names:
-        raise FedBayesError("--fusion names no fusion rule: give some with commas between them, such as fedavg,rklb")
+        raise FedBayesError("--fusion names no fusion rule: give some, separated by commas, such as fedavg,rklb")
     return list(dict.fromkeys(name if name == "auto" else rule_name(get_rule(name)) for name in names))
 
 
 class _Description(FederationCLI):
-    """A configuration that is read and checked, but not brought to life."""
+    """Parser that reads and checks a configuration without making its objects."""
 
     def instantiate_classes(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _described(settings: list[str]) -> tuple[int, dict[str, Any]]:
-    """The seed and all else that the runs of a comparison share, with every default."""
+    """Return the first seed, and the configuration that all runs of a comparison share, with every default."""
     cli = _Description(settings, run=False)
     configuration = yaml.safe_load(cli.parser.dump(cli.config, format="yaml"))
     del configuration["federation"]["fusion"], configuration["trainer"]["logger"]
@@ -93,7 +91,7 @@ def _described(settings: list[str]) -> tuple[int, dict[str, Any]]:
 
 
 def _done(folder: Path, configuration: dict[str, Any]) -> list[Run]:
-    """The runs of an earlier start; FedBayesError if they had another configuration."""
+    """Return the runs of an earlier start; raise FedBayesError if they had another configuration."""
     if not (folder / results.FILE).is_file():
         return []
     earlier, runs = results.load(folder)
@@ -103,13 +101,13 @@ def _done(folder: Path, configuration: dict[str, Any]) -> list[Run]:
 
 
 def _train(settings: list[str], fusion: str, seed: int, folder: Path) -> Run:
-    """One federation from start to end; its logger writes below ``folder``."""
+    """Train one federation; its logger writes below ``folder``."""
     logger = {
         "class_path": "lightning.pytorch.loggers.CSVLogger",
         "init_args": {"save_dir": str(folder), "name": fusion, "version": f"seed_{seed}"},
     }
     home = folder / fusion / f"seed_{seed}"
-    shutil.rmtree(home, ignore_errors=True)  # of a run that was interrupted
+    shutil.rmtree(home, ignore_errors=True)  # left by an interrupted run
     given = {
         "federation.fusion": fusion, "seed_everything": seed, "trainer.logger": json.dumps(logger),
         "trainer.enable_progress_bar": "false", "trainer.enable_model_summary": "false",
@@ -120,7 +118,7 @@ def _train(settings: list[str], fusion: str, seed: int, folder: Path) -> Run:
 
 
 def _report(folder: Path, runs: list[Run], metric: str | None) -> None:
-    """Print the table; save it and the picture."""
+    """Print the table; save the table and the picture."""
     text = markdown_table(*results.table(runs))
     (folder / "table.md").write_text(f"{text}\n")
     print(f"{text}\n\nResults: {folder}")

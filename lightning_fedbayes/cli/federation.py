@@ -11,23 +11,22 @@ import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from lightning_fedbayes.callbacks import FederatedBayes
-from lightning_fedbayes.cli.explain import explain, one_line
-from lightning_fedbayes.cli.shorthelp import class_help, option_names, short_help
+from lightning_fedbayes.cli.messages import class_help, explain, one_line, option_names, short_help
 from lightning_fedbayes.errors import FedBayesError
 
 LOGGER = {
     "class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "outputs", "name": "fedbayes"}
 }
-"""What a run is logged to if nothing is said: ``fedbayes plot`` reads it."""
+"""Default logger; ``fedbayes plot`` reads its files."""
 PREDICTIONS = "predictions.pt"
 CLASSES: dict[str, type] = {"model": L.LightningModule, "data": L.LightningDataModule}
 
 
 class Parser(LightningArgumentParser):
-    """LightningCLI's parser with a help of one page."""
+    """LightningCLI's parser, with a help of one page instead of six hundred lines."""
 
     def format_help(self, formatter: HelpFormatter | None = None) -> str:
-        """See :func:`short_help`, and :func:`class_help` for the arguments of one class."""
+        """Return :func:`short_help`, or :func:`class_help` in the parser of one class."""
         if not self.callback_keys:
             return class_help((self.description or "").rpartition("=")[2], self._actions)
         command = (self.prog or "").split()[-1]
@@ -35,34 +34,33 @@ class Parser(LightningArgumentParser):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the configuration into the folder of the run.
+    """Saves the configuration into the folder of the run, if the logger has one.
 
-    LightningCLI's own would write it into the working directory, over a ``config.yaml`` of the user's, where the
-    logger has no folder for the run.
+    Without a folder, LightningCLI would write ``config.yaml`` into the working directory, over a file of the user.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """See :class:`SaveConfigCallback`."""
+        """Save the configuration if the logger has a folder."""
         if getattr(trainer.logger, "log_dir", None) is not None:
             super().setup(trainer, pl_module, stage)
 
 
 class FederationCLI(LightningCLI):
-    """One federation out of YAML files and options: ``trainer``, ``model``, ``data``, ``federation``.
+    """LightningCLI for one federation, with the keys ``trainer``, ``model``, ``data`` and ``federation``.
 
-    ``federation`` holds the arguments of :class:`~lightning_fedbayes.FederatedBayes`, but for its seed, which is
-    ``seed_everything``. Classes of this package go by their names alone.
+    ``federation`` holds the arguments of :class:`~lightning_fedbayes.FederatedBayes`, except its seed, which is
+    ``seed_everything``. Classes of this package need no import path.
 
     Args:
-        arguments: of the command line; the first is the stage if ``run``.
-        run: run that stage; otherwise make the objects only.
+        arguments: those of the command line; the first is the stage if ``run`` is true.
+        run: run that stage; otherwise only make the objects.
 
     Attributes:
-        model, datamodule, trainer: what the configuration describes.
+        model, datamodule, trainer: objects that the configuration describes.
         config: the configuration.
 
     Raises:
-        FedBayesError: an option, key, class or value that cannot be used, in one line.
+        FedBayesError: an option, key, class or value cannot be used; the message has one line.
     """
 
     def __init__(self, arguments: list[str], run: bool = True) -> None:
@@ -82,16 +80,16 @@ class FederationCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The federation, with one seed for everything."""
+        """Add the federation, and link its seed to ``seed_everything``."""
         parser.add_lightning_class_args(FederatedBayes, "federation")
         parser.link_arguments("seed_everything", "federation.seed")
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The seed, a number."""
-        parser.add_argument("--seed_everything", type=int, default=0, help="Where every random draw comes from.")
+        """Add the seed as an integer; LightningCLI would also take a bool."""
+        parser.add_argument("--seed_everything", type=int, default=0, help="Seed of every random draw.")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse, and explain what cannot be."""
+        """Parse the arguments; raise FedBayesError with one line for a mistake."""
         try:
             self.config = parser.parse_args(args)
         except ArgumentError as error:
@@ -100,36 +98,36 @@ class FederationCLI(LightningCLI):
             raise FedBayesError(explain(str(error), option_names(used._actions))) from error
 
     def instantiate_classes(self) -> None:
-        """Make the objects; what this package refuses is its own error, not one of the parser's."""
+        """Make the objects; raise an error of this package as itself, not as the parser's error around it."""
         try:
             super().instantiate_classes()
         except ValueError as error:
             own = _own_error(error)
-            if own is None and "Does not validate" in str(error):  # one of several types that a value may have
+            if own is None and "Does not validate" in str(error):  # for a value that may have several types
                 own = FedBayesError(one_line(str(error)))
             if own is None:
                 raise
             raise own from error
 
     def predict(self, model: L.LightningModule, **arguments: Any) -> None:
-        """Predict, and save what the module returned for each batch."""
+        """Predict, and save the module's output for each batch."""
         batches = self.trainer.predict(model, **arguments) or []
         folder = Path(self.trainer.log_dir or ".")
-        if not self.trainer.is_global_zero:  # which has all of them
+        if not self.trainer.is_global_zero:  # the first process has all batches
             return
         folder.mkdir(parents=True, exist_ok=True)
         torch.save([getattr(batch, "_asdict", lambda batch=batch: batch)() for batch in batches], folder / PREDICTIONS)
         print(f"Predictions: {folder / PREDICTIONS} (a list of batches, for torch.load)")
 
     def after_fit(self) -> None:
-        """Say where the results are."""
+        """Print the folder of the results."""
         folder = getattr(self.trainer.logger, "log_dir", None)
         if folder is not None and self.trainer.is_global_zero:
             print(f"Results: {folder} (fedbayes plot {folder} draws the learning curves)")
 
 
 def _own_error(error: BaseException | None) -> FedBayesError | None:
-    """The error of this package that another one was raised from."""
+    """Return the error of this package that ``error`` was raised from, if there is one."""
     while error is not None and not isinstance(error, FedBayesError):
         error = error.__cause__
     return error

@@ -1,4 +1,4 @@
-"""``fedbayes``: which command was asked for, and one line for every mistake."""
+"""Entry point of ``fedbayes``: run a command, print mistakes in one line."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ Example: fedbayes fit --config examples/configs/digits.yaml --federation.fusion 
 STAGES = ("fit", "validate", "test", "predict")
 COMMANDS = (*STAGES, "rules", "compare", "plot")
 EXTRA = ("jsonargparse", "docstring_parser")
-"""What LightningCLI needs, by ``pip install lightning-fedbayes[cli]``."""
+"""Modules that LightningCLI needs, from ``pip install lightning-fedbayes[cli]``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; what cannot be run is said in one line on stderr.
+    """Run a command line; print one line on stderr if it cannot be run.
 
     Args:
-        argv: the arguments without the program's name; None: those of the process.
+        argv: arguments without the program's name; None: those of the process.
 
-    Returns: the exit code: 0, 1 if a run of a comparison failed, 2 if the command line, its file or the federation
-    that they describe cannot be used.
+    Returns: exit code: 0; 1 if a run of a comparison failed; 2 if the command line, the YAML file or the federation
+    cannot be used.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -61,13 +61,13 @@ def _run(arguments: list[str]) -> int:
     command, *rest = arguments
     if command not in COMMANDS:
         raise FedBayesError(f"unknown command '{command}': {nearest(command, COMMANDS)}")
-    # imported where they are needed: jsonargparse is an extra
+    # late imports: jsonargparse is an optional dependency
     if command == "rules":
         from lightning_fedbayes.cli.rules import rules
 
         return rules(rest)
     if command == "plot":
-        from lightning_fedbayes.cli.plot import plot
+        from lightning_fedbayes.cli.results import plot
 
         return plot(rest)
     if any(importlib.util.find_spec(module) is None for module in EXTRA):

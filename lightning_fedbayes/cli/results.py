@@ -1,19 +1,51 @@
-"""What a comparison has found so far: a file of runs, and a table and curves out of them."""
+"""Results of runs: learning curves, the file and table of a comparison, and ``fedbayes plot``."""
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fedbayes.cli.curves import Curves, validated
+from lightning_fedbayes import plots
+from lightning_fedbayes.cli.messages import Options
 from lightning_fedbayes.errors import FedBayesError
 
 FILE = "results.json"
+"""Runs of a comparison, as :func:`save` writes them."""
+METRICS = "metrics.csv"
+"""Metrics of one run, as a CSVLogger writes them."""
+AXES = ("epoch", "step", "round")
+
+Curves = dict[str, list[float]]
+"""Metric → its values in rounds 1, 2, …; NaN where it was not logged."""
+
+
+def read_curves(file: Path) -> Curves:
+    """Read the last value of every metric in every round (epoch).
+
+    Args:
+        file: ``metrics.csv`` of a CSVLogger, with a column "epoch" (from 0) and one per metric.
+    """
+    with open(file, newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    rounds = 1 + max((int(float(row["epoch"])) for row in rows if row.get("epoch")), default=-1)
+    names = [name for name in (rows[0] if rows else {}) if name not in AXES]
+    curves: Curves = {name: [math.nan] * rounds for name in names}
+    for row in rows:
+        for name in names:
+            if row.get("epoch") and row[name]:
+                curves[name][int(float(row["epoch"]))] = float(row[name])
+    return curves
+
+
+def validated(curves: Curves) -> list[str]:
+    """Return the sorted names of the validation metrics."""
+    return sorted(name for name in curves if name.startswith("val/"))
 
 
 @dataclass(frozen=True)
@@ -21,9 +53,9 @@ class Run:
     """One federation of a comparison.
 
     Attributes:
-        fusion: name of its rule.
-        seed: where its random draws come from.
-        curves: its metrics by round.
+        fusion: name of the fusion rule.
+        seed: seed of all random draws.
+        curves: metrics by round.
     """
 
     fusion: str
@@ -32,7 +64,7 @@ class Run:
 
 
 def save(folder: Path, configuration: dict[str, Any], runs: Sequence[Run]) -> None:
-    """Write the runs and the configuration that they share; an interrupted write leaves the old file."""
+    """Write the runs and their common configuration; an interrupted write leaves the old file."""
     content = {"configuration": configuration, "runs": [asdict(run) for run in runs]}
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{FILE}.part"
@@ -41,10 +73,10 @@ def save(folder: Path, configuration: dict[str, Any], runs: Sequence[Run]) -> No
 
 
 def load(folder: Path) -> tuple[dict[str, Any], list[Run]]:
-    """The configuration and the runs that :func:`save` wrote.
+    """Return the configuration and the runs that :func:`save` wrote.
 
     Raises:
-        FedBayesError: the file is something else.
+        FedBayesError: the file has another format.
     """
     try:
         content = json.loads((folder / FILE).read_text())
@@ -55,7 +87,7 @@ def load(folder: Path) -> tuple[dict[str, Any], list[Run]]:
 
 
 def _replaced(value: Any, old: float | None, new: float | None) -> Any:
-    """``value`` with NaN as null, or back: JSON has no NaN."""
+    """Replace NaN by null in ``value``, or null by NaN: JSON has no NaN."""
     if isinstance(value, dict):
         return {key: _replaced(each, old, new) for key, each in value.items()}
     if isinstance(value, list):
@@ -65,22 +97,22 @@ def _replaced(value: Any, old: float | None, new: float | None) -> Any:
 
 
 def metrics_of(runs: Sequence[Run]) -> list[str]:
-    """Names of the validation metrics that some run has."""
+    """Return the sorted names of the validation metrics that at least one run has."""
     return sorted({name for run in runs for name in validated(run.curves)})
 
 
 def mean_curves(runs: Sequence[Run], metric: str) -> Curves:
-    """Rule → mean of ``metric`` over its seeds in every round; NaN where a seed has no value."""
+    """Return rule → mean of ``metric`` over the seeds in every round; NaN where a seed has no value."""
     by_rule = {run.fusion: [other.curves.get(metric, []) for other in runs if other.fusion == run.fusion]
                for run in runs}
     return {fusion: [statistics.fmean(values) for values in zip(*curves)] for fusion, curves in by_rule.items()}
 
 
 def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: each rule's validation metrics in its last round, its seconds and megabytes per round.
+    """Return columns and rows: each rule's validation metrics in the last round, seconds and megabytes per round.
 
-    Several seeds give mean ± standard deviation, "nan" where one has no value. Seconds are the median of the rounds,
-    since the first one sets up; megabytes go both ways, summed over the clients.
+    Several seeds give mean ± standard deviation, "nan" where one has no value. Seconds are the median over the rounds,
+    because the first includes the set-up; megabytes are those sent and received, summed over the clients.
 
     >>> curves = {"val/nll": [0.5, 0.25], "federation/seconds": [3.0, 1.0], "federation/megabytes_up": [2.0, 2.0]}
     >>> table([Run("conflation", 0, curves), Run("conflation", 1, {**curves, "val/nll": [0.5, 0.75]})])
@@ -99,12 +131,12 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def _megabytes(curves: Curves, way: str) -> float:
-    """Mean traffic of a round in one direction; 0 if it was not logged."""
+    """Return the mean traffic of a round in one direction; 0 if it was not logged."""
     return statistics.fmean(curves.get(f"federation/megabytes_{way}", [0.0]))
 
 
 def _last(values: Sequence[float]) -> float:
-    """The last value that is there."""
+    """Return the last value that is not NaN, or NaN."""
     return next((value for value in reversed(values) if not math.isnan(value)), math.nan)
 
 
@@ -112,3 +144,41 @@ def _spread(values: Sequence[float]) -> str:
     mean = statistics.fmean(values)
     alone = len(values) == 1 or math.isnan(mean)
     return f"{mean:.4g}" if alone else f"{mean:.4g} ± {statistics.stdev(values):.2g}"
+
+
+def plot(arguments: list[str]) -> int:
+    """Draw every validation metric of a folder by round and print the files."""
+    options = Options("plot", "Draw every validation metric by round, as PNG files beside the figures.")
+    options.add_argument("run", metavar="RUN", type=Path, help="folder of a CSVLogger (metrics.csv) or of a comparison")
+    folder: Path = options.parse(arguments).run
+    by_metric = curves_of(folder)
+    if not by_metric:
+        raise FedBayesError(f"{folder} holds no validation metrics ('val/...'): the run ended before its first one")
+    for metric, curves in by_metric.items():
+        print(draw(folder, metric, curves))
+    return 0
+
+
+def curves_of(folder: Path) -> dict[str, Curves]:
+    """Return validation metric → label → values by round, of a run or a comparison.
+
+    Raises:
+        FedBayesError: the folder is of neither.
+    """
+    if (folder / FILE).is_file():
+        _, runs = load(folder)
+        return {metric: mean_curves(runs, metric) for metric in metrics_of(runs)}
+    if (folder / METRICS).is_file():
+        curves = read_curves(folder / METRICS)
+        return {metric: {metric.removeprefix("val/"): curves[metric]} for metric in validated(curves)}
+    below = sorted(each.parent for each in folder.glob(f"**/{METRICS}"))
+    remedy = f"did you mean {below[-1]}?" if below else "give the folder of a CSVLogger or of 'fedbayes compare'"
+    raise FedBayesError(f"there is neither {METRICS} nor {FILE} in {folder}: {remedy}")
+
+
+def draw(folder: Path, metric: str, curves: Mapping[str, Sequence[float]]) -> Path:
+    """Save a picture of ``metric`` by round, one line per label; return its file."""
+    file = folder / f"{metric.replace('/', '_')}_by_round.png"
+    name = metric.removeprefix("val/")
+    plots.rounds(curves, f"validation {name.upper() if len(name) <= 4 else name.replace('_', ' ')}").savefig(file)
+    return file

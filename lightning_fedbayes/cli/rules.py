@@ -1,4 +1,4 @@
-"""``fedbayes rules``: every fusion rule that is registered, in families."""
+"""``fedbayes rules``: all registered fusion rules, by family."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import inspect
 import textwrap
 from collections.abc import Sequence
 
-from lightning_fedbayes.cli.options import Options
-from lightning_fedbayes.cli.text import plain
+from lightning_fedbayes.cli.messages import Options, plain
 from lightning_fedbayes.fusion import FusionRule, SumRule, available_fusions, get_rule, rule_name
 from lightning_fedbayes.fusion.alpha import AlphaBarycenter
 from lightning_fedbayes.fusion.inferred import InferredRule
-from lightning_fedbayes.fusion.medians import CoordinateMedian, TrimmedMean
 from lightning_fedbayes.fusion.preaggregation import Preaggregation
 from lightning_fedbayes.fusion.registry import FunctionRule
-from lightning_fedbayes.fusion.rule import JudgingRule
+from lightning_fedbayes.fusion.robust import CoordinateMedian, TrimmedMean
+from lightning_fedbayes.fusion.rule import ReliabilityRule
 
 FAMILIES: dict[str, tuple[type[FusionRule], ...]] = {
-    "inferred: ask how good each client is, and remember it": (InferredRule,),
-    "before a robust rule: change what clients sent, then another rule fuses": (Preaggregation,),
-    "robust: bound what a minority of clients can do": (JudgingRule, CoordinateMedian, TrimmedMean),
+    "inferred: estimate each client's reliability from all rounds": (InferredRule,),
+    "before a robust rule: preprocess the client posteriors, which another rule fuses": (Preaggregation,),
+    "robust: bound the influence of a minority of clients": (ReliabilityRule, CoordinateMedian, TrimmedMean),
     "interpolating: hold all clients of a round": (AlphaBarycenter,),
     "streaming: memory does not grow with the clients": (SumRule,),
 }
-"""Title → base classes; a rule belongs to the first family that has one of its bases."""
+"""Title → base classes; a rule belongs to the first family with one of its base classes."""
 OTHER = "others"
 
 
@@ -35,11 +34,11 @@ def rules(arguments: list[str]) -> int:
 
 
 def listing(names: Sequence[str] | None = None, width: int = 110) -> str:
-    """Every rule with its aliases, what it is, and whether it takes weights or needs the previous posterior.
+    """Return every rule with its aliases, its needs (weights, the previous posterior) and its first line.
 
     Args:
-        names: of the rules; None: all that are registered.
-        width: of a line, in characters.
+        names: names of the rules; None: all that are registered.
+        width: characters per line.
 
     >>> print(listing(["conflation"]))
     streaming: memory does not grow with the clients
@@ -53,12 +52,12 @@ def listing(names: Sequence[str] | None = None, width: int = 110) -> str:
 
 
 def family(rule: FusionRule) -> str:
-    """The title of the family that a rule belongs to."""
+    """Return the title of a rule's family."""
     return next((title for title, bases in FAMILIES.items() if isinstance(rule, bases)), OTHER)
 
 
 def aliases_of(name: str) -> list[str]:
-    """The other names of a rule, sorted.
+    """Return the other names of a rule, sorted.
 
     >>> aliases_of("linear_pool")
     ['kl_barycenter', 'lp']

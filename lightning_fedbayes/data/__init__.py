@@ -1,8 +1,6 @@
-"""Data sets as LightningDataModules, and what a partition needs to know about any data set."""
+"""Data sets as LightningDataModules, and the class labels and clients of any data set."""
 
-from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of
-from lightning_fedbayes.data.diabetes import DiabetesDataModule
-from lightning_fedbayes.data.digits import DigitsDataModule
+from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of, labels_of
 from lightning_fedbayes.data.hospitals import HospitalsDataModule
 from lightning_fedbayes.data.images import (
     CIFAR10DataModule,
@@ -11,9 +9,8 @@ from lightning_fedbayes.data.images import (
     MNISTDataModule,
     SVHNDataModule,
 )
-from lightning_fedbayes.data.labels import labels_of
-from lightning_fedbayes.data.splits import SplitDataModule
-from lightning_fedbayes.data.tensors import TensorDataModule
+from lightning_fedbayes.data.offline import DiabetesDataModule, DigitsDataModule
+from lightning_fedbayes.data.splits import SplitDataModule, TensorDataModule
 from lightning_fedbayes.data.uci import UCIDataModule, available_datasets
 
 __all__ = [

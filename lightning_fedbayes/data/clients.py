@@ -1,19 +1,61 @@
-"""Who the clients are: a data set dealt out by a partition, or a data set that comes in parts."""
+"""Clients of a federation: a data set divided by a partition, or a data set that comes in parts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from lightning_fedbayes.data.labels import labels_of
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.partition import Partition, counts_table
+
+LABEL_ATTRIBUTES = ("targets", "labels", "y")
+
+
+def labels_of(dataset: Dataset[Any]) -> Tensor | None:
+    """Integer class label of every example, or None if finding out would need loading the examples.
+
+    Looks for an attribute ``targets``, ``labels`` or ``y`` (torchvision's data sets have one), takes the last tensor
+    of a TensorDataset, and looks into Subset and ConcatDataset. Examples are never loaded, so no image is decoded.
+    Anything but one integer per example (continuous targets, masks, names) is None.
+
+    Returns: integers, shape (examples,), in the order of the data set; or None.
+
+    >>> data = TensorDataset(torch.zeros(4, 2), torch.tensor([0, 1, 2, 1]))
+    >>> labels_of(Subset(data, [3, 2]))
+    tensor([1, 2])
+    """
+    if isinstance(dataset, Subset):
+        labels = labels_of(dataset.dataset)
+        return None if labels is None else labels[torch.as_tensor(dataset.indices, dtype=torch.int64)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [labels_of(part) for part in dataset.datasets]
+        known = [part for part in parts if part is not None]
+        return torch.cat(known) if len(known) == len(parts) else None
+    if isinstance(dataset, TensorDataset):
+        return _as_labels(dataset.tensors[-1], len(dataset))
+    for name in LABEL_ATTRIBUTES:
+        labels = _as_labels(getattr(dataset, name, None), len(dataset))  # type: ignore[arg-type]
+        if labels is not None:
+            return labels
+    return None
+
+
+def _as_labels(values: Any, length: int) -> Tensor | None:
+    """Return ``values`` as a vector of ``length`` integers, or None if they are something else."""
+    try:
+        labels = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):  # names, ragged lists, methods, None
+        return None
+    if labels.shape != (length,) or labels.is_floating_point() or labels.is_complex():
+        return None
+    return labels
 
 
 class ClientDatasets(ConcatDataset):
@@ -38,7 +80,7 @@ class ClientDatasets(ConcatDataset):
 
 @dataclass(frozen=True)
 class Clients:
-    """The clients of a federation and how their data lie.
+    """The clients of a federation and their data.
 
     Args:
         names: one per client.
@@ -62,11 +104,11 @@ class Clients:
 
 
 def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clients:
-    """The clients that ``partition`` makes of ``dataset``; without a partition, the parts it comes in.
+    """Return the clients into which ``partition`` divides ``dataset``; without a partition, one client per part.
 
     Args:
         dataset: map-style, with a length.
-        partition: how to deal out the examples; None if ``dataset`` is a ``ConcatDataset`` with one part per client.
+        partition: divides the examples; None if ``dataset`` is a ``ConcatDataset`` with one part per client.
         seed: seed of the partition.
 
     Raises:
@@ -104,7 +146,7 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
 
 
 def check_classes(clients: Clients) -> None:
-    """Refuse clients who have, all together, no example of a class of the data; warn of numbers between classes."""
+    """Raise FederationError if no client has an example of some class; warn if the class numbers have gaps."""
     if clients.counts is None:
         return
     absent = [clients.classes[column] for column in (clients.counts.sum(0) == 0).nonzero().flatten().tolist()]
@@ -123,14 +165,30 @@ def check_classes(clients: Clients) -> None:
 
 
 def _labels_of_parts(datasets: Sequence[Dataset]) -> list[Tensor] | None:
-    """Integer labels of every part, or None if one part's are unknown or not integers."""
+    """Integer labels of every part, or None if those of one part are unknown or not integers."""
     labels = [labels_of(dataset) for dataset in datasets]
     known = [each for each in labels if each is not None and not each.is_floating_point()]
     return known if len(known) == len(labels) else None
 
 
 def _count_parts(labels: Sequence[Tensor]) -> tuple[Tensor, tuple]:
-    """Clients × classes counts of labels that come in parts."""
+    """Counts of each class in each part (clients × classes), and the classes."""
     starts = torch.tensor([0, *(len(each) for each in labels)]).cumsum(0).tolist()
     indices = [torch.arange(start, stop) for start, stop in pairwise(starts)]
     return counts_table(indices, torch.cat(list(labels)))
+
+
+def tensors_of(dataset: Dataset) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+    """Return the tensors behind a ``TensorDataset``, or a ``Subset`` of one, and its rows of them.
+
+    Returns: (tensors, rows), rows None for all of them; None if the data are not tensors in memory.
+    """
+    if type(dataset) is TensorDataset:
+        return dataset.tensors, None
+    if type(dataset) is Subset:
+        inner = tensors_of(dataset.dataset)
+        if inner is not None:
+            tensors, rows = inner
+            picked = torch.as_tensor(dataset.indices, dtype=torch.int64)
+            return tensors, picked if rows is None else rows[picked]
+    return None

@@ -1,4 +1,4 @@
-"""Heart disease at four hospitals: a federation that was not made by dividing one data set."""
+"""Heart disease at four hospitals: a natural federation, not one data set divided artificially."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fedbayes.data.clients import ClientDatasets
 from lightning_fedbayes.data.splits import SplitDataModule
-from lightning_fedbayes.data.standardise import standardisation_of
-from lightning_fedbayes.data.tables import Table, read_table
+from lightning_fedbayes.data.tables import Table, read_table, standardisation_of
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.seeding import generator
 
@@ -29,8 +28,8 @@ class Attribute(NamedTuple):
     Attributes:
         name: as in the description of the data.
         levels: the values that it can take; empty for a measurement or a count.
-        zero_is_missing: 0 cannot have been measured, and stands for a missing value.
-        always_there: it is never missing, and gets no indicator.
+        zero_is_missing: 0 is impossible, and stands for a missing value.
+        always_there: it is never missing, so it gets no indicator.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Attribute(NamedTuple):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns it is encoded as: one for a number or a yes or no, else one for each level."""
+        """Names of its encoded columns: one for a number or a yes or no, else one for each level."""
         return tuple(f"{self.name}={level}" for level in self.levels) if len(self.levels) > 2 else (self.name,)
 
 
@@ -66,7 +65,7 @@ TARGET = Attribute("num", levels=(0, 1, 2, 3, 4), always_there=True)
 
 
 def read_patients(path: Path) -> tuple[Tensor, Tensor]:
-    """The attributes of a hospital's patients, and whether they have heart disease.
+    """Read the attributes of a hospital's patients and their diagnosis.
 
     Returns: attributes, float64, shape (patients, 13), NaN where missing; labels, int64, shape (patients,), 1 for
         heart disease.
@@ -86,7 +85,7 @@ def read_patients(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def _checked(table: Table, column: int, attribute: Attribute, path: Path) -> Tensor:
-    """A column with NaN where it is missing, shape (patients,); refuses what the attribute cannot be."""
+    """A column with NaN where it is missing, shape (patients,); raises FederationError for an impossible value."""
     values = table.values[:, column]
     missing = values.isnan() | (values == MISSING) | (values == 0 if attribute.zero_is_missing else False)
     impossible = missing if attribute.always_there else torch.zeros_like(missing)
@@ -107,16 +106,16 @@ COLUMNS = tuple(column for attribute in ATTRIBUTES for column in attribute.colum
 """Names of the encoded columns, in order."""
 
 INDICATORS = tuple(f"{attribute.name} missing" for attribute in ATTRIBUTES if not attribute.always_there)
-"""Names of the columns that say whether an attribute is missing, in order."""
+"""Names of the columns that are 1 where an attribute is missing, in order."""
 
 
 def encode(attributes: Tensor) -> Tensor:
-    """One column per number, per yes or no, and per level of anything else.
+    """Encode attributes: one column per number, per yes or no, and per level of any other attribute.
 
     Args:
         attributes: float64, shape (patients, 13), NaN where missing.
 
-    Returns: float64, shape (patients, 22), in the order of :data:`COLUMNS`; NaN in all columns of what is missing.
+    Returns: float64, shape (patients, 22), in the order of :data:`COLUMNS`; NaN in all columns of a missing attribute.
     """
     columns = []
     for attribute, values in zip(ATTRIBUTES, attributes.split(1, dim=1), strict=True):
@@ -129,7 +128,7 @@ def encode(attributes: Tensor) -> Tensor:
 
 
 def indicators(attributes: Tensor) -> Tensor:
-    """1 where an attribute that may be missing is missing, else 0; float32, shape (patients, 10)."""
+    """Return 1 where an attribute that may be missing is missing, else 0; float32, shape (patients, 10)."""
     may_be_missing = torch.tensor([not attribute.always_there for attribute in ATTRIBUTES])
     return attributes[:, may_be_missing].isnan().float()
 
@@ -140,7 +139,7 @@ def stratified_split(labels: Tensor, fraction: float, seed: int, client: int) ->
     Args:
         labels: integers, shape (examples,).
         fraction: share of the test examples of each class.
-        seed, client: where the choice comes from.
+        seed, client: determine the choice.
 
     Returns: two int64 vectors, sorted.
     """
@@ -154,30 +153,31 @@ def stratified_split(labels: Tensor, fraction: float, seed: int, client: int) ->
 class HospitalsDataModule(SplitDataModule):
     """Heart disease at four hospitals, one client each: 303 patients of Cleveland, 294 Hungarian, 123 Swiss, 200 of VA.
 
-    A federation that nobody made by dividing one data set: 46, 36, 93 and 75 % of the patients are ill, and each
-    hospital recorded other attributes. Inputs are float32 of shape (batch, 32), labels int64, 1 if any vessel is
-    narrowed by half or more (``num`` > 0). The training data are a :class:`~lightning_fedbayes.ClientDatasets`, so
-    :class:`~lightning_fedbayes.FederatedBayes` takes no partition.
+    A natural federation: 46, 36, 93 and 75 % of the patients are ill, and the hospitals recorded different attributes.
+    Inputs are float32 of shape (batch, 32), labels int64, 1 if any vessel is narrowed by half or more (``num`` > 0).
+    The training data are a :class:`~lightning_fedbayes.ClientDatasets`, so :class:`~lightning_fedbayes.FederatedBayes`
+    takes no partition.
 
-    Missing is what the files mark by ``?`` or −9, and a resting blood pressure, cholesterol or heart rate of 0, which
-    nobody alive has: one patient's blood pressure in VA, and the cholesterol of 49 of them and of every Swiss patient.
+    A value is missing where the file has ``?`` or −9, and where a resting blood pressure, cholesterol or heart rate is
+    0: in VA the blood pressure of one patient and the cholesterol of 49, in Switzerland everyone's cholesterol.
     Negative ``oldpeak`` (the ST segment was elevated) is a measurement. Attributes of three and more levels become one
     column per level; these 22 columns are standardised, and a missing value becomes 0, the mean, in all columns of its
     attribute. Ten more columns are 1 where an attribute (all but age, sex and chest pain) was missing, else 0. The
-    columns are the same for all files and seeds. They nearly tell the hospitals apart (vessels were hardly
-    counted outside Cleveland), so a network can learn each hospital's share of ill patients from them: compare its
-    accuracy with that of guessing each hospital's majority.
+    columns are the same for all files and seeds. They nearly identify the hospital (vessels were hardly counted outside
+    Cleveland), so a network can learn each hospital's share of ill patients from them: compare its accuracy with that
+    of predicting each hospital's majority.
 
-    Means and standard deviations are those of the present values in the training splits of all hospitals. That is
-    knowledge from outside each hospital, though not of any patient: counts, sums and sums of squares of every column,
-    which each hospital can send once, also under secure summation.
+    Means and standard deviations are those of the present values in the training splits of all hospitals. For that,
+    each hospital reveals counts, sums and sums of squares of every column, which it can send once, also under secure
+    summation.
 
     Each hospital's patients are split into training and test with the same share of ill patients. The validation
-    loader holds the test examples of all hospitals, in the order of ``test_sets``: what is chosen by their scores is
-    not tested by them.
+    loader holds the test examples of all hospitals, in the order of ``test_sets``, so a choice made by validation
+    scores has no independent test.
 
     Args:
-        directory: holds ``processed.cleveland.data`` and its three sisters.
+        directory: holds ``processed.cleveland.data``, ``processed.hungarian.data``, ``processed.switzerland.data`` and
+            ``processed.va.data``.
         batch_size: examples per batch.
         test_fraction: share of each hospital's patients that is held out, strictly between 0 and 1.
         seed: seed of the split.

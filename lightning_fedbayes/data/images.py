@@ -6,46 +6,75 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lightning_fedbayes.data.channels import channel_statistics, standardise
-from lightning_fedbayes.data.cifar import read_cifar
-from lightning_fedbayes.data.idx import read_idx_images
-from lightning_fedbayes.data.image_files import LabelledImages, find_files, join
-from lightning_fedbayes.data.splits import SplitDataModule
-from lightning_fedbayes.data.stratify import stratified_order
-from lightning_fedbayes.data.svhn import read_svhn
+from lightning_fedbayes.data.image_files import LabelledImages, find_files, join, read_cifar, read_idx_images, read_svhn
+from lightning_fedbayes.data.splits import SplitDataModule, stratified_order
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.seeding import generator
+
+WHITE = 255
+"""The largest value of a pixel."""
+
+
+def channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and population standard deviation of every channel over all pixels, in units of white.
+
+    Computed in double precision from the counts of the 256 values, without a floating-point copy of the images.
+
+    Args:
+        images: uint8, shape (examples, channels, height, width).
+
+    Returns: mean and standard deviation, float64, shape (channels,), in [0, 1].
+
+    >>> channel_statistics(torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2))
+    (tensor([0.5000], dtype=torch.float64), tensor([0.5000], dtype=torch.float64))
+    """
+    counts = torch.stack([channel.flatten().bincount(minlength=WHITE + 1) for channel in images.unbind(1)]).double()
+    shares, values = counts / counts.sum(1, keepdim=True), torch.linspace(0, 1, WHITE + 1, dtype=torch.float64)
+    mean = shares @ values
+    return mean, (shares * (values - mean.unsqueeze(1)).square()).sum(1).sqrt()
+
+
+def standardise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    r"""Return :math:`z = (x / 255 - m) / s` for the mean m and standard deviation s of each channel, float32.
+
+    Args:
+        images: uint8, shape (examples, channels, height, width).
+        mean: m, shape (channels,), in units of white.
+        std: s > 0, likewise.
+    """
+    shift, scale = ((each.float().view(-1, 1, 1)) for each in (mean / std, WHITE * std))
+    return images.float().div_(scale).sub_(shift)
 
 
 class ImageDataModule(SplitDataModule):
     """Images from files with a training and a test part, standardised and kept in memory.
 
     Inputs are float32 of shape (batch, \\*\\ ``shape``), labels int64 of shape (batch,). Each channel is standardised
-    with its mean and standard deviation over all pixels of the training examples, those held out for validation not
-    among them. There is no augmentation.
+    with its mean and standard deviation over all pixels of the training examples, without those held out for
+    validation. There is no augmentation.
 
-    The standardised images are tensors in memory, 4 bytes per value, so that clients' batches are rows of them, which
-    is many times faster than one image after the other: 0.22 GB for MNIST or FashionMNIST, 0.74 GB for CIFAR-10 and
-    1.2 GB for SVHN with all examples. ``examples`` takes fewer to train on. The test part is never cut, since a score
-    on less says less; ``Trainer(limit_test_batches=...)`` does it where that is wanted.
+    The standardised images are tensors in memory, 4 bytes per value, so that clients' batches are rows of them,
+    many times faster than loading image by image: 0.22 GB for MNIST or FashionMNIST, 0.74 GB for CIFAR-10 and
+    1.2 GB for SVHN with all examples. ``examples`` limits the training images. The test part is never cut;
+    ``Trainer(limit_test_batches=...)`` does that.
 
     The papers' protocol has no validation part: it trains on all training images and scores the test part. With
     ``validation_fraction=None`` validation is over the test part, as there. A fraction is the right choice
     whenever a decision (a hyperparameter, early stopping, which checkpoint) depends on what is validated.
 
-    A subclass says where the files lie (:meth:`find`), how they are read (:meth:`read`) and downloaded
-    (:meth:`fetch`).
+    A subclass finds the files (:meth:`find`), reads them (:meth:`read`) and downloads them (:meth:`fetch`).
 
     Args:
         directory: holds the files; see the subclass.
         batch_size: images per training batch.
         validation_fraction: share of the training images to hold out, strictly between 0 and 1, stratified; None
             validates with the test part.
-        examples: how many of the training images to use, those for validation included, stratified; None: all. With
-            the same seed, fewer examples are among more.
+        examples: number of training images to use, including those for validation, stratified; None: all. With the
+            same seed, a smaller number gives a subset of a larger one.
         seed: seed of both choices.
         download: get the files with torchvision into ``directory`` where they are missing.
 
@@ -96,18 +125,18 @@ class ImageDataModule(SplitDataModule):
 
     @abstractmethod
     def find(self) -> list[Path]:
-        """The files of the data set; FederationError where they are not there."""
+        """Return the files of the data set; raise FederationError if one is missing."""
 
     @abstractmethod
     def read(self) -> tuple[LabelledImages, LabelledImages]:
-        """The training part and the test part, as they are stored."""
+        """Read the training part and the test part, as they are stored."""
 
     @abstractmethod
     def fetch(self, datasets: Any) -> None:
         """Download the files into ``directory``; ``datasets`` is ``torchvision.datasets``."""
 
     def prepare_data(self) -> None:
-        """Download, if that is wanted."""
+        """Download the files if ``download`` is set."""
         if not self.download:
             return
         try:
@@ -141,7 +170,7 @@ class ImageDataModule(SplitDataModule):
             self.validation = TensorDataset(standardise(validation.images, mean, std), validation.labels)
 
     def _split(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of the training and of the validation images, ascending; FederationError if they cannot be had."""
+        """Rows of the training and of the validation images, ascending; raise FederationError if there are too few."""
         total = len(labels)
         count = total if self.examples is None else self.examples
         if count > total:
@@ -164,7 +193,7 @@ class ImageDataModule(SplitDataModule):
 
 
 def _listed(counts: Tensor) -> str:
-    """The classes that have no example, in words."""
+    """The classes that have no example, as text."""
     return ", ".join(map(str, (counts == 0).nonzero().flatten().tolist()))
 
 
@@ -180,14 +209,14 @@ class MNISTDataModule(ImageDataModule):
 
     shape = (1, 28, 28)
     torchvision_name: ClassVar[str] = "MNIST"
-    """What torchvision calls the data set and its folder."""
+    """Name of the data set and of its folder in torchvision."""
 
     def find(self) -> list[Path]:
         """The four IDX files."""
         return find_files(self.directory, [(f"{self.torchvision_name}/raw", IDX_FILES), (".", IDX_FILES)])
 
     def read(self) -> tuple[LabelledImages, LabelledImages]:
-        """The training part and the test part, as they are stored."""
+        """Read the training part and the test part, as they are stored."""
         images, labels, test_images, test_labels = self.find()
         return (
             read_idx_images(images, labels, self.shape, self.num_classes),
@@ -203,7 +232,8 @@ class FashionMNISTDataModule(MNISTDataModule):
     """70,000 pictures of clothes in the format of MNIST, 60,000 of them for training; see :class:`ImageDataModule`.
 
     ``directory`` holds the four IDX files ``train-images-idx3-ubyte``, …, plain or packed with gzip, or has them in
-    ``FashionMNIST/raw``, as torchvision lays them out. They have the names of MNIST's, so keep the two apart.
+    ``FashionMNIST/raw``, as torchvision lays them out. MNIST's files have the same names: use another
+    directory.
     """
 
     torchvision_name = "FashionMNIST"
@@ -232,7 +262,7 @@ class CIFAR10DataModule(ImageDataModule):
         ])
 
     def read(self) -> tuple[LabelledImages, LabelledImages]:
-        """The training part and the test part, as they are stored."""
+        """Read the training part and the test part, as they are stored."""
         *train, test = (read_cifar(path) for path in self.find())
         return join(train), test
 
@@ -258,7 +288,7 @@ class SVHNDataModule(ImageDataModule):
         return find_files(self.directory, [(".", SVHN_FILES)])
 
     def read(self) -> tuple[LabelledImages, LabelledImages]:
-        """The training part and the test part, as they are stored."""
+        """Read the training part and the test part, as they are stored."""
         train, test = self.find()
         return read_svhn(train), read_svhn(test)
 

@@ -1,4 +1,4 @@
-"""Text files of numbers, read with errors that name the file, the line and the column."""
+"""Tables of numbers: reading them from text files, and standardising their columns."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Table(NamedTuple):
     """A text file of numbers.
 
     Attributes:
-        values: float64, shape (rows, columns); NaN where the file says that a value is missing.
-        lines: line of the file that each row stands in, counted from 1.
+        values: float64, shape (rows, columns); NaN where a value is missing.
+        lines: number of the line of the file that each row is in, from 1.
     """
 
     values: Tensor
@@ -25,11 +25,11 @@ class Table(NamedTuple):
 
 
 def read_table(path: Path, separator: str | None = None, missing: str | None = None) -> Table:
-    """The numbers in a text file of one row per line; empty lines are skipped.
+    """Read the numbers in a text file with one row per line; empty lines are skipped.
 
     Args:
         path: of the file.
-        separator: what stands between two values; None: any white space.
+        separator: text between two values; None: any white space.
         missing: text that stands for a missing value; None: none is missing.
 
     Raises:
@@ -58,7 +58,7 @@ def read_table(path: Path, separator: str | None = None, missing: str | None = N
 
 
 def _number(text: str, missing: str | None, path: Path, line: int, column: int) -> float:
-    """``text`` as a finite number, or NaN if it is the text for a missing value."""
+    """Return ``text`` as a finite number, or NaN if it is the text for a missing value."""
     if text == missing:
         return math.nan
     try:
@@ -71,3 +71,43 @@ def _number(text: str, missing: str | None, path: Path, line: int, column: int) 
             "line"
         )
     return value
+
+
+class Standardisation(NamedTuple):
+    r"""Mean and standard deviation of every column of the training examples, to standardise these and others.
+
+    .. math:: z = (x - m) / s, \qquad z = 0 \text{ where } x \text{ is missing or } s = 0
+
+    So a missing value becomes the training mean. A column that is constant in training becomes 0 everywhere, since a
+    network cannot learn what another value there means.
+
+    Attributes:
+        mean: m, shape (columns,), in the units of the columns; 0 where every value is missing.
+        std: s, shape (columns,), population standard deviation (divided by n), exactly 0 for a constant column.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def apply(self, values: Tensor) -> Tensor:
+        """Standardise ``values``, shape (examples, columns); NaN means missing. Returns float32."""
+        scaled = (values - self.mean) / self.std
+        return scaled.masked_fill(values.isnan() | (self.std == 0), 0).float()
+
+
+def standardisation_of(values: Tensor) -> Standardisation:
+    """Mean and standard deviation of the values that are present; clients can compute them together from sums.
+
+    Args:
+        values: float64, shape (examples, columns); NaN means missing.
+
+    >>> import torch
+    >>> scale = standardisation_of(torch.tensor([[1.0, 7.0], [3.0, 7.0], [torch.nan, 7.0]], dtype=torch.float64))
+    >>> scale.mean, scale.std
+    (tensor([2., 7.], dtype=torch.float64), tensor([1., 0.], dtype=torch.float64))
+    """
+    mean = values.nanmean(0).nan_to_num()
+    std = (values - mean).square().nanmean(0).sqrt()
+    # rounding gives equal values a deviation of 1e-16 times their size
+    constant = values.nan_to_num(float("inf")).amin(0) >= values.nan_to_num(-float("inf")).amax(0)
+    return Standardisation(mean, std.masked_fill(constant, 0))

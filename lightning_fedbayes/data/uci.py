@@ -1,4 +1,4 @@
-"""Regression benchmarks with published splits: the UCI sets of Hernández-Lobato & Adams."""
+"""Regression benchmarks with published splits: the UCI data sets of Hernández-Lobato & Adams."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_fedbayes.data.splits import SplitDataModule
-from lightning_fedbayes.data.standardise import standardisation_of
-from lightning_fedbayes.data.tables import read_table
+from lightning_fedbayes.data.tables import read_table, standardisation_of
 from lightning_fedbayes.errors import FederationError, nearest
 
 
@@ -34,15 +33,15 @@ def available_datasets(directory: str | Path) -> tuple[str, ...]:
 
 
 def read_indices(path: Path, stop: int, what: str) -> Tensor:
-    """The integers in a file, int64, shape (number,): distinct and in [0, ``stop``).
+    """Read the integers in a file, int64, shape (number,): distinct and in [0, ``stop``).
 
     Args:
         path: of a file with one integer per line, or several.
-        stop: how many there are of what is numbered.
-        what: is numbered, such as "examples", for the error.
+        stop: number of examples or columns that the indices count.
+        what: "examples" or "columns", for the error.
 
     Raises:
-        FederationError: the file cannot be read, or a number is fractional, out of range or there twice.
+        FederationError: the file cannot be read, or a number is fractional, out of range or repeated.
     """
     values = read_table(path).values.flatten()
     wrong = values[(values != values.floor()) | (values < 0) | (values >= stop)]
@@ -59,7 +58,7 @@ def read_indices(path: Path, stop: int, what: str) -> Tensor:
 
 
 def check_split(train: Tensor, test: Tensor, examples: int, where: str) -> None:
-    """Refuse a split that is not a partition of all examples.
+    """Raise FederationError unless every example is in exactly one part of the split.
 
     Raises:
         FederationError: an example is in both parts, or in none.
@@ -106,13 +105,13 @@ class UCIDataModule(SplitDataModule):
 
     Attributes:
         num_features: columns of the inputs.
-        num_splits: how many splits there are.
+        num_splits: number of splits.
 
     Raises:
         FederationError: the folder, a file or the split does not exist; a file is truncated, not numeric or not finite
             (with line and column); an index is out of range; training and test overlap or leave an example out; there
-            is not exactly one target, or it is a feature too, or is constant in training (nothing can be learnt then,
-            and no score has a scale). All before training: the folder at once, ``data.txt`` in ``setup``.
+            is not exactly one target, or it is a feature too, or is constant in training (there is nothing to learn).
+            All before training: the folder at once, ``data.txt`` in ``setup``.
 
     Source: Hernández-Lobato & Adams (2015), *Probabilistic Backpropagation*; used by [FedAG] §4.
     """

@@ -1,8 +1,8 @@
 """Federations across organisations, by Flower: ``pip install lightning-fedbayes[flower]``.
 
-The same clients, rounds and fusion rules as :class:`~lightning_fedbayes.FederatedBayes`, with every client at its own
-site: Flower carries posteriors, each site trains with a Lightning Trainer, the server fuses. With the same seed both
-end at the same posterior.
+The same clients, rounds and fusion rules as :class:`~lightning_fedbayes.FederatedBayes`, with every client on its
+own machine: Flower carries posteriors, each client trains with a Lightning Trainer, the server fuses. With the same
+seed both end at the same posterior.
 """
 
 try:

@@ -1,77 +1,85 @@
-"""What a server of a Flower federation keeps on its disk, after every round."""
+"""Checkpoint of a Flower federation, which its server writes after every round."""
 
 from __future__ import annotations
 
 import os
 import pickle
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.engines.state import BufferPolicy, ResidentModel
 from lightning_fedbayes.errors import FederationError
-from lightning_fedbayes.fusion import Memory
 from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.settings import BufferPolicy
+from lightning_fedbayes.training.model import ResidentModel
 
 
-@dataclass
+@dataclass(frozen=True)
 class ServerState:
     """A federation between two rounds.
 
     Args:
-        posterior: the global posterior.
-        buffers: the global buffers, name → tensor.
-        federation: a name that no other federation has, by which clients know what they have kept.
-        seed: where its random draws come from.
-        rule: the fusion rule's name.
-        memory: what the rule remembers.
-        rounds: how many rounds are done.
-        failed_rounds: how many of the last ones in a row came to nothing.
-        accepted: client → the last round, from 1, that its update was part of.
-        history: one dict of figures per round.
+        federation: a name that no other federation has, by which clients recognise their own states.
+        seed: source of its random draws.
+        server: state of the server (:meth:`Server.state_dict <lightning_fedbayes.Server.state_dict>`).
     """
 
-    posterior: GaussianPosterior
-    buffers: dict[str, Tensor]
     federation: str
     seed: int
-    rule: str
-    memory: Memory
-    rounds: int = 0
-    failed_rounds: int = 0
-    accepted: dict[int, int] = field(default_factory=dict)
-    history: list[dict[str, float]] = field(default_factory=list)
+    server: dict[str, Any]
+
+    @property
+    def posterior(self) -> GaussianPosterior:
+        """The global posterior."""
+        return GaussianPosterior.from_state_dict(self.server["posterior"])
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The global buffers, name → tensor."""
+        return self.server["buffers"]
+
+    @property
+    def rounds(self) -> int:
+        """Number of finished rounds."""
+        return self.server["rounds"]
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """One dict of figures per finished round, in order."""
+        return self.server["history"]
 
     def save(self, path: Path) -> None:
-        """Write it all, or nothing: a crash leaves the file before."""
-        stored = {**vars(self), "posterior": self.posterior.state_dict()}
+        """Write all of it, or nothing: a crash leaves the file before."""
         path.parent.mkdir(parents=True, exist_ok=True)
         written = path.with_name(path.name + ".new")
-        torch.save(stored, written)
+        torch.save(vars(self), written)
         os.replace(written, path)
 
     @classmethod
     def load(cls, path: Path) -> ServerState:
-        """What :meth:`save` wrote.
+        """Read what :meth:`save` wrote.
 
         Raises:
             FederationError: the file is not one of these.
         """
         try:
-            stored = torch.load(path, map_location="cpu", weights_only=True)
-            return cls(**{**stored, "posterior": GaussianPosterior.from_state_dict(stored["posterior"])})
+            state = cls(**torch.load(path, map_location="cpu", weights_only=True))
+            GaussianPosterior.from_state_dict(state.server["posterior"])
         except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
             raise FederationError(
                 f"{path} is no checkpoint of a Flower server: {error}; give checkpoint= a path of its own"
             ) from error
+        return state
 
 
 def load_checkpoint(
     module: L.LightningModule, path: str | Path, *, buffers: BufferPolicy = "average",
-    local_parameters: tuple[str, ...] = (),
+    local_parameters: Sequence[str] = (),
 ) -> ServerState:
     """Load the global posterior of a server's checkpoint into ``module``.
 

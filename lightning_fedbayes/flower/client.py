@@ -14,24 +14,22 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from lightning_fedbayes.callbacks import FederatedBayes
-from lightning_fedbayes.engines.engine import OptimizerPolicy
-from lightning_fedbayes.engines.server import PriorPolicy
-from lightning_fedbayes.engines.state import BufferPolicy, ResidentModel
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.flower.training import ClientTraining, Task
 from lightning_fedbayes.flower.wire import from_arrays, to_arrays
 from lightning_fedbayes.partition import Partition
 from lightning_fedbayes.privacy import UpdatePrivacy, check_no_buffers
+from lightning_fedbayes.settings import BufferPolicy, FederationSettings, OptimizerPolicy, PriorPolicy
+from lightning_fedbayes.training.model import ResidentModel
 
 NODE_CONFIG_KEY = "partition-id"
-"""What a node's configuration calls the client's number, in Flower's simulation and by ``--node-config``."""
+"""Key of the client's number in a node's configuration, in Flower's simulation and by ``--node-config``."""
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Options of a client's Trainer, unless others are given: a client writes no files and says nothing."""
 
 CONFIG_KEYS = ("server-round", "seed", "federation", "accepted")
-"""What the server says of a round beside the posterior; see :class:`ClientState` for the last two."""
+"""Keys of a message's configuration that the server sets; for the last two see :class:`StateFile` for the last two."""
 
 DataModule = L.LightningDataModule | Callable[[Context], L.LightningDataModule]
 
@@ -50,19 +48,19 @@ def client_app(
     state_folder: str | Path | None = None,
     trainer: Mapping[str, Any] | None = None,
 ) -> ClientApp:
-    """The ClientApp of a site: it trains ``module`` on the site's own data whenever the server asks for it.
+    """Return the ClientApp of a client: it trains ``module`` on the client's own data when the server asks for it.
 
     ::
 
-        app = client_app(HybridBayesianClassifier(mlp(64, 10), bayesian_last=1), SiteData("/data"), local_epochs=2)
+        app = client_app(HybridBayesianClassifier(mlp(64, 10), bayesian_last=1), OwnData("/data"), local_epochs=2)
 
     Every random draw comes from the server's seed, the round and the client's number, which is the node's
     ``partition-id``; so a federation over Flower ends where one inside a single process ends. A client that raises
     is left out of the round; the server says why.
 
     Args:
-        module: the network, the same at every site and at the server. A message starts from it as it was built.
-        datamodule: whose training loader holds the site's own data; or a function of the node's Context
+        module: the network, the same at every client and at the server. A message starts from it as it was built.
+        datamodule: whose training loader holds the client's own data; or a function of the node's Context
             (``context.node_config["data"]``) that makes it.
         partition: deals out data that all clients have in common, as in a simulation. Without one, a
             :class:`~lightning_fedbayes.ClientDatasets` is dealt out by its parts, and other data are the client's own.
@@ -70,31 +68,32 @@ def client_app(
             :class:`~lightning_fedbayes.FederatedBayes`. ``buffers`` and ``local_parameters`` must be those of
             :func:`~lightning_fedbayes.flower.server_app`.
         privacy: clips what the client sends and adds noise to it, from a seed that nobody knows.
-        state_folder: where the site keeps what never leaves it: local parameters and buffers, kept optimizer state.
+        state_folder: where the client keeps its state, which never leaves it: local parameters and buffers, kept
+            optimizer state.
         trainer: options of the client's Trainer, such as ``{"accelerator": "gpu", "gradient_clip_val": 1.0}``.
 
     Raises:
         FederationError: an argument cannot be used, something is to be kept and there is no ``state_folder``, or
-            buffers would leave the site beside what ``privacy`` protects.
+            buffers would leave the client beside what ``privacy`` protects.
     """
-    settings = FederatedBayes(
+    settings = FederationSettings(
         partition, local_epochs=local_epochs, prior=prior, optimizer_state=optimizer_state, buffers=buffers,
-        local_parameters=local_parameters,
+        local_parameters=local_parameters, privacy=privacy,
     )
     keeps = bool(local_parameters) or optimizer_state == "keep" or buffers == "local"
     if keeps and state_folder is None:
         raise FederationError(
-            "local parameters, local buffers and kept optimizer states stay at the site from round to round: "
-            "pass state_folder=..., a folder of the site's own"
+            "local parameters, local buffers and kept optimizer states stay at the client from round to round: "
+            "pass state_folder=..., a folder of the client's own"
         )
     if privacy is not None:
         check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
     folder = Path(state_folder) if keeps and state_folder else None
-    site = _Site(module, datamodule, settings, folder, privacy, trainer or {})
+    handler = _MessageHandler(module, datamodule, settings, folder, trainer or {})
     app = ClientApp()
-    app.query()(site.introduce)
-    app.train()(site.train)
-    app.evaluate()(site.evaluate)
+    app.query()(handler.introduce)
+    app.train()(handler.train)
+    app.evaluate()(handler.evaluate)
     return app
 
 
@@ -113,18 +112,18 @@ def client_number(context: Context) -> int:
     return number
 
 
-class _Site:
-    """What a ClientApp keeps between messages that one process handles."""
+class _MessageHandler:
+    """Answers the server's messages, and keeps a Trainer between those that one process handles."""
 
     def __init__(
-        self, module: L.LightningModule, datamodule: DataModule, settings: FederatedBayes, state_folder: Path | None,
-        privacy: UpdatePrivacy | None, options: Mapping[str, Any],
+        self, module: L.LightningModule, datamodule: DataModule, settings: FederationSettings,
+        state_folder: Path | None, options: Mapping[str, Any],
     ) -> None:
         self.module = module
         self.datamodule = datamodule
         self.training = ClientTraining(settings)
         self.state_folder = state_folder
-        self.privacy = privacy
+        self.privacy = settings.privacy
         self.options = {**QUIET, **options}
         self._trainer: L.Trainer | None = None
 
@@ -134,7 +133,7 @@ class _Site:
 
     def train(self, message: Message, context: Context) -> Message:
         """Train in the round that the server names, from the posterior that it sends."""
-        kept = ClientState(self.state_folder, client_number(context), _config(message))
+        kept = StateFile(self.state_folder, client_number(context), _config(message))
         task = _task(message, context, kept.before)
         update, after = self._with_trainer(
             lambda trainer: self.training.train(trainer, self.module, self._data(context), task)
@@ -151,7 +150,7 @@ class _Site:
         )
 
     def evaluate(self, message: Message, context: Context) -> Message:
-        """Score the posterior that the server sends on the site's own validation data."""
+        """Score the posterior that the server sends on the client's own validation data."""
         task = _task(message, context, {})
         metrics, count = self._with_trainer(
             lambda trainer: self.training.evaluate(trainer, self.module, self._data(context), task)
@@ -159,11 +158,11 @@ class _Site:
         return _reply(message, metrics=MetricRecord({"num-examples": count, **metrics}))
 
     def _data(self, context: Context) -> L.LightningDataModule:
-        """The site's data module; made anew for every message if a function makes it."""
+        """The client's data module; made anew for every message if a function makes it."""
         return self.datamodule if isinstance(self.datamodule, L.LightningDataModule) else self.datamodule(context)
 
     def _with_trainer(self, use: Callable[[L.Trainer], Any]) -> Any:
-        """What ``use`` makes of the resident Trainer; one that was left by an error is not used again."""
+        """Return ``use(trainer)`` for the resident Trainer; a Trainer that an error has left is not used again."""
         if self._trainer is None:
             callbacks = [*self.options.get("callbacks", []), self.training]
             self._trainer = L.Trainer(**{**self.options, "callbacks": callbacks, "num_sanity_val_steps": 0})
@@ -173,19 +172,19 @@ class _Site:
         return result
 
 
-class ClientState:
-    """What a client keeps on its own disk from round to round, between processes and runs.
+class StateFile:
+    """A client's state on its own disk, from round to round, between processes and runs.
 
-    What it would keep of a round counts once the server has admitted that round's update.
+    The state after a round counts once the server has admitted that round's update.
 
     Args:
-        folder: where; None: it keeps nothing.
+        folder: where it lies; None: the client keeps nothing.
         client: its number.
-        config: the server's: which federation (what is left of another one is ignored), which round, and which was the
-            client's last admitted one, from 1; 0 if there is none.
+        config: the server's: the federation (the state of another one is ignored), the round, and the client's last
+            admitted round, from 1; 0 if there is none.
 
     Attributes:
-        before: what it has kept of earlier rounds.
+        before: the state after the last admitted round.
     """
 
     def __init__(self, folder: Path | None, client: int, config: Mapping[str, Any]) -> None:
@@ -198,7 +197,7 @@ class ClientState:
                 self.before = stored["after"] if stored["round"] == config["accepted"] else stored["before"]
 
     def write(self, after: dict[int, Any]) -> None:
-        """Keep what the client has after the round, and what it had before, should the update be refused."""
+        """Write the state after the round, and the one before it, should the update be refused."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +208,7 @@ class ClientState:
 
 
 def _task(message: Message, context: Context, kept: Mapping[int, Any]) -> Task:
-    """What a message of the server asks for."""
+    """Return the task that a message of the server sets."""
     arrays, config = message.content["arrays"], _config(message)
     assert isinstance(arrays, ArrayRecord)
     posterior, buffers = from_arrays(arrays, "the server")
@@ -217,7 +216,7 @@ def _task(message: Message, context: Context, kept: Mapping[int, Any]) -> Task:
 
 
 def _config(message: Message) -> dict[str, Any]:
-    """What a message of the server says of the round.
+    """Return the configuration in a message of the server.
 
     Raises:
         FederationError: it is not one of FusionStrategy's.

@@ -1,4 +1,4 @@
-"""Which of Flower's nodes is which client."""
+"""Roster of the connected clients: the node of each client's number."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_fedbayes.errors import FederationError
 
 POLL_SECONDS = 0.5
-"""How often a server that waits for clients looks again."""
+"""Interval at which a server that waits for clients looks again."""
 
 
 class Roster:
-    """The clients at hand, by number. A node says once in a run which client it is.
+    """The connected clients, by number. A node says once in a run which client it is.
 
-    Random draws and what a rule remembers go by the client's number, which outlives a node's connection. A number
+    Random draws and a rule's state go by the client's number, which outlives a node's connection. A number
     belongs to the first node that claims it, for as long as that node is connected.
 
     Attributes:

@@ -8,19 +8,20 @@ import lightning as L
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from lightning_fedbayes.engines.state import BufferPolicy, ResidentModel
 from lightning_fedbayes.flower.strategy import FusionStrategy
 from lightning_fedbayes.flower.wire import to_arrays
+from lightning_fedbayes.settings import BufferPolicy
+from lightning_fedbayes.training.model import ResidentModel
 
 
 def initial_arrays(
     module: L.LightningModule, *, buffers: BufferPolicy = "average", local_parameters: Sequence[str] = ()
 ) -> ArrayRecord:
-    """What a federation starts from: the posterior and the buffers of ``module``.
+    """Return the arrays that a federation starts from: the posterior and the buffers of ``module``.
 
     Args:
         module: the network.
-        buffers, local_parameters: what stays at the clients; see :class:`~lightning_fedbayes.FederatedBayes`.
+        buffers, local_parameters: tensors that stay at the clients; see :class:`~lightning_fedbayes.FederatedBayes`.
     """
     model = ResidentModel(module, local_parameters, buffers)
     return to_arrays(model.read_posterior(), model.federated_buffers)
@@ -35,7 +36,7 @@ def server_app(
     buffers: BufferPolicy = "average",
     local_parameters: Sequence[str] = (),
 ) -> ServerApp:
-    """The ServerApp of a federation.
+    """Return the ServerApp of a federation.
 
     ::
 
@@ -46,8 +47,8 @@ def server_app(
 
     Args:
         module: the network before training, the same as the clients'.
-        strategy: how rounds are run.
-        rounds: how many, those in the checkpoint among them.
+        strategy: runs the rounds.
+        rounds: number of rounds, those in the checkpoint among them.
         timeout: seconds that a round waits for its clients.
         buffers, local_parameters: those of :func:`~lightning_fedbayes.flower.client_app`.
     """

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import math
-import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_fedbayes.callbacks.checks import check_at_least, check_cohort, check_fraction
-from lightning_fedbayes.engines.plan import choose_cohort
-from lightning_fedbayes.engines.round import ClientUpdate, RoundFusion, RoundResult
-from lightning_fedbayes.errors import FederationError, FusionError
+from lightning_fedbayes.errors import FederationError, FusionError, check_at_least
 from lightning_fedbayes.flower.checkpoint import ServerState
 from lightning_fedbayes.flower.roster import Roster
-from lightning_fedbayes.flower.wire import from_arrays, probabilistic_names, to_arrays
+from lightning_fedbayes.flower.wire import (
+    examples_of,
+    from_arrays,
+    probabilistic_names,
+    read_metrics,
+    read_update,
+    to_arrays,
+)
 from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
 from lightning_fedbayes.fusion.accumulator import check_structure
-from lightning_fedbayes.weighting import CohortWeights, check_probabilistic, check_weighting
+from lightning_fedbayes.messages import ClientFailure, ClientUpdate
+from lightning_fedbayes.plan import RoundPlan, choose_cohort
+from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.seeding import derive_seed, seed_everything
+from lightning_fedbayes.server import Server
+from lightning_fedbayes.settings import check_cohort, check_fraction
+from lightning_fedbayes.weighting import CohortWeights, check_weighting
 
 EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
 
@@ -53,7 +60,7 @@ class FusionStrategy(Strategy):
         seed: where every random draw comes from, the clients' too.
 
     Attributes:
-        state: the federation after the last finished round; None before :meth:`start`.
+        server: the :class:`~lightning_fedbayes.Server` that it drives; None before :meth:`start`.
 
     Raises:
         FusionError, FederationError: an argument cannot be used.
@@ -92,7 +99,8 @@ class FusionStrategy(Strategy):
         self.evaluate = evaluate
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.seed = seed
-        self.state: ServerState | None = None
+        self.server: Server | None = None
+        self._federation = ""
         self._timeout = 3600.0
         self._roster = Roster()
         self._asked: dict[int, int] = {}
@@ -134,13 +142,13 @@ class FusionStrategy(Strategy):
         """
         self.summary()
         self._timeout = timeout
-        state = self._resume(initial_arrays)
-        result = Result(arrays=to_arrays(state.posterior, state.buffers))
-        if state.rounds >= num_rounds:
-            rank_zero_info(f"{self.checkpoint} is complete: {state.rounds} of {num_rounds} rounds are done.")
+        server = self._resume(initial_arrays)
+        result = Result(arrays=to_arrays(server.posterior, server.buffers))
+        if server.rounds >= num_rounds:
+            rank_zero_info(f"{self.checkpoint} is complete: {server.rounds} of {num_rounds} rounds are done.")
         else:
             self._roster.wait(grid, self.wait_for, timeout)
-        for server_round in range(state.rounds + 1, num_rounds + 1):
+        for server_round in range(server.rounds + 1, num_rounds + 1):
             questions = self.configure_train(server_round, result.arrays, train_config or ConfigRecord(), grid)
             arrays, metrics = self.aggregate_train(server_round, grid.send_and_receive(questions, timeout=timeout))
             result.arrays = arrays or result.arrays
@@ -160,27 +168,28 @@ class FusionStrategy(Strategy):
             rank_zero_info(f"Round {server_round} of {num_rounds}: {named}")
         return result
 
-    def _resume(self, arrays: ArrayRecord) -> ServerState:
-        """The state to go on from: the checkpoint's, or a new one of ``arrays``."""
+    def _resume(self, arrays: ArrayRecord) -> Server:
+        """Make the server that starts from ``arrays``, or goes on from the checkpoint."""
         posterior, buffers = from_arrays(arrays, "the initial arrays")
-        check_probabilistic(self.weighting, posterior)
         self._probabilistic = probabilistic_names(arrays)
-        name = rule_name(self.rule)
-        self.state = ServerState(posterior, buffers, uuid.uuid4().hex, self.seed, name, self.rule.init())
+        self._federation = uuid.uuid4().hex
+        self.server = Server(
+            posterior, buffers, fusion=self.rule, weighting=self.weighting, min_clients=self.min_clients,
+            max_failed_rounds=self.max_failed_rounds,
+        )
         if self.checkpoint is not None and self.checkpoint.exists():
             stored = ServerState.load(self.checkpoint)
-            self._check_same(stored, self.state)
-            if stored.rule != name:  # another rule cannot read what it remembers
-                stored.rule, stored.memory = name, self.rule.init()
-            self.state = stored
+            self._check_same(stored, posterior)
+            self._federation = stored.federation
+            self.server.load_state_dict(stored.server)
             rank_zero_info(f"Resuming after round {stored.rounds} of {self.checkpoint}.")
-        return self.state
+        return self.server
 
-    def _check_same(self, stored: ServerState, begun: ServerState) -> None:
+    def _check_same(self, stored: ServerState, begun: GaussianPosterior) -> None:
         """Raise FederationError if the checkpoint is of another federation than the one that is begun."""
-        reasons = [] if stored.seed == begun.seed else [f"seed={begun.seed} (was {stored.seed})"]
+        reasons = [] if stored.seed == self.seed else [f"seed={self.seed} (was {stored.seed})"]
         try:
-            check_structure(stored.posterior, begun.posterior, "the checkpoint")
+            check_structure(stored.posterior, begun, "the checkpoint")
         except FusionError as error:
             reasons.append(str(error))
         if reasons:
@@ -195,24 +204,23 @@ class FusionStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw the round's cohort from (seed, round) and send it the global posterior; see Flower's ``Strategy``."""
-        state = self.state or self._resume(arrays)
-        posterior, buffers = from_arrays(arrays, "the global arrays")
-        self._start = time.perf_counter()
-        self._fusion = RoundFusion(self.rule, self.weighting, posterior, buffers, state.memory)
+        server = self.server or self._resume(arrays)
+        server.posterior, server.buffers = from_arrays(arrays, "the global arrays")
         clients = list(self._roster.wait(grid, self.min_clients, self._timeout).items())
         cohort = choose_cohort(server_round - 1, len(clients), self.fraction, self.seed)
         self._asked = {node: client for client, node in (clients[position] for position in cohort)}
+        server.begin(RoundPlan(server_round - 1, tuple(sorted(self._asked.values()))))
         return self._messages(MessageType.TRAIN, server_round, arrays, config, self._asked)
 
     def _messages(
         self, kind: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord, nodes: dict[int, int]
     ) -> list[Message]:
-        """A message for each client of ``nodes``, node → client."""
-        assert self.state is not None
-        common = {"server-round": server_round, "seed": self.seed, "federation": self.state.federation}
+        """Return a message for each client of ``nodes``, node → client."""
+        assert self.server is not None
+        common = {"server-round": server_round, "seed": self.seed, "federation": self._federation}
         messages = []
         for node, client in nodes.items():
-            told = ConfigRecord({**config, **common, "accepted": self.state.accepted.get(client, 0)})
+            told = ConfigRecord({**config, **common, "accepted": self.server.accepted.get(client, 0)})
             content = RecordDict({"arrays": arrays, "config": told})
             messages.append(Message(content, node, kind, group_id=str(server_round)))
         return messages
@@ -227,40 +235,26 @@ class FusionStrategy(Strategy):
         Raises:
             FederationError: too many rounds in a row came to nothing.
         """
-        assert self.state is not None
-        updates, failures = self._read(server_round, replies)
-        sizes: dict[int, int] = {}
-        losses: dict[int, float] = {}
-        for client, update in sorted(updates.items()):  # not as they arrive: sums depend on the order
-            try:
-                self._fusion.add(update)
-            except FusionError as refusal:
-                failures[client] = str(refusal)
-                continue
-            sizes[client] = update.num_examples
-            if "train_loss" in update.metrics:
-                losses[client] = update.metrics["train_loss"]
-        for _, reason in sorted(failures.items()):
-            rank_zero_info(f"Round {server_round}: left out: {reason}")
-        result, refusal = self._fuse(failures)
-        figures: dict[str, float] = {} if result is None else dict(result.metrics)
-        figures |= {"valid_clients": float(len(sizes)), "failed_clients": float(len(failures))}
-        weight = sum(sizes[client] for client in losses)
-        if weight > 0:
-            figures["train_loss"] = sum(loss * sizes[client] for client, loss in losses.items()) / weight
-        self._finish(server_round, result, tuple(sizes), figures)
-        if self.state.failed_rounds >= self.max_failed_rounds:
-            raise FederationError(
-                f"{self.state.failed_rounds} rounds in a row came to nothing; the global posterior of the last good "
-                f"round is kept. Round {server_round}: {refusal}"
-            )
-        arrays = None if result is None else to_arrays(result.posterior, result.buffers)
-        return arrays, MetricRecord(dict(self.state.history[-1]))
+        assert self.server is not None
+        updates = self._read(server_round, replies)
+        for client in sorted(updates):  # not as they arrive: sums depend on the order
+            outcome = self.server.admit(updates[client])
+            if outcome.error is not None:
+                rank_zero_info(f"Round {server_round}: left out: {outcome.error}")
+        seed_everything(derive_seed(self.seed, "fusion", server_round - 1))  # of rules that draw
+        try:
+            result = self.server.finish()
+        finally:
+            if self.checkpoint is not None:
+                ServerState(self._federation, self.seed, self.server.state_dict()).save(self.checkpoint)
+        if result.refusal is not None:
+            rank_zero_info(f"The old posterior stays, because the clients cannot be fused: {result.refusal}")
+        arrays = to_arrays(result.posterior, result.buffers) if result.success else None
+        return arrays, MetricRecord({**result.figures, "round": float(server_round)})
 
-    def _read(self, server_round: int, replies: Iterable[Message]) -> tuple[dict[int, ClientUpdate], dict[int, str]]:
-        """Client → its update, and client → why it has none."""
-        updates: dict[int, ClientUpdate] = {}
-        failures: dict[int, str] = {}
+    def _read(self, server_round: int, replies: Iterable[Message]) -> dict[int, ClientUpdate | ClientFailure]:
+        """Return the update, or the failure, of every client that was asked."""
+        updates: dict[int, ClientUpdate | ClientFailure] = {}
         for reply in replies:
             client = self._asked.get(reply.metadata.src_node_id)
             if client is None:
@@ -269,38 +263,11 @@ class FusionStrategy(Strategy):
             try:
                 updates[client] = read_update(reply, client, server_round, self._probabilistic)
             except FusionError as refusal:
-                failures[client] = str(refusal)
-        silent = set(self._asked.values()) - updates.keys() - failures.keys()
-        failures |= {client: f"client {client}: no reply within {self._timeout:g} s" for client in silent}
-        return updates, failures
-
-    def _fuse(self, failures: dict[int, str]) -> tuple[RoundResult | None, str]:
-        """The fusion of the round, or None and why there is none."""
-        if len(self._fusion) < self.min_clients:
-            first = next((f"; {reason}" for _, reason in sorted(failures.items())), "")
-            return None, f"{len(self._fusion)} valid updates, fewer than min_clients={self.min_clients}{first}"
-        try:
-            return self._fusion.finish(), ""
-        except FusionError as refusal:
-            rank_zero_info(f"The old posterior stays, because the clients cannot be fused: {refusal}")
-            return None, str(refusal)
-
-    def _finish(
-        self, server_round: int, result: RoundResult | None, clients: tuple[int, ...], figures: dict[str, float]
-    ) -> None:
-        """Make the round's outcome the federation's state, and keep it."""
-        state = self.state
-        assert state is not None
-        state.rounds = server_round
-        state.failed_rounds = 0 if result is not None else state.failed_rounds + 1
-        if result is not None:
-            state.posterior, state.buffers, state.memory = result.posterior, result.buffers, result.memory
-            state.accepted |= dict.fromkeys(clients, server_round)
-            figures["excluded_clients"] = float(len(result.excluded))
-        figures |= {"failed_rounds": float(state.failed_rounds), "seconds": time.perf_counter() - self._start}
-        state.history.append({"round": float(server_round), **figures})
-        if self.checkpoint is not None:
-            state.save(self.checkpoint)
+                updates[client] = ClientFailure(client, refusal)
+        for client in set(self._asked.values()) - updates.keys():
+            silence = FusionError(f"client {client}: no reply within {self._timeout:g} s")
+            updates[client] = ClientFailure(client, silence)
+        return updates
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -331,62 +298,3 @@ class FusionStrategy(Strategy):
                     total, examples = sums.get(name, (0.0, 0.0))
                     sums[name] = (total + count * value, examples + count)
         return MetricRecord({name: total / examples for name, (total, examples) in sums.items()}) if sums else None
-
-
-def read_update(reply: Message, client: int, server_round: int, probabilistic: set[str]) -> ClientUpdate:
-    """What a client's reply to a training message says.
-
-    Args:
-        reply: the message; nothing in it is trusted.
-        client: who was asked.
-        server_round: the round it was asked for.
-        probabilistic: names of the parameters that must come with a variance, and no others.
-
-    Raises:
-        FusionError: the client failed, or the reply cannot be used. Values and shapes are checked by
-            :class:`~lightning_fedbayes.engines.round.RoundFusion`.
-    """
-    who = f"client {client}"
-    metrics = read_metrics(reply, who)
-    arrays, config = reply.content.get("arrays"), reply.content.get("config")
-    answered = config.get("server-round") if isinstance(config, ConfigRecord) else None
-    if answered != server_round:
-        raise FusionError(f"{who}: its reply is of round {answered}, and this is round {server_round}")
-    if not isinstance(arrays, ArrayRecord):
-        raise FusionError(f"{who}: its reply has no arrays")
-    posterior, buffers = from_arrays(arrays, who)
-    wrong = sorted(probabilistic_names(arrays) ^ probabilistic)
-    if wrong:
-        raise FusionError(
-            f"{who}: it must send the variances of the probabilistic parameters and of no others; wrong are "
-            f"{', '.join(wrong)}"
-        )
-    count = examples_of(metrics, who)
-    return ClientUpdate(client, count, posterior, buffers, {n: v for n, v in metrics.items() if n != "num-examples"})
-
-
-def read_metrics(reply: Message, who: str) -> dict[str, float]:
-    """The finite figures of a reply, "num-examples" among them as it was sent.
-
-    Raises:
-        FusionError: the client failed, or the reply has no figures.
-    """
-    if reply.has_error():
-        raise FusionError(f"{who} failed: {reply.error.reason}")
-    record = reply.content.get("metrics")
-    if not isinstance(record, MetricRecord):
-        raise FusionError(f"{who}: its reply has no metrics")
-    numbers: dict[str, Any] = {name: value for name, value in record.items() if not isinstance(value, list)}
-    return {name: value for name, value in numbers.items() if name == "num-examples" or math.isfinite(value)}
-
-
-def examples_of(metrics: dict[str, float], who: str) -> int:
-    """How many examples a client says it has.
-
-    Raises:
-        FusionError: it is no whole number of at least 0.
-    """
-    count = metrics.get("num-examples")
-    if not isinstance(count, int) or count < 0:
-        raise FusionError(f"{who}: num-examples={count}; it must be a whole number of at least 0")
-    return count

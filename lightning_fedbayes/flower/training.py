@@ -17,35 +17,33 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_fedbayes.callbacks import FederatedBayes
-from lightning_fedbayes.callbacks.checks import check_schedulers, check_trainer
-from lightning_fedbayes.callbacks.source import install_source, remove_source, set_round_length
 from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of
-from lightning_fedbayes.engines.client import ClientFailure
-from lightning_fedbayes.engines.loader import FederatedLoader, batching_of
-from lightning_fedbayes.engines.plan import RoundPlan, batches_per_epoch, check_batches
-from lightning_fedbayes.engines.round import ClientUpdate
-from lightning_fedbayes.engines.sequential import SequentialEngine
-from lightning_fedbayes.engines.state import ResidentModel
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.layers import set_prior
+from lightning_fedbayes.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.partition import Partition
+from lightning_fedbayes.plan import RoundPlan, batches_per_epoch, check_batches
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.seeding import derive_seed, seed_everything
+from lightning_fedbayes.settings import FederationSettings
+from lightning_fedbayes.trainer import FitLoop, check_schedulers, check_trainer
+from lightning_fedbayes.training.loader import FederatedLoader, batching_of
+from lightning_fedbayes.training.model import ResidentModel
+from lightning_fedbayes.training.sequential import SequentialEngine
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the server asks of a client.
+    """Task of a client in one round, as the server sets it.
 
     Args:
         client: its number.
         round: the round, from 0.
-        seed: where all random draws of the federation come from.
+        seed: source of all random draws of the federation.
         posterior: the global posterior.
         buffers: the global buffers, name → tensor; none if they are frozen.
-        kept: what the client has kept of its earlier rounds (``Engine.state_dict``).
+        kept: the client's state after its earlier rounds (``Engine.state_dict``).
     """
 
     client: int
@@ -57,7 +55,7 @@ class Task:
 
 
 def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed: int) -> Clients:
-    """Clients up to number ``client``, all of which hold what that one holds: only it will train.
+    """Return clients up to number ``client``, each of which has that one's data: only it will train.
 
     Args:
         dataset: the training data: with a ``partition``, or as a :class:`~lightning_fedbayes.ClientDatasets`, those of
@@ -113,13 +111,14 @@ class ClientTraining(L.Callback):
     one that the client would send inside a single process.
 
     Args:
-        settings: how clients train; what it says of the server is ignored.
+        settings: of the federation; those of the server are ignored.
     """
 
-    def __init__(self, settings: FederatedBayes) -> None:
+    def __init__(self, settings: FederationSettings) -> None:
         self.settings = settings
         self._initial: dict[str, Tensor] | None = None
         self._engine: SequentialEngine | None = None
+        self._loop: FitLoop | None = None
 
     def train(
         self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
@@ -139,7 +138,7 @@ class ClientTraining(L.Callback):
         """
         self._reset(module)
         self._task, self._result = task, None
-        _set_epoch(trainer, task.round)
+        FitLoop(trainer, module).set_epoch(task.round)
         with _without_validation(trainer):
             trainer.fit(module, datamodule=datamodule)
         if self._result is None:
@@ -193,8 +192,9 @@ class ClientTraining(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check the Trainer and put the client's plan between it and its training loader."""
         if stage == "fit":
-            check_trainer(trainer, pl_module)
-            install_source(trainer, self._plan)
+            check_trainer(trainer, pl_module, self.settings)
+            self._loop = FitLoop(trainer, pl_module)
+            self._loop.replace_data(self._plan)
 
     def _plan(self, loader: Any) -> FederatedLoader:
         """The client's batches of this round, out of the user's ``loader``."""
@@ -212,14 +212,15 @@ class ClientTraining(L.Callback):
         task, settings = self._task, self.settings
         advance_schedulers(trainer, task.round)
         model = self._load(pl_module, task)
-        if settings.server.prior == "global":
+        if settings.prior == "global":
             set_prior(pl_module, task.posterior.to(pl_module.device), exclude=model.local_names)
-        names, sizes = self._loader.clients.names, self._loader.clients.sizes
+        assert self._loop is not None
+        keep = settings.optimizer_state == "keep"
         self._engine = SequentialEngine(
-            trainer, model, names, sizes, optimizer_state=settings.optimizer_state, seed=task.seed
+            self._loop.context(), model, self._loader, keep_optimizer=keep, seed=task.seed
         )
         self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
-        self._engine.install()
+        self._loop.install(self._engine)
         start = getattr(pl_module, "on_federation_start", None)
         if start is not None:
             start()
@@ -227,7 +228,8 @@ class ClientTraining(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin the round."""
         assert self._engine is not None
-        set_round_length(trainer, self._engine.num_batches(self._round))
+        assert self._loop is not None
+        self._loop.set_length(self._engine.num_batches(self._round))
         self._engine.begin_round(self._round)
 
     def on_train_batch_start(
@@ -256,32 +258,22 @@ class ClientTraining(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Give the Trainer and the module back as they were."""
-        self._give_back(trainer, pl_module)
+        self._give_back(pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give the Trainer and the module back as they were."""
         if stage == "fit":
-            self._give_back(trainer, pl_module)
+            self._give_back(pl_module)
 
-    def _give_back(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        remove_source(trainer)
-        if self._engine is not None:
-            self._engine.remove()
-            self._engine = None
-        if self.settings.server.prior == "global":
-            set_prior(pl_module, None)
-
-
-def _set_epoch(trainer: L.Trainer, round: int) -> None:
-    """Let the Trainer's next epoch be ``round``, and its last."""
-    progress: Any = trainer.fit_loop.epoch_progress
-    for scope in (progress.total, progress.current):
-        scope.ready = scope.started = scope.processed = scope.completed = round
-    trainer.fit_loop.max_epochs = round + 1
+    def _give_back(self, module: L.LightningModule) -> None:
+        if self._loop is not None:
+            self._loop.restore()
+        if self.settings.prior == "global":
+            set_prior(module, None)
 
 
 def _beside(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Brings what belongs to a parameter to its device; an optimizer's counts of steps stay on the CPU."""
+    """Return a function that brings tensors to ``device``; an optimizer's counts of steps stay on the CPU."""
     return lambda value: value.to(device) if value.dim() else value
 
 

@@ -1,22 +1,25 @@
-"""A posterior and its buffers as the arrays of a Flower message, and back."""
+"""Flower's messages: posterior and buffers as arrays and back, and the reading of replies that nobody trusts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, PosteriorError
+from lightning_fedbayes.messages import ClientUpdate
 from lightning_fedbayes.posterior import GaussianPosterior
 
 KINDS = ("mean", "variance", "buffer")
-"""What an array can be; its key is the kind, a slash and the parameter's or buffer's name."""
+"""Kinds of arrays; a key is the kind, a slash and the parameter's or buffer's name."""
 
 
 def to_arrays(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> ArrayRecord:
-    """``posterior`` and ``buffers`` as one ArrayRecord, floating-point values in float32, all others as they are.
+    """Return ``posterior`` and ``buffers`` as one ArrayRecord, floating-point values in float32, others as they are.
 
     Deterministic parameters send no variance. Keys are ``mean/<name>``, ``variance/<name>`` and ``buffer/<name>``.
 
@@ -36,7 +39,7 @@ def to_arrays(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> Ar
 
 
 def from_arrays(arrays: ArrayRecord, who: str) -> tuple[GaussianPosterior, dict[str, Tensor]]:
-    """What :func:`to_arrays` sent.
+    """Return the posterior and buffers that :func:`to_arrays` sent.
 
     Args:
         arrays: of a message; nothing in it is trusted.
@@ -73,11 +76,70 @@ def from_arrays(arrays: ArrayRecord, who: str) -> tuple[GaussianPosterior, dict[
 
 
 def probabilistic_names(arrays: ArrayRecord) -> set[str]:
-    """Names of the parameters that come with a variance."""
+    """Return the names of the parameters that come with a variance."""
     return {key.removeprefix("variance/") for key in arrays if key.startswith("variance/")}
 
 
 def _sendable(value: Tensor) -> Tensor:
-    """``value`` on the CPU, floating-point values in float32."""
+    """Return ``value`` on the CPU, floating-point values in float32."""
     detached = value.detach().cpu()
     return detached.to(torch.float32) if detached.is_floating_point() else detached
+
+
+def read_update(reply: Message, client: int, server_round: int, probabilistic: set[str]) -> ClientUpdate:
+    """Return the update in a client's reply to a training message.
+
+    Args:
+        reply: the message; nothing in it is trusted.
+        client: the client that was asked.
+        server_round: the round that it was asked for.
+        probabilistic: names of the parameters that must come with a variance, and no others.
+
+    Raises:
+        FusionError: the client failed, or the reply cannot be used. Values and shapes are checked by
+            :class:`~lightning_fedbayes.Server`.
+    """
+    who = f"client {client}"
+    metrics = read_metrics(reply, who)
+    arrays, config = reply.content.get("arrays"), reply.content.get("config")
+    answered = config.get("server-round") if isinstance(config, ConfigRecord) else None
+    if answered != server_round:
+        raise FusionError(f"{who}: its reply is of round {answered}, and this is round {server_round}")
+    if not isinstance(arrays, ArrayRecord):
+        raise FusionError(f"{who}: its reply has no arrays")
+    posterior, buffers = from_arrays(arrays, who)
+    wrong = sorted(probabilistic_names(arrays) ^ probabilistic)
+    if wrong:
+        raise FusionError(
+            f"{who}: it must send the variances of the probabilistic parameters and of no others; wrong are "
+            f"{', '.join(wrong)}"
+        )
+    count = examples_of(metrics, who)
+    return ClientUpdate(client, count, posterior, buffers, {n: v for n, v in metrics.items() if n != "num-examples"})
+
+
+def read_metrics(reply: Message, who: str) -> dict[str, float]:
+    """Return the finite figures of a reply, "num-examples" among them as it was sent.
+
+    Raises:
+        FusionError: the client failed, or the reply has no figures.
+    """
+    if reply.has_error():
+        raise FusionError(f"{who} failed: {reply.error.reason}")
+    record = reply.content.get("metrics")
+    if not isinstance(record, MetricRecord):
+        raise FusionError(f"{who}: its reply has no metrics")
+    numbers: dict[str, Any] = {name: value for name, value in record.items() if not isinstance(value, list)}
+    return {name: value for name, value in numbers.items() if name == "num-examples" or math.isfinite(value)}
+
+
+def examples_of(metrics: dict[str, float], who: str) -> int:
+    """Return the number of examples that a client says it has.
+
+    Raises:
+        FusionError: it is no whole number of at least 0.
+    """
+    count = metrics.get("num-examples")
+    if not isinstance(count, int) or count < 0:
+        raise FusionError(f"{who}: num-examples={count}; it must be a whole number of at least 0")
+    return count

@@ -1,21 +1,22 @@
 """Posterior fusion: rules by name, and the function that applies them."""
 
+from lightning_fedbayes.exchange.reduction import Statistics
 from lightning_fedbayes.fusion.accumulator import FusionAccumulator, fuse
 from lightning_fedbayes.fusion.alpha import AlphaBarycenter, HellingerBarycenter
-from lightning_fedbayes.fusion.averages import LogVarianceAverage, WassersteinBarycenter, WeightedAverage, WeightedSum
-from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
-from lightning_fedbayes.fusion.geometric_median import GeometricMedian
-from lightning_fedbayes.fusion.gram import Gram, gram_of
-from lightning_fedbayes.fusion.gram_rule import GramRule
+from lightning_fedbayes.fusion.auto import AutoFusion
+from lightning_fedbayes.fusion.averages import (
+    GaussianFit,
+    LinearPool,
+    LogVarianceAverage,
+    WassersteinBarycenter,
+    WeightedAverage,
+    WeightedSum,
+)
+from lightning_fedbayes.fusion.gram import Gram, GramRule, gram_of
 from lightning_fedbayes.fusion.inferred import InferredRule
 from lightning_fedbayes.fusion.inverse_covariance import InverseCovarianceMLE, InverseCovarianceVB
 from lightning_fedbayes.fusion.inverse_variance import InverseVarianceMLE, InverseVarianceVB
-from lightning_fedbayes.fusion.krum import Krum, MultiKrum
-from lightning_fedbayes.fusion.medians import CoordinateMedian, TrimmedMean
-from lightning_fedbayes.fusion.nearest_neighbour_mixing import NearestNeighbourMixing
-from lightning_fedbayes.fusion.norm_clipping import NormClipping
-from lightning_fedbayes.fusion.pools import GaussianFit, LinearPool
-from lightning_fedbayes.fusion.preaggregation import Preaggregation
+from lightning_fedbayes.fusion.preaggregation import NearestNeighbourMixing, NormClipping, Preaggregation
 from lightning_fedbayes.fusion.products import (
     Conflation,
     DistributedWeightConsolidation,
@@ -30,10 +31,12 @@ from lightning_fedbayes.fusion.registry import (
     unregister_fusion,
 )
 from lightning_fedbayes.fusion.reliability import Reliability
-from lightning_fedbayes.fusion.rule import FusionRule, JudgingRule, Statistics, SumRule
+from lightning_fedbayes.fusion.robust import CoordinateMedian, GeometricMedian, Krum, MultiKrum, TrimmedMean
+from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, SumRule
 
 __all__ = [
     "AlphaBarycenter",
+    "AutoFusion",
     "Cohort",
     "Conflation",
     "CoordinateMedian",
@@ -51,17 +54,17 @@ __all__ = [
     "InverseCovarianceVB",
     "InverseVarianceMLE",
     "InverseVarianceVB",
-    "JudgingRule",
     "Krum",
     "LinearPool",
     "LogVarianceAverage",
-    "Memory",
     "MultiKrum",
     "NearestNeighbourMixing",
     "NormClipping",
     "Preaggregation",
     "Reliability",
+    "ReliabilityRule",
     "ReverseKLBarycenter",
+    "RuleState",
     "Statistics",
     "SumRule",
     "TrimmedMean",

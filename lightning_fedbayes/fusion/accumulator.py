@@ -1,4 +1,4 @@
-"""Client posteriors in, one at a time; the global posterior out."""
+"""Accumulation of client posteriors one at a time; :func:`fuse`, which fuses them outside a federation."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, PosteriorError
-from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
 from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
-from lightning_fedbayes.fusion.rule import FusionRule, Statistics, SumRule
-from lightning_fedbayes.fusion.shared import fusing, merging
+from lightning_fedbayes.fusion.rule import Cohort, FusionRule, Statistics, SumRule
 from lightning_fedbayes.posterior import GaussianPosterior, check_same_structure, zeros_like
-from lightning_fedbayes.processes import ALONE, Processes, Talk
 
 
 class FusionAccumulator:
-    """Fuses clients as they arrive: sums for sum-type rules, copies for the others.
+    """Collection of client posteriors for a rule: running sums for sum-type rules, copies for the others.
 
     Args:
         rule: the fusion rule.
         previous: the global posterior that the clients started from, for rules that need it.
-        processes: of which each adds clients of its own; with others, ``previous`` must be given.
+        relative: divide weights by the first client's, so that the weight of a single client is exactly 1. False where
+            other processes accumulate other clients.
+
+    Attributes:
+        count: number of clients so far.
+        statistics: the running sums of a sum-type rule.
 
     Raises:
         FusionError: the rule needs a previous posterior and there is none.
     """
 
-    def __init__(
-        self, rule: FusionRule, previous: GaussianPosterior | None = None, processes: Processes = ALONE
-    ) -> None:
+    def __init__(self, rule: FusionRule, previous: GaussianPosterior | None = None, *, relative: bool = True) -> None:
         if rule.needs_previous and previous is None:
             raise FusionError(
                 f"{rule_name(rule)} needs the previous global posterior, which the clients started from: "
@@ -41,11 +41,10 @@ class FusionAccumulator:
             check_finite(previous, *previous.flatten(), "previous posterior")
         self.rule = rule
         self.previous = previous
-        self.processes = processes
         self.count = 0
-        self._scale = 1.0
+        self.statistics: Statistics = {}
+        self._scale = None if relative else 1.0
         self._like: GaussianPosterior | None = None
-        self._statistics: Statistics = {}
         self._posteriors: list[GaussianPosterior] = []
         self._weights: list[float] = []
         self._clients: list[int] = []
@@ -70,56 +69,65 @@ class FusionAccumulator:
     def add_checked(
         self, client: int, posterior: GaussianPosterior, mean: Tensor, variance: Tensor, weight: float
     ) -> None:
-        """As :meth:`add`, for what is known to be right: ``mean`` and ``variance`` are ``posterior.flatten()``.
+        """Add a client whose posterior has been checked.
 
         Args:
-            client: the number by which a rule with a memory knows the client again.
-            posterior, mean, variance, weight: what it sends, and what it counts.
+            client: the number by which a rule with a state recognises the client in later rounds.
+            posterior: the client's posterior, its parameters in the order of the others'.
+            mean, variance: ``posterior.flatten()``.
+            weight: at least 0.
         """
         self.count += 1
         if weight == 0 and self.rule.uses_weights:
             return
+        if self._scale is None:
+            self._scale = weight if weight > 0 else 1.0
         if self._like is None:
-            if self.processes.count == 1:  # others cannot know it
-                self._scale = weight if weight > 0 else 1.0  # relative weights: a single client's is exactly 1
             self._like = GaussianPosterior.point_mass({n: zeros_like(m) for n, m in posterior.mean.items()})
         weight = weight / self._scale
         self._weights.append(weight)
         self._clients.append(client)
         if isinstance(self.rule, SumRule):
-            self.rule.update(self._statistics, mean, variance, weight)
+            self.rule.update(self.statistics, mean, variance, weight)
         else:
             self._posteriors.append(posterior.clone())
 
+    @property
+    def total(self) -> float:
+        """Sum of the weights so far, relative to the first client's if ``relative``."""
+        return sum(self._weights)
+
+    @property
+    def like(self) -> GaussianPosterior:
+        """A posterior of the clients' names and shapes, of any values."""
+        like = self._like if self._like is not None else self.previous
+        assert like is not None
+        return like
+
     def compute(self) -> GaussianPosterior:
-        """The global posterior of all clients added so far, by a rule that remembers nothing; see :meth:`finishing`."""
-        [fused] = self.processes.hold(self.finishing(self.rule.init()))
-        return fused.posterior
+        """Return the global posterior of all clients so far, by the rule in its initial state."""
+        self.check_not_empty(self.total)
+        if isinstance(self.rule, SumRule):
+            return self.finish(self.statistics)
+        return self.rule.apply(self.cohort(self.total), self.rule.init()).posterior
 
-    def finishing(self, memory: Memory, total: float | None = None) -> Talk[Fused]:
-        """The fusion of all clients that all processes have added so far.
+    def finish(self, statistics: Statistics) -> GaussianPosterior:
+        """Return the global posterior by a sum-type rule from the sums over all clients."""
+        assert isinstance(self.rule, SumRule)
+        return self.like.unflatten(*self.rule.compute(statistics, self.like, self.previous))
 
-        Args:
-            memory: what the rule remembers of earlier rounds.
-            total: the sum of their weights; None: there are no other processes.
+    def cohort(self, total: float) -> Cohort:
+        """Return the clients for a rule that is no sum; ``total`` is the sum of the weights in all processes."""
+        weights = torch.tensor(self._weights, dtype=torch.float64) / total
+        return Cohort(self._posteriors, weights, self.previous, tuple(self._clients))
 
-        Raises:
-            FusionError: no client with a positive weight was added, or the rule cannot fuse these.
-        """
-        total = sum(self._weights) if total is None else total
+    def check_not_empty(self, total: float) -> None:
+        """Raise FusionError unless ``total``, the sum of all weights, is positive."""
         if not total > 0:
             raise FusionError(
                 f"nothing to fuse: {self.count} clients, of which none has a positive weight; "
                 "give at least one client and one positive weight"
             )
-        like = self._like if self._like is not None else self.previous
-        assert like is not None
-        if isinstance(self.rule, SumRule):
-            statistics = yield from merging(self.rule, self._statistics, like, self.processes)
-            return Fused(like.unflatten(*self.rule.compute(statistics, like, self.previous)), memory=memory)
-        weights = torch.tensor(self._weights, dtype=torch.float64) / total
-        cohort = Cohort(self._posteriors, weights, self.previous, tuple(self._clients))
-        return (yield from fusing(self.rule, cohort, like, memory, self.processes))
 
 
 def fuse(
@@ -134,7 +142,7 @@ def fuse(
         rule: a registered name or alias (see :func:`available_fusions`), or a rule object.
         posteriors: the clients. An iterator is consumed one by one: sum-type rules never hold more than one client.
         weights: one per client, none negative, not all 0; they are normalised. None gives every client the same.
-            Rules that take no weights (conflation, dwc, gaussian_fit) ignore them.
+            Rules that take no weights ignore them.
         previous: the global posterior that the clients started from; ``dwc`` needs it.
 
     Raises:
@@ -161,7 +169,7 @@ def fuse(
 
 
 def _weight_values(weights: Sequence[float] | Tensor) -> list[float]:
-    """Client weights as floats, checked."""
+    """Return the clients' weights as floats of which the largest is 1; raise FusionError if they cannot be used."""
     values = torch.as_tensor(weights, dtype=torch.float64).reshape(-1).tolist()
     wrong = [value for value in values if not (math.isfinite(value) and value >= 0)]
     if wrong:
@@ -182,7 +190,7 @@ def check_structure(posterior: GaussianPosterior, like: GaussianPosterior, who: 
 
 def check_finite(posterior: GaussianPosterior, mean: Tensor, variance: Tensor, who: str) -> None:
     """Raise FusionError if a mean or variance of ``posterior`` (flat: ``mean``, ``variance``) is not finite."""
-    # a sum is finite only if its terms are (float64 does not overflow here): one pass and no temporary
+    # one pass and no temporary: a sum is not finite if one of its terms is not; an overflow is sorted out below
     total = mean.sum() if posterior.is_point_mass else mean.sum() + variance.sum()
     if math.isfinite(total):
         return

@@ -1,4 +1,4 @@
-"""Barycenters between the reverse-KL barycenter and the linear pool: one family, one parameter."""
+"""α-barycenters: a family with one parameter between the reverse-KL barycenter and the linear pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
-from lightning_fedbayes.fusion.pools import LinearPool
+from lightning_fedbayes.fusion.averages import LinearPool
 from lightning_fedbayes.fusion.products import ReverseKLBarycenter
 from lightning_fedbayes.fusion.registry import register_fusion
 from lightning_fedbayes.fusion.rule import FusionRule
@@ -20,7 +20,7 @@ from lightning_fedbayes.posterior import GaussianPosterior
 NODES = 32
 """Gauss–Hermite nodes around each client, per parameter."""
 ENTRIES = 2**21
-"""Log densities that are held at once."""
+"""Number of log densities that are held at once."""
 NEGLIGIBLE = 1e-6
 """Distance of α from 0 or 1 below which the limit is taken."""
 
@@ -32,16 +32,16 @@ class AlphaBarycenter(FusionRule):
     .. math:: q(\theta) \propto \Bigl(\sum_k \omega_k\, q_k(\theta)^\alpha\Bigr)^{1/\alpha}, \qquad
               D_\alpha(p\|q) = \frac{1 - \int p^\alpha q^{1-\alpha}}{\alpha (1 - \alpha)}
 
-    α → 0 is ``reverse_kl_barycenter``, α = 1 ``linear_pool``, α = ½ the Hellinger barycenter: from clients that have to
-    agree to clients of which any may be right. The variance grows with α on the whole. The moments are found by
-    Gauss–Hermite quadrature around every client and around the reverse-KL barycenter: to three digits for α in [0, 1],
-    less exactly outside.
+    α → 0 is ``reverse_kl_barycenter``, whose mass lies where all clients have some; α = 1 is ``linear_pool``, whose
+    mass lies where any client has some; α = ½ is the Hellinger barycenter. The variance usually grows with α. The
+    moments are found by Gauss–Hermite quadrature around every client and around the reverse-KL barycenter: to three
+    digits for α in [0, 1], less exactly outside.
 
-    When to use it: between the two, where the one is over-confident and the other vague; let held-out data choose α.
-    It holds all clients of a round and costs O(K² · P) with a large constant: for networks, or Bayesian parts of them,
-    of up to about a million parameters.
+    When to use it: ``reverse_kl_barycenter`` is over-confident and ``linear_pool`` too vague; choose α by held-out
+    data. It holds all clients of a round and costs O(K² · P) with a large constant: for networks, or Bayesian parts of
+    them, of up to about a million parameters.
 
-    Where a client is a point mass, the result is that of the reverse-KL barycenter (but for α = 1).
+    Where a client is a point mass, the result is that of the reverse-KL barycenter (except for α = 1).
 
     Args:
         alpha: α, any finite number; [0, 1] is the range between the two named rules.
@@ -90,8 +90,7 @@ class HellingerBarycenter(AlphaBarycenter):
     .. math:: q(\theta) \propto \Bigl(\sum_k \omega_k \sqrt{q_k(\theta)}\Bigr)^2, \qquad
               H^2(p, q) = 1 - \int \sqrt{p\,q}
 
-    When to use it: half-way between ``reverse_kl_barycenter`` and ``linear_pool``; it favours no direction of the
-    divergence.
+    When to use it: half-way between ``reverse_kl_barycenter`` and ``linear_pool``; its divergence is symmetric.
     """
 
     def __init__(self) -> None:
@@ -101,7 +100,7 @@ class HellingerBarycenter(AlphaBarycenter):
 def alpha_moments(
     means: Tensor, variances: Tensor, middle: Tensor, spread: Tensor, weights: Tensor, alpha: float
 ) -> tuple[Tensor, Tensor]:
-    r"""Mean and variance of :math:`(\sum_k \omega_k q_k^\alpha)^{1/\alpha}`, normalised, for each of P parameters.
+    r"""Return mean and variance of :math:`(\sum_k \omega_k q_k^\alpha)^{1/\alpha}`, normalised, per parameter.
 
     The integrals are expectations under the mixture of the clients (half of it) and of the reverse-KL barycenter (the
     other half), which is nowhere much smaller than the integrand.
@@ -123,9 +122,7 @@ def alpha_moments(
     mass = (shares[:, None] * masses / masses.sum()).flatten()
     log_clients = _log_density(from_clients, variances[:, None])
     log_weights = weights.to(means).log()[:, None, None]
-    log_mixture = torch.logaddexp(
-        (log_weights + log_clients).logsumexp(0), _log_density(points, spread)
-    ) - math.log(2)
+    log_mixture = torch.logaddexp((log_weights + log_clients).logsumexp(0), _log_density(points, spread)) - math.log(2)
     log_ratio = (log_weights + alpha * log_clients).logsumexp(0) / alpha - log_mixture
     values = mass[:, None] * (log_ratio - log_ratio.amax(0)).exp()
     values = values / values.sum(0)
@@ -134,5 +131,5 @@ def alpha_moments(
 
 
 def _log_density(distance: Tensor, variance: Tensor) -> Tensor:
-    """Log density of Gaussians at ``distance`` from their mean."""
+    """Return the log density of Gaussians at ``distance`` from their mean."""
     return -0.5 * (distance.square() / variance + variance.log() + math.log(2 * math.pi))

@@ -1,17 +1,19 @@
 r"""Rules whose mean is the weighted average of the client means, :math:`\mu = \sum_k \omega_k \mu_k`.
 
-They differ in the power mean that makes the variance. A point mass (σ² = 0) needs no special case.
+They differ in the variance: a power mean of the clients' variances, or, for the linear pool and the Gaussian fit, one
+that contains the clients' disagreement. A point mass (σ² = 0) needs no special case.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.fusion.registry import register_fusion
-from lightning_fedbayes.fusion.rule import Statistics, SumRule, add
+from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add
 from lightning_fedbayes.posterior import GaussianPosterior
 
 
@@ -22,11 +24,11 @@ class _AverageRule(SumRule):
 
     @abstractmethod
     def transform(self, variance: Tensor) -> Tensor:
-        """What is summed over clients for the variance, shape (P,)."""
+        """Return the term that is summed over clients for the variance, shape (P,)."""
 
     @abstractmethod
     def invert(self, average: Tensor) -> Tensor:
-        """The variance from the weighted average of :meth:`transform`, shape (P,)."""
+        """Return the variance from the weighted average of :meth:`transform`, shape (P,)."""
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
         """See :meth:`SumRule.update`."""
@@ -34,9 +36,7 @@ class _AverageRule(SumRule):
         add(statistics, "mean", mean, weight)
         add(statistics, "spread", self.transform(variance), weight**self.weight_power)
 
-    def compute(
-        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None
-    ) -> tuple[Tensor, Tensor]:
+    def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
         """See :meth:`SumRule.compute`."""
         weight = statistics["weight"]
         return statistics["mean"] / weight, self.invert(statistics["spread"] / weight**self.weight_power)
@@ -46,18 +46,18 @@ class _AverageRule(SumRule):
 class WeightedAverage(_AverageRule):
     r"""Average of means and of variances: :math:`\sigma^2 = \sum_k \omega_k \sigma_k^2`.
 
-    When to use it: the default everybody knows (FedAvg on deterministic networks); with many local epochs as good as
-    any. With few, the variance hardly shrinks from round to round, and training is slow.
+    When to use it: the usual default (FedAvg on deterministic networks); with many local epochs as good as any. With
+    few, the variance hardly shrinks from round to round, and training is slow.
 
     Source: [FBDL] eq. (10) "naive weighted averaging"; [BA-BFL] "EAA".
     """
 
     def transform(self, variance: Tensor) -> Tensor:
-        """σ²."""
+        """Return σ²."""
         return variance
 
     def invert(self, average: Tensor) -> Tensor:
-        """σ² itself."""
+        """Return the average itself."""
         return average
 
 
@@ -83,11 +83,11 @@ class WassersteinBarycenter(_AverageRule):
     """
 
     def transform(self, variance: Tensor) -> Tensor:
-        """σ."""
+        """Return σ."""
         return variance.sqrt()
 
     def invert(self, average: Tensor) -> Tensor:
-        """(Σωσ)²."""
+        """Return (Σωσ)²."""
         return average.square()
 
 
@@ -101,9 +101,81 @@ class LogVarianceAverage(_AverageRule):
     """
 
     def transform(self, variance: Tensor) -> Tensor:
-        """log σ², −∞ for a point mass."""
+        """Return log σ², −∞ for a point mass."""
         return torch.log(variance)
 
     def invert(self, average: Tensor) -> Tensor:
-        """exp Σω log σ²."""
+        """Return exp Σω log σ²."""
         return torch.exp(average)
+
+
+@register_fusion("linear_pool", aliases=("lp", "kl_barycenter"))
+class LinearPool(SumRule):
+    r"""Moments of the mixture :math:`\sum_k \omega_k q_k`, the minimiser of :math:`\sum_k \omega_k KL(q_k\|q)`.
+
+    .. math:: \mu = \sum_k \omega_k \mu_k, \qquad
+              \sigma^2 = \sum_k \omega_k \bigl(\sigma_k^2 + (\mu_k - \mu)^2\bigr)
+
+    When to use it: the variance of the global posterior shall contain the clients' disagreement; its predictions are
+    under-confident. The disagreement is accumulated by West's weighted form of Welford's recursion, which does not
+    cancel.
+
+    Source: [FBDL] eqs. (12)–(14).
+    """
+
+    def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
+        """See :meth:`SumRule.update`."""
+        add_disagreement(statistics, mean, mean.new_tensor(weight))
+        add(statistics, "variance", variance, weight)
+
+    def merge(self, statistics: Statistics, other: Statistics) -> None:
+        """See :meth:`SumRule.merge`; pairwise form of Chan, Golub and LeVeque."""
+        if not other:
+            return
+        if not statistics:
+            statistics.update({key: value.clone() for key, value in other.items()})
+            return
+        add_disagreement(statistics, other["mean"], other["weight"])
+        add(statistics, "disagreement", other["disagreement"])
+        if "variance" in other:
+            add(statistics, "variance", other["variance"])
+
+    def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
+        """See :meth:`SumRule.compute`."""
+        return statistics["mean"], (statistics["disagreement"] + statistics["variance"]) / statistics["weight"]
+
+
+@register_fusion("gaussian_fit", aliases=("fedag",))
+class GaussianFit(LinearPool):
+    r"""Gaussian fitted to the client parameters: their mean and population variance.
+
+    .. math:: \mu = \tfrac1K \sum_k \mu_k, \qquad \sigma^2 = \tfrac1K \sum_k (\mu_k - \mu)^2
+
+    When to use it: clients train deterministic networks, and the global posterior shall be probabilistic nevertheless.
+    It takes no weights, and uses only the mean of a probabilistic client.
+
+    Source: [FedAG] Algorithm 1, line 9.
+    """
+
+    uses_weights: ClassVar[bool] = False
+
+    def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
+        """See :meth:`SumRule.update`."""
+        add_disagreement(statistics, mean, mean.new_tensor(1.0))
+
+    def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
+        """See :meth:`SumRule.compute`."""
+        return statistics["mean"], statistics["disagreement"] / statistics["weight"]
+
+
+def add_disagreement(statistics: Statistics, mean: Tensor, weight: Tensor) -> None:
+    """Add a group of clients of mean ``mean`` and total weight ``weight`` to the running mean and Σω(μ_k − μ)²."""
+    if "mean" not in statistics:
+        statistics.update(weight=weight.clone(), mean=mean.clone(), disagreement=mean.new_zeros(mean.shape))
+        return
+    before = statistics["weight"]
+    total = before + weight
+    step = mean - statistics["mean"]
+    statistics["mean"].add_(step, alpha=float(weight / total))
+    statistics["disagreement"].addcmul_(step, step, value=float(before * weight / total))
+    statistics["weight"] = total

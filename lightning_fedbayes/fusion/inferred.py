@@ -1,4 +1,4 @@
-"""Rules that infer each client's noise from the updates of all rounds."""
+"""Rules that infer each client's noise from the updates of all rounds, and their state."""
 
 from __future__ import annotations
 
@@ -9,30 +9,26 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
-from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
-from lightning_fedbayes.fusion.distances import consensus
-from lightning_fedbayes.fusion.gram import combine, gram_of, squared_distances
-from lightning_fedbayes.fusion.gram_rule import judged
-from lightning_fedbayes.fusion.noise_scale import near_clients
-from lightning_fedbayes.fusion.remember import remember
-from lightning_fedbayes.fusion.rule import JudgingRule
+from lightning_fedbayes.fusion.distances import centred_products, consensus, near_clients
+from lightning_fedbayes.fusion.gram import combine, fused_by_shares, gram_of, squared_distances
+from lightning_fedbayes.fusion.rule import Cohort, Fused, ReliabilityRule, RuleState
 
 NEGLIGIBLE = 0.01
 """Part of an equal share below which a client is reported as left out."""
 
 
-class InferredRule(JudgingRule):
+class InferredRule(ReliabilityRule):
     r"""A rule under the model :math:`x_{ij} \sim N(y_i, \cdot)`: updates are noisy observations of one ground truth.
 
-    An update is the difference of a client's mean to the previous global mean (to 0 if that is not known). All that
-    such a rule needs of it are squared distances between clients, and to the origin. What it remembers are averages
-    of the clients' products around each round's consensus, per pair, so clients may miss rounds.
+    An update is the difference of a client's mean to the previous global mean (to 0 if that is not known). Such a rule
+    needs only the squared distances between clients and to the origin. Its state holds averages of the clients'
+    products around each round's consensus, per pair, so clients may miss rounds.
 
     Variances of probabilistic parameters are averaged with the inferred shares.
 
     Args:
-        memory: how much a round counts in the next, from 0 (every round is judged alone) to 1 (all rounds count the
-            same, as in [Untrusted] Algorithm 1). Less than 1 forgets, where clients change.
+        memory: discount of earlier rounds per round, from 0 (each round is scored alone) to 1 (all rounds count the
+            same, as in [Untrusted] Algorithm 1). A value below 1 is for clients that change.
 
     Raises:
         FusionError: ``memory`` is not in [0, 1].
@@ -42,29 +38,29 @@ class InferredRule(JudgingRule):
 
     def __init__(self, memory: float = 1.0) -> None:
         if not 0 <= memory <= 1:
-            raise FusionError(f"memory={memory}: how much a round counts in the next lies in [0, 1]")
+            raise FusionError(f"memory={memory}: the discount of earlier rounds lies in [0, 1]")
         self.memory = memory
 
     @abstractmethod
     def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """The coefficients of the ground truth, and what each client counts.
+        """Infer the coefficients of the ground truth, and the clients' reliabilities.
 
         Args:
             distances: shape (K + 1, K + 1), float64: mean squared differences per parameter between the K clients
                 and the origin, which comes last.
             size: number of parameters P.
 
-        Returns: coefficients of the updates, shape (K,), and shares, shape (K,), none negative, of sum 1.
+        Returns: coefficients of the updates, shape (K,), and reliabilities, shape (K,), none negative, of sum 1.
         """
 
-    def apply(self, cohort: Cohort, memory: Memory) -> Fused:
+    def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """See :meth:`FusionRule.apply`."""
-        gram = gram_of(cohort.posteriors, cohort.previous)
+        gram = gram_of(cohort)
         now = squared_distances(gram.products) / max(gram.size, 1)
         near = near_clients(now)
         points = torch.cat([near, torch.ones(1, dtype=torch.bool)])
         clients = tuple(client for client, kept in zip(cohort.clients, near.tolist(), strict=True) if kept)
-        distances, remembered = remember(memory, clients, now[points][:, points], self.memory)
+        distances, new_state = average_rounds(state, clients, now[points][:, points], self.memory)
         coefficients, shares = torch.zeros(2, len(near), dtype=torch.float64)
         coefficients[near], shares[near] = self._infer(distances, gram.size)
         reasons = {
@@ -73,10 +69,10 @@ class InferredRule(JudgingRule):
             if share < NEGLIGIBLE / len(shares)
         }
         mean = combine(cohort.posteriors, coefficients, cohort.previous)
-        return judged(cohort, mean, shares, reasons, remembered)
+        return fused_by_shares(cohort, mean, shares, reasons, new_state)
 
     def _infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """As :meth:`infer`; equal shares where all are one, and the consensus where the rule finds no answer."""
+        """As :meth:`infer`; equal shares for identical clients, and the consensus where the result is not finite."""
         count = len(distances) - 1
         if count == 1 or not bool(distances[:-1, :-1].any()):
             equal = torch.full((count,), 1 / count, dtype=torch.float64)
@@ -86,3 +82,65 @@ class InferredRule(JudgingRule):
             return inferred
         start = consensus(distances)
         return start, start
+
+
+def average_rounds(state: RuleState, clients: tuple[int, ...], now: Tensor, memory: float) -> tuple[Tensor, RuleState]:
+    r"""Return squared distances between clients, and to the origin, averaged over the rounds so far.
+
+    With :math:`\hat y_i` the geometric median of round i and :math:`\delta_{ij} = x_{ij} - \hat y_i`, the products
+    :math:`\delta_{ij} \cdot \delta_{ik}` are averaged per pair over the rounds that both have taken part in, as in
+    [Untrusted] Remark 1, :math:`\delta_{ij} \cdot \hat y_i` per client and :math:`\|\hat y_i\|^2` over all rounds.
+    Since each round has a consensus of its own, an outlier in one round does not affect clients that missed it.
+
+    Args:
+        state: {"clients", "products", "counts", "along", "signal", "rounds"} of earlier rounds, or empty.
+        clients: numbers of this round's clients.
+        now: this round's squared distances between them and the origin, which comes last, shape (K + 1, K + 1).
+        memory: weight of the earlier rounds relative to this one.
+
+    Returns: the distances, shape (K + 1, K + 1), and the new state.
+    """
+    if memory == 0:
+        return now, {}
+    shares = consensus(now)
+    point = torch.cat([shares, shares.new_zeros(1)])
+    gram = centred_products(now, point)  # of the clients and the origin
+    known = list(state.get("clients", []))
+    place = {client: i for i, client in enumerate(known)}
+    for client in clients:
+        place.setdefault(client, len(place))
+    products, counts = torch.zeros(2, len(place), len(place), dtype=torch.float64)
+    along = torch.zeros(len(place), dtype=torch.float64)
+    signal, rounds = memory * state.get("signal", 0.0), memory * state.get("rounds", 0.0)
+    if known:
+        old = slice(0, len(known))
+        products[old, old], counts[old, old] = memory * state["products"], memory * state["counts"]
+        along[old] = memory * state["along"]
+    rows = torch.tensor([place[client] for client in clients])
+    here = rows[:, None], rows[None, :]
+    products[here] += gram[:-1, :-1]
+    counts[here] += 1
+    along[rows] += gram[:-1, -1]
+    signal, rounds = signal + float(gram[-1, -1]), rounds + 1
+    average = torch.zeros_like(now)
+    average[:-1, :-1] = products[here] / counts[here]
+    average[:-1, -1] = average[-1, :-1] = along[rows] / counts[here].diagonal()
+    average[-1, -1] = signal / rounds
+    if bool((counts[here] != rounds).any()):
+        average = positive_semidefinite(average)
+    updated = {"clients": list(place), "products": products, "counts": counts, "along": along}
+    return squared_distances(average), {**updated, "signal": signal, "rounds": rounds}
+
+
+def positive_semidefinite(products: Tensor) -> Tensor:
+    """Return a Gram matrix close to ``products`` with the same diagonal.
+
+    The entries of ``products`` are averages over different rounds, so they need not be the products of any points:
+    negative eigenvalues of their correlations are set to 0.
+    """
+    lengths = products.diagonal().clamp_min(0).sqrt()
+    scale = torch.where(lengths > 0, 1 / lengths, 0.0)
+    values, vectors = torch.linalg.eigh(products * scale[:, None] * scale)
+    gram = (vectors * values.clamp_min(0)) @ vectors.T
+    again = gram.diagonal().clamp_min(torch.finfo(gram.dtype).tiny).rsqrt() * lengths
+    return gram * again[:, None] * again

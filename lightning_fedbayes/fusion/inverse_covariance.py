@@ -1,4 +1,4 @@
-"""Inverse-covariance weighting: the clients' noises may be correlated, and how is inferred from the updates."""
+"""Inverse-covariance weighting: the covariance of the clients' errors is inferred from the updates."""
 
 from __future__ import annotations
 
@@ -9,15 +9,28 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
-from lightning_fedbayes.fusion.distances import centred_products, consensus, gram_about_last, residuals, signal_of
+from lightning_fedbayes.fusion.distances import (
+    centred_products,
+    consensus,
+    gram_about_last,
+    least_noise,
+    residuals,
+    signal_of,
+)
 from lightning_fedbayes.fusion.inferred import InferredRule
 from lightning_fedbayes.fusion.latent_noise import MOVED, Latent, climb, least_squares, start, update_spread
-from lightning_fedbayes.fusion.noise_scale import least_noise
 from lightning_fedbayes.fusion.registry import register_fusion
+
+PLAUSIBLE = 0.8
+"""Part of the consensus' update below which the result shows that errors depend on y, against the model."""
+FLAT = 1e3
+"""Factor of the prior variance of y where only differences between clients shall count."""
+OUTER, INNER = 2, 60
+"""Number of updates of the features' posterior, and of quasi-Newton steps after each."""
 
 
 class _InverseCovariance(InferredRule):
-    """What both ways of estimating share: the number of features, and the least noise."""
+    """Arguments of both ways of estimating: the number of features, and the least noise."""
 
     def __init__(self, latent: int, memory: float, floor: float) -> None:
         super().__init__(memory)
@@ -36,7 +49,7 @@ class _InverseCovariance(InferredRule):
 
     @abstractmethod
     def solve(self, distances: Tensor, size: int) -> Tensor:
-        """The coefficients of generalised least squares, shape (K,), of sum 1; see :meth:`InferredRule.infer`."""
+        """Return coefficients of generalised least squares, shape (K,), of sum 1; see :meth:`InferredRule.infer`."""
 
 
 @register_fusion("icov_vb")
@@ -46,21 +59,21 @@ class InverseCovarianceVB(_InverseCovariance):
     .. math:: x_j = y + u^\top v_j + e_j, \quad e_j \sim N(0, \sigma_j^2), \qquad
               y = \frac{1^\top \Phi^{-1} x}{1^\top \Phi^{-1} 1}, \quad \Phi = V V^\top + \mathrm{diag}(\sigma^2)
 
-    When to use it: clients share data, or err alike, so that counting each of them in full counts the same evidence
-    many times. With the right number of latent features it comes close to the best linear estimate. It costs more than
+    When to use it: clients share data or have correlated errors, so that equal weights count the same evidence many
+    times. With the right number of latent features it comes close to the best linear estimate. It costs more than
     ``ivar_vb``, which is as good where errors are independent.
 
-    The model takes errors for independent of y. Clients whose updates differ in length, point the other way or are
-    not there break that, and it would explain away what the others agree on. If less than four fifths of the geometric
-    median's update would be left, the prior of y is made flat: only differences between clients then count, and what
-    all of them share is not judged.
+    The model has errors independent of y. Clients whose updates differ in length, have the opposite sign or are 0
+    violate that, and the model would then take part of what the others agree on for error. If less than four fifths of
+    the geometric median's update would be left, the prior of y is made flat: only differences between clients count
+    then, and nothing that all of them have in common is taken for error.
 
-    y and u are inferred jointly, and the free energy is climbed by L-BFGS (see ``latent_noise.py``). The source infers
-    them apart by coordinate ascent; where clients overlap that stays at nearly equal weights.
+    y and u are inferred jointly, and the free energy is maximised by L-BFGS (see ``latent_noise.py``). The source
+    factorises them and uses coordinate ascent; where clients share data that stays at nearly equal weights.
 
     Args:
         latent: number of latent features D: groups of clients with a common error. At most K − 1 are used.
-        memory: how much a round counts in the next, see :class:`~lightning_fedbayes.fusion.InferredRule`.
+        memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
         floor: least noise variance in units of the lower quartile of the clients' mean squared distances to the
             geometric median, where the search starts.
 
@@ -71,7 +84,7 @@ class InverseCovarianceVB(_InverseCovariance):
         super().__init__(latent, memory, floor)
 
     def solve(self, distances: Tensor, size: int) -> Tensor:
-        """Climb the free energy, then eq. (3)."""
+        """Maximise the free energy, then solve eq. (3)."""
         scale, begun, least = self.begin(distances)
         products = gram_about_last(distances) / scale
         coefficients = least_squares(self.fitted(begun, products, size, least).covariance())
@@ -83,17 +96,15 @@ class InverseCovarianceVB(_InverseCovariance):
         return least_squares(self.fitted(flat, products, size, least, ("features", "noise")).covariance())
 
     @staticmethod
-    def fitted(
-        begun: Latent, products: Tensor, size: int, least: float, moved: tuple[str, ...] = MOVED
-    ) -> Latent:
-        """The estimates of the highest free energy, as seen from ``begun``."""
+    def fitted(begun: Latent, products: Tensor, size: int, least: float, moved: tuple[str, ...] = MOVED) -> Latent:
+        """Return the estimates of the highest free energy that the search from ``begun`` finds."""
         model = begun
         for _ in range(OUTER):
             model = climb(update_spread(model, products, size), products, size, least, INNER, moved)
         return model
 
     def begin(self, distances: Tensor) -> tuple[Tensor, Latent, float]:
-        """The unit of variance, estimates to start from in it, and the least noise variance."""
+        """Return the unit of variance and, in that unit, first estimates and the least noise variance."""
         shares = consensus(distances)
         noise = residuals(distances[:-1, :-1], shares)
         least = least_noise(noise, self.floor)
@@ -105,14 +116,6 @@ class InverseCovarianceVB(_InverseCovariance):
         return scale, begun, least / float(scale)
 
 
-PLAUSIBLE = 0.8
-"""Part of the robust consensus that must be left of it: below, errors are not independent of y, as the model has it."""
-FLAT = 1e3
-"""By how much the prior of y is wider than the consensus where only differences between clients shall count."""
-OUTER, INNER = 2, 60
-"""Rounds of the posterior of the features, and quasi-Newton steps in each."""
-
-
 @register_fusion("icov_mle")
 class InverseCovarianceMLE(_InverseCovariance):
     r"""Generalised least squares with the covariance of the clients' errors inferred by maximum likelihood.
@@ -120,20 +123,20 @@ class InverseCovarianceMLE(_InverseCovariance):
     .. math:: y \leftarrow \frac{1^\top \Phi^{-1} x}{1^\top \Phi^{-1} 1}, \qquad
               \Phi = V V^\top + \mathrm{diag}(\sigma^2)
 
-    where V and σ² climb the log-likelihood :math:`-\log|\Phi| - \delta^\top \Phi^{-1} \delta`,
-    :math:`\delta = x - y 1`, by steps of expectation and maximisation, which have the stationary points of the
-    gradients (9a) to (9c) and no step size.
+    where V and σ² maximise the log-likelihood :math:`-\log|\Phi| - \delta^\top \Phi^{-1} \delta`,
+    :math:`\delta = x - y 1`, by expectation maximisation, which has the stationary points of the gradients (9a) to
+    (9c) and no step size.
 
-    When to use it: for comparison. The likelihood is unbounded and y is not integrated out, so errors that the group
-    around y shares are not seen: the source, too, finds it unreliable. Take ``icov_vb``.
+    When to use it: for comparison. The likelihood is unbounded and y is not integrated out, so errors common to the
+    clients near y are not found; the source also finds it unreliable. Use ``icov_vb``.
 
     Args:
         latent: number of latent features D; at most K − 1 are used.
-        memory: how much a round counts in the next, see :class:`~lightning_fedbayes.fusion.InferredRule`.
+        memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
         floor: ε, least noise variance in units of the lower quartile of the clients' mean squared distances to the
             geometric median, where the iterations start.
         tolerance: stop when no coefficient changes by more.
-        max_iterations: stop after so many iterations in any case.
+        max_iterations: bound of the number of iterations.
 
     Source: [Untrusted] eq. (3), (9a) to (9c), Algorithm 2.
     """
@@ -147,7 +150,7 @@ class InverseCovarianceMLE(_InverseCovariance):
         self.max_iterations = max_iterations
 
     def solve(self, distances: Tensor, size: int) -> Tensor:
-        """Alternate between eq. (3) and a step uphill for the covariance."""
+        """Alternate between eq. (3) and a step of expectation maximisation for the covariance."""
         clients = distances[:-1, :-1]
         coefficients = consensus(distances)
         noise = residuals(clients, coefficients)
@@ -169,7 +172,7 @@ class InverseCovarianceMLE(_InverseCovariance):
 def expectation_maximisation(
     features: Tensor, noise: Tensor, residual: Tensor, least: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    r"""One step uphill in the likelihood of :math:`\Phi = V V^\top + \mathrm{diag}(\sigma^2)` (factor analysis).
+    r"""Return V and σ² of :math:`\Phi = V V^\top + \mathrm{diag}(\sigma^2)` after one step (factor analysis).
 
     Args:
         features: V, shape (K, D).

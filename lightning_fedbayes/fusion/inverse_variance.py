@@ -1,4 +1,4 @@
-"""Inverse-variance weighting: every client has a noise of its own, inferred from the updates."""
+"""Inverse-variance weighting: each client has its own noise variance, inferred from the updates."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
-from lightning_fedbayes.fusion.distances import consensus, gram_about_last, residuals, signal_of, squared_lengths
+from lightning_fedbayes.fusion.distances import (
+    consensus,
+    gram_about_last,
+    least_noise,
+    residuals,
+    signal_of,
+    squared_lengths,
+)
 from lightning_fedbayes.fusion.inferred import InferredRule
-from lightning_fedbayes.fusion.noise_scale import least_noise
 from lightning_fedbayes.fusion.registry import register_fusion
 
 
 class _InverseVariance(InferredRule):
-    """What both ways of estimating share: the least noise, and when to stop."""
+    """Arguments of both ways of estimating: the least noise, and when to stop."""
 
     def __init__(
         self, memory: float = 1.0, floor: float = 0.01, tolerance: float = 1e-10, max_iterations: int = 1000
@@ -35,17 +41,17 @@ class InverseVarianceMLE(_InverseVariance):
               \sigma_j^2 \leftarrow \max\Bigl(\varepsilon,
                 \frac{1}{P |I_j|} \sum_{i \in I_j} \|x_{ij} - y_i\|^2\Bigr)
 
-    When to use it: clients of unknown quality, more than a few. It needs neither weights nor a bound on the number of
-    bad clients. The likelihood is unbounded (a client whose variance goes to 0 captures y), so three things belong to
-    the method: it starts at the geometric median, which a minority of arbitrary clients cannot move far; variances
-    stay above ε; and the number of iterations is bounded. One client may still capture y, mostly of a handful of
-    near-equal ones; the answer then is that client's. ``ivar_vb`` has no such trap.
+    When to use it: more than a few clients of unknown quality. It needs neither weights nor a bound on the number of
+    bad clients. The likelihood is unbounded (y can be one client's update, whose variance goes to 0), so the method
+    starts at the geometric median, which a minority of arbitrary clients cannot move far, keeps variances above ε,
+    and bounds the number of iterations. Still y may end at one client's update, mostly with a handful of nearly
+    equal clients; ``ivar_vb`` prevents that.
 
     Args:
-        memory: how much a round counts in the next, see :class:`~lightning_fedbayes.fusion.InferredRule`.
+        memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
         floor: ε in units of the lower quartile of the clients' mean squared distances to the geometric median.
         tolerance: stop when no share changes by more.
-        max_iterations: stop after so many iterations in any case; each costs O(K²).
+        max_iterations: bound of the number of iterations; each costs O(K²).
 
     Source: [Untrusted] Algorithm 1, eq. (6), (7).
     """
@@ -73,20 +79,20 @@ class InverseVarianceVB(_InverseVariance):
               \bar y_i = \lambda_i \sum_{j \in J_i} \frac{x_{ij}}{\sigma_j^2}
 
     and the variances that maximise the evidence, :math:`\tau^2 = \lambda + \|\bar y\|^2 / P` and
-    :math:`\sigma_j^2 = \lambda + \|x_j - \bar y\|^2 / P` (averages over rounds). x and y are updates, so what the
-    prior pulls towards is the previous global posterior; the pull is noticeable only where the clients' noise
-    drowns the update.
+    :math:`\sigma_j^2 = \lambda + \|x_j - \bar y\|^2 / P` (averages over rounds). x and y are updates, so the prior
+    pulls towards the previous global posterior; noticeably only where the clients' noise is much larger than the
+    update.
 
-    When to use it: the default among rules for clients that cannot be trusted. The posterior variance λ enters every
-    noise variance, so that a client captures y less easily than under maximum likelihood; of few clients and few
-    parameters one still can. It follows those who agree: clients with much data of their own kind may look like noise.
+    When to use it: the default among rules for clients that cannot be trusted. The posterior variance λ is part of
+    every noise variance, so y ends at one client's update less easily than under maximum likelihood; with few clients
+    and few parameters it still can. It follows clients that agree: clients with unusual data may look like noise.
 
     Args:
-        memory: how much a round counts in the next, see :class:`~lightning_fedbayes.fusion.InferredRule`.
+        memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
         floor: least noise variance in units of the lower quartile of the clients' mean squared distances to the
             geometric median, where the iterations start.
         tolerance: stop when no share changes by more.
-        max_iterations: stop after so many iterations in any case; each costs O(K²).
+        max_iterations: bound of the number of iterations; each costs O(K²).
 
     Source: [Untrusted] eq. (10) to (13).
     """
@@ -115,7 +121,7 @@ class InverseVarianceVB(_InverseVariance):
 def coordinate_ascent(
     distances: Tensor, noise: Tensor, signal: Tensor, least: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One pass of eq. (10) to (13): the coefficients of the posterior mean, the new noise and signal variances.
+    """Return the coefficients of the posterior mean, the new noise and the new signal variances: eq. (10) to (13).
 
     Args:
         distances: see :meth:`InferredRule.infer`.
@@ -132,9 +138,9 @@ def coordinate_ascent(
 
 
 def evidence(distances: Tensor, noise: Tensor, signal: Tensor) -> Tensor:
-    r"""The log evidence per parameter, :math:`\log N(x; 0, \tau^2 1 1^\top + \mathrm{diag}(\sigma^2))`.
+    r"""Return the log evidence per parameter, :math:`\log N(x; 0, \tau^2 1 1^\top + \mathrm{diag}(\sigma^2))`.
 
-    It is the free energy of eq. (10) and (11), whose posterior is exact.
+    It equals the free energy of eq. (10) and (11), where the posterior is exact.
 
     Args:
         distances, noise, signal: see :func:`coordinate_ascent`.

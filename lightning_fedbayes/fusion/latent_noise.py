@@ -1,11 +1,11 @@
-r"""The latent noise model: clients that make the same mistakes.
+r"""The latent noise model: clients whose errors have common causes.
 
 .. math:: x_j = y + u^\top v_j + e_j, \qquad e_j \sim N(0, \sigma_j^2), \quad u \sim N(0, I_D), \quad
           y \sim N(0, \tau^2)
 
 for every parameter, with features :math:`v_j \in R^D` of the clients that all parameters share: [Untrusted] eq. (8),
-with :math:`\sigma_u = 1` (its scale is that of v) and the noise per client of Algorithm 2, line 2. All functions work
-on the clients' mean products :math:`S_{jk} = x_j \cdot x_k / P` alone.
+with :math:`\sigma_u = 1` (the scale is in v) and the noise per client of Algorithm 2, line 2. All functions need only
+the clients' mean products :math:`S_{jk} = x_j \cdot x_k / P`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
+
+MOVED = ("features", "noise", "signal")
+"""Estimates that :func:`climb` changes."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +41,23 @@ class Latent:
     signal: Tensor
 
     def covariance(self) -> Tensor:
-        r"""Covariance of the clients' errors, :math:`V V^\top + \mathrm{diag}(\sigma^2)`, shape (K, K)."""
+        r"""Return the covariance of the clients' errors, :math:`V V^\top + \mathrm{diag}(\sigma^2)`, shape (K, K)."""
         return self.features @ self.features.T + torch.diag(self.noise)
 
 
 def least_squares(covariance: Tensor) -> Tensor:
-    r"""Coefficients of generalised least squares, :math:`\Phi^{-1} 1 / (1^\top \Phi^{-1} 1)`, shape (K,); eq. (3)."""
+    r"""Return :math:`\Phi^{-1} 1 / (1^\top \Phi^{-1} 1)`, shape (K,): generalised least squares, eq. (3)."""
     solution = torch.linalg.solve(covariance, torch.ones(len(covariance), dtype=covariance.dtype))
     return solution / solution.sum()
 
 
 def posterior_of_truth(latent: Latent) -> tuple[Tensor, Tensor]:
-    r"""The Gaussian q(y, u), the same for all parameters but for the mean, which is linear in x.
+    r"""Return the Gaussian q(y, u): one precision for all parameters, and a mean that is linear in x.
 
     With :math:`z_j = (1, v_j)` its precision is
     :math:`A = \mathrm{diag}(1/\tau^2, I) + \sum_j \sigma_j^{-2} (z_j z_j^\top + \mathrm{diag}(0, \Psi_j))`
-    and its mean :math:`A^{-1} \sum_j \sigma_j^{-2} z_j x_j`. y and u are inferred jointly: apart, as in eq. (14) to
-    (17), the bound is looser, and its maximum stays near equal weights where clients overlap.
+    and its mean :math:`A^{-1} \sum_j \sigma_j^{-2} z_j x_j`. y and u are inferred jointly: factorised, as in eq. (14)
+    to (17), the bound is looser, and its maximum stays near equal weights where clients share data.
 
     Returns: A, shape (D + 1, D + 1), and the rows :math:`z_j / \sigma_j^2`, shape (K, D + 1).
     """
@@ -68,7 +71,7 @@ def posterior_of_truth(latent: Latent) -> tuple[Tensor, Tensor]:
 
 
 def free_energy(latent: Latent, products: Tensor, size: int) -> Tensor:
-    r"""Lower bound of the log evidence per parameter, after the best q(y, u).
+    r"""Return the lower bound of the log evidence per parameter for the best q(y, u).
 
     Args:
         latent: q(V) and the variances.
@@ -86,7 +89,7 @@ def free_energy(latent: Latent, products: Tensor, size: int) -> Tensor:
 
 
 def update_spread(latent: Latent, products: Tensor, size: int) -> Latent:
-    """The posterior covariances of the features, eq. (18), and their prior variance, eq. (22), one after the other."""
+    """Update the posterior covariances of the features, eq. (18), and then their prior variance, eq. (22)."""
     precision, rows = posterior_of_truth(latent)
     inverse = torch.linalg.inv(precision)
     towards = rows @ inverse
@@ -98,23 +101,19 @@ def update_spread(latent: Latent, products: Tensor, size: int) -> Latent:
     return replace(latent, spread=spread, feature_variance=variance)
 
 
-MOVED = ("features", "noise", "signal")
-"""What :func:`climb` moves."""
-
-
 def climb(
     latent: Latent, products: Tensor, size: int, least: float, steps: int, moved: tuple[str, ...] = MOVED
 ) -> Latent:
-    """Features, noise and signal of a higher free energy, by L-BFGS, which never goes down.
+    """Return features, noise and signal of a free energy that is at least that of ``latent``, by L-BFGS.
 
     Coordinate ascent has the same stationary points, but takes thousands of passes where the noise is small.
 
     Args:
-        latent: where to start.
+        latent: first estimates.
         products, size: see :func:`free_energy`.
-        least: bound below the noise variances.
+        least: lower bound of the noise variances.
         steps: number of quasi-Newton steps.
-        moved: which of the estimates move.
+        moved: names of the estimates that change.
     """
     above = (latent.noise - least).clamp_min(1e-3 * least)
     begun = {"features": latent.features, "noise": above.log(), "signal": latent.signal.log()}
@@ -144,17 +143,17 @@ def climb(
         free.values(), max_iter=steps, history_size=20, tolerance_grad=1e-9, tolerance_change=1e-12,
         line_search_fn="strong_wolfe",
     )
-    with torch.enable_grad(), contextlib.suppress(LinAlgError):  # singular: the best so far will do
+    with torch.enable_grad(), contextlib.suppress(LinAlgError):  # singular: keep the best so far
         optimizer.step(loss)  # pyright: ignore[reportArgumentType]
     return best
 
 
 def start(residual: Tensor, noise: Tensor, signal: Tensor, count: int) -> Latent:
-    """Estimates to start from: a third of the leading principal components of the clients' residuals.
+    """Return first estimates: the features are 0.3 times the leading principal components of the clients' residuals.
 
     Args:
         residual: mean products of the clients' differences to a consensus, shape (K, K).
-        noise, signal: variances to start from.
+        noise, signal: first estimates of the variances.
         count: number of features D.
     """
     values, vectors = torch.linalg.eigh(residual)

@@ -1,30 +1,39 @@
-"""Rules that change what clients sent and leave the fusion to another rule."""
+"""Pre-aggregation: rules that replace the clients by combinations of them and leave the fusion to another rule."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_fedbayes.errors import FusionError
 from lightning_fedbayes.fusion.averages import WeightedAverage
-from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
 from lightning_fedbayes.fusion.columns import columns, weighted_sum
-from lightning_fedbayes.fusion.gram import Gram, combine_variances, gram_of, median_distances, points_of
-from lightning_fedbayes.fusion.gram_rule import GramRule, judged
-from lightning_fedbayes.fusion.registry import get_rule
-from lightning_fedbayes.fusion.rule import FusionRule
+from lightning_fedbayes.fusion.gram import (
+    Gram,
+    GramRule,
+    combine_variances,
+    fused_by_shares,
+    gram_of,
+    median_distances,
+    points_of,
+)
+from lightning_fedbayes.fusion.registry import get_rule, register_fusion
+from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState, fuse_one_round
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero, zeros_like
 
 
 class Preaggregation(FusionRule):
     """Every client is replaced by a combination of the clients and the origin, then another rule fuses them.
 
-    It takes weights, needs the previous posterior, judges and remembers as that rule does. Before a :class:`GramRule`
-    the replaced clients are never formed: their Gram matrix follows from that of the clients. Nor are they before the
-    weighted average, whose shares are known. Before any other rule they are, as K posteriors of the clients' dtypes.
+    Weights, need of the previous posterior, reliabilities and state are those of the rule that fuses. If that is a
+    :class:`GramRule`, the new clients are never formed: their Gram matrix follows from that of the clients. Nor are
+    they for the weighted average, whose shares are known. Any other rule gets K posteriors of the clients' dtypes.
 
     Args:
         then: the rule that fuses: a name, an alias or a rule object.
@@ -35,47 +44,45 @@ class Preaggregation(FusionRule):
 
     def __init__(self, then: str | FusionRule) -> None:
         self.then = get_rule(then)
-        # of this object, not of its class: they are those of the rule inside
+        # attributes of this object, not of its class: they are those of the rule that fuses
         vars(self).update(uses_weights=self.then.uses_weights, by_columns=self.then.by_columns,
                           needs_previous=self.needs_previous or self.then.needs_previous)
 
     @abstractmethod
     def mix(self, gram: Gram) -> tuple[Tensor, Tensor]:
-        """What the clients are replaced by.
+        """Return the combinations that replace the clients.
 
         Args:
             gram: of the clients and the origin.
 
-        Returns:
-            Coefficients of the means, shape (K, K + 1), row k those of the clients and the origin in the new client
-            k; and of the variances, shape (K, K), none negative. Rows sum to 1.
+        Returns: coefficients of the means, shape (K, K + 1), row k those of the clients and the origin in the new
+        client k; and of the variances, shape (K, K), none negative. Rows sum to 1.
         """
 
-    def init(self) -> Memory:
-        """See :meth:`FusionRule.init`: that of the rule inside."""
+    def init(self) -> RuleState:
+        """See :meth:`FusionRule.init`: the state of the rule that fuses."""
         return self.then.init()
 
     def fuse(
         self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
     ) -> GaussianPosterior:
-        """See :meth:`FusionRule.fuse`: one round without a memory."""
-        clients = tuple(range(len(posteriors)))
-        return self.apply(Cohort(tuple(posteriors), weights, previous, clients), self.init()).posterior
+        """See :meth:`FusionRule.fuse`."""
+        return fuse_one_round(self, posteriors, weights, previous)
 
-    def apply(self, cohort: Cohort, memory: Memory) -> Fused:
-        """See :meth:`FusionRule.apply`; a client is as reliable as the new clients that it is part of."""
-        gram = gram_of(cohort.posteriors, cohort.previous)
+    def apply(self, cohort: Cohort, state: RuleState) -> Fused:
+        """See :meth:`FusionRule.apply`; a client's reliability sums its parts of the new clients times theirs."""
+        gram = gram_of(cohort)
         means, variances = self.mix(gram)
         if isinstance(self.then, GramRule):
-            shares, reasons = self.then.judge(mixed_gram(gram, means), cohort.weights)
+            shares, reasons = self.then.infer_shares(mixed_gram(gram, means), cohort.weights)
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), shares @ means)
             own = shares @ variances
-            return judged(cohort, mean, own, unused(own, reasons), memory)
+            return fused_by_shares(cohort, mean, own, unused(own, reasons), state)
         if type(self.then) is WeightedAverage:  # not a subclass, which may fuse otherwise
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), cohort.weights @ means)
             variance = combine_variances(cohort.posteriors, cohort.weights @ variances)
-            return Fused(cohort.posteriors[0].unflatten(mean, variance), memory=memory)
-        fused = self.then.apply(replace(cohort, posteriors=mixed(cohort, means, variances)), memory)
+            return Fused(cohort.posteriors[0].unflatten(mean, variance), state=state)
+        fused = self.then.apply(replace(cohort, posteriors=mixed(cohort, means, variances)), state)
         if not fused.reliability:
             return fused
         shares = torch.tensor([fused.reliability.get(client, 0.0) for client in cohort.clients], dtype=torch.float64)
@@ -90,21 +97,111 @@ class Preaggregation(FusionRule):
         )
 
 
+@register_fusion("nearest_neighbour_mixing", aliases=("nnm",))
+class NearestNeighbourMixing(Preaggregation):
+    r"""Every client is replaced by the average of its K − f nearest clients, itself included; then a rule fuses.
+
+    .. math:: \mu_k' = \frac{1}{K - f} \sum_{j \in N_k} \mu_j, \qquad
+              {\sigma_k'}^2 = \frac{1}{K - f} \sum_{j \in N_k} \sigma_j^2
+
+    When to use it: clients whose data differ. A robust rule may take an honest client with unusual data for a bad one,
+    and its error grows with the differences between clients. Mixing shrinks these first, so that the error of the rule
+    after it has the best possible order. The clients' weights, if the rule takes them, go to the mixed clients.
+
+    Args:
+        then: the rule that fuses, best a robust one: a name, an alias or a rule object.
+        byzantine: f, the number of clients that may send anything; :math:`2f < K`. None: the largest allowed.
+
+    Raises:
+        FusionError: ``byzantine`` too large for the cohort, or no rule of the name ``then``.
+
+    Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan 2023, "Fixing by mixing", Algorithm 2. They
+    mix points; the variance is our addition.
+    """
+
+    def __init__(self, then: str | FusionRule = "geometric_median", byzantine: int | None = None) -> None:
+        super().__init__(then)
+        if byzantine is not None and byzantine < 0:
+            raise FusionError(
+                f"nearest_neighbour_mixing: byzantine must be a number of clients, at least 0, got {byzantine}"
+            )
+        self.byzantine = byzantine
+
+    def mix(self, gram: Gram) -> tuple[Tensor, Tensor]:
+        """See :meth:`Preaggregation.mix`."""
+        distances = gram.squared_distances()
+        count = len(distances)
+        byzantine = (count - 1) // 2 if self.byzantine is None else self.byzantine
+        if not 2 * byzantine < count:
+            raise FusionError(
+                f"nearest_neighbour_mixing: byzantine={byzantine} of {count} clients, but 2·byzantine must be less "
+                f"than the number of clients; give at most {(count - 1) // 2}, or None for that"
+            )
+        distances.fill_diagonal_(-1)  # itself before clients at distance 0
+        near = distances.sort(dim=1, stable=True).indices[:, : count - byzantine]
+        mixing = torch.zeros_like(distances).scatter_(1, near, 1 / (count - byzantine))
+        return torch.cat([mixing, mixing.new_zeros(count, 1)], 1), mixing
+
+
+@register_fusion("norm_clipping")
+class NormClipping(Preaggregation):
+    r"""Updates whose norm exceeds a radius are scaled down to it; then a rule fuses.
+
+    .. math:: \mu_k' = \mu_o + \min\Bigl(1, \frac{r}{\|\mu_k - \mu_o\|}\Bigr) (\mu_k - \mu_o), \qquad
+              {\sigma_k'}^2 = \sigma_k^2
+
+    with :math:`\mu_o` the mean of the previous global posterior and the norm over all parameters.
+
+    When to use it: clients may send scaled updates, as in a model replacement attack; no client then moves the global
+    posterior further than the others do, at almost no loss when all are honest. A wrong direction stays wrong; against
+    that let a robust rule follow. Variances are left as they are.
+
+    Args:
+        then: the rule that fuses: a name, an alias or a rule object.
+        radius: r, in units of the parameters. None: the median of the norms, which clips half of the clients, and
+            which fewer than half of them cannot raise beyond the norms of honest clients.
+
+    Raises:
+        FusionError: no previous posterior, a radius that is not positive, or no rule of the name ``then``.
+
+    Source: Sun, Kairouz, Suresh and McMahan 2019, "Can you really backdoor federated learning?", §3. The median
+    as radius is our addition.
+    """
+
+    needs_previous: ClassVar[bool] = True
+
+    def __init__(self, then: str | FusionRule = "weighted_average", radius: float | None = None) -> None:
+        super().__init__(then)
+        if radius is not None and not (radius > 0 and math.isfinite(radius)):
+            raise FusionError(
+                f"norm_clipping: radius must be positive and finite, got {radius}; None takes the median of the norms"
+            )
+        self.radius = radius
+
+    def mix(self, gram: Gram) -> tuple[Tensor, Tensor]:
+        """See :meth:`Preaggregation.mix`."""
+        squares = gram.products.diagonal()
+        norms = (squares[:-1] + squares[-1] - 2 * gram.products[:-1, -1]).clamp_min(0).sqrt()
+        radius = norms.quantile(0.5) if self.radius is None else self.radius
+        kept = torch.where(norms > radius, radius / norms, 1.0)
+        return torch.cat([kept.diag(), 1 - kept[:, None]], 1), torch.eye(len(kept), dtype=kept.dtype)
+
+
 def unused(shares: Tensor, reasons: Mapping[int, str]) -> dict[int, str]:
-    """Position → why, of the clients that have no share in what was fused.
+    """Return position → reason for the clients that have no share in the fused posterior.
 
     Args:
         shares: shape (K,).
-        reasons: position → why the rule inside left out the client's own mixture.
+        reasons: position → why the rule that fuses left out the new client in that place.
     """
     why = "it is part of no mixture of neighbours that the rule kept"
     return {position: reasons.get(position, why) for position, share in enumerate(shares.tolist()) if share == 0}
 
 
 def mixed_gram(gram: Gram, coefficients: Tensor) -> Gram:
-    """The Gram matrix of combinations of its points, and of the origin as it is.
+    """Return the Gram matrix of combinations of the points of ``gram``, and of the origin as it is.
 
-    Seen from the combination in the middle: they may lie much closer together than the clients do.
+    Its centre is the combination in the middle: combinations may lie much closer together than the clients do.
 
     Args:
         gram: of K clients and the origin.
@@ -119,14 +216,14 @@ def mixed_gram(gram: Gram, coefficients: Tensor) -> Gram:
 
 
 def mixed(cohort: Cohort, means: Tensor, variances: Tensor) -> list[GaussianPosterior]:
-    """The new clients, from the coefficients that :meth:`Preaggregation.mix` returns."""
+    """Return the new clients, from the coefficients that :meth:`Preaggregation.mix` returns."""
     new_means = _mixed_rows(points_of(cohort.posteriors, cohort.previous), means)
     new_variances = _mixed_rows([posterior.variance for posterior in cohort.posteriors], variances)
     return [GaussianPosterior(mean, variance) for mean, variance in zip(new_means, new_variances, strict=True)]
 
 
 def _mixed_rows(rows: Sequence[Mapping[str, Tensor]], coefficients: Tensor) -> list[dict[str, Tensor]]:
-    """Combinations of ``rows``, one per row of ``coefficients``, with the names, shapes and dtypes of the first."""
+    """Return a combination of ``rows`` per row of ``coefficients``, with the names, shapes and dtypes of the first."""
     new: list[dict[str, Tensor]] = [{} for _ in coefficients]
     for name, like in rows[0].items():
         tensors = [{name: row[name]} for row in rows]

@@ -14,18 +14,16 @@ from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
 from lightning_fedbayes.fusion.registry import register_fusion
-from lightning_fedbayes.fusion.rule import Statistics, SumRule, add, add_product
+from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add, add_product
 from lightning_fedbayes.posterior import GaussianPosterior
 
 
 class _ProductRule(SumRule):
-    """Sums of weighted precisions and precision-weighted means; point masses are summed apart."""
+    """A rule on sums of weighted precisions and of precision-weighted means; point masses are summed apart."""
 
     @abstractmethod
-    def combine(
-        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None
-    ) -> tuple[Tensor, Tensor]:
-        """Mean and variance where no client is a point mass; anything elsewhere."""
+    def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
+        """Return mean and variance where no client is a point mass; any values elsewhere."""
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
         """See :meth:`SumRule.update`."""
@@ -51,9 +49,7 @@ class _ProductRule(SumRule):
         super().merge(statistics, other)
         statistics["max_weight"] = largest
 
-    def compute(
-        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None
-    ) -> tuple[Tensor, Tensor]:
+    def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
         """See :meth:`SumRule.compute`."""
         if "atom_weight" not in statistics:
             return self.combine(statistics, like, previous)
@@ -62,14 +58,6 @@ class _ProductRule(SumRule):
         mean, variance = self.combine(regular, like, _without(previous, atom))
         atom_mean = statistics["atom_mean"] / statistics["atom_weight"]
         return torch.where(atom, atom_mean, mean), variance.masked_fill(atom, 0)
-
-
-def _without(previous: GaussianPosterior | None, atom: Tensor) -> GaussianPosterior | None:
-    """``previous`` made harmless (no information) where clients are point masses."""
-    if previous is None:
-        return None
-    mean, variance = previous.flatten()
-    return previous.unflatten(mean, variance.masked_fill(atom, torch.inf))
 
 
 @register_fusion("conflation", aliases=("inverse_variance",))
@@ -87,10 +75,8 @@ class Conflation(_ProductRule):
 
     uses_weights: ClassVar[bool] = False
 
-    def combine(
-        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None
-    ) -> tuple[Tensor, Tensor]:
-        """Eq. (15)."""
+    def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
+        """See :meth:`_ProductRule.combine`: eq. (15)."""
         return statistics["precision_mean"] / statistics["precision"], 1 / statistics["precision"]
 
 
@@ -101,16 +87,14 @@ class WeightedConflation(_ProductRule):
     .. math:: \mu = \frac{\sum_k \omega_k \mu_k / \sigma_k^2}{\sum_k \omega_k / \sigma_k^2}, \qquad
               \sigma^2 = \frac{\max_k \omega_k}{\sum_k \omega_k/\sigma_k^2}
 
-    When to use it: as conflation, when clients differ in size. Its variance is at most that of the client of largest
-    weight.
+    When to use it: like conflation, for clients of different sizes. Its variance is at most that of the client with the
+    largest weight.
 
     Source: [FBDL] eq. (16).
     """
 
-    def combine(
-        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None
-    ) -> tuple[Tensor, Tensor]:
-        """Eq. (16)."""
+    def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
+        """See :meth:`_ProductRule.combine`: eq. (16)."""
         precision = statistics["precision"]
         return statistics["precision_mean"] / precision, statistics["max_weight"] / precision
 
@@ -122,16 +106,14 @@ class ReverseKLBarycenter(_ProductRule):
     .. math:: \mu = \sigma^2 \sum_k \omega_k \frac{\mu_k}{\sigma_k^2}, \qquad
               \sigma^2 = \Bigl(\sum_k \frac{\omega_k}{\sigma_k^2}\Bigr)^{-1}
 
-    When to use it: a sound default for Bayesian networks. Certain clients count more, parameter by parameter, and
-    identical clients leave the variance as it is.
+    When to use it: a sound default for Bayesian networks. Clients with a small variance count more, parameter by
+    parameter, and identical clients leave the variance as it is.
 
     Source: [BA-BFL] Corollary 1, eq. (8); [FBDL] §2.5.4 (log-linear pooling).
     """
 
-    def combine(
-        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None
-    ) -> tuple[Tensor, Tensor]:
-        """Eq. (8)."""
+    def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
+        """See :meth:`_ProductRule.combine`: eq. (8)."""
         precision = statistics["precision"]
         return statistics["precision_mean"] / precision, statistics["weight"] / precision
 
@@ -147,8 +129,8 @@ class DistributedWeightConsolidation(_ProductRule):
     result is the posterior of the pooled data, exactly so for conjugate models. Pre-train q_o. It takes no weights.
 
     Args:
-        min_precision: None refuses a fused precision that is not positive. A positive number is the least precision:
-            entries below it get the conflation's mean and variance ``1 / min_precision`` instead.
+        min_precision: least fused precision, positive; entries below it get the conflation's mean and the variance
+            ``1 / min_precision``. None: a fused precision that is not positive is an error.
 
     Raises:
         FusionError: no previous posterior; or a fused precision that is not positive, because clients are vaguer
@@ -165,11 +147,9 @@ class DistributedWeightConsolidation(_ProductRule):
             raise FusionError(f"dwc: min_precision must be positive, got {min_precision}; None turns the floor off")
         self.min_precision = min_precision
 
-    def combine(
-        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None
-    ) -> tuple[Tensor, Tensor]:
-        """Eq. (17)."""
-        assert previous is not None, "checked before any client is added"
+    def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
+        """See :meth:`_ProductRule.combine`: eq. (17)."""
+        assert previous is not None, "FusionAccumulator checks it before any client is added"
         others = float(statistics["weight"]) - 1
         total, total_mean = statistics["precision"], statistics["precision_mean"]
         if others:
@@ -188,7 +168,7 @@ class DistributedWeightConsolidation(_ProductRule):
 
 
 def _vague(precision: Tensor, low: Tensor, like: GaussianPosterior) -> str:
-    """Which parameters have a fused precision that is not positive."""
+    """Return the message that names the parameters whose fused precision is not positive."""
     places, start = [], 0
     for name, value in like.mean.items():
         part = slice(start, start + value.numel())
@@ -202,3 +182,11 @@ def _vague(precision: Tensor, low: Tensor, like: GaussianPosterior) -> str:
         "global posterior. Pre-train it, use prior='global', or pass "
         "DistributedWeightConsolidation(min_precision=...)"
     )
+
+
+def _without(previous: GaussianPosterior | None, atom: Tensor) -> GaussianPosterior | None:
+    """Return ``previous`` with an infinite variance (no information) where clients are point masses."""
+    if previous is None:
+        return None
+    mean, variance = previous.flatten()
+    return previous.unflatten(mean, variance.masked_fill(atom, torch.inf))

@@ -1,4 +1,4 @@
-"""Fusion rules by name."""
+"""Registry of fusion rules by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIASES: dict[str, str] = {}
 
 
 class FunctionRule(FusionRule):
-    """A plain function ``(posteriors, weights, previous) -> GaussianPosterior`` as a rule."""
+    """Rule that calls a plain function ``(posteriors, weights, previous) -> GaussianPosterior``."""
 
     def __init__(self, function: FuseFunction) -> None:
         self.function = function
@@ -32,14 +32,14 @@ class FunctionRule(FusionRule):
 
 
 def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registered], Registered]:
-    """Class or function decorator that makes a fusion rule known by ``name``, and by its ``aliases``.
+    """Decorate a class or function to register it as the fusion rule ``name``, with ``aliases``.
 
     Args:
-        name: what users write as ``fusion="name"``.
+        name: the name that users give as ``fusion="name"``.
         aliases: other names of the same rule.
 
     Raises:
-        FusionError: a name or alias is taken, or what is decorated is neither a rule class nor a function.
+        FusionError: a name or alias is taken, or the decorated object is neither a rule class nor a function.
 
     >>> @register_fusion("first_client")
     ... def first_client(posteriors, weights, previous):
@@ -65,14 +65,14 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
 
 
 def unregister_fusion(name: str) -> None:
-    """Forget the rule ``name`` and its aliases."""
+    """Remove the rule ``name`` and its aliases."""
     _RULES.pop(name)
     for alias in [alias for alias, target in _ALIASES.items() if target == name]:
         del _ALIASES[alias]
 
 
 def available_fusions(aliases: bool = False) -> list[str]:
-    """Names of all registered rules, sorted; with ``aliases``, their other names too.
+    """Return the names of all registered rules, sorted; with ``aliases``, their other names too.
 
     >>> available_fusions()[:2]
     ['alpha_barycenter', 'conflation']
@@ -81,7 +81,7 @@ def available_fusions(aliases: bool = False) -> list[str]:
 
 
 def rule_name(rule: str | FusionRule) -> str:
-    """The name that a rule is registered by; its class's name if it is not registered."""
+    """Return the name that a rule is registered by, or its class's name if it is not registered."""
     if isinstance(rule, str):
         return _ALIASES.get(rule, rule)
     kind = rule.function if isinstance(rule, FunctionRule) else type(rule)
@@ -89,7 +89,7 @@ def rule_name(rule: str | FusionRule) -> str:
 
 
 def get_rule(rule: str | FusionRule | FuseFunction) -> FusionRule:
-    """The rule object for a name, an alias, a rule object or a function.
+    """Return the rule object for a name, an alias, a rule object or a function.
 
     Raises:
         FusionError: no rule has that name; the message gives the nearest.

@@ -1,18 +1,60 @@
-"""What a fusion rule is: a small pure object that turns client posteriors into one global posterior."""
+"""Fusion rules, which turn client posteriors into one global posterior; their input, a cohort; and their result."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_fedbayes.fusion.cohort import Cohort, Fused, Memory
+from lightning_fedbayes.exchange import ALONE, Collective
+from lightning_fedbayes.exchange.reduction import Statistics
 from lightning_fedbayes.posterior import GaussianPosterior
 
-Statistics = dict[str, Tensor]
-"""Running sums over clients: float64, each a vector of shape (P,) or a scalar."""
+RuleState = dict[str, Any]
+"""State of a rule from round to round: tensors, numbers, strings, and dicts and lists of them."""
+Moments = tuple[Tensor, Tensor]
+"""Mean and variance of a posterior as flat float64 vectors, shape (P,) each."""
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """The clients of a round.
+
+    Args:
+        posteriors: one per client, of equal names and shapes, all values finite.
+        weights: shape (clients,), float64, positive, of sum 1.
+        previous: the global posterior that the clients started from, if it is known.
+        clients: their numbers, by which a rule with a state recognises them in later rounds.
+        collective: the processes that hold the other parameters of these clients, if this one holds a shard; sums
+            over parameters are then completed by its ``all_reduce``.
+    """
+
+    posteriors: Sequence[GaussianPosterior]
+    weights: Tensor
+    previous: GaussianPosterior | None
+    clients: tuple[int, ...]
+    collective: Collective = ALONE
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The result of a fusion.
+
+    Args:
+        posterior: the global posterior.
+        reliability: client → its share of the fusion as the rule infers it, at least 0, of sum 1; empty for rules that
+            infer none.
+        excluded: client → why the rule left it out.
+        state: the rule's state for the next round.
+    """
+
+    posterior: GaussianPosterior
+    reliability: dict[int, float] = field(default_factory=dict)
+    excluded: dict[int, str] = field(default_factory=dict)
+    state: RuleState = field(default_factory=dict)
 
 
 class FusionRule(ABC):
@@ -23,56 +65,48 @@ class FusionRule(ABC):
     """
 
     uses_weights: ClassVar[bool] = True
-    """Whether the clients' weights enter. A rule without weights ignores those it is given."""
+    """True if the clients' weights count; a rule without weights ignores those that it is given."""
     needs_previous: ClassVar[bool] = False
-    """Whether the rule needs the previous global posterior."""
+    """True if the rule needs the previous global posterior."""
     by_columns: ClassVar[bool] = False
-    """Whether the rule may be given some parameters of all clients at a time: what it does is done parameter by
-    parameter, but for :func:`~lightning_fedbayes.fusion.gram.gram_of` and sums of its own that go through
-    :func:`~lightning_fedbayes.fusion.columns.total`. Processes that share the clients then exchange blocks of
-    parameters; otherwise each gets all clients."""
+    """True if the rule may be given a shard of the parameters of all clients: it works parameter by parameter, and
+    completes sums over parameters by ``cohort.collective``, as :func:`~lightning_fedbayes.fusion.gram.gram_of` does.
+    Processes that share the clients then exchange shards; otherwise each process receives all clients."""
 
     @abstractmethod
     def fuse(
         self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
     ) -> GaussianPosterior:
-        """The global posterior.
+        """Return the global posterior; the arguments are those of :class:`Cohort`."""
 
-        Args:
-            posteriors: one per client, of equal names and shapes, all values finite.
-            weights: shape (clients,), float64, positive, of sum 1.
-            previous: the global posterior that the clients started from.
-        """
-
-    def init(self) -> Memory:
-        """What the rule remembers before the first round."""
+    def init(self) -> RuleState:
+        """Return the state of the rule before the first round."""
         return {}
 
-    def apply(self, cohort: Cohort, memory: Memory) -> Fused:
-        """Fuse a round's cohort; rules that judge clients or remember rounds say more than :meth:`fuse` does.
+    def apply(self, cohort: Cohort, state: RuleState) -> Fused:
+        """Fuse a round's cohort; a rule with a state, or one that infers reliabilities, overrides this.
 
         Args:
-            cohort: who takes part, and what they send.
-            memory: of the rounds before, left as it is; the new one is in the result.
+            cohort: the clients of the round and their posteriors.
+            state: after the rounds before; it is not changed, the new state is in the result.
         """
-        return Fused(self.fuse(cohort.posteriors, cohort.weights, cohort.previous), memory=memory)
+        return Fused(self.fuse(cohort.posteriors, cohort.weights, cohort.previous), state=state)
 
 
-class JudgingRule(FusionRule):
-    """A rule that infers from the updates how far each client can be trusted. It needs no weights."""
+class ReliabilityRule(FusionRule):
+    """A rule that infers each client's reliability from the updates. It needs no weights."""
 
     uses_weights: ClassVar[bool] = False
 
     @abstractmethod
-    def apply(self, cohort: Cohort, memory: Memory) -> Fused:
+    def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """See :meth:`FusionRule.apply`."""
 
     def fuse(
         self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
     ) -> GaussianPosterior:
-        """See :meth:`FusionRule.fuse`: one round without a memory."""
-        clients = tuple(range(len(posteriors)))
-        return self.apply(Cohort(tuple(posteriors), weights, previous, clients), self.init()).posterior
+        """See :meth:`FusionRule.fuse`."""
+        return fuse_one_round(self, posteriors, weights, previous)
 
 
 class SumRule(FusionRule):
@@ -89,16 +123,14 @@ class SumRule(FusionRule):
         """Add one client to ``statistics``, in place (an empty dict at first).
 
         Args:
-            statistics: what :meth:`compute` needs, so far.
+            statistics: the sums so far that :meth:`compute` needs.
             mean, variance: the client's posterior, shape (P,), float64.
             weight: the client's weight ω > 0, not normalised.
         """
 
     @abstractmethod
-    def compute(
-        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None
-    ) -> tuple[Tensor, Tensor]:
-        """Mean and variance of the global posterior, shape (P,) each, from the finished ``statistics``.
+    def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
+        """Return mean and variance of the global posterior from the finished ``statistics``.
 
         Args:
             statistics: the sums over all clients.
@@ -119,6 +151,14 @@ class SumRule(FusionRule):
         for posterior, weight in zip(posteriors, weights.tolist(), strict=True):
             self.update(statistics, *posterior.flatten(), weight)
         return posteriors[0].unflatten(*self.compute(statistics, posteriors[0], previous))
+
+
+def fuse_one_round(
+    rule: FusionRule, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
+) -> GaussianPosterior:
+    """Return the posterior that :meth:`FusionRule.apply` fuses from the initial state; clients count from 0."""
+    cohort = Cohort(tuple(posteriors), weights, previous, tuple(range(len(posteriors))))
+    return rule.apply(cohort, rule.init()).posterior
 
 
 def add(statistics: Statistics, key: str, value: Tensor, scale: float = 1.0) -> None:

@@ -1,6 +1,6 @@
-"""Bayesian layers: a functional core, one file per kind of layer, and the reading and loading of posteriors."""
+"""Bayesian layers: pure functions, one file per kind of layer, and the reading and loading of posteriors."""
 
-from lightning_fedbayes.layers.base import BayesianLayer, Site
+from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.conv import (
     Conv1dFlipout,
     Conv1dLocalReparameterization,
@@ -11,8 +11,6 @@ from lightning_fedbayes.layers.conv import (
     Conv3dFlipout,
     Conv3dLocalReparameterization,
     Conv3dReparameterization,
-)
-from lightning_fedbayes.layers.conv_transpose import (
     ConvTranspose1dFlipout,
     ConvTranspose1dLocalReparameterization,
     ConvTranspose1dReparameterization,
@@ -26,12 +24,11 @@ from lightning_fedbayes.layers.conv_transpose import (
 from lightning_fedbayes.layers.convert import bayesianize
 from lightning_fedbayes.layers.dropout import MCDropout, with_mc_dropout
 from lightning_fedbayes.layers.functional import ESTIMATORS, Estimator
-from lightning_fedbayes.layers.kl import kl_divergence, set_prior
 from lightning_fedbayes.layers.linear import LinearFlipout, LinearLocalReparameterization, LinearReparameterization
+from lightning_fedbayes.layers.posterior_view import PosteriorView, gaussian_parameters, load_posterior, read_posterior
 from lightning_fedbayes.layers.priors import NormalPrior, Prior, ScaleMixturePrior, TiedMeanPrior
 from lightning_fedbayes.layers.reparameterized import Reparameterized
-from lightning_fedbayes.layers.sites import PosteriorView, gaussian_sites, load_posterior, read_posterior
-from lightning_fedbayes.layers.switch import mean_only, use_estimator
+from lightning_fedbayes.layers.whole_network import kl_divergence, mean_only, set_prior, use_estimator
 
 __all__ = [
     "ESTIMATORS",
@@ -55,6 +52,7 @@ __all__ = [
     "ConvTranspose3dLocalReparameterization",
     "ConvTranspose3dReparameterization",
     "Estimator",
+    "GaussianParameter",
     "LinearFlipout",
     "LinearLocalReparameterization",
     "LinearReparameterization",
@@ -64,10 +62,9 @@ __all__ = [
     "Prior",
     "Reparameterized",
     "ScaleMixturePrior",
-    "Site",
     "TiedMeanPrior",
     "bayesianize",
-    "gaussian_sites",
+    "gaussian_parameters",
     "kl_divergence",
     "load_posterior",
     "mean_only",

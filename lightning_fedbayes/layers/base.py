@@ -1,4 +1,4 @@
-"""What all Bayesian layers are: Gaussian sites with priors, and the layers that are linear in their weight."""
+"""Base classes of Bayesian layers: Gaussian parameters with priors, and layers that are linear in their weight."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightning_fedbayes.errors import ConversionError, nearest
 from lightning_fedbayes.layers import functional
 from lightning_fedbayes.layers.functional import (
     ESTIMATORS,
-    SMALL,
     Estimator,
     FlipoutNoise,
     Normal,
     inverse_softplus_std,
     softplus_std,
 )
+from lightning_fedbayes.layers.kl import SMALL, joined_kl_sum
 from lightning_fedbayes.layers.priors import NormalPrior, Prior, choose_prior, map_tensors
 
 RELATIVE_STD = 0.1
@@ -33,14 +33,14 @@ output then exceeds that of the deterministic layer by 1 %."""
 
 
 @dataclass(frozen=True)
-class Site:
-    """One Gaussian parameter tensor of a layer: where its mean, its ρ and its prior live.
+class GaussianParameter:
+    """A Gaussian parameter tensor of a layer: refers to its mean, its ρ and its prior.
 
-    Tensors are looked up at every access, so that a site follows ``functional_call`` and ``vmap``.
+    Tensors are looked up at every access, so that it follows ``functional_call`` and ``vmap``.
 
     Args:
         layer: the Bayesian layer, which holds ρ and the prior.
-        path: name of the site within the layer, without ``mu_``: "weight", "kernel", "bias", "module.weight_ih_l0".
+        path: its name within the layer, without ``mu_``: "weight", "kernel", "bias", "module.weight_ih_l0".
         owner: the module that holds the mean.
         mean_name: attribute of ``owner``.
         rho_name: attribute of ``layer``.
@@ -74,7 +74,7 @@ class Site:
 
     @property
     def prior(self) -> Prior:
-        """The prior in force."""
+        """The prior in force: the replaced one, or else the layer's own."""
         layer = cast("BayesianLayer", self.layer)
         return layer.replaced_priors.get(self.path) or layer.priors[self.path]
 
@@ -87,19 +87,19 @@ class Site:
             replaced[self.path] = prior
 
     def kl(self) -> Tensor:
-        """KL(q‖p) of this site from the prior in force, summed over its entries, in nats. Returns a scalar."""
+        """KL(q‖p) from the prior in force, summed over the entries, in nats. Returns a scalar."""
         return self.prior.kl(self.mean, self.std)
 
 
 class BayesianLayer(BaseVariationalLayer_):
-    """Base of this package's Bayesian layers: sites, their priors, and a switch to the posterior mean.
+    """Base of this package's Bayesian layers: Gaussian parameters, their priors, and a switch to the posterior mean.
 
     Priors are values, not buffers: a scalar prior takes no memory, a tensor prior follows ``.to`` and ``deepcopy``.
     Like the prior buffers of bayesian-torch, no prior is part of the ``state_dict``.
 
     Attributes:
-        mean_only: whether ``forward`` uses the posterior mean; see :func:`~lightning_fedbayes.layers.mean_only`.
-        priors: the layer's own prior of each site.
+        mean_only: True if ``forward`` uses the posterior mean; see :func:`~lightning_fedbayes.layers.mean_only`.
+        priors: the layer's own prior of each Gaussian parameter.
         replaced_priors: priors in force instead; see :func:`~lightning_fedbayes.layers.set_prior`.
     """
 
@@ -110,12 +110,12 @@ class BayesianLayer(BaseVariationalLayer_):
         self.replaced_priors: dict[str, Prior] = {}
 
     @abstractmethod
-    def sites(self) -> Iterator[Site]:
-        """The Gaussian sites of this layer, in definition order."""
+    def gaussian_parameters(self) -> Iterator[GaussianParameter]:
+        """The Gaussian parameters of this layer, in definition order."""
 
     def kl_loss(self) -> Tensor:
         """KL(q‖p) of the layer from its prior: the **sum** over its parameters, in nats. Returns a scalar."""
-        return sum_kl(self.sites())
+        return sum_kl(self.gaussian_parameters())
 
     def _apply(self, fn: Any, recurse: bool = True) -> BayesianLayer:
         super()._apply(fn, recurse)
@@ -159,7 +159,7 @@ class BayesianAffine(BayesianLayer):
         weight, bias = cast("Tensor", template.weight), cast("Tensor | None", template.bias)
         initial_std = default_weight_std(weight)
 
-        def add_site(name: str, initial: Tensor) -> None:
+        def add_gaussian(name: str, initial: Tensor) -> None:
             if posterior_rho_init is None:
                 rho = inverse_softplus_std(torch.full_like(initial, RELATIVE_STD * initial_std))
             else:
@@ -168,28 +168,28 @@ class BayesianAffine(BayesianLayer):
             self.register_parameter(f"rho_{name}", Parameter(rho.detach()))
             self.priors[name] = prior
 
-        add_site(weight_name, weight)
+        add_gaussian(weight_name, weight)
         if bias is None or not bayesian_bias:
             self.register_parameter("mu_bias", None)
             self.register_parameter("rho_bias", None)
             self.register_parameter("bias", None if bias is None else Parameter(bias.detach().clone()))
         else:
-            add_site("bias", bias)
+            add_gaussian("bias", bias)
             self.register_parameter("bias", None)
 
     @property
     def estimator(self) -> Estimator:
-        """How outputs are sampled: "reparameterization", "local_reparameterization" or "flipout"; may be assigned."""
+        """Estimator of the output: "reparameterization", "local_reparameterization" or "flipout"; may be assigned."""
         return self._estimator
 
     @estimator.setter
     def estimator(self, name: Estimator) -> None:
         self._estimator = check_estimator(name)
 
-    def sites(self) -> Iterator[Site]:
+    def gaussian_parameters(self) -> Iterator[GaussianParameter]:
         """The weight, and the bias unless it is deterministic."""
         for name in self.priors:
-            yield Site(self, name, self, f"mu_{name}", f"rho_{name}")
+            yield GaussianParameter(self, name, self, f"mu_{name}", f"rho_{name}")
 
     @abstractmethod
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -197,7 +197,7 @@ class BayesianAffine(BayesianLayer):
 
     @abstractmethod
     def sign_shapes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of Flipout's input and output signs: those of input and output, with 1 along space and time."""
+        """Shapes of Flipout's input and output signs: the shapes of input and output, with 1 along space and time."""
 
     def forward(self, x: Tensor, return_kl: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """The output at sampled weights, or at the posterior mean where the layer is mean-only.
@@ -233,7 +233,7 @@ class BayesianAffine(BayesianLayer):
         return self.flipout(op, x, weight, bias, FlipoutNoise(weight_noise, bias_noise, *signs))
 
     def flipout(self, op: functional.Op, x: Tensor, weight: Normal, bias: Normal | None, noise: FlipoutNoise) -> Tensor:
-        """Output at given noise; arguments as for :func:`~lightning_fedbayes.layers.functional.flipout`."""
+        """Output of Flipout; arguments as for :func:`~lightning_fedbayes.layers.functional.flipout`."""
         return functional.flipout(op, x, weight, bias, noise)
 
     def extra_repr(self) -> str:
@@ -246,11 +246,11 @@ class BayesianAffine(BayesianLayer):
 def draw(means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor]:
     r"""A draw of each N(μ, σ²) by reparameterisation, :math:`w = \mu + \sigma \odot \epsilon`.
 
-    The noise is drawn from torch's global generator. A ``TorchFunctionMode`` can override it, as torch's own functions.
-    Source: Kingma & Welling 2014; Blundell et al. 2015.
+    The noise is drawn from torch's global generator. A ``TorchFunctionMode`` can override this function, as it can
+    torch's own. Source: Kingma & Welling 2014; Blundell et al. 2015.
 
     Args:
-        means, rhos: μ and ρ of each parameter, of one shape.
+        means, rhos: μ and ρ of each parameter, of equal shape.
 
     Returns: tensors of the shapes of ``means``.
     """
@@ -259,27 +259,27 @@ def draw(means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor]:
     return [mean + softplus_std(rho) * torch.randn_like(mean) for mean, rho in zip(means, rhos)]
 
 
-def sum_kl(sites: Iterable[Site]) -> Tensor:
-    """Sum of the divergences of one or more ``sites`` from their priors, in nats. Returns a scalar.
+def sum_kl(parameters: Iterable[GaussianParameter]) -> Tensor:
+    """Sum of the divergences of one or more Gaussian parameters from their priors, in nats. Returns a scalar.
 
-    Small sites that share N(m, s²) are joined: they cost what their calls cost, whatever the number of their entries.
+    Small ones that share a prior N(m, s²) are concatenated: the number of calls determines their cost, not their size.
     """
-    groups: dict[Hashable, list[Site]] = {}
-    for site in sites:
-        key: Hashable = site
-        prior, mean = site.prior, site.mean
+    groups: dict[Hashable, list[GaussianParameter]] = {}
+    for parameter in parameters:
+        key: Hashable = parameter
+        prior, mean = parameter.prior, parameter.mean
         if isinstance(prior, NormalPrior) and prior.is_scalar and mean.numel() < SMALL:
             key = prior.mean, prior.std, mean.dtype, mean.device
-        groups.setdefault(key, []).append(site)
+        groups.setdefault(key, []).append(parameter)
     divergences = [group[0].kl() if len(group) == 1 else kl_of_joined(group) for group in groups.values()]
     return sum(divergences[1:], divergences[0])
 
 
-def kl_of_joined(sites: Sequence[Site]) -> Tensor:
-    """KL(q‖p) of ``sites`` that share a scalar Gaussian prior, dtype and device, as that of one site."""
-    prior = cast("NormalPrior", sites[0].prior)
-    means, rhos = [site.mean for site in sites], [site.rho for site in sites]
-    return functional.joined_kl_sum(means, rhos, cast("float", prior.mean), cast("float", prior.std))
+def kl_of_joined(parameters: Sequence[GaussianParameter]) -> Tensor:
+    """KL(q‖p) of ``parameters`` that share a scalar Gaussian prior, dtype and device, computed as if they were one."""
+    prior = cast("NormalPrior", parameters[0].prior)
+    means, rhos = [each.mean for each in parameters], [each.rho for each in parameters]
+    return joined_kl_sum(means, rhos, cast("float", prior.mean), cast("float", prior.std))
 
 
 def default_weight_std(weight: Tensor) -> float:
@@ -293,7 +293,7 @@ def random_signs(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def check_estimator(name: str) -> Estimator:
-    """``name`` if it is an estimator, else raise ConversionError."""
+    """Return ``name`` if it is an estimator, else raise ConversionError."""
     if name not in ESTIMATORS:
         raise ConversionError(f"unknown estimator '{name}'; {nearest(name, ESTIMATORS)}")
     return cast("Estimator", name)

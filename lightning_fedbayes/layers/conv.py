@@ -1,7 +1,9 @@
-"""Bayesian convolutions in one, two and three dimensions."""
+"""Bayesian convolutions and transposed convolutions in one, two and three dimensions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,24 +12,27 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.errors import ConversionError
 from lightning_fedbayes.layers.base import BayesianAffine
-from lightning_fedbayes.layers.example_kernels import flipout_by_example, one_convolution_is_cheaper
-from lightning_fedbayes.layers.functional import Estimator, FlipoutNoise, Normal, Op
+from lightning_fedbayes.layers.functional import (
+    Estimator,
+    FlipoutNoise,
+    Normal,
+    Op,
+    flipout_by_example,
+    one_convolution_is_cheaper,
+)
 from lightning_fedbayes.layers.priors import Prior
 
 Size = int | tuple[int, ...]
 
 CONVOLVE: dict[type[nn.Module], Any] = {
-    nn.Conv1d: F.conv1d,
-    nn.Conv2d: F.conv2d,
-    nn.Conv3d: F.conv3d,
-    nn.ConvTranspose1d: F.conv_transpose1d,
-    nn.ConvTranspose2d: F.conv_transpose2d,
+    nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d,
+    nn.ConvTranspose1d: F.conv_transpose1d, nn.ConvTranspose2d: F.conv_transpose2d,
     nn.ConvTranspose3d: F.conv_transpose3d,
 }
 
 
 class BayesianConv(BayesianAffine):
-    """What convolutions and transposed convolutions share: the geometry of the deterministic layer they stand for.
+    """Base of convolutions and transposed convolutions: the geometry of the deterministic layer that they replace.
 
     Args:
         template: the deterministic convolution.
@@ -47,7 +52,7 @@ class BayesianConv(BayesianAffine):
         self.dilation: tuple[int, ...] = template.dilation
         if any(step < 1 for step in self.dilation):
             raise ConversionError(
-                f"dilation={self.dilation} must be at least 1; pass everything behind kernel_size by keyword, the "
+                f"dilation={self.dilation} must be at least 1; pass all arguments after kernel_size by keyword: the "
                 "order of bayesian-torch's arguments differs from layer to layer"
             )
         self.groups: int = template.groups
@@ -70,7 +75,12 @@ class BayesianConv(BayesianAffine):
 
 
 class Convolution(BayesianConv):
-    r"""Base of ``Conv1d*``, ``Conv2d*`` and ``Conv3d*``; use those.
+    """Base of ``Conv1d*``, ``Conv2d*`` and ``Conv3d*``; use those.
+
+    ``*Reparameterization`` samples one kernel per call. ``*LocalReparameterization`` samples its outputs: every entry
+    has the distribution that a sampled kernel gives, but independently of the other positions. Under one kernel sample
+    the positions are correlated, so the spread of a pooled map is too small. ``*Flipout`` gives each example and
+    channel a random sign: all positions of one example see one kernel, and examples are uncorrelated.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode: as in ``nn.Conv2d``.
@@ -107,15 +117,15 @@ class Convolution(BayesianConv):
         dtype: torch.dtype | None = None,
     ) -> None:
         template = self.deterministic(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode,
-            device, dtype)
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device,
+            dtype)
         super().__init__(
             template, prior_mean=prior_mean, prior_variance=prior_variance, prior_std=prior_std, prior=prior,
             posterior_mu_init=posterior_mu_init, posterior_rho_init=posterior_rho_init, bayesian_bias=bayesian_bias)
         self._margins = margins(self.padding, self.kernel_size, self.dilation)
 
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``F.conv*d``, after padding by ``padding_mode``."""
+        """Compute ``F.conv*d``, after padding by ``padding_mode``."""
         return self.grouped_op(x, weight, bias, self.groups)
 
     def grouped_op(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
@@ -127,7 +137,7 @@ class Convolution(BayesianConv):
         return convolve(x, weight, bias, self.stride, padding, self.dilation, groups)
 
     def flipout(self, op: Op, x: Tensor, weight: Normal, bias: Normal | None, noise: FlipoutNoise) -> Tensor:
-        """Output at given noise, by the cheaper of two ways to compute it."""
+        """Output of Flipout, by the cheaper of two ways to compute it."""
         if one_convolution_is_cheaper(x, weight.mean, self.stride):
             return flipout_by_example(self.grouped_op, x, weight, bias, noise, self.groups)
         return super().flipout(op, x, weight, bias, noise)
@@ -149,79 +159,192 @@ def margins(padding: str | tuple[int, ...], kernel_size: tuple[int, ...], dilati
     return [size for side in reversed(sides) for size in side]
 
 
+class TransposedConvolution(BayesianConv):
+    """Base of ``ConvTranspose1d*``, ``ConvTranspose2d*`` and ``ConvTranspose3d*``; use those.
+
+    The estimators differ as those of :class:`Convolution` do.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, output_padding, dilation, groups: as in
+            ``nn.ConvTranspose2d``; pass them by keyword, because their order differs between bayesian-torch's classes.
+        prior_mean, prior_variance, posterior_mu_init, posterior_rho_init, bias, prior_std, prior, bayesian_bias:
+            as in :class:`~lightning_fedbayes.layers.LinearReparameterization`.
+        padding_mode: only "zeros", as in ``nn.ConvTranspose2d``.
+        device, dtype: as in ``nn.ConvTranspose2d``.
+
+    Shapes: as for the deterministic layer, with or without a batch dimension.
+
+    Raises:
+        ConversionError: more than one prior is described, or a prior without positive spread.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        output_padding: Size = 0,
+        prior_mean: float = 0.0,
+        prior_variance: float | None = None,
+        posterior_mu_init: float = 0.0,
+        posterior_rho_init: float | None = None,
+        bias: bool = True,
+        *,
+        padding_mode: str = "zeros",
+        prior_std: float | None = None,
+        prior: Prior | None = None,
+        bayesian_bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        template: Any = self.deterministic(
+            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
+            padding_mode, device, dtype)
+        super().__init__(
+            template, prior_mean=prior_mean, prior_variance=prior_variance, prior_std=prior_std, prior=prior,
+            posterior_mu_init=posterior_mu_init, posterior_rho_init=posterior_rho_init, bayesian_bias=bayesian_bias)
+        self.output_padding: tuple[int, ...] = template.output_padding
+
+    def op(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None
+    ) -> Tensor:
+        """Compute ``F.conv_transpose*d``."""
+        output_padding = self.output_padding
+        if output_size is not None:
+            smallest = [(size - 1) * stride - 2 * int(padding) + dilation * (kernel - 1) + 1
+                        for size, stride, padding, dilation, kernel in zip(
+                            x.shape[-self.dims:], self.stride, self.padding, self.dilation, self.kernel_size)]
+            output_padding = tuple(size - least for size, least in zip(output_size[-self.dims:], smallest))
+        convolve = CONVOLVE[self.deterministic]
+        return convolve(x, weight, bias, self.stride, self.padding, output_padding, self.groups, self.dilation)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # nn.ConvTranspose2d has output_size second
+        self, x: Tensor, output_size: Sequence[int] | None = None, return_kl: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The output at sampled weights, or at the posterior mean where the layer is mean-only.
+
+        Args:
+            x: input, shaped as for the deterministic layer.
+            output_size: spatial size of the output, as in ``nn.ConvTranspose2d``; None uses ``output_padding``.
+            return_kl: also return :meth:`kl_loss`.
+        """
+        output = self._output(partial(self.op, output_size=output_size), x)
+        return (output, self.kl_loss()) if return_kl else output
+
+
 class Conv1dReparameterization(Convolution):
-    """1-d convolution at one kernel sample per call; arguments as in :class:`Convolution`."""
+    """1-d convolution at one kernel sample per call; see :class:`Convolution`."""
 
     deterministic = nn.Conv1d
     dims = 1
 
 
 class Conv1dLocalReparameterization(Conv1dReparameterization):
-    """1-d convolution that samples its outputs; arguments as in :class:`Convolution`.
-
-    Every output entry has the distribution that a sampled kernel gives, but independently of the other positions:
-    under one kernel sample the positions are correlated. So the spread of a pooled map is too small.
-    """
+    """1-d convolution that samples its outputs; see :class:`Convolution`."""
 
     default_estimator: ClassVar[Estimator] = "local_reparameterization"
 
 
 class Conv1dFlipout(Conv1dReparameterization):
-    """1-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`.
-
-    All positions of one example see one kernel; examples are uncorrelated.
-    """
+    """1-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`."""
 
     default_estimator: ClassVar[Estimator] = "flipout"
 
 
 class Conv2dReparameterization(Convolution):
-    """2-d convolution at one kernel sample per call; arguments as in :class:`Convolution`."""
+    """2-d convolution at one kernel sample per call; see :class:`Convolution`."""
 
     deterministic = nn.Conv2d
     dims = 2
 
 
 class Conv2dLocalReparameterization(Conv2dReparameterization):
-    """2-d convolution that samples its outputs; arguments as in :class:`Convolution`.
-
-    Every output entry has the distribution that a sampled kernel gives, but independently of the other positions:
-    under one kernel sample the positions are correlated. So the spread of a pooled map is too small.
-    """
+    """2-d convolution that samples its outputs; see :class:`Convolution`."""
 
     default_estimator: ClassVar[Estimator] = "local_reparameterization"
 
 
 class Conv2dFlipout(Conv2dReparameterization):
-    """2-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`.
-
-    All positions of one example see one kernel; examples are uncorrelated.
-    """
+    """2-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`."""
 
     default_estimator: ClassVar[Estimator] = "flipout"
 
 
 class Conv3dReparameterization(Convolution):
-    """3-d convolution at one kernel sample per call; arguments as in :class:`Convolution`."""
+    """3-d convolution at one kernel sample per call; see :class:`Convolution`."""
 
     deterministic = nn.Conv3d
     dims = 3
 
 
 class Conv3dLocalReparameterization(Conv3dReparameterization):
-    """3-d convolution that samples its outputs; arguments as in :class:`Convolution`.
-
-    Every output entry has the distribution that a sampled kernel gives, but independently of the other positions:
-    under one kernel sample the positions are correlated. So the spread of a pooled map is too small.
-    """
+    """3-d convolution that samples its outputs; see :class:`Convolution`."""
 
     default_estimator: ClassVar[Estimator] = "local_reparameterization"
 
 
 class Conv3dFlipout(Conv3dReparameterization):
-    """3-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`.
+    """3-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`."""
 
-    All positions of one example see one kernel; examples are uncorrelated.
-    """
+    default_estimator: ClassVar[Estimator] = "flipout"
+
+
+class ConvTranspose1dReparameterization(TransposedConvolution):
+    """1-d transposed convolution at one kernel sample per call; see :class:`TransposedConvolution`."""
+
+    deterministic = nn.ConvTranspose1d
+    dims = 1
+
+
+class ConvTranspose1dLocalReparameterization(ConvTranspose1dReparameterization):
+    """1-d transposed convolution that samples its outputs; see :class:`TransposedConvolution`."""
+
+    default_estimator: ClassVar[Estimator] = "local_reparameterization"
+
+
+class ConvTranspose1dFlipout(ConvTranspose1dReparameterization):
+    """1-d transposed convolution with Flipout, one sign per example and channel; see :class:`TransposedConvolution`."""
+
+    default_estimator: ClassVar[Estimator] = "flipout"
+
+
+class ConvTranspose2dReparameterization(TransposedConvolution):
+    """2-d transposed convolution at one kernel sample per call; see :class:`TransposedConvolution`."""
+
+    deterministic = nn.ConvTranspose2d
+    dims = 2
+
+
+class ConvTranspose2dLocalReparameterization(ConvTranspose2dReparameterization):
+    """2-d transposed convolution that samples its outputs; see :class:`TransposedConvolution`."""
+
+    default_estimator: ClassVar[Estimator] = "local_reparameterization"
+
+
+class ConvTranspose2dFlipout(ConvTranspose2dReparameterization):
+    """2-d transposed convolution with Flipout, one sign per example and channel; see :class:`TransposedConvolution`."""
+
+    default_estimator: ClassVar[Estimator] = "flipout"
+
+
+class ConvTranspose3dReparameterization(TransposedConvolution):
+    """3-d transposed convolution at one kernel sample per call; see :class:`TransposedConvolution`."""
+
+    deterministic = nn.ConvTranspose3d
+    dims = 3
+
+
+class ConvTranspose3dLocalReparameterization(ConvTranspose3dReparameterization):
+    """3-d transposed convolution that samples its outputs; see :class:`TransposedConvolution`."""
+
+    default_estimator: ClassVar[Estimator] = "local_reparameterization"
+
+
+class ConvTranspose3dFlipout(ConvTranspose3dReparameterization):
+    """3-d transposed convolution with Flipout, one sign per example and channel; see :class:`TransposedConvolution`."""
 
     default_estimator: ClassVar[Estimator] = "flipout"

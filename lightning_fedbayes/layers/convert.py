@@ -1,4 +1,4 @@
-"""From a deterministic network to one whose chosen layers are Bayesian."""
+"""Conversion of a deterministic network into one whose chosen layers are Bayesian."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_fedbayes.errors import ConversionError, nearest
-from lightning_fedbayes.layers import conv, conv_transpose, linear
+from lightning_fedbayes.layers import conv, linear
 from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, check_estimator, default_weight_std
 from lightning_fedbayes.layers.functional import Estimator, inverse_softplus_std
 from lightning_fedbayes.layers.priors import NormalPrior, Prior, check_std
 from lightning_fedbayes.layers.reparameterized import Reparameterized, root_mean_square
+from lightning_fedbayes.private_torch import has_backward_hook, has_forward_hook
 
 AFFINE: dict[type[nn.Module], dict[Estimator, Callable[..., BayesianAffine]]] = {
     kind: {
-        "reparameterization": getattr(room, f"{kind.__name__}Reparameterization"),
-        "local_reparameterization": getattr(room, f"{kind.__name__}LocalReparameterization"),
-        "flipout": getattr(room, f"{kind.__name__}Flipout"),
+        "reparameterization": getattr(module, f"{kind.__name__}Reparameterization"),
+        "local_reparameterization": getattr(module, f"{kind.__name__}LocalReparameterization"),
+        "flipout": getattr(module, f"{kind.__name__}Flipout"),
     }
-    for room, kinds in (
-        (linear, (nn.Linear,)),
-        (conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
-        (conv_transpose, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)),
-    )
+    for module, kinds in ((linear, [nn.Linear]), (conv, conv.CONVOLVE))
     for kind in kinds
 }
 """Deterministic layer → estimator → Bayesian layer."""
 
 FLOOR = 0.01
-"""MOPED's σ = δ|w| is 0 where w is: |w| counts as at least this part of the layer's default standard deviation."""
+"""Lower bound of |w| in MOPED's σ = δ|w|, as a part of the layer's default standard deviation: without it, a weight of
+0 would have σ = 0."""
 
 
 def bayesianize(
@@ -176,7 +174,7 @@ def choose_last(candidates: dict[str, nn.Module], last: int) -> dict[str, nn.Mod
 
 
 def candidate_modules(network: nn.Module) -> dict[str, nn.Module]:
-    """The network's modules by name, in definition order, without the insides of Bayesian and attention layers.
+    """The network's modules by name, in definition order, without the parts of Bayesian and attention layers.
 
     ``nn.MultiheadAttention`` reads the weight of its projection without calling it.
     """
@@ -187,7 +185,7 @@ def candidate_modules(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def affine_kind(module: nn.Module) -> type[nn.Module] | None:
-    """The deterministic layer that ``module`` computes: a linear map or a convolution, else None."""
+    """Return the type of deterministic layer that ``module`` computes: linear, convolution, or None for any other."""
     for kind in AFFINE:
         if isinstance(module, kind) and type(module).forward is kind.forward:
             return kind
@@ -208,7 +206,7 @@ def check_convertible(network: nn.Module, name: str, module: nn.Module) -> None:
     elif is_parametrized(module) or (affine_kind(module) is not None and not isinstance(
             module._parameters.get("weight"), Tensor)):
         reason = "has a parametrised weight (weight_norm, spectral_norm, ...): remove the parametrisation first"
-    elif module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    elif has_forward_hook(module) or has_backward_hook(module):
         reason = "has hooks, which would be lost: register them after the conversion"
     elif not any(p.is_floating_point() for p in module._parameters.values() if p is not None):
         children = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
@@ -227,7 +225,7 @@ def check_convertible(network: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def inside_encoder_layer(network: nn.Module, module: nn.Module) -> bool:
-    """Whether ``module`` is a part of a ``TransformerEncoderLayer`` of ``network``, but not such a layer."""
+    """True if ``module`` is a part of a ``TransformerEncoderLayer`` of ``network``, but not such a layer itself."""
     return any(
         module is part
         for layer in network.modules()
@@ -247,7 +245,7 @@ def check_disjoint(chosen: dict[str, nn.Module]) -> None:
 
 
 def check_init(init: str, delta: float, posterior_std: float | None) -> None:
-    """Raise ConversionError for an initialisation that contradicts itself."""
+    """Raise ConversionError for an unknown ``init``, or arguments that contradict it."""
     if init not in ("fresh", "pretrained"):
         raise ConversionError(f"unknown init '{init}'; {nearest(init, ('fresh', 'pretrained'))}")
     if init == "pretrained" and posterior_std is not None:
@@ -276,14 +274,14 @@ def carry_over(old: nn.Module, new: BayesianAffine, posterior_std: float | None,
         if value is None:
             continue
         path = new.weight_name if name == "weight" else "bias"
-        site = next((site for site in new.sites() if site.path == path), None)
-        if site is None:
+        parameter = next((each for each in new.gaussian_parameters() if each.path == path), None)
+        if parameter is None:
             mean = cast("Tensor", new.bias)
         else:
-            mean = site.mean
-            site.rho.requires_grad_(value.requires_grad)
+            mean = parameter.mean
+            parameter.rho.requires_grad_(value.requires_grad)
             if posterior_std is not None:
-                site.rho.copy_(inverse_softplus_std(torch.full_like(site.rho, posterior_std)))
+                parameter.rho.copy_(inverse_softplus_std(torch.full_like(parameter.rho, posterior_std)))
         mean.requires_grad_(value.requires_grad)
         if pretrained:
             mean.copy_(value)
@@ -291,24 +289,24 @@ def carry_over(old: nn.Module, new: BayesianAffine, posterior_std: float | None,
 
 @torch.no_grad()
 def moped(layer: BayesianLayer, delta: float, prior_std: float | None) -> None:
-    r"""Set σ to :math:`\delta |w|` around the means w of ``layer`` and, where ``prior_std`` is given, centre the prior.
+    r"""Set σ to :math:`\delta |w|` around the means w of ``layer``; centre the prior at w if ``prior_std`` is given.
 
     Krishnan et al. 2020, "Specifying weight priors in Bayesian deep neural networks with empirical Bayes".
     """
-    sites = list(layer.sites())
-    fallback = root_mean_square(torch.cat([site.mean.flatten() for site in sites])) or 1.0
-    for site in sites:
+    parameters = list(layer.gaussian_parameters())
+    fallback = root_mean_square(torch.cat([each.mean.flatten() for each in parameters])) or 1.0
+    for parameter in parameters:
         if isinstance(layer, BayesianAffine):
             scale = default_weight_std(getattr(layer, f"mu_{layer.weight_name}"))
         else:
-            scale = root_mean_square(site.mean) or fallback
-        site.rho.copy_(inverse_softplus_std(delta * site.mean.abs().clamp_min(FLOOR * scale)))
+            scale = root_mean_square(parameter.mean) or fallback
+        parameter.rho.copy_(inverse_softplus_std(delta * parameter.mean.abs().clamp_min(FLOOR * scale)))
         if prior_std is not None:
-            layer.priors[site.path] = NormalPrior(site.mean.detach().clone(), prior_std)
+            layer.priors[parameter.path] = NormalPrior(parameter.mean.detach().clone(), prior_std)
 
 
 def reset(module: nn.Module) -> None:
-    """Initialise ``module`` and what is inside it afresh, as its constructor does."""
+    """Initialise ``module`` and its submodules afresh, as their constructors do."""
     for inner in reversed(list(module.modules())):
         again = getattr(inner, "reset_parameters", None) or getattr(inner, "_reset_parameters", None)
         if again is not None:

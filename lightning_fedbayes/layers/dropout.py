@@ -13,14 +13,14 @@ from lightning_fedbayes.errors import ConversionError
 from lightning_fedbayes.layers.convert import affine_kind, candidate_modules
 
 CHILD = "mc_dropout"
-"""Name under which a layer holds the dropout of its output."""
+"""Name of the submodule that a layer gets for the dropout of its output."""
 
 
 class MCDropout(nn.Module):
     r"""Dropout that stays active at prediction, :math:`y = x \odot z / (1 - p)` with z 0 at probability p, else 1.
 
-    Averaging predictions over its masks is Monte Carlo dropout (Gal & Ghahramani 2016). It is on in training and in
-    evaluation alike, and off inside :func:`~lightning_fedbayes.layers.mean_only`.
+    Averaging predictions over its masks is Monte Carlo dropout (Gal & Ghahramani 2016). It is active in training and
+    evaluation, and off inside :func:`~lightning_fedbayes.layers.mean_only`.
 
     Args:
         p: probability that an entry is dropped, in [0, 1).
@@ -39,7 +39,7 @@ class MCDropout(nn.Module):
         self.mean_only = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` with a fresh mask, scaled to keep its mean."""
+        """Return ``x`` under a fresh mask, scaled to keep its mean."""
         return F.dropout(x, self.p, training=not self.mean_only)
 
     def extra_repr(self) -> str:
@@ -50,13 +50,13 @@ class MCDropout(nn.Module):
 def with_mc_dropout(network: nn.Module, rate: float = 0.2) -> nn.Module:
     """A copy of ``network`` with Monte Carlo dropout after its linear layers and convolutions; ``network`` stays as is.
 
-    The last such layer in the order of definition, which makes the outputs, is left without: a mask over ten logits
-    at rate 0.2 would keep even a network that is certain and right at 0.117 nats, and a masked target of a regression
-    means nothing. The names in the ``state_dict`` are those of ``network``, so that a checkpoint of it loads into the
-    copy and the other way round, and clients' models fuse alike.
+    The last such layer in the order of definition, which makes the outputs, gets no dropout: at rate 0.2, a mask over
+    ten logits alone gives an NLL of 0.117 nats even to a network that is certain and right, and a masked target of a
+    regression means nothing. The names in the ``state_dict`` are those of ``network``, so that checkpoints of one load
+    into the other, and clients' models fuse in the same way.
 
     When to use it: a posterior at the price of a deterministic network, [FBDL] §3.9; dropout comes before BatchNorm
-    and the activation there. No KL belongs to it; weight decay is its prior (Gal & Ghahramani 2016).
+    and the activation there. It has no KL; weight decay is its prior (Gal & Ghahramani 2016).
 
     Args:
         network: any module.
@@ -99,5 +99,5 @@ def with_mc_dropout(network: nn.Module, rate: float = 0.2) -> nn.Module:
 
 
 def _drop_output(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """``output`` of ``layer`` with some entries dropped; a function of the module, so that copies keep it apart."""
+    """Drop entries of ``output``; the dropout is found through ``layer``, so that a copy of the layer uses its own."""
     return layer.get_submodule(CHILD)(output)

@@ -1,31 +1,25 @@
-r"""The pure core of the layers: standard deviations, the KL divergence and the three estimators.
+r"""Pure functions of the layers: the standard deviation behind ρ, and the three estimators of a random output.
 
-:func:`softplus_std` and :func:`joined_kl_sum` can be overridden by a ``TorchFunctionMode``, as torch's functions can.
 Nothing here draws random numbers: noise is an argument. An ``op`` is any map that is linear in its weight,
-``op(x, weight, bias) -> output``: ``F.linear``, a convolution or a transposed convolution.
+``op(x, weight, bias) -> output``: ``F.linear``, a convolution or a transposed convolution. A ``TorchFunctionMode`` can
+override :func:`softplus_std`, as it can torch's own functions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, cast, get_args
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
-
-from lightning_fedbayes.layers.autograd import GaussianKL, standardised
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 Estimator = Literal["reparameterization", "local_reparameterization", "flipout"]
-"""How a layer turns Gaussian weights into a random output whose gradient is unbiased."""
+"""Method by which a layer turns Gaussian weights into a random output whose gradient is unbiased."""
 
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
-
-SMALL = 2**14
-"""A tensor of fewer entries costs what the calls on it cost, a larger one what the passes over it cost. So small sites
-are joined for their KL and leave its gradient to autograd; large ones have it in closed form."""
 
 Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -74,41 +68,6 @@ def inverse_softplus_std(std: Tensor) -> Tensor:
     return softplus + torch.log(-torch.expm1(-softplus))
 
 
-def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float) -> Tensor:
-    r"""KL divergence of independent Gaussians from their prior, **summed** over the entries, in nats.
-
-    .. math:: \mathrm{KL}(q\|p) = \sum_i \log\frac{s_i}{\sigma_i}
-              + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{2 s_i^2} - \frac12
-
-    The gradient of a large site is that of :class:`~lightning_fedbayes.layers.autograd.GaussianKL`: half the passes
-    over memory of autograd's own. That of a small site is autograd's: under ``vmap`` it takes half the time.
-
-    Args:
-        mean, std: :math:`\mu, \sigma` of q, of one shape. Half precision is computed in float32.
-        prior_mean, prior_std: m and s of p, numbers or tensors that broadcast to that shape.
-
-    Returns: scalar.
-    """
-    if mean.dtype in (torch.float16, torch.bfloat16):
-        mean, std = mean.float(), std.float()
-    if mean.numel() < SMALL:
-        shift, ratio = standardised(mean, std, prior_mean, prior_std)
-        # 1 is subtracted per entry: after the sum it would cancel away a small divergence of many entries
-        spread = (ratio * ratio).sub_(1).sub_(ratio.log(), alpha=2)
-        return (spread + shift * shift).sum() / 2
-    prior = [value.expand(mean.shape).flatten() if isinstance(value, Tensor) else value
-             for value in (prior_mean, prior_std)]
-    return cast("Tensor", GaussianKL.apply(mean.flatten(), std.flatten(), *prior))
-
-
-def joined_kl_sum(means: Sequence[Tensor], rhos: Sequence[Tensor], prior_mean: float, prior_std: float) -> Tensor:
-    """:func:`gaussian_kl_sum` over several parameters (μ, ρ) with one prior. Returns a scalar."""
-    if has_torch_function((*means, *rhos)):
-        return handle_torch_function(joined_kl_sum, (*means, *rhos), means, rhos, prior_mean, prior_std)
-    mean, rho = (torch.cat([each.flatten() for each in part]) for part in (means, rhos))
-    return gaussian_kl_sum(mean, softplus_std(rho), prior_mean, prior_std)
-
-
 def output_moments(op: Op, x: Tensor, weight: Normal, bias: Normal | None) -> tuple[Tensor, Tensor]:
     r"""Mean and standard deviation of every output entry under Gaussian weights; local reparameterisation samples it.
 
@@ -130,7 +89,7 @@ def output_moments(op: Op, x: Tensor, weight: Normal, bias: Normal | None) -> tu
 
 
 class FlipoutNoise(NamedTuple):
-    """What Flipout draws.
+    """Noise of one call of Flipout.
 
     Args:
         weight, bias: standard normal, of the shapes of weight and bias; None for a deterministic or missing bias.
@@ -163,9 +122,82 @@ def flipout(op: Op, x: Tensor, weight: Normal, bias: Normal | None, noise: Flipo
         weight, bias: μ and σ, of the shapes of the deterministic layer's; None for no bias.
         noise: ε and the signs.
 
-    Returns: what ``op`` returns, (batch, \*).
+    Returns: output of ``op``, (batch, \*).
     """
     mean = op(x, weight.mean, None if bias is None else bias.mean)
     bias_delta = None if bias is None or noise.bias is None else perturbation(bias, noise.bias)
     delta = op(x * noise.input_signs, perturbation(weight, noise.weight), bias_delta)
     return torch.addcmul(mean, delta, noise.output_signs.to(delta.dtype))
+
+
+GroupedConvolution = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
+"""``convolve(x, kernel, bias, groups)``."""
+
+BLOCK = 8
+"""Channels that a grouped convolution processes at a time; with fewer per group, part of the work is on padding."""
+
+LARGEST = 1.5
+"""Largest kernel, as a multiple of its output map, at which a kernel per example never cost more than a second
+convolution in measurements."""
+
+ONEDNN = torch.backends.mkldnn.is_available()
+"""True if torch has oneDNN, which is fast for many groups; torch's own convolution takes the groups one by one."""
+
+
+def one_convolution_is_cheaper(x: Tensor, kernel: Tensor, stride: tuple[int, ...]) -> bool:
+    """Return whether a kernel per example costs less than a second convolution, by a rule fitted to measurements.
+
+    True on a CPU, in float32, for kernels that are not much larger than the maps. GPUs and other number types have no
+    fast convolution of many groups.
+
+    Args:
+        x: input (batch, in_channels, \\*space); one without a batch dimension has nothing to gain.
+        kernel: (out_channels, in_channels / groups, \\*size).
+        stride: of the convolution.
+    """
+    if x.device.type != "cpu" or x.dtype != torch.float32 or not ONEDNN or x.dim() != kernel.dim() or not len(x):
+        return False
+    positions = math.prod(x.shape[2:]) // math.prod(stride)
+    return kernel.shape[1] >= BLOCK and math.prod(kernel.shape[1:]) <= LARGEST * positions
+
+
+def flipout_by_example(
+    convolve: GroupedConvolution, x: Tensor, kernel: Normal, bias: Normal | None, noise: FlipoutNoise, groups: int
+) -> Tensor:
+    r"""Compute :func:`flipout` of a convolution, up to rounding, by one convolution with a kernel per example.
+
+    Signs are constant along space, so they can change the kernel as well as the maps:
+
+    .. math:: x_n * \mu + r_n \odot ((x_n \odot s_n) * \Delta) = x_n * (\mu + r_n s_n^T \odot \Delta),
+              \qquad \Delta = \sigma \odot \epsilon
+
+    The kernels of all examples form one grouped convolution, which costs the arithmetic of the deterministic layer;
+    Flipout adds the cost of building the kernels.
+
+    Args:
+        convolve: the convolution, which must treat every channel's map alike.
+        x: input (batch, in_channels, \*space).
+        kernel, bias: μ and σ, shapes (out_channels, in_channels / groups, \*size) and (out_channels,).
+        noise: its signs have shapes (batch, in_channels, 1, …) and (batch, out_channels, 1, …).
+        groups: of the layer.
+
+    Returns: (batch, out_channels, \*space).
+
+    Source: Wen et al. 2018, equation (4), rearranged.
+    """
+    batch, ones = len(x), (1,) * (x.dim() - 2)
+    r, s = noise.output_signs.view(batch, groups, -1, 1), noise.input_signs.view(batch, groups, 1, -1)
+    signs = (r * s).view(batch, *kernel.mean.shape[:2], *ones)
+    kernels = torch.addcmul(kernel.mean, perturbation(kernel, noise.weight), signs).flatten(0, 1)
+    output = convolve(x.reshape(1, -1, *x.shape[2:]), kernels, biases(bias, noise), batch * groups)
+    return output.view(batch, -1, *output.shape[2:])
+
+
+def biases(bias: Normal | None, noise: FlipoutNoise) -> Tensor | None:
+    """Concatenate the biases of all examples: (batch · out_channels,)."""
+    if bias is None:
+        return None
+    signs = noise.output_signs.flatten(1)
+    if noise.bias is None:
+        return bias.mean.expand_as(signs).flatten()
+    return torch.addcmul(bias.mean, perturbation(bias, noise.bias), signs).flatten()

@@ -1,78 +1,225 @@
-"""The KL divergence of a whole network, and the exchange of its priors."""
+"""The KL divergence of Gaussian parameters from their prior, and their joint draws, with closed-form gradients.
+
+The closed form takes a few passes over the parameters where autograd takes dozens. A ``TorchFunctionMode`` can override
+:func:`joined_kl_sum`, as it can torch's own functions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from lightning_fedbayes.errors import PosteriorError
-from lightning_fedbayes.layers.base import sum_kl
-from lightning_fedbayes.layers.priors import NormalPrior
-from lightning_fedbayes.layers.sites import gaussian_sites
-from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.layers.functional import softplus_std
+
+SMALL = 2**14
+"""Number of entries below which an operation on a tensor costs mainly the call, and above which mainly the pass over
+memory. Small parameters are concatenated for their KL, whose gradient is autograd's; large ones use the closed form."""
 
 
-def kl_divergence(module: nn.Module) -> Tensor:
-    r"""KL(q‖p) of a network from its priors, **summed** over all Gaussian parameters, in nats.
+def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float) -> Tensor:
+    r"""KL divergence of independent Gaussians from their prior, **summed** over the entries, in nats.
 
-    The ELBO of n examples is the summed log-likelihood minus this; the loss per example is the mean negative
-    log-likelihood plus KL/n. A tied layer counts once; a bayesian-torch layer counts with the sum over its parameters
-    and with its ``prior_variance`` as a variance, which its own ``kl_loss`` does not do.
+    .. math:: \mathrm{KL}(q\|p) = \sum_i \log\frac{s_i}{\sigma_i}
+              + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{2 s_i^2} - \frac12
 
-    A ``TorchFunctionMode`` can override it, as torch's own functions.
-
-    Returns: scalar, 0 for a network without Gaussian parameters.
-
-    >>> kl_divergence(nn.Linear(2, 1))
-    tensor(0.)
-    """
-    if has_torch_function((module,)):
-        return handle_torch_function(kl_divergence, (module,), module)
-    sites = gaussian_sites(module)
-    if not sites:
-        return torch.zeros((), device=next((p.device for p in module.parameters()), None))
-    return sum_kl(sites.values())
-
-
-@torch.no_grad()
-def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: Collection[str] = ()) -> None:
-    """Make ``posterior`` the prior of every Gaussian site of ``module``, or bring the layers' own priors back (None).
-
-    The tensors are copied, so ``posterior`` may be a view of the module. bayesian-torch layers get mean and standard
-    deviation in their prior buffers, as their own ``kl_loss`` reads them.
+    The gradient of a large parameter is that of :class:`GaussianKL`, with half of autograd's passes over memory. That
+    of a small one is autograd's, which under ``vmap`` takes half the time.
 
     Args:
-        module: any network.
-        posterior: has every Gaussian site of ``module``, with positive variance; other names are ignored.
-        exclude: names of sites that keep the prior they have.
+        mean, std: :math:`\mu, \sigma` of q, of one shape. Half precision is computed in float32.
+        prior_mean, prior_std: m and s of p, numbers or tensors that broadcast to that shape.
 
-    Raises:
-        PosteriorError: a site is missing, has another shape, or has a variance of 0: the KL divergence from a point
-            mass is infinite.
+    Returns: scalar.
     """
-    sites = {name: site for name, site in gaussian_sites(module).items() if name not in exclude}
-    if posterior is None:
-        for site in sites.values():
-            site.replace_prior(None)
-        return
-    priors = {}
-    for name, site in sites.items():
-        mean, variance = posterior.mean.get(name), posterior.variance.get(name)
-        if mean is None or variance is None:
-            raise PosteriorError(f"the posterior has no '{name}', so it cannot be its prior; it has "
-                                 f"{', '.join(posterior.names)}")
-        if mean.shape != site.mean.shape:
-            raise PosteriorError(f"'{name}' has shape {tuple(mean.shape)} in the posterior but "
-                                 f"{tuple(site.mean.shape)} in the module; a prior must have the site's shape")
-        std = variance.to(site.mean).sqrt()
-        if not bool((std > 0).all()):
-            raise PosteriorError(
-                f"'{name}' has variance 0 at {int((std <= 0).sum())} of {std.numel()} entries of the posterior: the KL "
-                "divergence from a point mass is infinite; fuse with a rule that keeps a variance, or keep the prior"
-            )
-        priors[name] = NormalPrior(mean.to(site.mean, copy=True), std)
-    for name, site in sites.items():
-        site.replace_prior(priors[name])
+    if mean.dtype in (torch.float16, torch.bfloat16):
+        mean, std = mean.float(), std.float()
+    if mean.numel() < SMALL:
+        shift, ratio = standardised(mean, std, prior_mean, prior_std)
+        # 1 is subtracted per entry: after the sum it would cancel away a small divergence of many entries
+        spread = (ratio * ratio).sub_(1).sub_(ratio.log(), alpha=2)
+        return (spread + shift * shift).sum() / 2
+    prior = [value.expand(mean.shape).flatten() if isinstance(value, Tensor) else value
+             for value in (prior_mean, prior_std)]
+    return cast("Tensor", GaussianKL.apply(mean.flatten(), std.flatten(), *prior))
+
+
+def joined_kl_sum(means: Sequence[Tensor], rhos: Sequence[Tensor], prior_mean: float, prior_std: float) -> Tensor:
+    """:func:`gaussian_kl_sum` over several parameters (μ, ρ) with one prior. Returns a scalar."""
+    if has_torch_function((*means, *rhos)):
+        return handle_torch_function(joined_kl_sum, (*means, *rhos), means, rhos, prior_mean, prior_std)
+    mean, rho = (torch.cat([each.flatten() for each in part]) for part in (means, rhos))
+    return gaussian_kl_sum(mean, softplus_std(rho), prior_mean, prior_std)
+
+
+class GaussianKL(torch.autograd.Function):
+    r"""The function behind :func:`gaussian_kl_sum`, over the last dimension.
+
+    .. math:: \frac{\partial}{\partial \mu_i} = \frac{\mu_i - m_i}{s_i^2}, \qquad
+              \frac{\partial}{\partial \sigma_i} = \frac{\sigma_i}{s_i^2} - \frac{1}{\sigma_i}, \qquad
+              \frac{\partial}{\partial s_i} = \frac{1}{s_i} - \frac{\sigma_i^2 + (\mu_i - m_i)^2}{s_i^3}
+
+    The backward pass can be differentiated again. Under ``vmap`` it runs once on the stacked tensors.
+
+    Args:
+        mean, std: shape (*, n).
+        prior_mean, prior_std: numbers, or tensors that broadcast to that shape.
+
+    Returns: shape (*).
+    """
+
+    @staticmethod
+    def forward(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float) -> Tensor:
+        """The sum over the last dimension."""
+        shift, ratio = standardised(mean, std, prior_mean, prior_std)
+        return shift.square().addcmul_(ratio, ratio).sub_(1).sub_(ratio.log(), alpha=2).sum(-1) / 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the inputs."""
+        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+        ctx.inputs = tuple(None if isinstance(value, Tensor) else value for value in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        """Return the gradients of all four inputs."""
+        tensors = iter(ctx.saved_tensors)
+        mean, std, prior_mean, prior_std = (next(tensors) if value is None else value for value in ctx.inputs)
+        gradient = gradients[0].unsqueeze(-1)
+        scale = gradient / (prior_std * prior_std)
+        of_mean = (mean - prior_mean).mul_(scale)
+        of_std = (std * scale).sub_(gradient / std)
+        of_prior_mean = of_prior_std = None
+        if ctx.needs_input_grad[2]:
+            of_prior_mean = -of_mean.sum_to_size(prior_mean.shape)
+        if ctx.needs_input_grad[3]:
+            squares = std * std + (mean - prior_mean) ** 2
+            of_prior_std = ((gradient - scale * squares) / prior_std).sum_to_size(prior_std.shape)
+        return of_mean, of_std, of_prior_mean, of_prior_std
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:  # pyright: ignore
+        """Compute all stacked divergences at once."""
+        stacked = [value if not isinstance(value, Tensor) else value.unsqueeze(0) if dim is None
+                   else value.movedim(dim, 0) for value, dim in zip(inputs, in_dims)]
+        mean, std, *prior = stacked
+        return GaussianKL.apply(mean.expand(info.batch_size, *mean.shape[1:]),
+                                std.expand(info.batch_size, *std.shape[1:]), *prior), 0
+
+
+class PlainGaussianKL(torch.autograd.Function):
+    """:class:`GaussianKL` outside of ``torch.func``: saves the 45 µs that torch takes to bind arguments by name."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float
+    ) -> Tensor:
+        """The sum over the last dimension."""
+        output = GaussianKL.forward(mean, std, prior_mean, prior_std)
+        GaussianKL.setup_context(ctx, (mean, std, prior_mean, prior_std), output)
+        return output
+
+    backward = GaussianKL.backward
+
+
+def standardised(
+    mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`(\mu - m) / s` and :math:`\sigma / s`; for the usual prior N(0, 1), μ and σ themselves."""
+    if not isinstance(prior_mean, Tensor) and not isinstance(prior_std, Tensor) and (prior_mean, prior_std) == (0, 1):
+        return mean, std
+    return (mean - prior_mean) / prior_std, std / prior_std
+
+
+class JointDraw(torch.autograd.Function):
+    r"""Reparameterised draws of several parameters of several networks, and each network's divergence from its prior.
+
+    .. math:: w = \mu + \sigma \odot \epsilon, \qquad
+              \mathrm{KL} = \sum_i \log\frac{s}{\sigma_i} + \frac{\sigma_i^2 + (\mu_i - m)^2}{2 s^2} - \frac12
+
+    with the gradients, for :math:`g = \partial L / \partial w` and :math:`h = \partial L / \partial \mathrm{KL}`,
+
+    .. math:: \frac{\partial L}{\partial \mu} = g + h\,\frac{\mu - m}{s^2}, \qquad
+              \frac{\partial L}{\partial \rho} = \left(g \odot \epsilon + h \left(\frac{\sigma}{s^2}
+              - \frac1\sigma\right)\right) \odot \mathrm{sigmoid}(\rho).
+
+    A parameter whose draw is not used gets no gradient, as if it had been drawn alone. The backward pass can be
+    differentiated again.
+
+    When to use it: for several small parameters, whose cost is the number of calls, and outside of ``torch.func``.
+
+    Source: Kingma & Welling 2014; Blundell et al. 2015.
+
+    Args:
+        prior: m and s of the prior N(m, s²) that all parameters share; None for no divergence.
+        parameters: all means, then all ρ in the same order, each of shape (networks, \*) and of one dtype and device.
+
+    Returns: a draw of each parameter, of its shape; all means, ρ and σ side by side, shape (networks, entries) each;
+    the divergences in nats, shape (networks,), if there is a prior.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, prior: tuple[float, float] | None, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Draw from torch's global generator."""
+        count = len(parameters) // 2
+        means, rhos = parameters[:count], parameters[count:]
+        mean, rho = torch.cat([_rows(each) for each in means], 1), torch.cat([_rows(each) for each in rhos], 1)
+        std = softplus_std(rho)
+        noise = torch.randn_like(mean)
+        ctx.prior = prior
+        ctx.shapes = [each.shape for each in means]
+        ctx.sizes = [shape[1:].numel() for shape in ctx.shapes]
+        ctx.save_for_backward(mean, rho, std, noise)  # all but the noise are outputs: their own gradients count too
+        ctx.set_materialize_grads(False)
+        draws = _split(torch.addcmul(mean, std, noise), ctx)
+        return *draws, mean, rho, std, *([] if prior is None else [GaussianKL.forward(mean, std, *prior)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        """Return the gradients of the means, then of the ρ."""
+        mean, rho, std, noise = ctx.saved_tensors
+        count = len(ctx.shapes)
+        of_draws, of_joint = gradients[:count], gradients[count : count + 3]
+        of_divergence = gradients[-1] if len(gradients) > count + 3 else None
+        of_mean, of_rho, of_std = of_joint
+        used = [each is not None for each in of_draws]
+        if any(used):
+            of_draw = torch.cat([
+                mean.new_zeros(len(mean), size) if each is None else _rows(each)
+                for each, size in zip(of_draws, ctx.sizes)
+            ], 1)
+            of_std = _plus(of_draw * noise, of_std)
+            of_mean = _plus(of_draw, of_mean)
+        if of_divergence is not None:
+            prior_mean, prior_std = ctx.prior
+            scale = of_divergence.unsqueeze(1)
+            inverse = scale / std
+            scale = scale if prior_std == 1 else scale / prior_std**2
+            of_mean = _plus((mean if prior_mean == 0 else mean - prior_mean) * scale, of_mean)
+            of_std = _plus((std * scale).sub_(inverse), of_std)
+        if of_std is not None:
+            of_rho = _plus(of_std * torch.sigmoid(rho), of_rho)
+        alone = of_divergence is None and all(each is None for each in of_joint)
+        parts = [[None] * count if each is None else _split(each, ctx) for each in (of_mean, of_rho)]
+        if alone and not all(used):
+            parts = [[part if use else None for part, use in zip(each, used)] for each in parts]
+        return None, *parts[0], *parts[1]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The entries of each network side by side, shape (networks, entries)."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(len(tensor), -1)
+
+
+def _split(joint: Tensor, ctx: Any) -> list[Tensor]:
+    """Each parameter's part of ``joint``, in its shape."""
+    parts: Sequence[Tensor] = torch.split_with_sizes(joint, ctx.sizes, 1)
+    return [part if len(shape) == 2 else part.view(shape) for part, shape in zip(parts, ctx.shapes)]
+
+
+def _plus(new: Tensor, other: Tensor | None) -> Tensor:
+    """Add ``other`` to ``new`` in place if it is not None; no other code may hold ``new``."""
+    return new if other is None else new.add_(other)

@@ -21,11 +21,11 @@ class LinearReparameterization(BayesianAffine):
 
     Args:
         in_features, out_features: sizes of the last dimension of input and output.
-        prior_mean, prior_variance: the prior N(mean, variance); variance 1 by default, and a variance it is.
+        prior_mean, prior_variance: the prior N(mean, variance), not N(mean, std); variance 1 by default.
         posterior_mu_init: added to torch's default initialisation of the mean.
         posterior_rho_init: constant initial ρ, σ = log(1 + e^ρ). None: σ = 0.1 × the standard deviation of the
             deterministic layer's initialisation, so that outputs start at the deterministic layer's scale.
-        bias: whether there is a bias.
+        bias: False leaves the bias out.
         prior_std: standard deviation of the prior, in place of ``prior_variance``.
         prior: any :class:`~lightning_fedbayes.layers.priors.Prior`, in place of all three.
         bayesian_bias: False makes the bias an ordinary deterministic parameter named ``bias``.
@@ -67,7 +67,7 @@ class LinearReparameterization(BayesianAffine):
         return F.linear(x, weight, bias)
 
     def sign_shapes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Signs per example (dimension 0) and feature; the dimensions between them, such as time, share theirs."""
+        """Signs per example (dimension 0) and feature; dimensions between them, such as time, share the signs."""
         lead = (x.shape[0], *(1,) * (x.dim() - 2)) if x.dim() > 1 else ()
         return (*lead, self.in_features), (*lead, self.out_features)
 

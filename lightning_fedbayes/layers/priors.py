@@ -1,4 +1,4 @@
-r"""Priors of a Gaussian site: frozen values with one method, the KL divergence of the site from them.
+r"""Priors of a Gaussian parameter: frozen values with one method, the KL divergence of the parameter from them.
 
 Any frozen dataclass with such a ``kl`` can be a prior; its tensor fields follow the layer to its device and dtype.
 """
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import ConversionError
-from lightning_fedbayes.layers.functional import gaussian_kl_sum
+from lightning_fedbayes.layers.kl import gaussian_kl_sum
 
 
 class Prior(Protocol):
-    """What a layer asks of its prior."""
+    """Interface of a prior."""
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
-        """KL(q‖p), summed over the entries of the site N(``mean``, ``std``²), in nats. Returns a scalar."""
+        """KL(q‖p), summed over the entries of q = N(``mean``, ``std``²), in nats. Returns a scalar."""
         ...
 
 
@@ -31,8 +31,8 @@ class NormalPrior:
     r"""The Gaussian prior :math:`N(m, s^2)`; numbers for a fixed prior, tensors for a previous posterior.
 
     Args:
-        mean: m, a number or a tensor of the site's shape.
-        std: s > 0, a number or a tensor of the site's shape.
+        mean: m, a number or a tensor of the parameter's shape.
+        std: s > 0, a number or a tensor of the parameter's shape.
 
     Raises:
         ConversionError: ``std`` is a number and not positive.
@@ -49,11 +49,11 @@ class NormalPrior:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether all entries of a site have the same prior."""
+        """True if all entries of a parameter have the same prior."""
         return not isinstance(self.mean, Tensor) and not isinstance(self.std, Tensor)
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
-        """The closed form of :func:`~lightning_fedbayes.layers.functional.gaussian_kl_sum`."""
+        """The closed form of :func:`~lightning_fedbayes.layers.kl.gaussian_kl_sum`."""
         return gaussian_kl_sum(mean, std, self.mean, self.std)
 
 
@@ -62,7 +62,7 @@ class TiedMeanPrior:
     r"""A Gaussian prior whose mean is the posterior's own, :math:`N(\mu, s^2)`: only the spread is penalised.
 
     Use it where a prior centred at 0 pulls the means of a deep network so hard that it does not train
-    (the ``NormalKLDivergenceWithTiedMean`` of edward2). It regularises the mean not at all; weight decay can.
+    (the ``NormalKLDivergenceWithTiedMean`` of edward2). It does not regularise the mean; weight decay can.
 
     Args:
         std: s > 0.
@@ -124,7 +124,7 @@ P = TypeVar("P", bound=Prior)
 
 
 def map_tensors(prior: P, fn: Callable[[Tensor], Tensor]) -> P:
-    """``prior`` with ``fn`` applied to its tensor fields: how a prior moves to another device or dtype."""
+    """Return ``prior`` with ``fn`` applied to its tensor fields, such as a move to another device or dtype."""
     if not dataclasses.is_dataclass(prior):
         return prior
     changes = {field.name: fn(value) for field in dataclasses.fields(prior)
@@ -135,10 +135,10 @@ def map_tensors(prior: P, fn: Callable[[Tensor], Tensor]) -> P:
 def choose_prior(
     prior_mean: float, prior_variance: float | None, prior_std: float | None, prior: Prior | None
 ) -> Prior:
-    """The one prior that a layer's arguments describe: N(0, 1) unless told otherwise.
+    """Return the one prior that a layer's arguments describe: N(0, 1) if they describe none.
 
     Raises:
-        ConversionError: the arguments describe more than one, or none that is a distribution.
+        ConversionError: the arguments describe more than one prior, or one that is no distribution.
     """
     if prior is not None:
         if prior_variance is not None or prior_std is not None or prior_mean != 0:

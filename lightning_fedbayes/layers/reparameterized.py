@@ -1,4 +1,4 @@
-"""Any module with Gaussian parameters."""
+"""Wrapper that gives any module Gaussian parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import Parameter
 
 from lightning_fedbayes.errors import ConversionError
-from lightning_fedbayes.layers.base import RELATIVE_STD, BayesianLayer, Site, draw
+from lightning_fedbayes.layers.base import RELATIVE_STD, BayesianLayer, GaussianParameter, draw
 from lightning_fedbayes.layers.functional import inverse_softplus_std
 from lightning_fedbayes.layers.priors import Prior, check_std, choose_prior
 
@@ -20,10 +20,10 @@ from lightning_fedbayes.layers.priors import Prior, check_std, choose_prior
 class Reparameterized(BayesianLayer):
     r"""Wraps a module so that every call samples its parameters, :math:`w = \mu + \sigma \odot \epsilon`.
 
-    For what has no Bayesian layer of its own: LSTM, embedding, attention, normalisation, a whole block. The parameters
-    of ``module`` are the means, so its pretrained ``state_dict`` loads into ``.module``; parameters that are frozen
-    (``requires_grad=False``) when it is wrapped stay deterministic, buffers stay buffers. The estimator is
-    reparameterisation: the batch shares one weight sample, and an LSTM keeps it for the whole sequence.
+    When to use it: for a module without a Bayesian layer of its kind (LSTM, embedding, attention, normalisation, a
+    whole block). The parameters of ``module`` are the means, so its pretrained ``state_dict`` loads into ``.module``.
+    Parameters that are frozen (``requires_grad=False``) when it is wrapped stay deterministic, buffers stay buffers.
+    The estimator is reparameterisation: the batch shares one weight sample, and an LSTM keeps it for a whole sequence.
 
     ``torch.func.vmap`` works where torch can vmap the module; it cannot for ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``.
 
@@ -73,24 +73,24 @@ class Reparameterized(BayesianLayer):
             self.register_parameter(rho_name(name), Parameter(rho))
             self.priors[f"module.{name}"] = prior
 
-    def sites(self) -> Iterator[Site]:
+    def gaussian_parameters(self) -> Iterator[GaussianParameter]:
         """Every sampled parameter of the module."""
         for path in self.priors:
             name = path.removeprefix("module.")
             owner, _, attribute = name.rpartition(".")
-            yield Site(self, path, self.module.get_submodule(owner), attribute, rho_name(name))
+            yield GaussianParameter(self, path, self.module.get_submodule(owner), attribute, rho_name(name))
 
     def forward(self, *args: Any, return_kl: bool = False, **kwargs: Any) -> Any:
-        """What the module returns at sampled parameters, or at their means where the layer is mean-only."""
+        """Return the module's output at sampled parameters, or at their means where the layer is mean-only."""
         output = self._output(args, kwargs)
         return (output, self.kl_loss()) if return_kl else output
 
     def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.mean_only:
             return self.module(*args, **kwargs)
-        sites = list(self.sites())
-        draws = draw([site.mean for site in sites], [site.rho for site in sites])
-        names = [site.path.removeprefix("module.") for site in sites]
+        parameters = list(self.gaussian_parameters())
+        draws = draw([each.mean for each in parameters], [each.rho for each in parameters])
+        names = [each.path.removeprefix("module.") for each in parameters]
         return functional_call(self.module, dict(zip(names, draws)), args, kwargs)
 
 

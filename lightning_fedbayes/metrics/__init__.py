@@ -1,27 +1,28 @@
-"""What a Bayesian prediction is worth: torchmetrics shells over the pure functions in ``metrics.functional``.
+"""Metrics of Bayesian predictions: torchmetrics shells over the pure functions in ``metrics.functional``.
 
 Classification metrics score the mean predictive, shape (batch, classes); measures of uncertainty need all posterior
 samples, shape (samples, batch, classes). For accuracy, AUROC and ECE use torchmetrics' own.
 """
 
 from lightning_fedbayes.metrics import functional
-from lightning_fedbayes.metrics.accuracy_retained import AccuracyRetained, RetainedCurve
-from lightning_fedbayes.metrics.calibration import AdaptiveCalibrationError
-from lightning_fedbayes.metrics.classification import BrierScore, NegativeLogLikelihood
-from lightning_fedbayes.metrics.client_accuracy import ClientAccuracy
-from lightning_fedbayes.metrics.regression import (
+from lightning_fedbayes.metrics.calibration import AdaptiveCalibrationError, CalibrationDiagram
+from lightning_fedbayes.metrics.fairness import ClientAccuracy
+from lightning_fedbayes.metrics.scores import (
+    BrierScore,
     DeterminantSharpness,
     EnsembleCRPS,
     GaussianCRPS,
     GaussianNLL,
     IntervalCoverage,
+    NegativeLogLikelihood,
 )
-from lightning_fedbayes.metrics.reliability_diagram import ReliabilityDiagram
 from lightning_fedbayes.metrics.uncertainty import (
+    AccuracyRetained,
     AleatoricUncertainty,
     EpistemicUncertainty,
     MutualInformation,
     PredictiveEntropy,
+    RetainedCurve,
 )
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "AdaptiveCalibrationError",
     "AleatoricUncertainty",
     "BrierScore",
+    "CalibrationDiagram",
     "ClientAccuracy",
     "DeterminantSharpness",
     "EnsembleCRPS",
@@ -39,7 +41,6 @@ __all__ = [
     "MutualInformation",
     "NegativeLogLikelihood",
     "PredictiveEntropy",
-    "ReliabilityDiagram",
     "RetainedCurve",
     "functional",
 ]

@@ -5,10 +5,14 @@ from lightning_fedbayes.modules.classifier import ClassPrediction, HybridBayesia
 from lightning_fedbayes.modules.deep_ensemble import DeepEnsembleRegressor
 from lightning_fedbayes.modules.linear_regression import BayesianLinearRegression
 from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
-from lightning_fedbayes.modules.parameter_draws import draws_from_clients, draws_from_posterior, outputs_with
-from lightning_fedbayes.modules.regression import RegressionPrediction, Regressor
-from lightning_fedbayes.modules.regressor import HybridBayesianRegressor
-from lightning_fedbayes.modules.sampling import is_stochastic, sample_outputs
+from lightning_fedbayes.modules.regressor import HybridBayesianRegressor, RegressionPrediction, Regressor
+from lightning_fedbayes.modules.sampling import (
+    draws_from_clients,
+    draws_from_posterior,
+    is_stochastic,
+    outputs_with,
+    sample_outputs,
+)
 
 __all__ = [
     "BayesianLinearRegression",

@@ -1,4 +1,4 @@
-"""The LightningModule to subclass: variational training of one network, and prediction by Monte Carlo."""
+"""Base LightningModule: variational training of a network, and prediction by Monte Carlo."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class BayesianModule(L.LightningModule):
 
     Subclass it: implement :meth:`negative_log_likelihood`, and :meth:`unpack` if batches are not (inputs, targets).
 
-    Predictions draw the parameters from the network's own Bayesian layers, or from what a federation found out: its
-    global posterior, or its clients. The module takes both over after every round and keeps them in its checkpoint.
+    Predictions draw the parameters from the network's own Bayesian layers, or from the result of a federation: its
+    global posterior, or its clients. The module receives both after every round and keeps them in its checkpoint.
 
     Args:
-        network: any module; its Bayesian layers make the KL.
+        network: any module; the KL is that of its Bayesian layers.
         samples: Monte Carlo samples per prediction and validation.
         kl_weight: tempering factor β; 1 is the ELBO, smaller a cold posterior.
         warmup_rounds: epochs (rounds) over which β grows linearly from 0.
         learning_rate: of the default optimizer, Adam.
         optimizer: makes another optimizer from the parameters, e.g. ``functools.partial(SGD, lr=0.01)``.
-        predictive: where the parameters of a prediction come from: "layers", the Bayesian layers' own noise; "omc",
+        predictive: source of the parameters of a prediction: "layers", the Bayesian layers' own noise; "omc",
             draws from the federation's global posterior; "bootstrap", the parameters that the clients sent in the
             last round, each of them one draw; "closed_form", for a network that is one linear layer: as "omc", but
-            with exact mean and variance. The last three make sense of ``fusion="gaussian_fit"`` ([FedAG]).
+            with exact mean and variance. The last three are meant for ``fusion="gaussian_fit"`` ([FedAG]).
 
     Raises:
         FedBayesError: ``samples`` below 1, ``kl_weight`` or ``warmup_rounds`` negative, or a ``predictive`` that is
@@ -90,12 +90,12 @@ class BayesianModule(L.LightningModule):
         """Mean over the batch of −log p(y | x, θ), a scalar in nats.
 
         Args:
-            outputs: what the network made of the inputs with one draw of θ, shape (batch, *).
+            outputs: the network's outputs with one draw of θ, shape (batch, *).
             targets: shape (batch, *).
         """
 
     def unpack(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a batch."""
+        """Return the inputs and targets of a batch."""
         inputs, targets = batch
         return inputs, targets
 
@@ -117,7 +117,7 @@ class BayesianModule(L.LightningModule):
 
     @property
     def num_examples(self) -> int | None:
-        """n that the KL is divided by: the client's, or the data set's. Set it for data without a length."""
+        """Number n that the KL is divided by: of the client, or of the data set. Set it for data without a length."""
         return self._given_examples if self._fit_examples is None else self._fit_examples
 
     @num_examples.setter
@@ -125,7 +125,7 @@ class BayesianModule(L.LightningModule):
         self._given_examples = value
 
     def kl_factor(self) -> float:
-        """β_t / n: what the summed KL is multiplied by in the loss per example."""
+        """Factor β_t / n of the summed KL in the loss per example."""
         if self.num_examples is None:
             raise FedBayesError(
                 f"{type(self).__name__} does not know the number of training examples that the KL is divided by: train "
@@ -135,7 +135,7 @@ class BayesianModule(L.LightningModule):
         return self.kl_weight * warm / self.num_examples
 
     def on_fit_start(self) -> None:
-        """Nobody has said yet that this fit is a federation."""
+        """Assume no federation until :meth:`on_federation_start` is called."""
         self._federated = False
 
     def on_federation_start(self) -> None:
@@ -143,7 +143,7 @@ class BayesianModule(L.LightningModule):
         self._federated = True
 
     def on_train_start(self) -> None:
-        """Take n from the training data, unless it was given; forget an earlier federation in a fit that is none."""
+        """Take n from the training data, unless it is set; without a federation, drop the result of an earlier one."""
         if not self._federated:
             self.global_round = GlobalRound()
         dataset = getattr(self.trainer.train_dataloader, "dataset", None)
@@ -151,39 +151,39 @@ class BayesianModule(L.LightningModule):
         self._fit_examples = self._given_examples or length
 
     def on_client_start(self, client: Any) -> None:
-        """Take n from the client whose turn it is (a :class:`~lightning_fedbayes.engines.Client`)."""
+        """Take n from the client whose turn it is (a :class:`~lightning_fedbayes.training.client.Client`)."""
         self._fit_examples = client.num_examples
 
     @property
     def needs_client_posteriors(self) -> bool:
-        """Whether :meth:`on_round_end` has to be told what each client sent."""
+        """True if :meth:`on_round_end` needs the clients' updates."""
         return self.predictive == "bootstrap"
 
     def on_round_end(self, posterior: GaussianPosterior, clients: list[GaussianPosterior]) -> None:
-        """Take over what a round of a federation has found out.
+        """Keep the result of a round of a federation.
 
         Args:
             posterior: the global posterior of this module's parameters.
-            clients: what the clients that count sent, if :attr:`needs_client_posteriors`.
+            clients: the updates that were fused, if :attr:`needs_client_posteriors`.
         """
         self.global_round = GlobalRound(posterior, clients)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what predictions are made of."""
+        """Store the last round, if predictions need it."""
         if self.predictive != "layers" and self.global_round.posterior is not None:
             checkpoint["global_round"] = self.global_round.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take back what predictions are made of."""
+        """Restore the last round."""
         if "global_round" in checkpoint:
             self.global_round = GlobalRound.from_state_dict(checkpoint["global_round"])
 
     def on_fit_end(self) -> None:
-        """Forget n: another fit may have other data."""
+        """Reset n: another fit may have other data."""
         self._fit_examples = None
 
     def configure_optimizers(self) -> Any:
-        """Adam, or what ``optimizer`` makes."""
+        """Return Adam, or the optimizer that ``optimizer`` makes."""
         if self.optimizer is not None:
             return self.optimizer(self.parameters())
         return torch.optim.Adam(self.parameters(), lr=self.learning_rate)

@@ -1,4 +1,4 @@
-"""A hybrid Bayesian classifier out of any network."""
+"""A hybrid Bayesian classifier made from any network."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.metrics import (
     AleatoricUncertainty,
     BrierScore,
+    CalibrationDiagram,
     EpistemicUncertainty,
     NegativeLogLikelihood,
     PredictiveEntropy,
-    ReliabilityDiagram,
 )
 from lightning_fedbayes.metrics.functional import (
     aleatoric_uncertainty,
@@ -26,12 +26,12 @@ from lightning_fedbayes.metrics.functional import (
     predictive_entropy,
 )
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
-from lightning_fedbayes.modules.hybrid import Init, hybrid
+from lightning_fedbayes.modules.networks import Init, hybrid
 from lightning_fedbayes.modules.predictive import Predictive
 
 
 class ClassPrediction(NamedTuple):
-    """What a Bayesian classifier says of a batch.
+    """Prediction of a Bayesian classifier for a batch.
 
     Attributes:
         probs: mean predictive probabilities, shape (batch, classes).
@@ -104,7 +104,7 @@ class HybridBayesianClassifier(BayesianModule):
         )
         self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
         self._predictive_metrics = MetricCollection(
-            {"ece": ReliabilityDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}, compute_groups=False
+            {"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}, compute_groups=False
         )
         self._sample_metrics = MetricCollection(
             {"entropy": PredictiveEntropy(), "aleatoric": AleatoricUncertainty(), "epistemic": EpistemicUncertainty()},
@@ -145,9 +145,9 @@ class HybridBayesianClassifier(BayesianModule):
     def _log_scores(self, stage: str) -> None:
         # once per epoch: a call of self.log costs as much as the forward pass of a small network
         scores = {**self._predictive_metrics.compute(), **self._sample_metrics.compute()}
-        reliability = scores["ece"]
-        scores["ece"] = reliability.ece
-        scores["accuracy"] = (reliability.accuracy * reliability.counts).nansum() / reliability.counts.sum()
+        calibration = scores["ece"]
+        scores["ece"] = calibration.ece
+        scores["accuracy"] = (calibration.accuracy * calibration.counts).nansum() / calibration.counts.sum()
         self.log_dict({f"{stage}/{name}": score for name, score in scores.items()})
         self._predictive_metrics.reset()
         self._sample_metrics.reset()

@@ -1,4 +1,4 @@
-"""A deep ensemble: networks that predict mean and variance, from different beginnings."""
+"""A deep ensemble: networks that predict mean and variance, each from its own initial parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lightning_fedbayes.errors import FedBayesError
-from lightning_fedbayes.modules.regression import RegressionPrediction, Regressor
+from lightning_fedbayes.modules.regressor import RegressionPrediction, Regressor
 
 MIN_VARIANCE = 1e-6
 """Least variance that a member predicts, in squared units of the targets it is trained on."""
@@ -38,7 +38,7 @@ class DeepEnsembleRegressor(Regressor):
     r"""Regresses with the mixture of several networks, each of which predicts a mean and a variance.
 
     Member m sees every example and minimises its own Gaussian NLL; the loss is their sum, so that all train at once and
-    none learns of the others:
+    independently:
 
     .. math:: \mathcal L = \sum_m \tfrac12 \log 2\pi\sigma_m^2(x) + \frac{(y - \mu_m(x))^2}{2\sigma_m^2(x)}, \qquad
               \sigma_m^2 = \mathrm{softplus}(r_m) + 10^{-6}
@@ -51,7 +51,7 @@ class DeepEnsembleRegressor(Regressor):
 
     When to use it: the noise differs from input to input, or a strong baseline is wanted at M times the cost. In a
     federation member m of every client starts from member m of the global model, so that "weighted_average" averages
-    like with like. Members may hold Bayesian layers or Monte Carlo dropout: each draw is then a member more.
+    like with like. Members may hold Bayesian layers or Monte Carlo dropout: each draw then counts as a further member.
 
     Args:
         networks: the members, each with its own initial parameters, mapping inputs to (batch, 2 · targets); [FedAG]
@@ -59,8 +59,8 @@ class DeepEnsembleRegressor(Regressor):
         learning_rate, optimizer: see :class:`BayesianModule`.
 
     Raises:
-        FedBayesError: no network, or two that begin alike, and so would stay alike; at the first batch: outputs that
-            are not two per target.
+        FedBayesError: no network, or two with equal initial parameters, which would stay equal; at the first batch:
+            outputs that are not two per target.
 
     Source: Lakshminarayanan, Pritzel and Blundell (2017) §2.4, without adversarial examples; as a baseline of [FedAG],
     §4.3.
@@ -116,7 +116,7 @@ class DeepEnsembleRegressor(Regressor):
 
 
 def mean_and_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """A network's outputs (*, 2 · targets) as means and variances, shape (*, targets) each.
+    """Split a network's outputs (*, 2 · targets) into means and variances, shape (*, targets) each.
 
     Raises:
         FedBayesError: an odd number of outputs.
@@ -130,6 +130,6 @@ def mean_and_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _begin_alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two networks have equal parameters, and some."""
+    """Return whether two networks have equal parameters, at least one."""
     pairs = list(zip(one.parameters(), other.parameters()))
     return bool(pairs) and all(torch.equal(a, b) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Bayesian linear regression in closed form, of one data set or of many clients at once."""
+"""Bayesian linear regression in closed form, of one data set or of many clients together."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FedBayesError, nearest
-from lightning_fedbayes.modules.regression import RegressionPrediction
+from lightning_fedbayes.modules.regressor import RegressionPrediction
 
 NoiseEstimate = Literal["evidence", "target"]
 
 STEPS, TOLERANCE = 10_000, 1e-12
-"""Of the fixed point for the noise: most steps, and the relative change of the variance at which it has converged."""
+"""Fixed-point iteration for the noise: most steps, and relative change of the variance at convergence."""
 EXACT = 1e-9
-"""Noise below this part of the mean square of the targets is rounding: the line goes through all targets."""
+"""Noise variance relative to the mean square of the targets, below which it is rounding: the fit is exact."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +33,10 @@ class BayesianLinearRegression:
 
     .. math:: \Lambda = I/s^2 + \tilde X^\top \tilde X / \sigma^2, \qquad \Lambda M = \tilde X^\top Y / \sigma^2.
 
-    The data enter through sums over examples alone, which are all that is kept. So the product of the posteriors of
-    several clients, with the prior they share counted once, is the sum of their sums, and is the posterior of the
-    pooled data (:meth:`conflate`), the estimated noise included. A client of one example gives it away by its sums:
-    where that matters, add them up securely.
+    The data enter only through sums over examples, and only these are kept. So adding the sums of several clients gives
+    the product of their posteriors with the shared prior counted once, which is the posterior of the pooled data
+    (:meth:`conflate`), including the estimated noise. The sums of a client with one example reveal that example: where
+    that matters, use secure summation.
 
     When to use it: as the baseline that any network has to beat, and as the exact answer that federated inference is
     to be compared with. Standardise inputs and targets, so that a prior of standard deviation 1 is vague; the bias has
@@ -75,11 +75,11 @@ class BayesianLinearRegression:
             inputs: shape (examples, features); a constant column is allowed, and learns with the bias.
             targets: shape (examples,) or (examples, targets), any units.
             prior_std: standard deviation of the prior on weights and bias, in units of target per unit of input.
-            noise: what is known of the noise. A number: its variance. "evidence": the variance under which the targets
+            noise: a number, its variance, or a way to estimate it. "evidence": the variance under which the targets
                 are most probable, the weights integrated out (MacKay's fixed point
                 :math:`\sigma^2 = \|Y - \tilde X M\|^2 / T(n - \gamma)`, γ the number of weights that the data
                 determine, T that of targets). "target": the variance of the targets, as for a model that explains
-                nothing; too wide where inputs tell anything.
+                nothing; too large if the inputs are informative.
 
         Raises:
             FedBayesError: shapes that do not fit, no examples, a value that is not finite, ``prior_std`` or a given
@@ -149,7 +149,7 @@ class BayesianLinearRegression:
 
     @property
     def num_examples(self) -> int:
-        """Number of examples n: the bias column times itself."""
+        """Number of examples n: the inner product of the bias column with itself."""
         return int(self.gram[-1, -1])
 
     @cached_property
@@ -157,7 +157,7 @@ class BayesianLinearRegression:
         """Variance σ² of the noise, given or estimated, in squared units of the targets.
 
         Raises:
-            FedBayesError: it is to be estimated, and the targets do not tell it: all are equal, or on a line.
+            FedBayesError: it cannot be estimated, because all targets are equal or the fit is exact.
         """
         if not isinstance(self.noise, str):
             return float(self.noise)
@@ -207,7 +207,7 @@ class BayesianLinearRegression:
         Args:
             inputs: shape (batch, features).
             samples: draws of the weights for the field ``samples``; nothing else depends on them.
-            generator: where they come from; None: the global one.
+            generator: source of the draws; None: the global one.
 
         Returns: everything in the dtype of ``inputs``, the default one for integers.
 
@@ -237,7 +237,7 @@ def _with_bias(inputs: Tensor) -> Tensor:
 
 
 def _most_evident_noise(gram: Tensor, moment: Tensor, squares: Tensor, prior_std: float) -> float:
-    """Noise variance at MacKay's fixed point, in the eigenvectors of the Gram matrix; 0 where it runs off to there.
+    """Noise variance at MacKay's fixed point, in the eigenvectors of the Gram matrix; 0 if it converges to 0.
 
     Source: Bishop (2006) eq. (3.91)-(3.95).
     """

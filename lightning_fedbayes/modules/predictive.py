@@ -1,4 +1,4 @@
-"""Where the parameters of a prediction come from: the layers, the global posterior, or the clients."""
+"""Predictive distribution: parameters drawn from the layers, the global posterior or the clients, or a closed form."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedbayes.errors import FedBayesError, nearest
-from lightning_fedbayes.modules.parameter_draws import (
+from lightning_fedbayes.modules.sampling import (
     draws_from_clients,
     draws_from_posterior,
     outputs_with,
+    sample_outputs,
     within,
 )
-from lightning_fedbayes.modules.sampling import sample_outputs
 from lightning_fedbayes.posterior import GaussianPosterior
 
 Predictive = Literal["layers", "omc", "bootstrap", "closed_form"]
 PREDICTIVES: tuple[Predictive, ...] = ("layers", "omc", "bootstrap", "closed_form")
 
 NETWORK = "network."
-"""What the names of a module's posterior have before those of its network."""
+"""Prefix of a network's parameters in the posterior of its module."""
 
 
 @dataclass
 class GlobalRound:
-    """What a module learns of a finished round.
+    """Result of a finished round, as far as predictions need it.
 
     Args:
         posterior: the global posterior.
-        clients: what the clients sent, if the module asked for it.
+        clients: the clients' updates, if the module asked for them.
     """
 
     posterior: GaussianPosterior | None = None
     clients: list[GaussianPosterior] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`from_state_dict` rebuilds it from."""
+        """Return plain values from which :meth:`from_state_dict` rebuilds this."""
         assert self.posterior is not None
         return {"posterior": self.posterior.state_dict(), "clients": [each.state_dict() for each in self.clients]}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> GlobalRound:
-        """The round that :meth:`state_dict` stored."""
+        """Rebuild the round that :meth:`state_dict` stored."""
         restore = GaussianPosterior.from_state_dict
         return cls(restore(state["posterior"]), [restore(each) for each in state["clients"]])
 
 
 def check_predictive(predictive: str, network: nn.Module) -> None:
-    """Raise FedBayesError unless ``predictive`` is known, and fits the network."""
+    """Raise FedBayesError unless ``predictive`` is known and the network allows it."""
     if predictive not in PREDICTIVES:
         raise FedBayesError(f"predictive='{predictive}': {nearest(predictive, PREDICTIVES)}")
     if predictive == "closed_form":
@@ -64,11 +64,11 @@ def sample_with(
 
     Args:
         predictive: "layers": the network's own noise. "omc" and "closed_form": parameters drawn from the global
-            posterior. "bootstrap": the clients' parameters, so there are as many draws as clients.
-        network: part of the module whose posterior it is, under the name "network".
-        round: the last round; before the first, the network is taken as it is.
+            posterior. "bootstrap": the clients' parameters, one draw per client.
+        network: the submodule "network" of the module that ``round`` describes.
+        round: the last round; before the first, draws come from the network's own noise.
         inputs: shape (batch, *).
-        samples: number of draws, but for "bootstrap".
+        samples: number of draws; "bootstrap" ignores it.
     """
     if predictive == "layers" or round.posterior is None:
         return sample_outputs(network, inputs, samples)
@@ -80,7 +80,7 @@ def sample_with(
 
 
 def linear_layer(network: nn.Module) -> tuple[str, nn.Linear]:
-    """Path and layer of a network that is one linear layer, for which the predictive distribution has a closed form.
+    """Path and layer of a network that is one linear layer, whose predictive distribution has a closed form.
 
     Raises:
         FedBayesError: the network is something else.
@@ -97,7 +97,7 @@ def linear_layer(network: nn.Module) -> tuple[str, nn.Linear]:
 
 
 def _is_nothing_else(network: nn.Module) -> bool:
-    """Whether ``network`` is a linear layer, or a Sequential that holds nothing else."""
+    """True if ``network`` is a linear layer, or a Sequential that holds nothing else."""
     return type(network) is nn.Linear or (
         type(network) is nn.Sequential and len(network) == 1 and _is_nothing_else(network[0])
     )
@@ -122,7 +122,7 @@ def linear_moments(network: nn.Module, posterior: GaussianPosterior, inputs: Ten
     part = within(posterior, prefix).to(inputs.device)
 
     def moments(name: str, parameter: Tensor) -> tuple[Tensor, Tensor]:
-        """A parameter that the clients keep is known."""
+        """Mean and variance; a parameter that clients do not share is not in the posterior, and has variance 0."""
         known = name in part.mean
         return (part.mean[name], part.variance[name]) if known else (parameter, torch.zeros_like(parameter))
 

@@ -1,27 +1,141 @@
-"""A hybrid Bayesian regressor out of any network."""
+"""Regression: predictions, their scores, and a hybrid Bayesian regressor made from any network."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from statistics import NormalDist
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import MeanSquaredError, MetricCollection
 
 from lightning_fedbayes.errors import FedBayesError, nearest
 from lightning_fedbayes.layers import Estimator, Prior
-from lightning_fedbayes.layers.sites import gaussian_sites
-from lightning_fedbayes.modules.hybrid import Init, hybrid
+from lightning_fedbayes.layers.posterior_view import gaussian_parameters
+from lightning_fedbayes.metrics import DeterminantSharpness, GaussianCRPS, GaussianNLL, IntervalCoverage
+from lightning_fedbayes.modules.bayesian_module import BayesianModule
+from lightning_fedbayes.modules.networks import Init, hybrid
 from lightning_fedbayes.modules.predictive import Predictive, linear_moments
-from lightning_fedbayes.modules.regression import RegressionPrediction, Regressor, shaped_like
+
+
+class RegressionPrediction(NamedTuple):
+    """Prediction of a Bayesian regressor for a batch, in the units of the targets it was trained on.
+
+    Attributes:
+        mean: predictive mean, shape (batch, targets).
+        variance: predictive variance, aleatoric + epistemic, shape (batch, targets).
+        aleatoric: variance of the observation noise, shape (batch, targets).
+        epistemic: variance of the mean over draws of the parameters, shape (batch, targets).
+        samples: the mean under each draw of the parameters, shape (draws, batch, targets).
+    """
+
+    mean: Tensor
+    variance: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+    samples: Tensor
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Ends of the central interval with probability ``level`` of a Gaussian with this mean and variance.
+
+        Args:
+            level: probability of the interval, strictly between 0 and 1.
+
+        Returns: lower and upper end, shape (batch, targets) each.
+
+        Raises:
+            FedBayesError: ``level`` is not strictly between 0 and 1.
+        """
+        if not 0 < level < 1:
+            raise FedBayesError(f"level={level}: the part of the distribution in an interval lies in (0, 1)")
+        half = NormalDist().inv_cdf((1 + level) / 2) * self.variance.sqrt()
+        return self.mean - half, self.mean + half
+
+
+class Regressor(BayesianModule):
+    """A :class:`BayesianModule` that makes and scores a :class:`RegressionPrediction`.
+
+    Validation and test log RMSE, NLL, CRPS, coverage of the 90 % interval and sharpness. Subclass it: implement
+    :meth:`negative_log_likelihood` and :meth:`predict_step`.
+
+    Args:
+        network, options: see :class:`BayesianModule`.
+    """
+
+    def __init__(self, network: nn.Module, **options: Any) -> None:
+        super().__init__(network, **options)
+        self._gaussian_metrics = MetricCollection(
+            {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)},
+            compute_groups=False,
+        )
+        self._sharpness = DeterminantSharpness()
+        self._squared_error = MeanSquaredError(squared=False)
+
+    @abstractmethod
+    def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> RegressionPrediction:
+        """Mean prediction and decomposed variance of a batch: a tensor of inputs, or (inputs, targets)."""
+
+    def inputs_of(self, batch: Any) -> Tensor:
+        """The inputs of a batch: a tensor of inputs, or (inputs, targets)."""
+        return batch if isinstance(batch, Tensor) else self.unpack(batch)[0]
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """Score a batch. Returns predictive mean and variance and the targets, each (batch, targets)."""
+        return self._score(batch)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """As :meth:`validation_step`."""
+        return self._score(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the scores over all batches."""
+        self._log_scores("val")
+
+    def on_test_epoch_end(self) -> None:
+        """As :meth:`on_validation_epoch_end`."""
+        self._log_scores("test")
+
+    def _score(self, batch: Any) -> dict[str, Tensor]:
+        inputs, targets = self.unpack(batch)
+        prediction = self.predict_step(inputs)
+        mean, variance = prediction.mean, prediction.variance
+        targets = shaped_like(targets, mean)
+        self._gaussian_metrics.update(mean, variance, targets)
+        self._sharpness.update(torch.diag_embed(variance))
+        self._squared_error.update(mean.contiguous(), targets.contiguous())
+        return {"mean": mean, "variance": variance, "target": targets}
+
+    def _log_scores(self, stage: str) -> None:
+        scores = self._gaussian_metrics.compute()
+        scores |= {"sharpness": self._sharpness.compute(), "rmse": self._squared_error.compute()}
+        self.log_dict({f"{stage}/{name}": score for name, score in scores.items()})
+        for metric in (self._gaussian_metrics, self._sharpness, self._squared_error):
+            metric.reset()
+
+
+def shaped_like(targets: Tensor, outputs: Tensor) -> Tensor:
+    """Return ``targets`` in the shape of ``outputs``, (batch, *), so that (batch,) and (batch, 1) are the same.
+
+    Raises:
+        FedBayesError: they have different numbers of entries.
+    """
+    if targets.numel() != outputs.numel():
+        raise FedBayesError(
+            f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}: give the "
+            "network one output per target"
+        )
+    return targets.reshape(outputs.shape)
+
 
 Noise = Literal["learnt", "fixed", "residual", "none"]
 NOISES: tuple[Noise, ...] = ("learnt", "fixed", "residual", "none")
 
-RESIDUAL_MEMORY = 0.99
-"""What a squared error counts, for the residual variance, one example later."""
+RESIDUAL_DECAY = 0.99
+"""Factor by which the weight of a squared error in the residual variance shrinks with each example after it."""
 
 
 class HybridBayesianRegressor(Regressor):
@@ -36,19 +150,19 @@ class HybridBayesianRegressor(Regressor):
         network: maps inputs to means of shape (batch,) or (batch, targets).
         bayesian_last: the last n linear or convolutional layers become Bayesian; None takes ``network`` as it is.
         estimator, prior_std, prior, init, posterior_std: see :func:`~lightning_fedbayes.bayesianize`.
-        noise: what is known of the observation noise. "learnt": σ is a deterministic parameter of the likelihood.
-            "fixed": it stays ``noise_std``. "residual": training minimises the squared error, as for a network without
+        noise: assumption about the observation noise. "learnt": σ is a deterministic parameter of the likelihood.
+            "fixed": σ stays ``noise_std``. "residual": training minimises the squared error, as for a network without
             a likelihood, and σ² is a running mean of it (over about the last hundred examples), a buffer that
             federations average like BatchNorm's statistics; it is too small where the network over-fits. "none":
-            the squared error, and σ = 0 in predictions: only the disagreement of draws counts (what [FedAG] does).
-        noise_std: standard deviation σ of the noise, in units of the target; the initial one if it is learnt or
+            the squared error, and σ = 0 in predictions: only the disagreement of draws counts, as in [FedAG].
+        noise_std: standard deviation σ of the noise, in units of the target; the initial value if σ is learnt or
             estimated.
-        targets: number of targets if each has a noise of its own; None: one for all.
+        targets: number of targets if each has its own σ; None: one σ for all.
         samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive: see :class:`BayesianModule`.
 
     Raises:
         FedBayesError: ``noise_std`` is not positive; an unknown ``noise``; or ``noise`` "residual" or "none" for a
-            network with Bayesian layers, whose KL needs a likelihood beside it.
+            network with Bayesian layers, whose ELBO needs a likelihood.
         ConversionError: the network has fewer layers to convert than asked for.
 
     >>> model = HybridBayesianRegressor(nn.Linear(3, 1), bayesian_last=1, noise="fixed", noise_std=0.5)
@@ -92,7 +206,7 @@ class HybridBayesianRegressor(Regressor):
             optimizer=optimizer,
             predictive=predictive,
         )
-        if noise in ("residual", "none") and gaussian_sites(self.network):
+        if noise in ("residual", "none") and gaussian_parameters(self.network):
             raise FedBayesError(
                 f"noise='{noise}' trains on the squared error, and a network with Bayesian layers needs a likelihood "
                 "beside its KL: use noise='learnt' or 'fixed'"
@@ -114,26 +228,26 @@ class HybridBayesianRegressor(Regressor):
         return self.residual_variance if self.noise == "residual" else torch.exp(2 * self.log_noise_std)
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Gaussian NLL of means (batch, *) and targets of as many entries, in nats, summed over targets.
+        """Gaussian NLL of means (batch, *), in nats, summed over targets; ``targets`` has as many entries.
 
-        With ``noise`` "residual" or "none" it is the squared error instead.
+        The squared error instead if ``noise`` is "residual" or "none".
         """
         errors = shaped_like(targets, outputs) - outputs
         if self.noise == "none":
             return errors.square().sum() / len(outputs)
         if self.noise == "residual":
-            self._remember(errors.detach())
+            self._update_residual_variance(errors.detach())
             return errors.square().sum() / len(outputs)
         errors = errors * torch.exp(-self.log_noise_std)
         per_target = 0.5 * errors.square() + self.log_noise_std + 0.5 * math.log(2 * math.pi)
         return per_target.sum() / len(outputs)
 
-    def _remember(self, errors: Tensor) -> None:
-        """Let the residual variance follow the squared errors, shape (batch, *)."""
+    def _update_residual_variance(self, errors: Tensor) -> None:
+        """Move the residual variance towards the mean square of ``errors``, shape (batch, *)."""
         if self.training:
-            known = self.residual_variance
-            mean = errors.square().mean(0) if known.ndim else errors.square().mean()
-            known.add_((1 - RESIDUAL_MEMORY ** len(errors)) * (mean.reshape(known.shape) - known))
+            variance = self.residual_variance
+            mean = errors.square().mean(0) if variance.ndim else errors.square().mean()
+            variance.add_((1 - RESIDUAL_DECAY ** len(errors)) * (mean.reshape(variance.shape) - variance))
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> RegressionPrediction:
         """Mean prediction and decomposed variance of a batch: a tensor of inputs, or (inputs, targets)."""

@@ -1,42 +1,125 @@
-"""Monte Carlo samples of a network's output, all in one pass."""
+"""Draws of a network's parameters or of its own noise, and the network's output for each draw, in one pass."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakSet
 
 import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
-from lightning_fedbayes.layers import MCDropout
+from lightning_fedbayes.errors import PosteriorError
+from lightning_fedbayes.layers import MCDropout, mean_only
 from lightning_fedbayes.layers.conv import BayesianConv
+from lightning_fedbayes.layers.posterior_view import gaussian_parameters
+from lightning_fedbayes.posterior import GaussianPosterior, is_zero
+
+ParameterSets = dict[str, Tensor]
+"""Name in the posterior → values of shape (sets, *shape)."""
+
+
+def draws_from_posterior(
+    posterior: GaussianPosterior, draws: int, generator: torch.Generator | None = None
+) -> ParameterSets:
+    r"""Independent draws of all parameters, :math:`\theta_m \sim N(\mu, \mathrm{diag}(\sigma^2))`.
+
+    [FedAG] calls predictions with them ordinary Monte Carlo (OMC).
+
+    Args:
+        posterior: the global posterior; deterministic parameters are the same in every draw.
+        draws: number of draws M.
+        generator: source of the noise; None: the global one.
+    """
+    sets = {}
+    for name, mean in posterior.mean.items():
+        values = mean.expand(draws, *mean.shape)
+        if not is_zero(posterior.variance[name]):
+            noise = torch.randn(values.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+            values = mean + posterior.variance[name].sqrt() * noise
+        sets[name] = values
+    return sets
+
+
+def draws_from_clients(clients: Sequence[GaussianPosterior]) -> ParameterSets:
+    """Take each client as one draw: its mean if it is deterministic, else a draw from its posterior.
+
+    [FedAG] calls this the non-parametric bootstrap.
+    """
+    parts = [client.sample() for client in clients]
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+
+
+def outputs_with(network: nn.Module, sets: ParameterSets, inputs: Tensor) -> Tensor:
+    """Compute the network's output with each set of parameters, all in one pass.
+
+    Args:
+        network: maps ``inputs`` to a tensor; its own noise (Bayesian layers, Monte Carlo dropout) is off.
+        sets: see :data:`ParameterSets`; other parameters keep their value.
+        inputs: shape (batch, *).
+
+    Returns: shape (sets, batch, *).
+
+    Raises:
+        PosteriorError: the network has no parameter of a name.
+    """
+    paths = parameter_paths(network)
+    unknown = sorted(sets.keys() - paths.keys())
+    if unknown:
+        raise PosteriorError(f"the network has no parameter {', '.join(unknown)}: the posterior is of another network")
+    values = {paths[name]: value for name, value in sets.items()}
+
+    def forward(parameters: Mapping[str, Tensor]) -> Tensor:
+        output = torch.func.functional_call(network, dict(parameters), (inputs,))
+        return output[0] if isinstance(output, tuple) else output
+
+    with mean_only(network):
+        return torch.func.vmap(forward)(values)
+
+
+def parameter_paths(network: nn.Module) -> dict[str, str]:
+    """Name in the posterior → path of the parameter that holds the mean."""
+    paths = {name: name for name, _ in network.named_parameters()}
+    objects = {id(parameter): name for name, parameter in network.named_parameters()}
+    for name, parameter in gaussian_parameters(network).items():
+        paths[name] = objects[id(parameter.mean)]
+    return paths
+
+
+def within(posterior: GaussianPosterior, prefix: str) -> GaussianPosterior:
+    """The part of ``posterior`` whose names begin with ``prefix``, without it."""
+    names = [name for name in posterior.names if name.startswith(prefix)]
+    return GaussianPosterior(
+        {name.removeprefix(prefix): posterior.mean[name] for name in names},
+        {name.removeprefix(prefix): posterior.variance[name] for name in names},
+    )
+
 
 _ONE_BY_ONE: WeakSet[nn.Module] = WeakSet()
-"""Networks that turned out not to vectorise."""
+"""Networks for which vectorising has failed."""
 
 CONVOLUTIONS = (nn.modules.conv._ConvNd, BayesianConv)
 LARGE_BATCH = 2**16
-"""Inputs from which a batch of images is large."""
+"""Number of input entries from which a batch of images is large."""
 
 ENTRIES = 2**22
-"""Parameters and inputs that the draws of one pass may have together, where more draws in a pass spare nothing: beyond,
-what they compute leaves the caches of a CPU."""
+"""Largest number of parameters and inputs in one pass on a CPU: beyond, the intermediate values leave the caches, and
+more draws per pass save nothing."""
 
 
 def is_stochastic(network: nn.Module) -> bool:
-    """Whether two passes through ``network`` in evaluation mode can differ."""
+    """Return whether two passes through ``network`` in evaluation mode can differ."""
     return any(isinstance(module, BaseVariationalLayer_ | MCDropout) for module in network.modules())
 
 
 def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
-    """``samples`` independent draws of the network's output.
+    """Return ``samples`` independent draws of the network's output.
 
     One vectorised pass: layers before the first Bayesian one run once for all samples. A large network that has no such
     layers takes several passes on a CPU. A network that cannot be vectorised (an LSTM, a branch on a value, layers of
-    bayesian-torch that draw noise in place) runs once per sample. A network without randomness runs once, and its one
-    sample is all there is.
+    bayesian-torch that draw noise in place) runs once per sample. A network without randomness runs once, and gives
+    one sample.
 
     Args:
         network: maps ``inputs`` to a tensor; a tuple's first element counts (bayesian-torch returns the KL second).
@@ -55,7 +138,7 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
         return forward().unsqueeze(0)
     if network not in _ONE_BY_ONE and not convolves_noise(network, inputs):
         devices = [inputs.device] if inputs.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):  # a failed attempt must draw nothing
+        with torch.random.fork_rng(devices):  # a failed attempt must leave the generators unchanged
             chunk = draws_per_pass(network, inputs)
             outputs = _vectorized(forward, samples, chunk, inputs.device) if may_vectorize(network) else None
             states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
@@ -71,20 +154,20 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
 def _vectorized(
     forward: Callable[[], Tensor], samples: int, chunk: int | None, device: torch.device
 ) -> Tensor | None:
-    """All draws, ``chunk`` or all of them in a pass, or None if the network does not vectorise."""
+    """All draws, ``chunk`` per pass (None: all), or None if the network does not vectorise."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but right
+        warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but correct
         try:
             draw = torch.func.vmap(lambda _: forward(), randomness="different", chunk_size=chunk)
             return draw(torch.empty(samples, device=device))
-        except (RuntimeError, ValueError):  # if the network itself is wrong, it will say so when it runs alone
+        except (RuntimeError, ValueError):  # an error of the network itself shows when it runs alone
             return None
 
 
 def convolves_noise(network: nn.Module, inputs: Tensor) -> bool:
-    """Whether convolutions of what differs from draw to draw are most of the work, on a CPU.
+    """Return whether most of the work is convolutions of inputs or kernels that differ between draws, on a CPU.
 
-    They take twice as long side by side as one after the other, where the batch alone fills the caches.
+    These take twice as long vectorised as one after the other, if the batch alone fills the caches.
     """
     if inputs.device.type != "cpu" or inputs.numel() < LARGE_BATCH:
         return False
@@ -97,7 +180,7 @@ def convolves_noise(network: nn.Module, inputs: Tensor) -> bool:
 
 
 def draws_per_pass(network: nn.Module, inputs: Tensor) -> int | None:
-    """How many draws one pass makes; None is all of them."""
+    """Number of draws per pass; None: all."""
     if inputs.device.type != "cpu":
         return None
     for module in network.modules():  # the order of definition
@@ -109,7 +192,7 @@ def draws_per_pass(network: nn.Module, inputs: Tensor) -> int | None:
 
 
 def may_vectorize(network: nn.Module) -> bool:
-    """Whether it is worth trying: known to fail are recurrent networks and layers that draw noise in place."""
+    """Return False for networks known to fail: recurrent ones, and layers that draw noise in place."""
     return not any(
         isinstance(module, nn.RNNBase)
         or (isinstance(module, BaseVariationalLayer_) and not module.__module__.startswith("lightning_fedbayes."))

@@ -1,11 +1,8 @@
-"""Deal one data set out to simulated clients: labels and a seed in, index lists out."""
+"""Partitions of one data set over simulated clients: from labels and a seed to the indices of each client."""
 
-from lightning_fedbayes.partition.base import LabelPartition, Partition
-from lightning_fedbayes.partition.classes import ClassPartition
-from lightning_fedbayes.partition.dirichlet import DirichletPartition
-from lightning_fedbayes.partition.iid import IIDPartition
-from lightning_fedbayes.partition.sizes import SizesPartition
-from lightning_fedbayes.partition.split import Split, counts_table
+from lightning_fedbayes.partition.base import LabelPartition, Partition, Split, counts_table
+from lightning_fedbayes.partition.iid import IIDPartition, SizesPartition
+from lightning_fedbayes.partition.label_skew import ClassPartition, DirichletPartition
 
 __all__ = [
     "ClassPartition",

@@ -1,40 +1,146 @@
-"""What every partition shares: the checks, the seed, and the step from arrays to a split."""
+"""Base classes of partitions, and the split that a partition returns."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from lightning_fedbayes import plots
 from lightning_fedbayes.errors import PartitionError
-from lightning_fedbayes.partition.split import Split, is_class_label
 from lightning_fedbayes.seeding import derive_seed
 
 Array = NDArray[Any]
+MAX_ROWS, MAX_COLUMNS = 20, 12
+"""Of a printed split; longer ones are abbreviated."""
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The examples of each client. Printing it shows a table clients × classes.
+
+    Args:
+        indices: one int64 vector per client, sorted; no example is in two of them.
+        counts: examples per client and class, int64, shape (clients, classes); None without class labels.
+        classes: the labels that head the columns of ``counts``.
+
+    >>> split = Split.from_indices([[0, 3], [2, 1]], torch.tensor([7, 7, 4, 4]))
+    >>> split.indices
+    (tensor([0, 3]), tensor([1, 2]))
+    >>> print(split)
+    client |  4  7 | total
+         0 |  1  1 |     2
+         1 |  1  1 |     2
+     total |  2  2 |     4
+    """
+
+    indices: tuple[Tensor, ...]
+    counts: Tensor | None = None
+    classes: tuple[int, ...] = ()
+
+    @classmethod
+    def from_indices(cls, indices: Sequence[Any], labels: Tensor | None = None) -> Split:
+        """Make a split from any sequence of index lists; count the classes if the labels are integers."""
+        ordered = tuple(torch.as_tensor(client, dtype=torch.int64).sort().values for client in indices)
+        if labels is None or not is_class_label(labels):
+            return cls(ordered)
+        return cls(ordered, *counts_table(ordered, labels))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of examples of each client."""
+        return tuple(len(client) for client in self.indices)
+
+    def __str__(self) -> str:
+        totals = torch.tensor(self.sizes).unsqueeze(1)
+        parts = totals if self.counts is None else torch.cat([self.counts, totals], dim=1)
+        body = torch.cat([parts, parts.sum(0, keepdim=True)]).tolist()
+        rows = [*map(str, range(len(self.sizes))), "total"]
+        columns = _abbreviate(list(map(str, self.classes)), MAX_COLUMNS)
+        table = [["client", *columns, "total"]]
+        table += [
+            [name, *_abbreviate(list(map(str, row[:-1])), MAX_COLUMNS), str(row[-1])] for name, row in zip(rows, body)
+        ]
+        table = [table[0], *_abbreviate(table[1:-1], MAX_ROWS), table[-1]]
+        return _align(table)
+
+    def plot(self) -> Figure:
+        """Draw a heat map of clients × classes, or of the sizes if there are no class labels."""
+        if self.counts is None:
+            return plots.client_heatmap(torch.tensor(self.sizes).unsqueeze(1), ("all",))
+        return plots.client_heatmap(self.counts, self.classes)
+
+
+def counts_table(indices: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Count the examples per client and class.
+
+    Args:
+        indices: one int64 vector per client.
+        labels: integers, shape (examples,); gaps between the labels are allowed.
+
+    Returns: counts of shape (clients, classes), and the classes that occur in ``labels``, ascending.
+
+    >>> counts_table([torch.tensor([0, 1]), torch.tensor([2])], torch.tensor([5, 9, 9]))
+    (tensor([[1, 1],
+            [0, 1]]), (5, 9))
+    """
+    if not is_class_label(labels):
+        raise PartitionError(
+            f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; counting needs one integer per example"
+        )
+    classes, inverse = torch.unique(labels.detach().cpu(), return_inverse=True)
+    counts = [torch.bincount(inverse[client], minlength=len(classes)) for client in indices]
+    return torch.stack(counts), tuple(classes.tolist())
+
+
+def is_class_label(labels: Tensor) -> bool:
+    """Return whether ``labels`` holds one integer (or bool) per example."""
+    return labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex()
+
+
+def _abbreviate(items: list[Any], limit: int) -> list[Any]:
+    """Leave out the middle of more than ``limit`` items."""
+    if len(items) <= limit:
+        return items
+    gap = ["…"] * len(items[0]) if isinstance(items[0], list) else "…"
+    return [*items[: limit - 4], gap, *items[-3:]]
+
+
+def _align(table: list[list[str]]) -> str:
+    """Format a text table whose inner columns are equally wide; bars set off the first and the last."""
+    width = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    inner = max([3, *(w + 1 for w in width[1:-1])])
+    lines = []
+    for row in table:
+        cells = "".join(cell.rjust(inner) for cell in row[1:-1])
+        middle = f"{cells} | " if cells else ""
+        lines.append(f"{row[0].rjust(width[0])} |{'' if cells else ' '}{middle}{row[-1].rjust(width[-1])}")
+    return "\n".join(lines)
 
 
 class Partition(ABC):
-    """A way to deal the examples of one data set out to clients.
+    """Base class of partitions: rules that deal the examples of one data set out to clients.
 
-    To write your own, subclass it and implement :meth:`deal`, or :meth:`LabelPartition.deal_classes` if it deals
-    by class.
+    For your own, subclass it and implement :meth:`deal`, or :meth:`LabelPartition.deal_classes` if it needs labels.
     """
 
     def split(self, labels: Tensor | ArrayLike | None, seed: int, num_examples: int | None = None) -> Split:
-        """Deal the examples out: the same arguments give the same split (for one version of NumPy).
+        """Deal the examples out. The same arguments give the same split (with one version of NumPy).
 
         Args:
-            labels: class label of every example, shape (num_examples,); or None where the partition needs none.
-            seed: the federation's seed; its stream ``"partition"`` is used.
-            num_examples: number of examples; needed only without labels.
+            labels: class label of every example, shape (num_examples,); None if the partition needs none.
+            seed: seed of the federation; the draws are from its stream ``"partition"``.
+            num_examples: number of examples, needed only without labels.
 
         Raises:
-            PartitionError: labels missing or not integers, or examples that cannot be dealt out as asked.
+            PartitionError: labels are missing or no integers, or the partition is impossible with these examples.
         """
         labels = None if labels is None else as_labels(labels)
         if labels is not None and num_examples not in (None, len(labels)):
@@ -53,7 +159,7 @@ class Partition(ABC):
 
     @abstractmethod
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> Sequence[Array]:
-        """Index arrays of all clients, pairwise disjoint, in any order.
+        """Return the index arrays of all clients, pairwise disjoint, in any order.
 
         Args:
             labels: shape (num_examples,), or None if unknown.
@@ -63,10 +169,10 @@ class Partition(ABC):
 
 
 class LabelPartition(Partition):
-    """A partition that deals by class and so cannot do without integer labels."""
+    """Base class of partitions that need integer labels, because they deal by class."""
 
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> Sequence[Array]:
-        """Index arrays of all clients, from :meth:`deal_classes`."""
+        """Check the labels and call :meth:`deal_classes`."""
         if labels is None:
             raise PartitionError(
                 f"{type(self).__name__} deals by label, but the labels are unknown (None); give the data set an "
@@ -81,11 +187,11 @@ class LabelPartition(Partition):
 
     @abstractmethod
     def deal_classes(self, labels: Array, generator: np.random.Generator) -> Sequence[Array]:
-        """Index arrays of all clients, given the integer label of every example, shape (num_examples,)."""
+        """Return the index arrays of all clients, given the integer label of every example, shape (num_examples,)."""
 
 
 def as_labels(labels: Tensor | ArrayLike) -> Tensor:
-    """Labels, also a list or an array, as a tensor; PartitionError if they are no numbers."""
+    """Return labels (a list, an array or a tensor) as a tensor; raise PartitionError if they are no numbers."""
     try:
         return torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -101,7 +207,7 @@ def check_clients(clients: int) -> None:
 
 
 def check_enough(clients: int, num_examples: int | None) -> int:
-    """The number of examples; PartitionError if it is unknown or there are more clients than examples."""
+    """Return the number of examples; raise PartitionError if it is unknown or less than the number of clients."""
     if num_examples is None:
         raise PartitionError("neither labels nor num_examples were given; pass one of them")
     if clients > num_examples:

@@ -1,7 +1,6 @@
-"""Differential privacy: what a federation gives away of a client or of an example, bounded and counted."""
+"""Differential privacy of clients and of examples: noise on updates, gradients of examples, and the ε given away."""
 
 from lightning_fedbayes.privacy.accountant import epsilon_of, noise_multiplier_for
-from lightning_fedbayes.privacy.example import ExamplePrivacy
 from lightning_fedbayes.privacy.update import UpdatePrivacy, check_no_buffers, privatised
 
-__all__ = ["ExamplePrivacy", "UpdatePrivacy", "check_no_buffers", "epsilon_of", "noise_multiplier_for", "privatised"]
+__all__ = ["UpdatePrivacy", "check_no_buffers", "epsilon_of", "noise_multiplier_for", "privatised"]

@@ -1,4 +1,4 @@
-r"""What has been given away: ε after so many messages, and the noise for an ε that one is ready to give away.
+r"""Privacy accounting: the ε that messages spend, and the noise that keeps a given ε.
 
 Opacus does the sums, by Rényi differential privacy (Mironov 2017; sampled: Mironov, Talwar & Zhang 2019). They hold for
 a Gaussian mechanism on a quantity of sensitivity 1, with standard deviation ``noise_multiplier``, in each of the
@@ -8,14 +8,17 @@ others do. Neighbouring federations differ by what one client contributes: its u
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
 import math
 import warnings
 from functools import lru_cache
+from types import ModuleType
 
 import numpy as np
 
 from lightning_fedbayes.errors import FederationError
-from lightning_fedbayes.privacy.extra import import_opacus
 
 ORDERS = (
     1.01, 1.02, 1.05, *(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 64), 64, 80, 96, 128, 192, 256, 384, 512
@@ -23,10 +26,10 @@ ORDERS = (
 """Rényi orders over which ε is minimised. Opacus's own end at 63, too early for an ε below 0.2."""
 
 LEAST_EPSILON = 1e-3
-"""The smallest ε that a noise is looked for."""
+"""Smallest ε for which a noise is searched."""
 
 Spent = list[tuple[float, float, int]]
-"""What has been sent: noise multiplier, sampling fraction and number of messages, each kind once."""
+"""Messages by kind: noise multiplier, sampling fraction, number of messages."""
 
 
 def epsilon_of(noise_multiplier: float, delta: float, rounds: int, fraction: float = 1.0) -> float:
@@ -150,3 +153,26 @@ def check_fraction(fraction: float) -> None:
     """Raise FederationError unless ``fraction`` lies in (0, 1]."""
     if not 0 < fraction <= 1:
         raise FederationError(f"fraction={fraction}: the share that takes part lies in (0, 1]")
+
+
+def check_opacus() -> None:
+    """Raise FederationError unless Opacus is installed."""
+    if importlib.util.find_spec("opacus") is None:
+        raise FederationError(
+            "differential privacy needs Opacus, which is not installed: pip install lightning-fedbayes[privacy]"
+        )
+
+
+def import_opacus(name: str) -> ModuleType:
+    """Return the module ``name`` of Opacus, such as "opacus.accountants"; it is imported when it is first used.
+
+    Raises:
+        FederationError: it is not installed.
+    """
+    check_opacus()
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    try:
+        return importlib.import_module(name)
+    finally:
+        root.handlers = handlers  # the import puts one there, through which every library would speak

@@ -1,4 +1,4 @@
-"""Client-level privacy: an update that is clipped and noised before it leaves the client."""
+"""Client-level privacy: updates are clipped and noised before they leave the client."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.engines.round import ClientUpdate
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.fusion.accumulator import check_structure
+from lightning_fedbayes.messages import ClientUpdate
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero
-from lightning_fedbayes.privacy.accountant import check_clip, check_delta, check_noise, epsilon_of
-from lightning_fedbayes.privacy.extra import check_opacus
+from lightning_fedbayes.privacy.accountant import check_clip, check_delta, check_noise, check_opacus, epsilon_of
 from lightning_fedbayes.seeding import generator
 
 SMALLEST_VARIANCE = torch.finfo(torch.float32).tiny
@@ -29,7 +28,7 @@ def privatised(
     generator: torch.Generator,
     widen: bool = False,
 ) -> GaussianPosterior:
-    r"""A client's posterior, of which no more can be told than the Gaussian mechanism lets through.
+    r"""Return a client's posterior as the Gaussian mechanism releases it.
 
     The update is the step from the global posterior in the coordinates (μ, log σ), all parameters in one vector; it is
     clipped to the L2 norm C and gets independent Gaussian noise:
@@ -84,7 +83,7 @@ def clipped(vector: Tensor, clip: float) -> Tensor:
 
 
 def entries_of_gaussians(posterior: GaussianPosterior) -> Tensor:
-    """Which entries of :meth:`GaussianPosterior.flatten` belong to a tensor with variances; bool of shape (P,).
+    """Return a mask of the entries of :meth:`GaussianPosterior.flatten` that have a variance; bool of shape (P,).
 
     The structure of the network says so, not the values: a single variance of 0 in a Gaussian tensor tells nothing.
     """
@@ -143,10 +142,10 @@ class UpdatePrivacy:
         check_opacus()
 
     def send(self, update: ClientUpdate, previous: GaussianPosterior, seed: int, round: int) -> ClientUpdate:
-        """What a client sends in place of its ``update``.
+        """Return the private update that a client sends in place of ``update``.
 
         Args:
-            update: what it has learnt.
+            update: the client's own.
             previous: the global posterior that it started from.
             seed: where the noise comes from, together with ``round`` and the client's number.
             round: from 0. One seed, round and client give one noise: never send two updates with it.
@@ -170,7 +169,7 @@ class UpdatePrivacy:
     def figures(
         self, rounds: int, fraction: float = 1.0, most_rounds_of_a_client: int | None = None
     ) -> dict[str, float]:
-        """What has been given away, as it is logged.
+        """Return the ε spent so far, as it is logged.
 
         Args:
             rounds: that messages were sent in, valid or not.

@@ -105,7 +105,7 @@ def test_draws_come_from_the_generator_alone(attack):
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-def test_not_a_number_is_none():
+def test_not_a_number_sends_nan_but_keeps_deterministic_variances():
     sent = fb.NotANumber(0.5).send(posterior(), knowledge())
     assert all(mean.isnan().all() for mean in sent.mean.values())
     assert sent.variance["w"].isnan().all()
@@ -163,19 +163,6 @@ def test_without_an_honest_client_the_own_update_is_sent(attack):
 
 
 @given(
-    values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20), offset=st.sampled_from([0.0, 1e6]),
-)
-@settings(deadline=None)
-def test_running_moments_are_those_of_all_at_once(values, offset):
-    vectors = torch.tensor(values, dtype=torch.float64)[:, None] + offset
-    moments = HonestMoments(vectors[0])
-    for each in vectors:
-        moments.add(each)
-    torch.testing.assert_close(moments.mean, vectors.mean(0), rtol=1e-12, atol=1e-9)
-    torch.testing.assert_close(moments.std, vectors.std(0, correction=0), rtol=1e-6, atol=1e-6)
-
-
-@given(
     classes=st.lists(st.integers(-50, 50), min_size=1, max_size=8, unique=True).map(sorted),
     picks=st.lists(st.integers(0, 7), max_size=20),
 )
@@ -193,13 +180,6 @@ def test_labels_without_gaps_become_the_last_minus_themselves():
     assert torch.equal(flip_labels(labels, range(10)), 9 - labels)
 
 
-@pytest.mark.parametrize("clients", [0.0, -0.1, 1.5, float("nan"), 1, 0, "north", [], (), [0.5], [True], [None], None])
-@pytest.mark.parametrize("attack", [fb.SignFlip, fb.LabelFlip])
-def test_clients_that_are_none_are_refused(attack, clients):
-    with pytest.raises(FederationError, match=attack.__name__):
-        attack(clients)
-
-
 @pytest.mark.parametrize(
     ("attack", "options"),
     [
@@ -208,6 +188,6 @@ def test_clients_that_are_none_are_refused(attack, clients):
         (fb.InnerProductManipulation, {"epsilon": 0.0}),
     ],
 )
-def test_strengths_that_are_none_are_refused(attack, options):
+def test_invalid_strengths_are_refused(attack, options):
     with pytest.raises(FederationError, match=f"{next(iter(options))} is a finite number"):
         attack(0.5, **options)

@@ -1,6 +1,7 @@
 """The image studies on tiny digits: they run, go on after a kill, and refuse what cannot be run before they train."""
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,18 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 import lightning_fedbayes as fb
+from benchmarks.images import run
+from benchmarks.images.cell import check, make_optimizer, make_rule
+from benchmarks.images.data import make_data
+from benchmarks.images.federation import PATIENCE, begin, run_cell
+from benchmarks.images.figures import PALETTE, save
+from benchmarks.images.report import METRICS, mean_and_error
+from benchmarks.images.settings import Settings, parse_call
+from benchmarks.images.store import Store
+from benchmarks.images.study import only, read_study
 from lightning_fedbayes.errors import FedBayesError, FederationError
-from lightning_fedbayes.fusion.registry import unregister_fusion
 
-from .modules import BENCHMARKS, modules_of
-
-CONFIGS = sorted((BENCHMARKS / "images" / "configs").glob("*.yaml"))
-
-
-@pytest.fixture(scope="module")
-def images():
-    with modules_of("images") as modules:
-        yield modules
-        unregister_fusion("normalised_weighted_sum")
+CONFIGS = sorted((Path(run.__file__).parent / "configs").glob("*.yaml"))
 
 
 def study(tmp_path: Path, **changes) -> Path:
@@ -44,10 +44,10 @@ def command(path: Path, *more: str) -> list[str]:
 
 
 def cells(path: Path) -> list[dict]:
-    return [json.loads(file.read_text()) for file in sorted((path.parent / "out" / "cells").glob("*.json"))]
+    return [json.loads(line) for line in (path.parent / "out" / "cells.jsonl").read_text().splitlines()]
 
 
-def test_a_killed_study_goes_on_without_repeating_cells(images, tmp_path, monkeypatch):
+def test_a_killed_study_goes_on_without_repeating_cells(tmp_path, monkeypatch):
     path = study(
         tmp_path, published=[{"bayesian_last": 1, "nll": "0.12 ± 0.01"}],
         figures=[
@@ -56,13 +56,13 @@ def test_a_killed_study_goes_on_without_repeating_cells(images, tmp_path, monkey
             {"kind": "curves", "series": "fusion", "panels": "partition", "where": {"bayesian_last": [3]}},  # no cells
         ],
     )
-    run, real, trained = images["run"], images["federation"].run_cell, []
+    trained = []
 
     def killed_at_the_second(settings, *more):
         if trained:
             raise KeyboardInterrupt
         trained.append(settings)
-        return real(settings, *more)
+        return run_cell(settings, *more)
 
     monkeypatch.setattr(run, "run_cell", killed_at_the_second)
     with pytest.raises(KeyboardInterrupt):
@@ -72,7 +72,7 @@ def test_a_killed_study_goes_on_without_repeating_cells(images, tmp_path, monkey
 
     def counted(settings, *more):
         trained.append(settings)
-        return real(settings, *more)
+        return run_cell(settings, *more)
 
     monkeypatch.setattr(run, "run_cell", counted)
     run.main(command(path))
@@ -91,11 +91,11 @@ def test_a_killed_study_goes_on_without_repeating_cells(images, tmp_path, monkey
     assert (tmp_path / "out" / "report.md").read_text() == report
 
 
-def test_a_cell_is_reproducible(images):
-    settings = images["settings"].Settings(
+def test_a_cell_is_reproducible():
+    settings = Settings(
         rounds=1, local_epochs=1, examples=100, clients=3, partition="iid", validation_fraction=0.2
     )
-    first, second = (images["federation"].run_cell(settings, None) for _ in range(2))
+    first, second = (run_cell(settings, None) for _ in range(2))
     for changing in ("seconds", "scores"):
         first_value, second_value = first.pop(changing), second.pop(changing)
         if changing == "scores":
@@ -108,49 +108,49 @@ def test_a_cell_is_reproducible(images):
 
 
 @pytest.mark.parametrize("start", ["bayesian", "moped"])
-def test_a_federation_starts_from_a_pretrained_network(images, start):
-    settings = images["settings"].Settings(
+def test_a_federation_starts_from_a_pretrained_network(start):
+    settings = Settings(
         rounds=1, local_epochs=1, clients=3, partition="iid", start=start, start_share=0.3, learning_rate=0.05,
         batch_size=16,
     )
-    data = images["data"].make_data(settings, None)
+    data = make_data(settings, None)
     data.setup()
     torch.manual_seed(0)
-    network, epochs = images["federation"].begin(settings, data)
+    network, epochs = begin(settings, data)
     inputs, labels = data.test.tensors
     with torch.no_grad():
         accuracy = (network.eval()(inputs).argmax(-1) == labels).float().mean()
-    assert epochs > images["federation"].PATIENCE
+    assert epochs > PATIENCE
     assert accuracy > 0.5
     assert hasattr(network[-1], "mu_weight")
 
 
 @pytest.mark.parametrize(("rounds", "reported"), [(2, "2 of 2 rounds could not be fused"), (4, "precision")])
-def test_what_cannot_be_fused_is_kept_and_reported(images, tmp_path, rounds, reported):
+def test_what_cannot_be_fused_is_kept_and_reported(tmp_path, rounds, reported):
     path = study(
         tmp_path, grids=[{"fusion": ["dwc"], "bayesian_last": [1], "rounds": [rounds]}],
         fixed={"dataset": "digits", "clients": 10, "partition": "iid", "kl_weight": 100},  # the prior is vaguer
     )
-    images["run"].main(command(path))
+    run.main(command(path))
     (cell,) = cells(path)
     assert ("error" in cell) == (rounds == 4)  # three such rounds in a row end a federation
     assert reported in (tmp_path / "out" / "report.md").read_text()
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_every_study_can_be_run_offline(images, config):
-    read = images["study"].read_study(config)
+def test_every_study_can_be_run_offline(config):
+    read = read_study(config)
     for budget in read.budgets:
         every = read.cells(budget, seeds=2, offline=True)
         assert len(every) == len(set(every))
         for cell in every[: len(every) // 2]:
-            images["federation"].check(cell, None)
+            check(cell, None)
 
 
-def test_published_values_belong_to_cells(images):
+def test_published_values_belong_to_cells():
     for config in CONFIGS:
-        read = images["study"].read_study(config)
-        full, metrics = read.cells("full", seeds=1, offline=False), images["report"].METRICS
+        read = read_study(config)
+        full, metrics = read.cells("full", seeds=1, offline=False), METRICS
         for row in read.published:
             wanted = {key: value for key, value in row.items() if key not in metrics}
             assert any(all(getattr(cell, key) == value for key, value in wanted.items()) for cell in full), row
@@ -167,10 +167,7 @@ def test_published_values_belong_to_cells(images):
         ({"grids": [{"weighting": ["train_sise"]}]}, "did you mean 'train_size'"),
         ({"grids": [{"partition": ["dirichlet"]}]}, "alpha"),
         ({"grids": [{"partition": ["uniform(2)"]}]}, "unknown partition"),
-        ({"grids": [{"optimizer": ["adma"]}]}, "did you mean 'adam'"),
-        ({"grids": [{"optimizer": ["adam(rate=25)"]}]}, "unexpected keyword argument 'rate'"),
-        ({"grids": [{"optimizer": ["adam(rho_rate=-25)"]}]}, "rho_rate=-25 has to be positive"),
-        ({"grids": [{"optimizer": ["sgd(rho_rate='25')"]}]}, "rho_rate='25' has to be positive"),
+        ({"grids": [{"optimizer": ["adma"]}]}, "has to be 'sgd' or 'adam'"),
         ({"grids": [{"bayesian_last": [4]}]}, "only 3 layers"),
         ({"grids": [{"dropout": [0.2], "bayesian_last": [1]}]}, "set bayesian_last to 0"),
         ({"grids": [{"fusion": ["auto"]}]}, "validation_fraction"),
@@ -182,82 +179,112 @@ def test_published_values_belong_to_cells(images):
         ({"published": [{"fusion": "conflation", "acc": 1}]}, "unknown setting or metric"),
     ],
 )
-def test_mistakes_are_found_before_training(images, tmp_path, monkeypatch, changes, message):
-    monkeypatch.setattr(images["run"], "run_cell", lambda *_: pytest.fail("trained"))
+def test_mistakes_are_found_before_training(tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr(run, "run_cell", lambda *_: pytest.fail("trained"))
     with pytest.raises(SystemExit) as error:
-        images["run"].main(command(study(tmp_path, **changes)))
+        run.main(command(study(tmp_path, **changes)))
     assert message in str(error.value)
 
 
-def test_an_unknown_budget_is_found_before_training(images, tmp_path):
+def test_an_unknown_budget_is_found_before_training(tmp_path):
     path = study(tmp_path)
     with pytest.raises(SystemExit, match="unknown budget 'laptpo'; did you mean 'laptop'"):
-        images["run"].main([str(path), "--budget", "laptpo", "--out", str(tmp_path / "out")])
+        run.main([str(path), "--budget", "laptpo", "--out", str(tmp_path / "out")])
 
 
-def test_missing_data_are_found_before_training(images, tmp_path):
+def test_missing_data_are_found_before_training(tmp_path):
     path = study(tmp_path, fixed={"dataset": "cifar10"})
     with pytest.raises(SystemExit, match="cifar"):
-        images["run"].main(command(path, "--data", str(tmp_path)))
+        run.main(command(path, "--data", str(tmp_path)))
     with pytest.raises(SystemExit, match="unknown data set"):
-        images["run"].main(command(study(tmp_path, fixed={"dataset": "cifar"}), "--data", str(tmp_path)))
+        run.main(command(study(tmp_path, fixed={"dataset": "cifar"}), "--data", str(tmp_path)))
 
 
 @pytest.mark.parametrize(
     ("wanted", "message"), [("fusion", "KEY=VALUE"), ("fusoin=x", "did you mean"), ("bayesian_last=2", "no cell has")]
 )
-def test_only_names_cells(images, tmp_path, wanted, message):
-    every = images["study"].read_study(study(tmp_path)).cells("tiny", 1, offline=True)
+def test_only_names_cells(tmp_path, wanted, message):
+    every = read_study(study(tmp_path)).cells("tiny", 1, offline=True)
     with pytest.raises(FederationError, match=message):
-        images["study"].only(every, [wanted])
-    assert [cell.bayesian_last for cell in images["study"].only(every, ["bayesian_last=1"])] == [1]
+        only(every, [wanted])
+    assert [cell.bayesian_last for cell in only(every, ["bayesian_last=1"])] == [1]
 
 
 @pytest.mark.parametrize("text", ["dirichlet(", "a.b(1)", "x + 1", "f(g(1))"])
-def test_calls_that_cannot_be_read(images, text):
+def test_calls_that_cannot_be_read(text):
     with pytest.raises(FedBayesError, match="cannot be read"):
-        images["settings"].parse_call(text)
+        parse_call(text)
 
 
-def test_rho_is_trained_at_its_own_rate_and_without_weight_decay(images):
-    settings = images["settings"].Settings(optimizer="adam(rho_rate=25)", learning_rate=0.001, weight_decay=0.1)
-    network = fb.bayesianize(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)), last=1)
-    before = {name: value.clone() for name, value in network.named_parameters()}
-    optimizer = images["optimizers"].make_optimizer(settings, network)
-    for parameter in network.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()  # the first step of Adam is the learning rate
-    assert {"0.weight", "0.bias", "1.mu_weight", "1.rho_weight", "1.mu_bias", "1.rho_bias"} == set(before)
-    for name, value in network.named_parameters():
-        rate = 0.025 if "rho" in name else 0.001
-        torch.testing.assert_close(value, before[name] - rate, rtol=0, atol=1e-6)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+def test_the_optimizer_of_a_cell():
+    adam = make_optimizer(Settings(optimizer="adam", learning_rate=0.1, weight_decay=0.2), torch.nn.Linear(3, 2))
+    assert isinstance(adam, torch.optim.Adam)
+    assert (adam.defaults["lr"], adam.defaults["weight_decay"]) == (0.1, 0.2)
+    sgd = make_optimizer(Settings(momentum=0.8), torch.nn.Linear(3, 2))
+    assert isinstance(sgd, torch.optim.SGD)
+    assert (sgd.defaults["lr"], sgd.defaults["momentum"]) == (0.01, 0.8)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "sgd(rho_rate=25)"])
-def test_a_deterministic_network_has_one_group_of_parameters(images, optimizer):
-    settings, network = images["settings"].Settings(optimizer=optimizer), torch.nn.Linear(3, 2)
-    (group,) = images["optimizers"].make_optimizer(settings, network).param_groups
-    assert (len(group["params"]), group["lr"], group["momentum"]) == (2, 0.01, 0.9)
-
-
-def test_the_normalised_weighted_sum_keeps_the_variance_of_equal_clients(images):
+def test_the_normalised_weighted_sum_keeps_the_variance_of_equal_clients():
     client = fb.GaussianPosterior({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.5, 3.0])})
-    fused = fb.fuse("normalised_weighted_sum", [client, client, client], weights=[1.0, 2.0, 3.0])
+    fused = fb.fuse(make_rule("normalised_weighted_sum"), [client, client, client], weights=[1.0, 2.0, 3.0])
     torch.testing.assert_close((fused.mean["w"], fused.variance["w"]), (client.mean["w"], client.variance["w"]))
 
 
-def test_mean_and_error(images):
-    assert images["report"].mean_and_error([1.0, 2.0, 3.0]) == pytest.approx((2.0, 3**-0.5))
+def put_many(file: Path, first: int) -> None:
+    for seed in range(first, first + 40):
+        Store(file).put(Settings(seed=seed), {"by_round": [seed] * 2000})
 
 
-def test_a_figure_keeps_the_colours_of_its_lines(images, tmp_path):
-    figure, palette = Figure(figsize=(9.3, 3.5), layout="constrained"), images["figures"].PALETTE
+def test_processes_that_share_a_store_lose_no_cell(tmp_path):
+    file, context = tmp_path / "cells.jsonl", multiprocessing.get_context("spawn")
+    processes = [context.Process(target=put_many, args=(file, 40 * number)) for number in range(2)]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        Store(file).sort()
+    assert [process.exitcode for process in processes] == [0, 0]
+    finished = Store(file).finished(Settings(seed=seed) for seed in range(81))
+    assert {cell.seed: result["by_round"][-1] for cell, result in finished.items()} == {s: s for s in range(80)}
+
+
+def test_a_line_cut_short_is_ignored_and_reported(tmp_path, capsys):
+    store, cells = Store(tmp_path / "cells.jsonl"), [Settings(seed=seed) for seed in (2, 1, 0)]
+    for cell in cells:
+        store.put(cell, {"steps": cell.seed})
+    store.file.write_bytes(store.file.read_bytes()[:-5])
+    assert list(store.finished(cells)) == cells[:2]
+    assert "cells.jsonl, line 3: incomplete" in capsys.readouterr().err
+    store.put(cells[2], {"steps": 7})  # on a line of its own
+    assert [result["steps"] for result in store.finished(cells).values()] == [2, 1, 7]
+    store.sort()
+    assert [json.loads(line)["settings"]["seed"] for line in store.file.read_text().splitlines()] == [0, 1, 2]
+    capsys.readouterr()
+    assert len(store.finished(cells)) == 3
+    assert not capsys.readouterr().err
+
+
+def test_the_last_line_of_a_cell_counts_and_other_settings_are_another_cell(tmp_path):
+    store, cell = Store(tmp_path / "cells.jsonl"), Settings()
+    assert store.finished([cell]) == {}
+    for steps in (1, 2):
+        store.put(cell, {"steps": steps})
+    store.sort()
+    assert len(store.file.read_text().splitlines()) == 1
+    assert [result["steps"] for result in store.finished([cell, cell.but(rounds=51)]).values()] == [2]
+
+
+def test_mean_and_error():
+    assert mean_and_error([1.0, 2.0, 3.0]) == pytest.approx((2.0, 3**-0.5))
+
+
+def test_a_figure_keeps_the_colours_of_its_lines(tmp_path):
+    figure, palette = Figure(figsize=(9.3, 3.5), layout="constrained"), PALETTE
     for panel, axes in enumerate(figure.subplots(1, 3)):
         for number, colour in enumerate(palette):
             across, up = ([1.0], [0.1]) if number == 0 else ([1, 2, 3], [number, 2.5 - panel, number**0.5])
             axes.errorbar(across, up, [0.3] * len(across), color=colour, marker="o", markersize=4, capsize=2)
-    images["figures"].save(figure, tmp_path / "figure.png")
+    save(figure, tmp_path / "figure.png")
     with Image.open(tmp_path / "figure.png") as picture:
         counts = picture.convert("RGB").getcolors()
     for wanted in palette:

@@ -1,4 +1,4 @@
-"""What the untrusted experiments are made of: fixed features of images, and stochastic gradients."""
+"""Parts of the experiments with untrusted parties: fixed features of images, and stochastic gradients."""
 
 import math
 
@@ -6,35 +6,28 @@ import pytest
 import torch
 from torch import nn
 
-from .modules import modules_of
-
-
-@pytest.fixture(scope="module")
-def untrusted():
-    with modules_of("untrusted") as modules:
-        yield modules
+from benchmarks.untrusted.federation import Task, accuracy, cross_entropy, federate
+from benchmarks.untrusted.images import derivatives, oriented_gradients
 
 
 @pytest.mark.parametrize("slope", [(1.0, 0.0), (0.0, -2.0), (0.5, 0.3)])
-def test_derivatives_of_a_slope_are_its_projections(untrusted, slope):
+def test_derivatives_of_a_slope_are_its_projections(slope):
     down, across = torch.meshgrid(torch.arange(6.0), torch.arange(6.0), indexing="ij")
-    found = untrusted["features"].derivatives((slope[0] * across + slope[1] * down)[None, None])
+    found = derivatives((slope[0] * across + slope[1] * down)[None, None])
     angles = torch.arange(8) * math.pi / 4
     expected = (slope[0] * angles.cos() + slope[1] * angles.sin()).relu()
     inside = found[0, :, 1:-1, 1:-1]
     torch.testing.assert_close(inside, expected[:, None, None].expand_as(inside), atol=1e-5, rtol=0)
 
 
-def test_oriented_gradients_do_not_depend_on_the_other_images(untrusted):
+def test_oriented_gradients_do_not_depend_on_the_other_images():
     images = torch.rand(3, 784, generator=torch.Generator().manual_seed(0))
-    features = untrusted["features"].oriented_gradients(images)
+    features = oriented_gradients(images)
     assert features.shape == (3, 3920)
-    torch.testing.assert_close(features[1:2], untrusted["features"].oriented_gradients(images[1:2]))
+    torch.testing.assert_close(features[1:2], oriented_gradients(images[1:2]))
 
 
-def test_every_round_draws_anew_and_a_run_repeats(untrusted):
-    federation = untrusted["federation"]
-
+def test_every_round_draws_anew_and_a_run_repeats():
     def drawn_values() -> list[float]:
         seen: list[float] = []
 
@@ -45,10 +38,10 @@ def test_every_round_draws_anew_and_a_run_repeats(untrusted):
                 return super().forward(input)
 
         examples = torch.arange(1000.0)[:, None] / 1000, torch.zeros(1000, dtype=torch.long)
-        task = federation.Task(
-            Watched(1, 2), federation.cross_entropy, federation.accuracy, lambda each: torch.optim.SGD(each, lr=0.0)
+        task = Task(
+            Watched(1, 2), cross_entropy, accuracy, lambda each: torch.optim.SGD(each, lr=0.0)
         )
-        federation.federate(task, [examples] * 2, examples, "krum", None, rounds=4, batch_size=1, seed=0, drawn=1)
+        federate(task, [examples] * 2, examples, "krum", None, rounds=4, batch_size=1, seed=0, drawn=1)
         return seen
 
     torch.manual_seed(0)

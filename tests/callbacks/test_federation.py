@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.engines.plan import Batching, client_order
+from lightning_fedbayes.plan import Batching, client_order
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, trainer
 
@@ -149,13 +149,20 @@ def test_prior_global_is_the_posterior_that_the_round_starts_from():
     class Spy(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             layer = pl_module.network[-1]
-            seen.append((trainer.current_epoch, next(iter(layer.sites())).prior.mean))
+            prior = next(iter(layer.gaussian_parameters())).prior
+            seen.append((trainer.current_epoch, torch.as_tensor(prior.mean).clone()))
 
+        def on_train_epoch_start(self, trainer, pl_module):
+            starts.append(federation.posterior.mean["network.2.weight"].clone())
+
+    starts = []
     federation = fb.FederatedBayes(fb.IIDPartition(2), prior="global", fusion="rklb")
     start = module.network[-1].mu_weight.detach().clone()
-    federate(module, federation, rounds=2, callbacks=[Spy()])
-    assert torch.equal(torch.as_tensor(seen[0][1]), start)
-    assert not torch.equal(torch.as_tensor(seen[-1][1]), start)
+    federate(module, federation, rounds=3, callbacks=[Spy()])
+    assert torch.equal(starts[0], start)
+    assert {round for round, _ in seen} == {0, 1, 2}
+    assert all(torch.equal(prior, starts[round]) for round, prior in seen)
+    assert not torch.equal(starts[1], starts[2])
 
 
 def test_dwc_with_the_global_prior_trains():
@@ -163,8 +170,11 @@ def test_dwc_with_the_global_prior_trains():
 
     rule = DistributedWeightConsolidation(min_precision=1e-2)
     federation = fb.FederatedBayes(fb.IIDPartition(2), prior="global", fusion=rule)
-    federate(bayesian(), federation)
-    assert all(torch.isfinite(value).all() for value in federation.posterior.mean.values())
+    federate(bayesian(learning_rate=0.01), federation, 4)
+    assert [(row["valid_clients"], row["failed_rounds"]) for row in federation.history] == [(2, 0)] * 4
+    losses = [row["train_loss"] for row in federation.history]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.1
 
 
 def test_optimizer_state_is_reset_or_kept_per_client():
@@ -248,9 +258,13 @@ def test_an_unmodified_bayesian_torch_network_federates():
         "type": "Reparameterization", "moped_enable": False, "moped_delta": 0.5,
     })
     federation = fb.FederatedBayes(fb.IIDPartition(3), fusion="rklb")
-    federate(Plain(net), federation, val=loader(shuffle=False))
+    module = Plain(net)
+    start = fb.read_posterior(module).clone()
+    federate(module, federation, val=loader(shuffle=False))
     assert federation.posterior.names == ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
     assert all((variance > 0).all() for variance in federation.posterior.variance.values())
+    assert [(row["valid_clients"], row["failed_rounds"]) for row in federation.history] == [(3, 0)] * 2
+    assert not any(torch.equal(mean, start.mean[name]) for name, mean in federation.posterior.mean.items())
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 1e9}])
@@ -264,7 +278,7 @@ def test_the_short_step_equals_the_trainers_own(options):
 
 
 def test_every_client_draws_its_own_noise_whatever_came_before():
-    """Client 1's model is the same whether client 0 trains before it or not."""
+    """Client 1's losses are the same however long client 0 trains before it."""
 
     class Last(Plain):
         def __init__(self):
@@ -277,12 +291,11 @@ def test_every_client_draws_its_own_noise_whatever_came_before():
     both, more = Last(), Last()
     x, y = blobs().tensors
     parts = {"a": TensorDataset(x[:40], y[:40]), "b": TensorDataset(x[40:80], y[40:80])}
-    federate(both, fb.FederatedBayes(), 1, loader(fb.ClientDatasets(parts)))
+    federate(both, fb.FederatedBayes(engine="sequential"), 1, loader(fb.ClientDatasets(parts)))
     longer = {"a": TensorDataset(x, y), "b": parts["b"]}
-    federate(more, fb.FederatedBayes(), 1, loader(fb.ClientDatasets(longer)))
+    federate(more, fb.FederatedBayes(engine="sequential"), 1, loader(fb.ClientDatasets(longer)))
+    assert (len(both.last), len(more.last)) == (5 + 5, 12 + 5)
     assert torch.equal(torch.stack(both.last[-5:]), torch.stack(more.last[-5:]))
-
-
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 1e9}])
@@ -304,14 +317,16 @@ def test_validation_draws_the_same_samples_whatever_was_drawn_before():
     class Draw(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if batch_idx + 1 == trainer.num_training_batches:
-                torch.rand(3)
+                draws.append(torch.rand(3))
 
-    scores = []
+    scores, draws = [], []
     for callbacks in ([], [Draw()]):
         federation = fb.FederatedBayes(fb.IIDPartition(2))
         made = federate(bayesian(posterior_std=0.5), federation, 1, val=loader(shuffle=False), callbacks=callbacks)
         scores.append({name: float(value) for name, value in made.callback_metrics.items() if name.startswith("val/")})
+    assert len(draws) == 1
     assert scores[0] == scores[1]
+    assert "val/nll" in scores[0]
 
 
 def dnn_to_bnn(net):
@@ -325,7 +340,7 @@ def dnn_to_bnn(net):
 
 
 @pytest.mark.parametrize("make", [lambda: bayesian().network, lambda: dnn_to_bnn(network())])
-def test_the_layers_own_prior_is_back_after_a_federation_with_the_global_prior(make, tmp_path):
+def test_the_layers_own_prior_is_back_after_a_federation_with_the_global_prior(make):
     module = Plain(make())
     before = fb.kl_divergence(module)
     saved = []
@@ -336,6 +351,7 @@ def test_the_layers_own_prior_is_back_after_a_federation_with_the_global_prior(m
 
     initial = {name: value.clone() for name, value in module.state_dict().items() if "prior" in name}
     federate(module, fb.FederatedBayes(fb.IIDPartition(2), prior="global"), 2, callbacks=[Save()])
+    assert saved
     for state in saved:
         assert_equal(initial, state)
     fresh = Plain(make())
@@ -357,14 +373,29 @@ def test_the_global_prior_of_a_bayesian_torch_network_is_that_of_the_round():
 
     federation = fb.FederatedBayes(fb.IIDPartition(2), prior="global")
     federate(module, federation, 3, callbacks=[Spy()])
-    for round, prior in priors:
-        assert torch.equal(prior, posteriors[round])
+    assert {round for round, _ in priors} == {0, 1, 2}
+    assert all(torch.equal(prior, posteriors[round]) for round, prior in priors)
+    assert not torch.equal(posteriors[1], posteriors[2])
 
 
-def test_a_personal_bayesian_layer_keeps_its_prior():
+@pytest.mark.parametrize(("personal", "keeps"), [("network.2.*", True), ("network.0.*", False)])
+def test_a_personal_bayesian_layer_keeps_its_prior(personal, keeps):
+    """Layer 2 is Bayesian; if it is shared, the global posterior is its prior."""
     module = bayesian()
-    federate(module, fb.FederatedBayes(fb.IIDPartition(2), prior="global", local_parameters=["network.2.*"]))
-    federate(bayesian(), fb.FederatedBayes(fb.IIDPartition(2), prior="global", local_parameters=["network.0.*"]))
+
+    def prior():
+        return torch.as_tensor(next(iter(module.network[2].gaussian_parameters())).prior.mean).clone()
+
+    class Spy(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(prior())
+
+    own, seen = prior(), []
+    federation = fb.FederatedBayes(fb.IIDPartition(2), prior="global", local_parameters=[personal])
+    federate(module, federation, callbacks=[Spy()])
+    assert seen
+    assert all(torch.equal(each.expand(3, 5), own.expand(3, 5)) is keeps for each in seen)
+    assert torch.equal(prior(), own)
 
 
 def test_reloaded_data_may_change_sizes_but_not_the_number_of_clients():
@@ -403,8 +434,9 @@ def test_one_client_in_double_precision_equals_plain_training_bit_by_bit():
 def test_complex_buffers_are_averaged_as_such():
     module = Plain()
     module.register_buffer("phase", torch.tensor([1 + 2j]))
-    federate(module, fb.FederatedBayes(fb.IIDPartition(3)), 1)
-    assert torch.equal(module.phase, torch.tensor([1 + 2j]))
+    module.on_client_start = lambda client: module.phase.fill_(client.number * (3 - 1j))
+    federate(module, fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"), 1)
+    torch.testing.assert_close(module.phase, torch.tensor([3 - 1j]))
 
 
 @pytest.mark.parametrize(("engine", "changes"), [("sequential", False), ("vectorized", True)])

@@ -1,4 +1,4 @@
-"""One federation told to W&B, CSV and TensorBoard: every figure, picture and table, with the round beside it."""
+"""One federation logged to W&B, CSV and TensorBoard: every figure, picture and table, with the round beside it."""
 
 import csv
 import json
@@ -28,7 +28,7 @@ FEDERATION = {"federation/seconds", "federation/megabytes_up", "federation/megab
               "federation/failed_clients", "federation/train_loss"}
 TRAINING = {"train/nll", "train/kl", "train/kl_factor"}
 SCALARS = VALIDATION | FEDERATION | TRAINING
-IMAGES = {"federation/clients_by_class": 0, "val/reliability": ROUNDS, "val/accuracy_retained": ROUNDS}
+IMAGES = {"federation/clients_by_class": 0, "val/calibration": ROUNDS, "val/accuracy_retained": ROUNDS}
 SETTINGS = {"clients": CLIENTS, "fusion": "reverse_kl_barycenter", "weighting": "train_size", "seed": 7,
             "local_epochs": 1, "fraction": 1.0, "engine": "vectorized", "prior": "fixed", "buffers": "average",
             "optimizer_state": "reset", "min_clients": 1, "local_parameters": []}

@@ -1,4 +1,4 @@
-"""The progress bar says which round and client it is at."""
+"""The progress bar shows the round and the client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inferred reliability inside a federation: what is fused, what is remembered, what is shown."""
+"""Inferred reliability inside a federation: fused posteriors, state of the rule, tables and pictures."""
 
 import csv
 
@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.fusion import Cohort, get_rule
-from tests.federations import Plain, bayesian, federate, loader, network, trainer
+from tests.federations import Plain, bayesian, federate, loader, network, rule_state, trainer
 
 from .wandb_file import read_run
 
@@ -26,43 +26,43 @@ def federation(fusion, **options):
 def test_adversary_is_found_out(rule, engine):
     made = federation(rule, engine=engine, weighting="equal")
     federate(Plain(), made, rounds=3)
-    weights = made.federation.weights
+    weights = made.federation.result.weights
     assert sum(weights.values()) == pytest.approx(1)
     assert weights[4] == min(weights.values()) < 0.1
     assert made.history[-1]["effective_clients"] <= CLIENTS
 
 
 @pytest.mark.parametrize("rule", ["ivar_vb", "icov_vb", fb.Reliability("ivar_vb", then="wasserstein_barycenter")])
-def test_memory_is_that_of_all_rounds(rule):
+def test_state_is_that_of_all_rounds(rule):
     """The rule applied by hand to what the clients sent in each round."""
     made = federation(rule, fraction=0.8, seed=3)
-    by_hand, memory, fused = get_rule(rule), get_rule(rule).init(), []
+    by_hand, state, fused = get_rule(rule), get_rule(rule).init(), []
     seen = []
-    original = type(made.server.rule).apply
+    original = type(made.settings.fusion).apply
 
-    def watch(self, cohort, remembered):
+    def watch(self, cohort, before):
         seen.append(Cohort([each.clone() for each in cohort.posteriors], cohort.weights, cohort.previous.clone(),
                            cohort.clients))
-        return original(self, cohort, remembered)
+        return original(self, cohort, before)
 
-    made.server.rule.apply = watch.__get__(made.server.rule)
+    made.settings.fusion.apply = watch.__get__(made.settings.fusion)
     federate(bayesian(), made, rounds=3)
     for cohort in seen:
-        outcome = original(by_hand, cohort, memory)
-        memory = outcome.memory
+        outcome = original(by_hand, cohort, state)
+        state = outcome.state
         fused.append(outcome)
     assert len(fused) == 3
     assert len({cohort.clients for cohort in seen}) > 1
     for name, mean in made.posterior.mean.items():
         assert torch.equal(mean, fused[-1].posterior.mean[name]), name
-    assert made.federation.weights == pytest.approx(fused[-1].reliability)
+    assert made.federation.result.weights == pytest.approx(fused[-1].reliability)
 
 
 def test_buffers_of_an_adversary_count_as_little_as_its_parameters():
     made = federation("multi_krum", seed=1)
     federate(Plain(network(batch_norm=True)), made, rounds=1)
     alone = fb.FederatedBayes(fb.IIDPartition(CLIENTS), fusion="fedavg", weighting=lambda facts: [
-        made.federation.weights[each.client] for each in facts
+        made.federation.result.weights[each.client] for each in facts
     ], seed=1)
     module = Plain(network(batch_norm=True))
     federate(module, alone, rounds=1)
@@ -72,17 +72,19 @@ def test_buffers_of_an_adversary_count_as_little_as_its_parameters():
         torch.testing.assert_close(buffer, other, msg=name)
 
 
-def test_round_without_enough_clients_forgets_nothing():
-    made = federation("ivar_vb", min_clients=6)
-    made_bad = fb.FederatedBayes(
-        fb.IIDPartition(CLIENTS), fusion="ivar_vb", min_clients=6, adversaries=fb.NotANumber(clients=[0]),
-        max_failed_rounds=5,
-    )
-    federate(Plain(), made, rounds=1)
-    federate(Plain(), made_bad, rounds=2)
-    assert made.federation.memory
-    assert made_bad.federation.memory == {}
-    assert made_bad.federation.weights == {}
+def test_round_without_enough_clients_keeps_the_rule_s_state():
+    class FailsLater(Plain):
+        def on_client_start(self, client):
+            if (client.number, client.round) == (0, 1):
+                raise RuntimeError("out of order")
+
+    one, two = (federation("ivar_vb", min_clients=6, engine="sequential") for _ in range(2))
+    federate(Plain(), one, rounds=1)
+    federate(FailsLater(), two, rounds=2)
+    assert [row["failed_rounds"] for row in two.history] == [0, 1]
+    assert rule_state(one)
+    torch.testing.assert_close(rule_state(two), rule_state(one), rtol=0, atol=0)
+    assert two.federation.result.weights == {}
 
 
 def test_table_and_picture_of_a_csv_logger(tmp_path):
@@ -113,7 +115,7 @@ def test_wandb_gets_both(tmp_path):
     assert {"federation/reliability/_type", "federation/reliability_by_round/_type"} <= names
 
 
-def test_rules_that_do_not_judge_show_nothing(tmp_path):
+def test_rules_that_infer_no_reliability_log_none(tmp_path):
     made = fb.FederatedBayes(fb.IIDPartition(3), fusion="fedavg")
     federate(Plain(), made, rounds=1, logger=CSVLogger(tmp_path))
     assert not list(tmp_path.rglob("federation_reliability*"))
@@ -128,4 +130,5 @@ def test_table_goes_on_after_a_resumed_run(tmp_path):
     resumed = federation("ivar_vb", seed=2)
     run = trainer(3, [resumed])
     run.fit(Plain(), loader(), ckpt_path=part.checkpoint_callback.last_model_path)
-    assert resumed._reliability.state_dict() == whole._reliability.state_dict()
+    assert resumed._report.reliabilities == whole._report.reliabilities
+    assert len(whole._report.reliabilities) == 3

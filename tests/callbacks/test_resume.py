@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.engines.vectorized import engine
+from lightning_fedbayes.training.vectorized import engine
 from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader, network, trainer
 
 ROUNDS = 5
@@ -53,10 +53,10 @@ SETTINGS = {
         "optimizer_state": "keep", "buffers": "local", "local_parameters": ["network.6.*"], "local_epochs": 2,
     },
     "global prior": {"prior": "global", "fusion": "wb", "weighting": "distance"},
-    "remembered reliability": {
+    "state of reliability": {
         "fusion": fb.Reliability("ivar_vb", then="rklb"), "adversaries": fb.GaussianVector(clients=[1]),
     },
-    "remembered covariance": {"fusion": "icov_vb", "adversaries": fb.RandomUpdate(clients=[0])},
+    "state of covariance": {"fusion": "icov_vb", "adversaries": fb.RandomUpdate(clients=[0])},
     "held posteriors": {"weighting": "max_discrepancy", "fusion": "linear_pool"},
 }
 

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.engines.vectorized import engine as vectorized
+from lightning_fedbayes.training.vectorized import engine as vectorized
 from tests.federations import Plain, assert_equal, blobs, federate, loader, network, parameters, trainer
 
 
 class Faulty(Plain):
-    """Client 1 fails in the way that ``fault`` says, in the rounds given."""
+    """Client 1 fails in the way of ``fault``, in the rounds given."""
 
     def __init__(self, fault: str, rounds=(0,), clients=(1,), **options) -> None:
         super().__init__(**options)
@@ -64,20 +64,21 @@ def test_a_failing_client_is_left_out_and_the_others_count(fault, weighting, opt
     row = federation.history[0]
     assert (row["valid_clients"], row["failed_clients"]) == (2, 1)
 
-    survivors = []
+    class Sees(Plain):
+        needs_client_posteriors = True
 
-    class Keep(L.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx % 4 == 3:
-                survivors.append(parameters(pl_module))
+        def on_round_end(self, posterior, clients):
+            self.clients = clients
 
-    federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"), 1, callbacks=[Keep()], **options)
-    first, _, third = survivors
-    del third  # after the last batch the module holds the fused posterior already
-    expected = fb.FederatedBayes(fb.IIDPartition(3))
-    assert expected is not federation
-    assert all(torch.isfinite(value).all() for value in federation.posterior.mean.values())
-    assert not torch.equal(module.net[0].weight, first["net.0.weight"])
+    start, honest = fb.read_posterior(Plain()).clone(), Sees()
+    federate(honest, fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"), 1, **options)
+    server = fb.Server(start, weighting=weighting)
+    server.begin(fb.RoundPlan(0, (0, 2)))
+    for client in (0, 2):
+        server.admit(fb.ClientUpdate(client, 30, honest.clients[client]))
+    expected = server.finish().posterior
+    assert_equal(dict(federation.posterior.mean), dict(expected.mean))
+    assert_equal(parameters(module), dict(expected.mean))
 
 
 def test_a_buffer_that_is_not_finite_excludes_its_client():
@@ -135,7 +136,7 @@ def test_too_few_valid_updates_keep_the_old_posterior():
     assert [row["failed_rounds"] for row in federation.history] == [0, 1, 0]
 
 
-def test_failed_rounds_in_a_row_stop_the_run_with_the_first_cause_and_the_last_good_model(tmp_path):
+def test_failed_rounds_in_a_row_stop_the_run_with_the_first_cause_and_the_last_good_model():
     module = Faulty("raises late", rounds=range(2, 99), clients=range(3))
     federation = fb.FederatedBayes(fb.IIDPartition(3), max_failed_rounds=2)
     good = []
@@ -219,11 +220,17 @@ def test_stopping_inside_a_round_drops_it_and_validates_the_global_model(engine,
     assert len(federation.history) == 1
 
 
-def test_max_time_stops_between_clients_without_harm():
-    module = Plain()
-    made = federate(module, fb.FederatedBayes(fb.IIDPartition(3)), 10**6, max_time={"seconds": 1})
-    assert made.current_epoch >= 1
-    assert all(torch.isfinite(value).all() for value in parameters(module).values())
+def test_max_time_stops_the_run_with_the_last_global_model():
+    module, federation, fused = Plain(), fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"), []
+
+    class Keep(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            fused.append(dict(federation.posterior.mean))
+
+    made = federate(module, federation, 10**6, max_time={"seconds": 1}, callbacks=[Keep()])
+    assert made.should_stop
+    assert len(federation.history) >= 1
+    assert_equal(parameters(module), fused[len(federation.history) - 1])
 
 
 def test_clients_of_one_example_train():
@@ -246,15 +253,24 @@ def test_a_second_federation_with_one_callback_starts_afresh():
 def test_early_stopping_and_checkpoints_monitor_the_round(tmp_path):
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-    best = ModelCheckpoint(tmp_path, monitor="val/nll")
+    class Scores(L.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                scores.append(float(trainer.callback_metrics["val/nll"]))
+                models.append(parameters(pl_module))
+
+    scores, models = [], []
+    best = ModelCheckpoint(tmp_path, monitor="val/nll", mode="max")
     stop = EarlyStopping("val/nll", patience=1, min_delta=10.0)
     module = Plain()
     made = federate(
-        module, fb.FederatedBayes(fb.IIDPartition(3)), 9, val=loader(shuffle=False), callbacks=[best, stop],
+        module, fb.FederatedBayes(fb.IIDPartition(3)), 9, val=loader(shuffle=False), callbacks=[Scores(), best, stop],
         enable_checkpointing=True,
     )
     assert made.current_epoch == 2
-    assert best.best_model_path
+    assert float(best.best_model_score) == pytest.approx(max(scores))
+    assert scores[1] < scores[0], "the best round is to be another than the last"
+    assert_equal(torch.load(best.best_model_path, weights_only=False)["state_dict"], models[0])
 
 
 def test_layers_outside_the_optimizer_are_federated_as_they_are():
@@ -297,7 +313,7 @@ def test_a_client_that_is_left_out_keeps_nothing_of_the_round():
     assert not torch.equal(third, fourth)
 
 
-def test_what_a_left_out_client_logged_does_not_count():
+def test_figures_that_a_left_out_client_logged_do_not_count():
     class Logging(Faulty):
         def training_step(self, batch, batch_idx):
             value = 100.0 if self.client.number == 1 else 1.0

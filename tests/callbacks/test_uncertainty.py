@@ -16,7 +16,7 @@ from lightning_fedbayes.metrics.functional import (
 
 CLASSES, EXAMPLES = 3, 120
 AREAS = {"entropy": predictive_entropy, "aleatoric": aleatoric_uncertainty, "epistemic": epistemic_uncertainty}
-PICTURES = {"reliability", "accuracy_retained"}
+PICTURES = {"calibration", "accuracy_retained"}
 
 
 class Own(L.LightningModule):
@@ -48,7 +48,7 @@ class Own(L.LightningModule):
 
 
 def table(samples=0, seed=0):
-    """Probabilities of every example, and targets that they say something about."""
+    """Probabilities of every example, and targets drawn from the same logits."""
     draws = torch.Generator().manual_seed(seed)
     logits = 1.5 * torch.randn(EXAMPLES, CLASSES, generator=draws)
     target = torch.multinomial(logits.softmax(1), 1, generator=draws).squeeze(1)
@@ -110,10 +110,18 @@ def test_every_evaluation_starts_anew():
 
 
 def test_in_training_every_validation_is_logged_but_not_the_sanity_check():
+    class Calls(Own):
+        def log_dict(self, figures, **options):
+            area = figures["val/retained_area_entropy"]
+            calls.append((self.trainer.sanity_checking, self.trainer.current_epoch, area))
+            super().log_dict(figures, **options)
+
     probs, target = table()
+    calls = []
     run = trainer(fb.UncertaintyReport(), max_epochs=2, num_sanity_val_steps=2)
-    run.fit(Own(probs), loaders(target)[0], loaders(target))
+    run.fit(Calls(probs), loaders(target)[0], loaders(target))
     expected = float(accuracy_retained_area(correct_of(probs, target), predictive_entropy(probs.unsqueeze(0))))
+    assert calls == [(False, epoch, pytest.approx(expected, abs=2e-3)) for epoch in (0, 1)]
     assert logged(run)["val/retained_area_entropy"] == pytest.approx(expected, abs=2e-3)
 
 
@@ -131,7 +139,7 @@ SIZES = (30, 10, 60)
 COUNTS = torch.tensor([[20, 10, 0], [0, 0, 10], [10, 30, 20]])
 
 
-def told(counts=COUNTS, classes=(0, 1, 2)):
+def report_of(counts=COUNTS, classes=(0, 1, 2)):
     report = fb.UncertaintyReport()
     report.set_clients(SIZES, counts, classes)
     return report
@@ -146,7 +154,7 @@ def check_averages(run, accuracies):
 def test_accuracies_by_label_mix_are_importance_weighted():
     """Each example weighs (share of its class at the client) / (share of its class in the validation data)."""
     probs, target = table()
-    report = told()
+    report = report_of()
     run = trainer(report)
     run.validate(Own(probs), loaders(target), verbose=False)
     shares = target.bincount().double() / EXAMPLES
@@ -163,7 +171,7 @@ def test_accuracies_by_label_mix_are_importance_weighted():
 def test_with_as_many_loaders_as_clients_each_has_its_own_accuracy(counts):
     probs, target = table()
     parts = (range(20), range(20, 70), range(70, EXAMPLES))
-    report = told(counts)
+    report = report_of(counts)
     run = trainer(report)
     run.validate(Own(probs), loaders(target, *parts), verbose=False)
     accuracies = [float(correct_of(probs, target)[list(part)].mean()) for part in parts]
@@ -173,7 +181,7 @@ def test_with_as_many_loaders_as_clients_each_has_its_own_accuracy(counts):
 
 def test_several_loaders_that_are_not_the_clients_are_taken_together():
     probs, target = table()
-    together, apart = told(), told()
+    together, apart = report_of(), report_of()
     trainer(together).validate(Own(probs), loaders(target), verbose=False)
     trainer(apart).validate(Own(probs), loaders(target, range(50), range(50, EXAMPLES)), verbose=False)
     assert apart.client_accuracy.tolist() == pytest.approx(together.client_accuracy.tolist())
@@ -182,7 +190,7 @@ def test_several_loaders_that_are_not_the_clients_are_taken_together():
 def test_a_client_whose_classes_are_not_in_the_validation_data_does_not_count():
     probs, target = table()
     known = [number for number in range(EXAMPLES) if target[number] != 2]
-    report = told()
+    report = report_of()
     run = trainer(report)
     run.validate(Own(probs), loaders(target, known), verbose=False)
     assert torch.isnan(report.client_accuracy).tolist() == [False, True, False]
@@ -197,7 +205,7 @@ def test_a_client_whose_classes_are_not_in_the_validation_data_does_not_count():
 @pytest.mark.parametrize("classes", [(1, 2, 3), (-1, 0, 1)])
 def test_labels_that_are_no_class_indices_give_no_accuracy(classes):
     probs, target = table()
-    report = told(classes=classes)
+    report = report_of(classes=classes)
     run = trainer(report)
     run.validate(Own(probs), loaders(target), verbose=False)
     assert report.client_accuracy is None
@@ -246,7 +254,7 @@ def test_pictures_come_at_the_end(stage, tmp_path):
 
 def test_without_a_logger_nothing_is_drawn(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lightning_fedbayes.plots.reliability_diagram", None)  # whoever draws fails
+    monkeypatch.setattr("lightning_fedbayes.plots.calibration_diagram", None)  # whoever draws fails
     probs, target = table()
     run = trainer(fb.UncertaintyReport(), max_epochs=1)
     run.fit(Own(probs), loaders(target)[0], loaders(target))

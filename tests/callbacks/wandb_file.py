@@ -24,7 +24,7 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 @dataclass
 class Run:
-    """What an offline run recorded.
+    """Record of an offline run.
 
     Attributes:
         project: where it belongs.
@@ -39,7 +39,7 @@ class Run:
     step_metrics: dict[str, str] = field(default_factory=dict)
 
     def axes(self, name: str) -> set[str]:
-        """What may be on the x-axis of ``name``: W&B prefers an exact name, then takes any pattern that matches."""
+        """Return the candidates for the x-axis of ``name``: W&B prefers an exact name to any pattern that matches."""
         if name in self.step_metrics:
             return {self.step_metrics[name]}
         return {step for pattern, step in self.step_metrics.items()
@@ -76,6 +76,8 @@ def run_of(found: list[Any]) -> Run:
 
 def records(data: bytes) -> Iterator[bytes]:
     """The payloads of the records, checked against their checksums."""
+    if len(data) < HEADER.size:
+        return  # not begun yet
     identifier, magic, _version = HEADER.unpack_from(data)
     assert (identifier, magic) == (b":W&B", MAGIC)
     position, parts = HEADER.size, []

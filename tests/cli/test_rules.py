@@ -1,12 +1,9 @@
-"""The list of rules is complete and says of each what its class says."""
-
-from __future__ import annotations
+"""The list of rules is complete, and describes each as its class does."""
 
 import pytest
 
 from lightning_fedbayes.cli import main
 from lightning_fedbayes.cli.rules import OTHER, aliases_of, family, listing
-from lightning_fedbayes.cli.text import plain
 from lightning_fedbayes.fusion import available_fusions, get_rule, register_fusion
 from lightning_fedbayes.fusion.registry import unregister_fusion
 
@@ -52,15 +49,3 @@ def test_a_users_own_rule_is_listed_with_its_first_line():
         assert listing(["mine"]).splitlines() == [OTHER, "  mine (my_own)  [takes weights]", "      The first client."]
     finally:
         unregister_fusion("mine")
-
-
-@pytest.mark.parametrize(
-    ("marked", "expected"),
-    [
-        (r":math:`\sigma^2 = \exp \sum_k \omega_k \log \sigma_k^2`", "σ² = exp Σ ωₖ log σₖ²"),
-        (":class:`~lightning_fedbayes.fusion.Krum` and :func:`get_rule`, ``code``", "Krum and get_rule, code"),
-        ("two\n   lines", "two lines"),
-    ],
-)
-def test_markup_becomes_plain_text(marked, expected):
-    assert plain(marked) == expected

@@ -104,7 +104,7 @@ def test_inputs_are_standardised_over_the_training_patients_of_all_hospitals(fol
 
 
 def test_an_imputed_value_is_the_mean_of_those_that_are_there(folder):
-    """Replacing "?" by the training mean changes no input but the indicator."""
+    """Vessels are counted in Cleveland only: elsewhere the input is 0, Cleveland's mean, and the indicator 1."""
     data = ready(folder)
     ca = COLUMNS.index("ca")
     counted = data.train_sets["cleveland"].tensors[0][:, ca]

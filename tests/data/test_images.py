@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.data import clients_of, labels_of
-from lightning_fedbayes.data.channels import channel_statistics, standardise
-from lightning_fedbayes.data.stratify import stratified_order
-from lightning_fedbayes.engines.loader import tensors_of
+from lightning_fedbayes.data.clients import tensors_of
+from lightning_fedbayes.data.images import channel_statistics, standardise
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.modules import lenet
 from tests.federations import trainer
@@ -119,30 +118,8 @@ def test_channel_statistics_are_mean_and_deviation(count, channels, seed):
                                rtol=1e-4, atol=1e-5)
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(0, 2**31))
-@settings(deadline=None)
-def test_every_beginning_of_a_stratified_order_is_stratified(labels, seed):
-    """n of N examples hold n·N_c/N of class c, to less than two."""
-    y = torch.tensor(labels)
-    order = stratified_order(y, torch.Generator().manual_seed(seed))
-    assert torch.equal(order.sort().values, torch.arange(len(y)))
-    counts = torch.nn.functional.one_hot(y[order], 5).cumsum(0)
-    shares = torch.arange(1, len(y) + 1).view(-1, 1) * counts[-1] / len(y)
-    assert (counts - shares).abs().max() < 2
-
-
-def test_a_stratified_order_is_uniform():
-    """Each example of class 0 is the first of its class equally often, and class 0 comes first half of the time."""
-    y = torch.tensor([0] * 5 + [1] * 5)
-    draws = torch.Generator().manual_seed(0)
-    orders = torch.stack([stratified_order(y, draws) for _ in range(4000)])
-    firsts = torch.stack([order[y[order] == 0][0] for order in orders]).bincount(minlength=5) / 4000
-    assert (firsts - 0.2).abs().max() < 5 * (0.2 * 0.8 / 4000) ** 0.5
-    assert (y[orders[:, 0]] == 0).double().mean().item() == pytest.approx(0.5, abs=5 * 0.5 / 4000**0.5)
-
-
 def keys(dataset):
-    """What tells images apart."""
+    """First pixels of every image, which differ between images."""
     return {tuple(row) for row in dataset.tensors[0].flatten(1)[:, :3].tolist()}
 
 

@@ -1,4 +1,4 @@
-"""What Flower's own processes set before they run an app."""
+"""State that Flower's own processes set before they run an app."""
 
 import pytest
 from flwr.supercore.task_identity import TaskIdentity

@@ -52,7 +52,7 @@ def make_certificate(folder: Path) -> None:
 
 
 def make_node_key(path: Path) -> None:
-    """What a SuperNode proves its identity with: ``path``, and its public half beside it, ``path.pub``."""
+    """Write the key by which a SuperNode proves its identity, ``path``, and its public half beside it, ``path.pub``."""
     key = ec.generate_private_key(ec.SECP384R1())
     write_key(path, key, serialization.PrivateFormat.OpenSSH)
     path.with_name(path.name + ".pub").write_bytes(
@@ -117,7 +117,7 @@ class Deployment:
         self._start_link("--insecure", "--simulation")
 
     def flwr(self, *arguments: str) -> str:
-        """Run the command line and return what it says."""
+        """Run the command line and return its output."""
         done = subprocess.run(
             [BIN / "flwr", *arguments], env=self.environment, cwd=self.folder, capture_output=True, text=True,
             timeout=250,
@@ -143,7 +143,7 @@ class Deployment:
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
 
     def _configure(self, connection: str) -> None:
-        """What the command line has to know of the SuperLink."""
+        """Write the SuperLink's address for the command line."""
         home = self.folder / "home"
         home.mkdir()
         (home / "config.toml").write_text(

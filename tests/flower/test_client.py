@@ -1,4 +1,4 @@
-"""What a site checks, keeps and refuses."""
+"""A client over Flower: its checks, its state and its refusals."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
-from lightning_fedbayes.flower.client import ClientState
+from lightning_fedbayes.flower.client import StateFile
 from tests.federations import Plain, network
+from tests.flower.clients import BlobData, client_apps, hybrid, run
 from tests.flower.grid import LocalGrid
-from tests.flower.sites import BlobData, hybrid, run, sites
 
 
 class Plateau(Plain):
@@ -25,9 +25,11 @@ class Wide(Plain):
 
 
 REFUSALS = {
-    "another network": (lambda: sites(make=Wide), "the global model and this client's network name different"),
-    "too few parts": (lambda: [*sites()[:3], data_of_two()], "partition-id=3, but the data are those of 2 clients"),
-    "a schedule of a metric": (lambda: sites(make=Plateau), "ReduceLROnPlateau follows a validation metric"),
+    "another network": (lambda: client_apps(make=Wide), "the global model and this client's network name different"),
+    "too few parts": (
+        lambda: [*client_apps()[:3], data_of_two()], "partition-id=3, but the data are those of 2 clients"
+    ),
+    "a schedule of a metric": (lambda: client_apps(make=Plateau), "ReduceLROnPlateau follows a validation metric"),
     "a Trainer that cuts rounds": (
         lambda: [client_app(hybrid(), BlobData(), trainer={"limit_train_batches": 0.5})] * 4, "limit_train_batches=0.5"
     ),
@@ -39,21 +41,21 @@ def data_of_two():
 
 
 @pytest.mark.parametrize(("apps", "says"), REFUSALS.values(), ids=REFUSALS)
-def test_what_cannot_be_trained_is_said_at_the_server(apps, says, caplog):
+def test_clients_that_cannot_train_are_reported_at_the_server(apps, says, caplog):
     caplog.set_level("INFO")
     made = apps()
     strategy = FusionStrategy(wait_for=4)
     make = (lambda: Plain(network())) if "schedule" in says or "metric" in says else hybrid
     run(LocalGrid(made), strategy, rounds=1, make=make)
     assert says in caplog.text
-    assert strategy.state.history[0]["failed_clients"] >= 1
+    assert strategy.server.history[0]["failed_clients"] >= 1
 
 
 @pytest.mark.parametrize("number", [None, -1, "0", 1.5, True])
 def test_a_node_needs_a_number(number, caplog, monkeypatch):
     caplog.set_level("INFO")
     monkeypatch.setattr("lightning_fedbayes.flower.roster.POLL_SECONDS", 0.01)
-    grid = LocalGrid(sites(), numbers=[number] * 4)
+    grid = LocalGrid(client_apps(), numbers=[number] * 4)
     with pytest.raises(FederationError, match="0 of 1 clients are connected"):
         FusionStrategy(wait_for=1).start(grid, initial_arrays(hybrid()), timeout=0.05)
     assert f"partition-id is {number!r}" in caplog.text
@@ -62,7 +64,7 @@ def test_a_node_needs_a_number(number, caplog, monkeypatch):
 @pytest.mark.parametrize("keeps", [
     {"local_parameters": ["network.3.*"]}, {"optimizer_state": "keep"}, {"buffers": "local"},
 ])
-def test_what_is_kept_needs_a_place(keeps):
+def test_state_of_a_client_needs_a_folder(keeps):
     with pytest.raises(FederationError, match="state_folder"):
         client_app(hybrid(), BlobData(), **keeps)
 
@@ -74,7 +76,7 @@ def test_bad_settings_are_refused_at_once():
         client_app(hybrid(), BlobData(), local_epochs=0)
 
 
-def test_a_site_makes_its_data_from_its_node():
+def test_a_client_makes_its_data_from_its_node():
     seen = []
 
     def data(context):
@@ -84,13 +86,13 @@ def test_a_site_makes_its_data_from_its_node():
     strategy = FusionStrategy()
     run(LocalGrid([client_app(hybrid(), data, trainer={"accelerator": "cpu"})] * 2), strategy, rounds=1)
     assert seen == [0, 1]
-    assert strategy.state.history[0]["valid_clients"] == 2
+    assert strategy.server.history[0]["valid_clients"] == 2
 
 
-def test_what_a_refused_round_would_have_kept_is_forgotten(tmp_path):
+def test_state_of_a_refused_round_is_forgotten(tmp_path):
     def state(server_round, accepted, federation="a"):
         config = {"federation": federation, "server-round": server_round, "accepted": accepted}
-        return ClientState(tmp_path, 7, config)
+        return StateFile(tmp_path, 7, config)
 
     first = {7: {"local": {"w": torch.ones(2)}, "optimizers": []}}
     second = {7: {"local": {"w": torch.zeros(2)}, "optimizers": []}}
@@ -105,13 +107,13 @@ def test_what_a_refused_round_would_have_kept_is_forgotten(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["client-7.pt"]
 
 
-def test_privacy_clips_what_a_site_sends_and_nobody_knows_the_noise():
+def test_privacy_clips_updates_and_draws_fresh_noise_in_every_run():
     def posterior(privacy):
         strategy = FusionStrategy("weighted_average", wait_for=4, weighting="equal")
-        apps = sites(make=lambda: Plain(network()), privacy=privacy)
+        apps = client_apps(make=lambda: Plain(network()), privacy=privacy)
         result = run(LocalGrid(apps), strategy, rounds=1, make=lambda: Plain(network()))
         assert "train_loss" not in result.train_metrics_clientapp[1]
-        return strategy.state.posterior.flatten()[0]
+        return strategy.server.posterior.flatten()[0]
 
     start = fb.read_posterior(Plain(network())).flatten()[0]
     clipped = [posterior(fb.UpdatePrivacy(clip=0.01, noise_multiplier=0.0)) for _ in range(2)]
@@ -125,4 +127,4 @@ def test_privacy_clips_what_a_site_sends_and_nobody_knows_the_noise():
 
 def test_privacy_refuses_buffers_when_the_app_is_made():
     with pytest.raises(FederationError, match="buffers unprotected"):
-        sites(privacy=fb.UpdatePrivacy())
+        client_apps(privacy=fb.UpdatePrivacy())

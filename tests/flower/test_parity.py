@@ -5,9 +5,9 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.flower import FusionStrategy, client_app
-from tests.federations import Plain, federate, loader, network
+from tests.federations import Plain, federate, loader, network, trainer
+from tests.flower.clients import PARTITION, BlobData, client_apps, hybrid, in_process, run
 from tests.flower.grid import LocalGrid
-from tests.flower.sites import PARTITION, BlobData, hybrid, in_process, run, sites
 
 
 class Scheduled(Plain):
@@ -23,7 +23,7 @@ class Scheduled(Plain):
 
 def assert_same(strategy, federation):
     """Bit by bit."""
-    ours, theirs = strategy.state.posterior, federation.posterior
+    ours, theirs = strategy.server.posterior, federation.posterior
     assert ours.names == theirs.names
     for name in ours.names:
         assert torch.equal(ours.mean[name], theirs.mean[name]), name
@@ -34,7 +34,7 @@ CASES = {
     "rklb": (hybrid, {"fusion": "reverse_kl_barycenter"}, {"local_epochs": 2}),
     "dwc": (hybrid, {"fusion": "dwc"}, {"prior": "global"}),
     "linear pool": (hybrid, {"fusion": "linear_pool", "weighting": "max_discrepancy"}, {}),
-    "with a memory": (hybrid, {"fusion": "ivar_vb", "weighting": "equal"}, {}),
+    "with a state": (hybrid, {"fusion": "ivar_vb", "weighting": "equal"}, {}),
     "cohorts": (hybrid, {"fraction": 0.5}, {}),
     "kept optimizers": (Scheduled, {}, {"optimizer_state": "keep"}),
     "cohorts that keep": (Scheduled, {"fraction": 0.5}, {"optimizer_state": "keep", "local_parameters": ["net.2.*"]}),
@@ -48,7 +48,7 @@ CASES = {
 def test_same_posterior_as_in_one_process(make, server, client, shared, tmp_path):
     strategy = FusionStrategy(**server, wait_for=4, seed=3)
     kept = {name: client[name] for name in ("buffers", "local_parameters") if name in client}
-    grid = LocalGrid(sites(make=make, shared=shared, state_folder=tmp_path, **client))
+    grid = LocalGrid(client_apps(make=make, shared=shared, state_folder=tmp_path, **client))
     run(grid, strategy, make=make, **kept)
     assert_same(strategy, in_process(make=make, **server, **client, seed=3))
 
@@ -66,17 +66,26 @@ def test_clients_with_data_of_their_own():
 
 def test_buffers_equal_those_in_one_process_and_keep_their_dtype():
     strategy = FusionStrategy(wait_for=4)
-    run(LocalGrid(sites()), strategy)
+    run(LocalGrid(client_apps()), strategy)
     model = hybrid()
     federate(model, fb.FederatedBayes(PARTITION, engine="sequential"), 3, BlobData().train_dataloader())
     theirs = dict(model.named_buffers())
-    assert strategy.state.buffers["network.1.num_batches_tracked"].dtype == torch.int64
-    assert len(strategy.state.buffers) == 3
-    for name, value in strategy.state.buffers.items():
+    assert strategy.server.buffers["network.1.num_batches_tracked"].dtype == torch.int64
+    assert len(strategy.server.buffers) == 3
+    for name, value in strategy.server.buffers.items():
         assert torch.equal(value, theirs[name]), name
 
 
 def test_evaluation_is_the_mean_over_the_clients():
-    result = run(LocalGrid(sites()), FusionStrategy(wait_for=4, evaluate=True), rounds=2)
+    """Weighted by their numbers of validation examples."""
+    data = [torch.utils.data.Subset(BlobData().dataset, range(*ends)) for ends in ((0, 60), (60, 90))]
+    apps = [client_app(Plain(network()), BlobData(part), trainer={"accelerator": "cpu"}) for part in data]
+    strategy = FusionStrategy(evaluate=True)
+    result = run(LocalGrid(apps), strategy, rounds=2, make=lambda: Plain(network()))
     assert set(result.evaluate_metrics_clientapp) == {1, 2}
-    assert 0 < result.evaluate_metrics_clientapp[2]["val/accuracy"] <= 1
+    model = Plain(network())
+    model.load_state_dict(strategy.server.posterior.mean)
+    losses = [trainer().validate(model, loader(part, shuffle=False), verbose=False)[0]["val/nll"] for part in data]
+    assert abs(losses[0] - losses[1]) > 0.01
+    expected = (60 * losses[0] + 30 * losses[1]) / 90
+    assert result.evaluate_metrics_clientapp[2]["val/nll"] == pytest.approx(expected, rel=1e-5)

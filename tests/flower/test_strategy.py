@@ -11,9 +11,10 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.flower import FusionStrategy, initial_arrays, load_checkpoint, server_app
 from lightning_fedbayes.flower.roster import Roster
-from tests.federations import Plain, network
+from lightning_fedbayes.fusion import rule_name
+from tests.federations import Plain, assert_equal, network
+from tests.flower.clients import client_apps, hybrid, in_process, run
 from tests.flower.grid import NODE, LocalGrid
-from tests.flower.sites import hybrid, run, sites
 
 MEAN, VARIANCE = "mean/network.0.weight", "variance/network.3.weight"
 
@@ -83,24 +84,33 @@ def lost(reply):
 
 @pytest.fixture(scope="module")
 def without():
-    """What every bad client must come to: two rounds, and client 1 is missing in the second."""
-    return {}
+    """The federation in one process whose client 1 fails in the second of two rounds."""
+    class Fails(fb.HybridBayesianClassifier):
+        def on_client_start(self, client):
+            super().on_client_start(client)
+            if (client.number, client.round) == (1, 1):
+                raise RuntimeError("out of order")
+
+    def make():
+        module = hybrid()
+        module.__class__ = Fails
+        return module
+
+    return in_process(rounds=2, make=make)
 
 
 @pytest.mark.parametrize(("change", "says"), BAD.values(), ids=BAD)
-def test_a_bad_client_is_left_out_of_its_round(change, says, without, capsys, caplog):
+def test_a_bad_client_is_left_out_of_its_round(change, says, without, caplog):
     caplog.set_level("INFO")
     strategy = FusionStrategy(wait_for=4)
-    run(LocalGrid(sites(), {1: in_rounds(change, 2)}), strategy, rounds=2)
-    assert strategy.state.history[0]["valid_clients"] == 4
-    assert strategy.state.history[1]["valid_clients"] == 3
-    assert strategy.state.history[1]["failed_clients"] == 1
-    assert strategy.state.accepted == {0: 2, 1: 1, 2: 2, 3: 2}
+    run(LocalGrid(client_apps(), {1: in_rounds(change, 2)}), strategy, rounds=2)
+    assert strategy.server.history[0]["valid_clients"] == 4
+    assert strategy.server.history[1]["valid_clients"] == 3
+    assert strategy.server.history[1]["failed_clients"] == 1
+    assert strategy.server.accepted == {0: 2, 1: 1, 2: 2, 3: 2}
     assert says in caplog.text
-    reference = without.setdefault("posterior", strategy.state.posterior)
-    for name in reference.names:
-        assert torch.equal(strategy.state.posterior.mean[name], reference.mean[name])
-        assert torch.isfinite(strategy.state.posterior.mean[name]).all()
+    assert_equal(strategy.server.posterior.mean, without.posterior.mean)
+    assert_equal(strategy.server.posterior.variance, without.posterior.variance)
 
 
 def test_a_client_that_raises_is_left_out(caplog):
@@ -112,8 +122,8 @@ def test_a_client_that_raises_is_left_out(caplog):
                 raise RuntimeError("the disk is full")
 
     strategy = FusionStrategy("weighted_average", wait_for=4)
-    run(LocalGrid(sites(make=Raises)), strategy, rounds=2, make=Raises)
-    assert [figures["valid_clients"] for figures in strategy.state.history] == [3, 3]
+    run(LocalGrid(client_apps(make=Raises)), strategy, rounds=2, make=Raises)
+    assert [figures["valid_clients"] for figures in strategy.server.history] == [3, 3]
     assert "client 2 failed: RuntimeError: the disk is full" in caplog.text
 
 
@@ -121,36 +131,36 @@ def test_sizes_that_are_all_0_leave_the_posterior(caplog):
     caplog.set_level("INFO")
     nothing = dict.fromkeys(range(4), lambda reply: resend(reply, metrics={"num-examples": 0}))
     strategy = FusionStrategy(wait_for=4)
-    result = run(LocalGrid(sites(), nothing), strategy, rounds=2)
+    result = run(LocalGrid(client_apps(), nothing), strategy, rounds=2)
     assert result.arrays == initial_arrays(hybrid())
-    assert strategy.state.failed_rounds == 2
+    assert strategy.server.failed_rounds == 2
     assert "nothing to fuse" in caplog.text
 
 
 def test_a_round_in_which_all_fail_ends_well():
     once = dict.fromkeys(range(4), in_rounds(lost, 2, 2))
     strategy = FusionStrategy(wait_for=4)
-    result = run(LocalGrid(sites(), once), strategy, rounds=3)
-    assert [figures["valid_clients"] for figures in strategy.state.history] == [4, 0, 4]
-    assert [figures["failed_rounds"] for figures in strategy.state.history] == [0, 1, 0]
+    result = run(LocalGrid(client_apps(), once), strategy, rounds=3)
+    assert [figures["valid_clients"] for figures in strategy.server.history] == [4, 0, 4]
+    assert [figures["failed_rounds"] for figures in strategy.server.history] == [0, 1, 0]
     assert result.arrays.keys() == initial_arrays(hybrid()).keys()
 
 
 def test_too_many_failed_rounds_stop_the_run_and_keep_what_is_learnt(tmp_path):
     bad = dict.fromkeys(range(4), in_rounds(nan, 2))
     strategy = FusionStrategy(wait_for=4, max_failed_rounds=2, checkpoint=tmp_path / "server.pt")
-    with pytest.raises(FederationError, match=r"2 rounds in a row.*; client 0: mean of .* is not finite"):
-        run(LocalGrid(sites(), bad), strategy, rounds=9)
+    with pytest.raises(FederationError, match=r"2 rounds in a row.*: client 0: mean of .* is not finite"):
+        run(LocalGrid(client_apps(), bad), strategy, rounds=9)
     one = FusionStrategy(wait_for=4)
-    run(LocalGrid(sites()), one, rounds=1)
+    run(LocalGrid(client_apps()), one, rounds=1)
     kept = load_checkpoint(hybrid(), tmp_path / "server.pt")
     assert kept.rounds == 3
-    assert torch.equal(kept.posterior.mean["network.0.weight"], one.state.posterior.mean["network.0.weight"])
+    assert torch.equal(kept.posterior.mean["network.0.weight"], one.server.posterior.mean["network.0.weight"])
 
 
 def test_fewer_than_min_clients_leave_the_posterior():
     strategy = FusionStrategy(wait_for=4, min_clients=4)
-    result = run(LocalGrid(sites(), {3: nan}), strategy, rounds=2)
+    result = run(LocalGrid(client_apps(), {3: nan}), strategy, rounds=2)
     assert result.arrays == initial_arrays(hybrid())
 
 
@@ -164,35 +174,36 @@ def test_a_server_that_dies_inside_a_round_ends_where_another_does(tmp_path, fus
         raise Crash
 
     whole = FusionStrategy(fusion, wait_for=4, fraction=0.75, seed=2)
-    run(LocalGrid(sites()), whole, rounds=4)
+    run(LocalGrid(client_apps()), whole, rounds=4)
     path = tmp_path / "folder" / "server.pt"
     dead = FusionStrategy(fusion, wait_for=4, fraction=0.75, seed=2, checkpoint=path)
     with pytest.raises(Crash):
-        run(LocalGrid(sites(), dict.fromkeys(range(4), in_rounds(dies, 3))), dead, rounds=4)
-    grid = LocalGrid(sites(shared=False))
+        run(LocalGrid(client_apps(), dict.fromkeys(range(4), in_rounds(dies, 3))), dead, rounds=4)
+    grid = LocalGrid(client_apps(shared=False))
     resumed = FusionStrategy(fusion, wait_for=4, fraction=0.75, seed=2, checkpoint=path)
     result = run(grid, resumed, rounds=4)
     assert [kind for kind, _ in grid.asked] == ["query", "train", "train"]
     assert set(result.train_metrics_clientapp) == {3, 4}
-    assert [figures["round"] for figures in resumed.state.history] == [1, 2, 3, 4]
-    for name, mean in whole.state.posterior.mean.items():
-        assert torch.equal(resumed.state.posterior.mean[name], mean), name
-        assert torch.equal(resumed.state.posterior.variance[name], whole.state.posterior.variance[name]), name
+    assert [figures["round"] for figures in resumed.server.history] == [0, 1, 2, 3]
+    for name, mean in whole.server.posterior.mean.items():
+        assert torch.equal(resumed.server.posterior.mean[name], mean), name
+        assert torch.equal(resumed.server.posterior.variance[name], whole.server.posterior.variance[name]), name
 
 
 def test_the_server_in_one_line():
     strategies = [FusionStrategy("conflation", wait_for=4), FusionStrategy("conflation", wait_for=4)]
     app = server_app(hybrid(), strategies[0], rounds=2, timeout=1, buffers="frozen")
-    app(LocalGrid(sites(buffers="frozen")), Context(0, 0, {}, RecordDict(), {}))
-    run(LocalGrid(sites(buffers="frozen")), strategies[1], rounds=2, buffers="frozen")
-    first, second = (strategy.state.posterior.mean for strategy in strategies)
+    app(LocalGrid(client_apps(buffers="frozen")), Context(0, 0, {}, RecordDict(), {}))
+    assert type(strategies[0].server) is fb.Server
+    run(LocalGrid(client_apps(buffers="frozen")), strategies[1], rounds=2, buffers="frozen")
+    first, second = (strategy.server.posterior.mean for strategy in strategies)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_complete_federation_is_not_trained_on(tmp_path):
     path = tmp_path / "server.pt"
-    result = run(LocalGrid(sites()), FusionStrategy(wait_for=4, checkpoint=path), rounds=2)
-    grid = LocalGrid(sites())
+    result = run(LocalGrid(client_apps()), FusionStrategy(wait_for=4, checkpoint=path), rounds=2)
+    grid = LocalGrid(client_apps())
     again = run(grid, FusionStrategy(wait_for=4, checkpoint=path), rounds=2)
     assert again.arrays == result.arrays
     assert grid.asked == []
@@ -204,53 +215,54 @@ def test_a_complete_federation_is_not_trained_on(tmp_path):
 ])
 def test_a_checkpoint_of_another_federation_is_refused(change, says, tmp_path):
     path = tmp_path / "server.pt"
-    run(LocalGrid(sites()), FusionStrategy(wait_for=4, checkpoint=path), rounds=1)
+    run(LocalGrid(client_apps()), FusionStrategy(wait_for=4, checkpoint=path), rounds=1)
     make = change.pop("make", hybrid)
     with pytest.raises(FederationError, match=says):
-        run(LocalGrid(sites(make=make)), FusionStrategy(wait_for=4, checkpoint=path, **change), make=make)
+        run(LocalGrid(client_apps(make=make)), FusionStrategy(wait_for=4, checkpoint=path, **change), make=make)
 
 
 def test_a_file_that_is_no_checkpoint_is_left_alone(tmp_path):
     path = tmp_path / "server.pt"
     path.write_text("my diary")
     with pytest.raises(FederationError, match="is no checkpoint"):
-        run(LocalGrid(sites()), FusionStrategy(wait_for=4, checkpoint=path))
+        run(LocalGrid(client_apps()), FusionStrategy(wait_for=4, checkpoint=path))
     assert path.read_text() == "my diary"
 
 
-def test_another_rule_goes_on_without_the_memory_of_the_first(tmp_path):
+def test_another_rule_goes_on_without_the_state_of_the_first(tmp_path):
     path = tmp_path / "server.pt"
-    run(LocalGrid(sites()), FusionStrategy("ivar_vb", wait_for=4, checkpoint=path), rounds=1)
+    run(LocalGrid(client_apps()), FusionStrategy("ivar_vb", wait_for=4, checkpoint=path), rounds=1)
     other = FusionStrategy("conflation", wait_for=4, checkpoint=path)
-    run(LocalGrid(sites()), other, rounds=2)
-    assert other.state.rule == "conflation"
-    assert other.state.rounds == 2
+    run(LocalGrid(client_apps()), other, rounds=2)
+    assert set(other.server.state_dict()["rule_states"]) == {"conflation"}
+    assert other.server.state_dict()["rule_states"]["conflation"] == {}
+    assert other.server.rounds == 2
 
 
 def test_the_checkpoint_loads_into_the_network(tmp_path):
     strategy = FusionStrategy(wait_for=4, checkpoint=tmp_path / "server.pt")
-    run(LocalGrid(sites()), strategy)
+    run(LocalGrid(client_apps()), strategy)
     model = hybrid()
     before = copy.deepcopy(model.state_dict())
     state = load_checkpoint(model, tmp_path / "server.pt")
-    assert torch.equal(model.network[0].weight, strategy.state.posterior.mean["network.0.weight"])
+    assert torch.equal(model.network[0].weight, strategy.server.posterior.mean["network.0.weight"])
     assert not torch.equal(model.network[0].weight, before["network.0.weight"])
-    assert torch.equal(model.network[1].running_mean, strategy.state.buffers["network.1.running_mean"])
+    assert torch.equal(model.network[1].running_mean, strategy.server.buffers["network.1.running_mean"])
     assert len(state.history) == 3
 
 
 def test_a_number_belongs_to_the_first_node_that_claims_it(caplog):
     caplog.set_level("INFO")
-    grid = LocalGrid(sites(), numbers=[0, 1, 1, None])  # nodes ask in the order of their ids: client 3 is first
+    grid = LocalGrid(client_apps(), numbers=[0, 1, 1, None])  # nodes ask in the order of their ids: client 3 is first
     strategy = FusionStrategy(wait_for=2)
     run(grid, strategy, rounds=1)
-    assert strategy.state.history[0]["valid_clients"] == 2
+    assert strategy.server.history[0]["valid_clients"] == 2
     assert "says that it is client 1, and so does another" in caplog.text
     assert "partition-id is None" in caplog.text
 
 
 def test_a_number_goes_to_the_next_node_when_the_first_has_gone():
-    grid, roster = LocalGrid(sites(), numbers=[0, 1, 1, 2]), Roster()
+    grid, roster = LocalGrid(client_apps(), numbers=[0, 1, 1, 2]), Roster()
     assert roster.update(grid, 1) == {0: NODE, 1: NODE - 2, 2: NODE - 3}
     del grid.apps[2]
     assert roster.update(grid, 1) == {0: NODE, 1: NODE - 1, 2: NODE - 3}
@@ -260,7 +272,7 @@ def test_a_number_goes_to_the_next_node_when_the_first_has_gone():
 def test_clients_that_do_not_come_are_waited_for_no_longer_than_the_timeout(monkeypatch):
     monkeypatch.setattr("lightning_fedbayes.flower.roster.POLL_SECONDS", 0.01)
     with pytest.raises(FederationError, match=r"4 of 5 clients are connected after 0\.1 s"):
-        FusionStrategy(wait_for=5).start(LocalGrid(sites()), initial_arrays(hybrid()), 1, timeout=0.1)
+        FusionStrategy(wait_for=5).start(LocalGrid(client_apps()), initial_arrays(hybrid()), 1, timeout=0.1)
 
 
 @pytest.mark.parametrize(("arguments", "error", "says"), [
@@ -277,12 +289,12 @@ def test_bad_arguments_are_refused_at_once(arguments, error, says):
 
 def test_weightings_by_divergence_are_refused_for_deterministic_networks():
     with pytest.raises(FusionError, match="use 'distance_l2'"):
-        FusionStrategy(weighting="distance", wait_for=4).start(LocalGrid(sites()), initial_arrays(Plain()), 1)
+        FusionStrategy(weighting="distance", wait_for=4).start(LocalGrid(client_apps()), initial_arrays(Plain()), 1)
 
 
 def test_any_registered_rule_will_do():
     for name in fb.available_fusions():
         strategy = FusionStrategy(name, wait_for=4)
-        run(LocalGrid(sites()), strategy, rounds=1)
-        assert strategy.state.rule == name
-        assert strategy.state.history[0]["failed_rounds"] == 0, name
+        run(LocalGrid(client_apps()), strategy, rounds=1)
+        assert [rule_name(rule) for rule in strategy.server.rules.values()] == [name]
+        assert strategy.server.history[0]["failed_rounds"] == 0, name

@@ -1,4 +1,4 @@
-"""What goes over the wire comes back as it was."""
+"""Posteriors and buffers come back from the wire as they were."""
 
 import pytest
 import torch

@@ -35,7 +35,7 @@ OBJECTIVES = {
 
 
 def objective(rule, cohort, mean, log_std):
-    """The rule's Σ_k ω_k D(q, q_k) and the sum of its absolute terms' gradients' natural scale."""
+    """The rule's Σ_k ω_k D(q, q_k)."""
     weights = np.array(cohort.weights) / sum(cohort.weights)
     q = Normal(mean, log_std.exp())
     flat = [client.flatten() for client in cohort.clients]

@@ -9,7 +9,7 @@ from scipy.optimize import minimize
 
 from lightning_fedbayes import GaussianPosterior, fuse
 from lightning_fedbayes.fusion import GeometricMedian, get_rule
-from lightning_fedbayes.fusion.geometric_median import start
+from lightning_fedbayes.fusion.robust import start
 
 
 def points(rows):

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fedbayes import FusionError, GaussianPosterior
-from lightning_fedbayes.fusion import gram_of
+from lightning_fedbayes.fusion import Cohort
 from lightning_fedbayes.fusion.columns import columns, sample, weighted_sum
 from lightning_fedbayes.fusion.gram import combine, combine_variances, squared_distances_to
+from lightning_fedbayes.fusion.gram import gram_of as gram_of_cohort
 
 from .strategies import posterior
 
@@ -17,6 +18,13 @@ from .strategies import posterior
 def clients_of(rows):
     """Point masses of two parameters from the rows of a matrix."""
     return [GaussianPosterior.point_mass({"a": row[:2].clone(), "b": row[2:].clone()}) for row in rows]
+
+
+def gram_of(clients, previous, numbers=None):
+    """The Gram matrix of clients of equal weight."""
+    count = len(clients)
+    weights = torch.full((count,), 1 / count, dtype=torch.float64)
+    return gram_of_cohort(Cohort(clients, weights, previous, numbers or tuple(range(count))))
 
 
 def direct_distances(rows):
@@ -104,8 +112,10 @@ def test_origin_is_zero_without_a_previous_posterior():
 def test_squares_beyond_double_precision_name_the_client(bad):
     clients = [posterior([float(k), 0.0], 0.0) for k in range(4)]
     clients[bad] = posterior([1e200, 0.0], 0.0)
-    with pytest.raises(FusionError, match=rf"client {bad}: its squared distance .* beyond double precision; leave out"):
-        gram_of(clients, None)
+    numbers = (7, 3, 12, 5)
+    words = rf"client {numbers[bad]}: its squared distance to client \d+ is beyond double precision; leave out"
+    with pytest.raises(FusionError, match=words):
+        gram_of(clients, None, numbers)
 
 
 def test_client_of_coefficient_zero_is_not_read():

@@ -1,4 +1,4 @@
-"""What is true of a fusion rule whatever the clients are."""
+"""Identities that hold for fusion rules whatever the clients are."""
 
 import itertools
 

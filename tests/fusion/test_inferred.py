@@ -1,4 +1,4 @@
-"""What the inferred rules remember, and what they make of clients that cannot be told apart or are far off."""
+"""State of the inferred rules, and their answer to clients that cannot be told apart or are far off."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 
 from lightning_fedbayes import FusionError, GaussianPosterior, Reliability, fuse
 from lightning_fedbayes.fusion import Cohort, get_rule
-from lightning_fedbayes.fusion.remember import positive_semidefinite, remember
+from lightning_fedbayes.fusion.inferred import average_rounds, positive_semidefinite
 
 from .untrusted import distances_of, independent, normal, origin, point_masses
 
@@ -21,69 +21,69 @@ def cohort_of(updates, clients, at=None):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_memory_is_left_as_it_is_and_survives_torch_save(name, tmp_path):
+def test_state_is_not_changed_and_survives_torch_save(name, tmp_path):
     rule, (_, updates) = get_rule(name), independent([0.2, 0.3, 0.5, 1.0], 60)
     first = rule.apply(cohort_of(updates, (0, 1, 2, 3)), rule.init())
-    torch.save(first.memory, tmp_path / "memory.pt")
-    stored = torch.load(tmp_path / "memory.pt", weights_only=True)
+    torch.save(first.state, tmp_path / "state.pt")
+    stored = torch.load(tmp_path / "state.pt", weights_only=True)
     later = cohort_of(updates.flip(1), (0, 1, 2, 3))
     again = rule.apply(later, stored)
-    assert torch.equal(again.posterior.mean["w"], rule.apply(later, first.memory).posterior.mean["w"])
-    torch.save(first.memory, tmp_path / "memory.pt")
-    assert all(torch.equal(stored[key], first.memory[key]) for key in ("products", "counts", "along"))
+    assert torch.equal(again.posterior.mean["w"], rule.apply(later, first.state).posterior.mean["w"])
+    before = torch.load(tmp_path / "state.pt", weights_only=True)
+    for state in (stored, first.state):
+        torch.testing.assert_close(state, before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["ivar_mle", "ivar_vb"])
 def test_a_client_that_was_bad_before_counts_less_now(name):
-    """In the second round all are alike; only the memory tells them apart."""
+    """In the second round all are alike; only the state tells them apart."""
     rule = get_rule(name)
     _, first = independent([0.1, 0.1, 0.1, 0.1, 3.0], 3000)
     _, second = independent([0.1] * 5, 3000, seed=5)
-    remembered = rule.apply(cohort_of(first, range(5)), rule.init()).memory
+    state = rule.apply(cohort_of(first, range(5)), rule.init()).state
     alone = rule.apply(cohort_of(second, range(5)), rule.init())
-    judged = rule.apply(cohort_of(second, range(5)), remembered)
+    later = rule.apply(cohort_of(second, range(5)), state)
     assert alone.reliability[4] > 0.15
-    assert judged.reliability[4] < 0.01
+    assert later.reliability[4] < 0.01
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_without_memory_every_round_is_the_first(name):
+def test_with_memory_zero_every_round_is_the_first(name):
     rule = type(get_rule(name))(memory=0.0)
     _, first = independent([0.1, 0.1, 0.1, 3.0], 300)
     _, second = independent([0.1] * 4, 300, seed=5)
-    remembered = rule.apply(cohort_of(first, range(4)), rule.init()).memory
-    assert remembered == {}
-    assert rule.apply(cohort_of(second, range(4)), remembered).reliability == pytest.approx(
-        rule.apply(cohort_of(second, range(4)), {}).reliability
-    )
+    discarded = {"clients": [0, 1, 2, 3], "rounds": 7.0}
+    assert rule.apply(cohort_of(first, range(4)), rule.init()).state == {}
+    outcome = rule.apply(cohort_of(second, range(4)), discarded)
+    assert outcome.state == {}
+    assert outcome.reliability == rule.apply(cohort_of(second, range(4)), {}).reliability
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_clients_may_miss_rounds_and_come_in_any_order(name):
-    """A client who is known by its number, not by its place."""
-    rule, memory = get_rule(name), get_rule(name).init()
+    """A client is recognised by its number, not by its place."""
+    rule, state = get_rule(name), get_rule(name).init()
     noise = [0.1, 0.1, 0.1, 2.0, 0.1]
     for round, present in enumerate([(0, 1, 3), (4, 3, 2), (2, 0, 1, 4), (3, 1), (1, 2, 3, 4), (0, 1, 2, 3, 4)]):
         _, updates = independent([noise[client] for client in present], 2000, seed=10 * round)
-        fused = rule.apply(cohort_of(updates, present), memory)
-        memory = fused.memory
+        fused = rule.apply(cohort_of(updates, present), state)
+        state = fused.state
         assert set(fused.reliability) == set(present)
         assert bool(torch.isfinite(fused.posterior.mean["w"]).all())
     assert fused.reliability[3] < 0.02
     _, updates = independent([noise[client] for client in (4, 3, 2, 1, 0)], 2000, seed=50)
-    mixed = rule.apply(cohort_of(updates.flip(0), (0, 1, 2, 3, 4)), memory).reliability
-    straight = rule.apply(cohort_of(updates, (4, 3, 2, 1, 0)), memory).reliability
-    assert mixed == pytest.approx(straight, abs=1e-4)
+    mixed = rule.apply(cohort_of(updates.flip(0), (0, 1, 2, 3, 4)), state).reliability
+    straight = rule.apply(cohort_of(updates, (4, 3, 2, 1, 0)), state).reliability
+    assert mixed == pytest.approx(straight, abs=1e-3)
 
 
-def test_equal_rounds_are_remembered_as_one():
-    """The average over rounds that are all the same is that round."""
+def test_the_average_over_equal_rounds_is_that_round():
     _, updates = independent([0.2, 0.4, 1.0], 50)
-    now, memory = distances_of(updates), {}
+    now, state = distances_of(updates), {}
     for _ in range(3):
-        average, memory = remember(memory, (2, 5, 7), now, 0.5)
+        average, state = average_rounds(state, (2, 5, 7), now, 0.5)
     torch.testing.assert_close(average, now)
-    assert float(memory["counts"][0, 0]) == pytest.approx(1 + 0.5 + 0.25)
+    assert float(state["counts"][0, 0]) == pytest.approx(1 + 0.5 + 0.25)
 
 
 def test_products_that_no_points_have_are_mended_and_true_ones_kept():
@@ -101,13 +101,13 @@ def test_products_that_no_points_have_are_mended_and_true_ones_kept():
 @pytest.mark.parametrize("far", [3.0, 30.0, 1e9])
 def test_a_client_that_misses_a_round_is_not_blamed_for_another_ones_outlier(name, far):
     """Only the last client is bad, and only in the first round; client 1 is away in the second."""
-    rule, memory = get_rule(name), get_rule(name).init()
+    rule, state = get_rule(name), get_rule(name).init()
     for round, present in enumerate([range(7), (0, 2, 3, 4, 5, 6), range(7)]):
         truth, updates = independent([0.3] * len(present), 2000, seed=round)
         if round == 0:
             updates[-1] = far * normal(2000, seed=99)
-        fused = rule.apply(cohort_of(updates, present), memory)
-        memory = fused.memory
+        fused = rule.apply(cohort_of(updates, present), state)
+        state = fused.state
     honest = [fused.reliability[client] for client in range(6)]
     assert min(honest) > 0.1 or name in ("ivar_mle", "icov_mle")  # whose shares differ a lot anyway
     assert not set(fused.excluded) & set(range(6)) or name in ("ivar_mle", "icov_mle")
@@ -117,12 +117,12 @@ def test_a_client_that_misses_a_round_is_not_blamed_for_another_ones_outlier(nam
 @pytest.mark.parametrize("name", RULES)
 def test_updates_that_shrink_do_not_make_those_who_were_away_look_bad(name):
     """Rounds with ever smaller updates and noise, three of five clients in each."""
-    rule, memory = get_rule(name), get_rule(name).init()
+    rule, state = get_rule(name), get_rule(name).init()
     for round in range(12):
         present = sorted({(round * 3 + step * 2) % 5 for step in range(4)})
         truth, updates = independent([0.3] * len(present), 3000, seed=round)
-        fused = rule.apply(cohort_of(updates * 0.8**round, present), memory)
-        memory = fused.memory
+        fused = rule.apply(cohort_of(updates * 0.8**round, present), state)
+        state = fused.state
         error = float((fused.posterior.mean["w"] / 0.8**round - truth).square().mean())
         assert error < 0.1
 
@@ -195,16 +195,16 @@ def test_reliability_drives_another_rule(by, then):
     torch.testing.assert_close(again.mean["w"], expected.mean["w"])
 
 
-def test_reliability_remembers_for_the_rule_inside():
+def test_reliability_keeps_the_state_of_the_rule_inside():
     rule = Reliability("ivar_vb", then="weighted_average")
     _, first = independent([0.1, 0.1, 0.1, 3.0], 2000)
     _, second = independent([0.1] * 4, 2000, seed=5)
-    memory = rule.apply(cohort_of(first, range(4)), rule.init()).memory
-    assert rule.apply(cohort_of(second, range(4)), memory).reliability[3] < 0.01
+    state = rule.apply(cohort_of(first, range(4)), rule.init()).state
+    assert rule.apply(cohort_of(second, range(4)), state).reliability[3] < 0.01
 
 
 def test_reliability_of_rules_that_cannot():
-    with pytest.raises(FusionError, match="does not judge clients"):
+    with pytest.raises(FusionError, match="infers no reliability of clients"):
         Reliability("fedavg")
     with pytest.raises(FusionError, match="takes no weights"):
         Reliability("ivar_vb", then="conflation")
@@ -212,9 +212,10 @@ def test_reliability_of_rules_that_cannot():
         Reliability("ivar_bv")
 
 
-def test_all_pairs_of_rules_agree_where_clients_are_equally_good():
-    """Independent errors of one size: every rule is close to the plain mean."""
+def test_rules_agree_where_clients_are_equally_good():
+    """Independent errors of one size: all but ``icov_mle``, which the source finds unreliable, are near the average."""
     _, updates = independent([0.5] * 6, 20_000)
-    fused = [fuse(name, point_masses(updates), previous=origin(20_000)).mean["w"] for name in ("fedavg", *RULES[:2])]
-    for first, second in itertools.pairwise(fused):
+    rules = ("fedavg", "ivar_mle", "ivar_vb", "icov_vb")
+    fused = [fuse(name, point_masses(updates), previous=origin(20_000)).mean["w"] for name in rules]
+    for first, second in itertools.combinations(fused, 2):
         assert float((first - second).square().mean()) < 0.02 * 0.25

@@ -136,7 +136,7 @@ def test_consensus_is_the_geometric_median():
     torch.testing.assert_close(consensus(distances_of(updates)) @ updates, slow_geometric_median(updates))
 
 
-def test_says_who_is_left_out():
+def test_clients_left_out_are_named_by_their_numbers():
     _, updates = independent([0.1] * 4, 500)
     sent = torch.cat([updates, 100 * normal(1, 500, seed=3)])
     cohort = Cohort(point_masses(sent), torch.full((5,), 0.2, dtype=torch.float64), origin(500), (3, 7, 1, 0, 9))

@@ -1,4 +1,4 @@
-"""Mixing and clipping hand the clients they describe to whatever rule follows."""
+"""Mixing and clipping equal the rule that follows, applied to mixed or clipped clients."""
 
 from dataclasses import replace
 
@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fedbayes import GaussianPosterior, fuse
-from lightning_fedbayes.fusion import (
-    Cohort,
-    Fused,
-    JudgingRule,
-    NearestNeighbourMixing,
-    NormClipping,
-    get_rule,
-)
+from lightning_fedbayes.fusion import Cohort, Fused, NearestNeighbourMixing, NormClipping, ReliabilityRule, get_rule
 
 from .strategies import assert_same, posterior
 
@@ -95,27 +88,27 @@ def test_a_radius_that_no_update_reaches_changes_nothing():
     assert_same(fuse(NormClipping("nwa", 1e6), clients, weights, previous), fuse("nwa", clients, weights))
 
 
-class Counting(JudgingRule):
-    """Trusts the first client, leaves the second out, and counts rounds."""
+class Counting(ReliabilityRule):
+    """Gives the first client all reliability, leaves the second out, and counts rounds."""
 
     def init(self):
         return {"rounds": 0}
 
-    def apply(self, cohort, memory):
+    def apply(self, cohort, state):
         first, second, *_ = cohort.clients
-        return Fused(cohort.posteriors[0], {first: 1.0}, {second: "for a test"}, {"rounds": memory["rounds"] + 1})
+        return Fused(cohort.posteriors[0], {first: 1.0}, {second: "for a test"}, {"rounds": state["rounds"] + 1})
 
 
 @pytest.mark.parametrize("make", [NearestNeighbourMixing, NormClipping])
-def test_memory_and_judgement_are_those_of_the_rule_inside(make):
+def test_state_and_reliability_are_those_of_the_rule_inside(make):
     rule = make(Counting())
     clients = tuple(posterior([value], 0.0) for value in (0.0, 1.0, 5.0))
     cohort = Cohort(clients, torch.full((3,), 1 / 3, dtype=torch.float64), clients[0], (4, 9, 2))
-    memory = rule.init()
-    first = rule.apply(cohort, memory)
-    second = rule.apply(replace(cohort, clients=(9, 4, 2)), first.memory)
-    assert memory == {"rounds": 0}
-    assert [first.memory, second.memory] == [{"rounds": 1}, {"rounds": 2}]
+    state = rule.init()
+    first = rule.apply(cohort, state)
+    second = rule.apply(replace(cohort, clients=(9, 4, 2)), first.state)
+    assert state == {"rounds": 0}
+    assert [first.state, second.state] == [{"rounds": 1}, {"rounds": 2}]
     shared = {4: 0.5, 9: 0.5, 2: 0.0} if make is NearestNeighbourMixing else {4: 1.0, 9: 0.0, 2: 0.0}
     assert first.reliability == shared
     assert set(first.excluded) == {client for client, share in shared.items() if share == 0}

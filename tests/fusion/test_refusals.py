@@ -1,4 +1,4 @@
-"""What cannot be fused is refused, with the value, the rule and the remedy."""
+"""Input that cannot be fused is refused with a message that names the value, the rule and the remedy."""
 
 import math
 

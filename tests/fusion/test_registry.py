@@ -57,7 +57,7 @@ def test_class_becomes_a_rule(temporary, clients):
 
 
 def test_sum_type_rule_from_scratch(temporary, clients):
-    """What the documentation promises to somebody with two sums."""
+    """A rule of two sums, as the documentation of ``SumRule`` has it."""
 
     @register_fusion(temporary)
     class MeanOfSquares(SumRule):

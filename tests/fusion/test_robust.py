@@ -1,10 +1,11 @@
-"""What robust rules promise: a bound on what a minority can do, whatever it sends."""
+"""Robust rules bound how far a minority of clients, whatever it sends, moves the global posterior."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import trim_mean
 
 from lightning_fedbayes import FusionError, GaussianPosterior, fuse
 from lightning_fedbayes.fusion import (
@@ -34,6 +35,8 @@ ROBUST = {
 }
 robust = pytest.mark.parametrize("rule", ROBUST.values(), ids=ROBUST)
 ATTACKS = ("scaled", "sign", "noise", "colluding", "zero")
+COUNTS, SEEDS = st.integers(1, 12), st.integers(0, 2**32 - 1)
+FEW = settings(deadline=None, max_examples=40)
 
 
 def points(rows):
@@ -49,7 +52,7 @@ def apply(rule, rows, previous=None, clients=None):
 
 
 def attack(kind, honest, count, random):
-    """What bad clients send."""
+    """Updates of bad clients."""
     size = honest.shape[1]
     if kind == "scaled":
         return 1e30 * random.normal(size=(count, size))
@@ -119,7 +122,7 @@ def test_reliability_is_the_share_of_mean_and_variance(rule, count, seed):
     posteriors = [posterior(m, v) for m, v in zip(means, variances)]
     outcome = rule.apply(Cohort(posteriors, weights, None, clients), {"kept": 1})
     shares = np.array([outcome.reliability[client] for client in clients])
-    assert outcome.memory == {"kept": 1}
+    assert outcome.state == {"kept": 1}
     assert shares.sum() == pytest.approx(1)
     assert (shares >= 0).all()
     assert set(outcome.excluded) <= {client for client, share in outcome.reliability.items() if share == 0}
@@ -176,3 +179,142 @@ def test_agrees_with_byzfl(rule, expected):
 def test_what_cannot_be_is_refused(make, words):
     with pytest.raises(FusionError, match=words):
         make()
+
+
+# -- Krum against its definition, written out --
+def scores(rows, byzantine):
+    """Blanchard et al. 2017, §4, without a Gram matrix."""
+    found = []
+    for k, row in enumerate(rows):
+        others = sorted(float(np.sum((row - other) ** 2)) for j, other in enumerate(rows) if j != k)
+        found.append(sum(others[: len(rows) - byzantine - 2]))
+    return np.array(found)
+
+
+def drawn_clients(count, size, seed):
+    random = np.random.default_rng(seed)
+    rows = random.normal(0, 1, (count, size)) * 10 ** random.uniform(-1, 1, (count, 1))
+    return rows, [posterior(row, random.uniform(0.1, 1, size)) for row in rows]
+
+
+@given(count=st.integers(4, 12), size=st.integers(2, 20), seed=SEEDS, data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_the_client_of_the_least_score(count, size, seed, data):
+    byzantine = data.draw(st.integers(0, (count - 4) // 2))
+    rows, clients = drawn_clients(count, size, seed)
+    least = int(scores(rows, byzantine).argmin())
+    assert_same(fuse(Krum(byzantine=byzantine), clients), clients[least], rtol=1e-14)
+
+
+@given(count=st.integers(4, 12), size=st.integers(2, 20), seed=SEEDS, data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_the_average_of_the_least_scores(count, size, seed, data):
+    byzantine = data.draw(st.integers(0, (count - 4) // 2))
+    keep = data.draw(st.none() | st.integers(1, count))
+    rows, clients = drawn_clients(count, size, seed)
+    kept = scores(rows, byzantine).argsort()[: count - byzantine if keep is None else keep]
+    expected = fuse("nwa", [clients[k] for k in kept])
+    assert_same(fuse(MultiKrum(byzantine=byzantine, keep=keep), clients), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("count", "most"), [(3, 0), (4, 0), (5, 1), (6, 1), (7, 2), (8, 2), (20, 8)])
+def test_the_default_is_the_most_that_is_allowed(count, most):
+    _, clients = drawn_clients(count, 5, count)
+    assert 2 * most + 2 < count <= 2 * (most + 1) + 2
+    assert_same(fuse("multi_krum", clients), fuse(MultiKrum(byzantine=most, keep=count - most), clients), rtol=0)
+    assert_same(fuse("krum", clients), fuse(Krum(byzantine=most), clients), rtol=0)
+
+
+@pytest.mark.parametrize("rule", ["krum", "multi_krum", Krum(byzantine=3)])
+@pytest.mark.parametrize("count", [1, 2])
+def test_too_few_to_score_are_averaged(rule, count):
+    _, clients = drawn_clients(count, 3, 0)
+    assert_same(fuse(rule, clients), fuse("nwa", clients), rtol=1e-15)
+
+
+def test_the_nearest_two_of_three_are_told_apart_by_the_third():
+    """With one neighbour each they score the same."""
+    a, b, c = (posterior([value], value) for value in (0.0, 1.0, 5.0))
+    for order in ((a, b, c), (b, a, c), (c, a, b), (c, b, a)):
+        assert_same(fuse("krum", order), b, rtol=0)
+
+
+def test_the_reason_has_the_figures():
+    clients = tuple(posterior([value, 0.0], 0.0) for value in (0.0, 1.0, 3.0, 100.0, 101.5))
+    weights = torch.full((5,), 0.2, dtype=torch.float64)
+    outcome = Krum().apply(Cohort(clients, weights, None, (7, 3, 8, 1, 2)), {})
+    assert outcome.reliability == {7: 0.0, 3: 1.0, 8: 0.0, 1: 0.0, 2: 0.0}
+    assert outcome.excluded[1] == (
+        "squared distances to its 2 nearest clients sum to 9411; those kept have at most 5"
+    )
+    assert set(outcome.excluded) == {7, 8, 1, 2}
+
+
+# -- order statistics, coordinate by coordinate --
+def drawn_moments(count, seed):
+    """Means and variances, (count, 6) each."""
+    random = np.random.default_rng(seed)
+    return random.normal(0, 1, (count, 6)), 10 ** random.uniform(-3, 2, (count, 6))
+
+
+def clients_of(means, variances):
+    return [posterior(mean, variance) for mean, variance in zip(means, variances, strict=True)]
+
+
+@given(count=COUNTS, seed=SEEDS)
+@FEW
+def test_median_of_means_and_of_variances(count, seed):
+    means, variances = drawn_moments(count, seed)
+    expected = posterior(np.median(means, 0), np.median(variances, 0))
+    assert_same(fuse("coordinate_median", clients_of(means, variances)), expected, rtol=1e-14)
+
+
+@given(count=COUNTS, seed=SEEDS, trim=st.integers(0, 5))
+@FEW
+def test_trimmed_by_a_number_of_clients(count, seed, trim):
+    trim = min(trim, (count - 1) // 2)
+    means, variances = drawn_moments(count, seed)
+    both = (trim_mean(each, (trim + 1e-6) / count, axis=0) for each in (means, variances))
+    assert_same(fuse(TrimmedMean(trim=trim), clients_of(means, variances)), posterior(*both), rtol=1e-12)
+
+
+@given(count=COUNTS, seed=SEEDS)
+@FEW
+def test_limits_are_the_average_and_the_median(count, seed):
+    clients = clients_of(*drawn_moments(count, seed))
+    assert_same(fuse(TrimmedMean(trim=0), clients), fuse("nwa", clients), rtol=1e-12)
+    assert_same(fuse(TrimmedMean(trim=0.4999), clients), fuse("coordinate_median", clients), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("trim", "count", "dropped"),
+    [(0.1, 1, 0), (0.1, 2, 0), (0.1, 3, 1), (0.1, 10, 1), (0.1, 11, 2), (0.07, 100, 7), (0.29, 100, 29), (0.3, 10, 3),
+     (0.45, 4, 1), (0.0, 9, 0), (2, 5, 2), (0, 5, 0)],
+)
+def test_a_fraction_is_rounded_up(trim, count, dropped):
+    assert TrimmedMean(trim=trim).dropped(count) == dropped
+
+
+@given(good=st.integers(1, 6), seed=SEEDS, bad=st.sampled_from([-1e30, 1e30, 0.0, 5.0]))
+@FEW
+def test_a_minority_leaves_every_value_between_honest_ones(good, seed, bad):
+    means, variances = drawn_moments(good, seed)
+    liars = [posterior(np.full(6, bad), np.full(6, abs(bad)))] * (good - 1)
+    fused = fuse("coordinate_median", [*liars, *clients_of(means, variances)])
+    for value, honest in ((fused.mean["w"], means), (fused.variance["w"], variances)):
+        assert (value.numpy() >= honest.min(0)).all()
+        assert (value.numpy() <= honest.max(0)).all()
+
+
+def test_blocks_do_not_show(monkeypatch):
+    clients = clients_of(*drawn_moments(5, 0))
+    whole = fuse("coordinate_median", clients)
+    monkeypatch.setattr("lightning_fedbayes.fusion.columns.ENTRIES", 10)
+    assert_same(fuse("coordinate_median", clients), whole, rtol=0)
+
+
+def test_a_variance_that_half_of_the_clients_have():
+    clients = [posterior([0.0], [0.0]), posterior([1.0], [4.0]), posterior([2.0], [0.0]), posterior([3.0], [8.0])]
+    assert fuse("coordinate_median", clients).variance["w"].item() == 2
+    assert fuse("coordinate_median", clients[:3]).variance["w"].item() == 0
+    assert torch.equal(fuse("trimmed_mean", clients[:1]).mean["w"], clients[0].mean["w"])

@@ -1,4 +1,4 @@
-"""Sum-type rules see one client at a time, in any grouping."""
+"""Sum-type rules need one client at a time, in any grouping; other rules get copies of all."""
 
 import weakref
 

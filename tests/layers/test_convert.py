@@ -13,7 +13,7 @@ from lightning_fedbayes.layers import (
     Reparameterized,
     TiedMeanPrior,
     bayesianize,
-    gaussian_sites,
+    gaussian_parameters,
     kl_divergence,
     mean_only,
 )
@@ -49,14 +49,14 @@ def test_moped_is_delta_times_the_weight_around_a_centred_prior():
     with torch.no_grad():
         network.head[0].weight[0, 0] = 0.0
     bayesian = bayesianize(network, last=3, init="pretrained", delta=0.2, prior_std=0.5)
-    for name, site in gaussian_sites(bayesian).items():
+    for name, each in gaussian_parameters(bayesian).items():
         w = network.get_parameter(name.replace("kernel", "weight"))
-        assert torch.equal(site.mean, w)
+        assert torch.equal(each.mean, w)
         typical = w.abs() > 0.02 * w.std()
-        torch.testing.assert_close(site.std[typical], 0.2 * w.abs()[typical], rtol=1e-4, atol=0)
-        assert torch.equal(site.prior.mean, w)
-        assert site.prior.std == 0.5
-    assert gaussian_sites(bayesian)["head.0.weight"].std[0, 0] > 1e-5
+        torch.testing.assert_close(each.std[typical], 0.2 * w.abs()[typical], rtol=1e-4, atol=0)
+        assert torch.equal(each.prior.mean, w)
+        assert each.prior.std == 0.5
+    assert gaussian_parameters(bayesian)["head.0.weight"].std[0, 0] > 1e-5
     tied = bayesianize(network, last=1, init="pretrained", prior=TiedMeanPrior(0.1))
     assert isinstance(tied.head[2].priors["weight"], TiedMeanPrior)
 
@@ -68,10 +68,10 @@ def test_fresh_keeps_nothing_and_takes_the_std():
             p.fill_(100.0)
     bayesian = bayesianize(network, last=2, posterior_std=0.02, prior_std=3.0)
     assert torch.equal(bayesian.conv.weight, network.conv.weight)
-    for site in gaussian_sites(bayesian).values():
-        assert site.mean.abs().max() < 1
-        torch.testing.assert_close(site.std, torch.full_like(site.std, 0.02))
-        assert (site.prior.mean, site.prior.std) == (0.0, 3.0)
+    for each in gaussian_parameters(bayesian).values():
+        assert each.mean.abs().max() < 1
+        torch.testing.assert_close(each.std, torch.full_like(each.std, 0.02))
+        assert (each.prior.mean, each.prior.std) == (0.0, 3.0)
 
 
 @pytest.mark.parametrize(("last", "expected"), [

@@ -18,6 +18,18 @@ def masked(network):
     return [name.removesuffix(".mc_dropout") for name, m in network.named_modules() if isinstance(m, MCDropout)]
 
 
+def test_dropout_is_on_at_prediction_and_off_at_the_mean():
+    dropout, x = MCDropout(0.4).eval(), torch.ones(20_000)
+    y = dropout(x)
+    torch.testing.assert_close(y.unique(), torch.tensor([0.0, 1 / 0.6]))
+    assert abs(float((y == 0).float().mean()) - 0.4) < 0.02
+    with mean_only(dropout):
+        assert torch.equal(dropout(x), x)
+    assert not torch.equal(dropout(x), dropout(x))
+    with pytest.raises(ConversionError, match="p=1"):
+        MCDropout(1.0)
+
+
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_moments_of_a_linear_network(rate):
     r"""Masks on the hidden units h alone: mean W h + b, covariance W diag(h² p/(1−p)) Wᵀ."""

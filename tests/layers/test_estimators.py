@@ -10,7 +10,7 @@ from lightning_fedbayes.layers import (
     LinearFlipout,
     LinearLocalReparameterization,
     LinearReparameterization,
-    gaussian_sites,
+    gaussian_parameters,
     mean_only,
     use_estimator,
 )
@@ -22,17 +22,17 @@ DRAWS = 40_000
 
 def randomise_std(layer):
     with torch.no_grad():
-        for site in gaussian_sites(layer).values():
-            site.rho.copy_(torch.randn_like(site.rho) - 0.5)
+        for each in gaussian_parameters(layer).values():
+            each.rho.copy_(torch.randn_like(each.rho) - 0.5)
 
 
 def sampled_weight_covariance(layer, x):
     """Exact covariance of the flat outputs under one weight sample: J diag(σ²) Jᵀ, for the layer is linear in w."""
-    means = {site.mean_name: site.mean.detach() for site in layer.sites()}
+    means = {each.mean_name: each.mean.detach() for each in layer.gaussian_parameters()}
     with mean_only(layer):
         jacobian = jacrev(lambda means: functional_call(layer, means, (x,)).flatten())(means)
-    return sum(j.flatten(1).double() @ torch.diag(site.variance.detach().flatten().double())
-               @ j.flatten(1).double().T for j, site in zip(jacobian.values(), layer.sites()))
+    return sum(j.flatten(1).double() @ torch.diag(each.variance.detach().flatten().double())
+               @ j.flatten(1).double().T for j, each in zip(jacobian.values(), layer.gaussian_parameters()))
 
 
 def test_mean_and_full_covariance_match_theory(kind, estimator):
@@ -158,9 +158,9 @@ def test_initial_means_are_the_deterministic_layers_own(kind):
     torch.manual_seed(3)
     positional, keywords, _ = KINDS[kind]
     deterministic = getattr(torch.nn, kind)(*positional, **keywords)
-    for site, p in zip(layer.sites(), deterministic.parameters()):
-        assert torch.equal(site.mean, p + 0.5)
+    for each, p in zip(layer.gaussian_parameters(), deterministic.parameters()):
+        assert torch.equal(each.mean, p + 0.5)
     wide = torch.nn.Linear(500, 200)
     layer = LinearReparameterization(500, 200)
-    torch.testing.assert_close(next(layer.sites()).std.mean(), 0.1 * wide.weight.std(), rtol=0.02, atol=0)
+    torch.testing.assert_close(next(layer.gaussian_parameters()).std.mean(), 0.1 * wide.weight.std(), rtol=0.02, atol=0)
     assert torch.equal(LinearReparameterization(2, 2, posterior_rho_init=-2.0).rho_weight, torch.full((2, 2), -2.0))

@@ -1,18 +1,25 @@
+"""Standard deviations behind ρ, output moments, and Flipout's convolution with a kernel per example."""
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributions import Normal as TorchNormal
-from torch.distributions import kl_divergence as torch_kl
+from torch.func import functional_call, grad, vmap
 
+from lightning_fedbayes import layers
+from lightning_fedbayes.layers import conv
+from lightning_fedbayes.layers.base import random_signs
 from lightning_fedbayes.layers.functional import (
+    FlipoutNoise,
     Normal,
-    gaussian_kl_sum,
+    flipout,
     inverse_softplus_std,
+    one_convolution_is_cheaper,
     output_moments,
     smallest_std,
     softplus_std,
 )
+from lightning_fedbayes.layers.kl import gaussian_kl_sum
 
 
 @settings(deadline=None)
@@ -60,25 +67,6 @@ def test_zero_becomes_the_smallest_std(dtype):
                                torch.tensor([smallest_std(dtype)], dtype=torch.float64), rtol=1e-2, atol=0)
 
 
-@settings(deadline=None)
-@given(st.floats(-3, 3), st.floats(-4, 1), st.floats(-3, 3), st.floats(-2, 2))
-def test_kl_is_the_sum_of_torchs(mean, log_std, prior_mean, log_prior_std):
-    means = torch.tensor([mean, mean + 1, -mean], dtype=torch.float64)
-    stds = torch.exp(torch.tensor([log_std, log_std - 1, 0.0], dtype=torch.float64))
-    prior_std = torch.tensor(log_prior_std, dtype=torch.float64).exp()
-    expected = torch_kl(TorchNormal(means, stds), TorchNormal(prior_mean, prior_std)).sum()
-    torch.testing.assert_close(gaussian_kl_sum(means, stds, prior_mean, prior_std), expected)
-    torch.testing.assert_close(
-        gaussian_kl_sum(means.float(), stds.float(), prior_mean, float(prior_std)), expected.float(),
-        rtol=1e-5, atol=1e-5)
-
-
-def test_kl_of_half_precision_is_computed_in_float32():
-    mean, std = torch.full((100_000,), 0.01), torch.full((100_000,), 0.5)
-    exact = gaussian_kl_sum(mean.bfloat16().float(), std, 0.0, 1.0)
-    torch.testing.assert_close(gaussian_kl_sum(mean.bfloat16(), std.bfloat16(), 0.0, 1.0), exact)
-
-
 def test_gradient_is_finite_where_the_output_variance_is_zero():
     std = torch.full((2, 3), 0.1, requires_grad=True)
     x = torch.zeros(4, 3, requires_grad=True)
@@ -89,3 +77,115 @@ def test_gradient_is_finite_where_the_output_variance_is_zero():
     assert std.grad.isfinite().all()
     assert x.grad.isfinite().all()
     assert spread.max() < 1e-15
+
+
+# (layer, constructor arguments, input of three examples)
+GEOMETRIES = {
+    "1d": ("Conv1d", (8, 5, 3), {}, (3, 8, 40)),
+    "2d": ("Conv2d", (8, 6, (3, 2)), {"stride": 2, "padding": (2, 1), "dilation": (1, 2)}, (3, 8, 20, 20)),
+    "3d": ("Conv3d", (8, 4, (3, 1, 3)), {"padding": "same"}, (3, 8, 4, 5, 6)),
+    "groups": ("Conv2d", (16, 6, 3), {"groups": 2, "padding": 1}, (3, 16, 10, 11)),
+    "circular": ("Conv2d", (8, 3, 3), {"padding": "same", "padding_mode": "circular"}, (3, 8, 10, 10)),
+    "no bias": ("Conv2d", (8, 3, 3), {"bias": False}, (3, 8, 10, 10)),
+    "deterministic bias": ("Conv2d", (8, 3, 3), {"bayesian_bias": False}, (3, 8, 10, 10)),
+}
+
+
+def make(geometry):
+    kind, positional, keywords, shape = GEOMETRIES[geometry]
+    torch.manual_seed(0)
+    layer = getattr(layers, f"{kind}Flipout")(*positional, **keywords, posterior_rho_init=0.0)
+    return layer, torch.randn(shape)
+
+
+def gradients(layer, x, forward):
+    """Output, and the gradients of a curved function of it."""
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    y = forward(x)
+    return y, torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()])
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_output_and_gradients_are_those_of_two_convolutions(geometry, monkeypatch):
+    layer, x = make(geometry)
+    assert one_convolution_is_cheaper(x, layer.mu_kernel, layer.stride)
+    one = gradients(layer, x, layer)
+    monkeypatch.setattr(conv, "one_convolution_is_cheaper", lambda *_: False)
+    torch.testing.assert_close(one, gradients(layer, x, layer), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("geometry", ["1d", "2d", "groups"])
+def test_stacked_clients_see_kernels_of_their_own(geometry, monkeypatch):
+    layer, x = make(geometry)
+    stack = {name: torch.randn(4, *p.shape) for name, p in layer.named_parameters()}
+    inputs = torch.randn(4, *x.shape)
+
+    def gradient(values, x):
+        return grad(lambda values: functional_call(layer, values, (x,)).sin().sum())(values)
+
+    def all_at_once():
+        torch.manual_seed(1)
+        return vmap(gradient, randomness="different")(stack, inputs)
+
+    one = all_at_once()
+    monkeypatch.setattr(conv, "one_convolution_is_cheaper", lambda *_: False)
+    torch.testing.assert_close(one, all_at_once(), rtol=1e-3, atol=1e-3)
+
+
+def test_signs_of_groups_meet_their_own_channels():
+    """By hand: kernel n of output channel o has the sign r[n, o] · s[n, first channel of o's group + i]."""
+    layer, x = make("groups")
+    kernel, noise = Normal(layer.mu_kernel, torch.ones(())), torch.randn_like(layer.mu_kernel)
+    s, r = (random_signs(shape, x) for shape in layer.sign_shapes(x))
+    drawn = FlipoutNoise(noise, None, s, r)
+    whole = layer.flipout(layer.op, x, kernel, None, drawn)
+    for n in range(3):
+        signs = torch.stack([r[n, o] * s[n, 8 * (o // 3):8 * (o // 3) + 8] for o in range(6)])
+        alone = layer.op(x[n:n + 1], kernel.mean + noise * signs.view(6, 8, 1, 1), None)
+        torch.testing.assert_close(whole[n:n + 1], alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(whole, flipout(layer.op, x, kernel, None, drawn), rtol=1e-4, atol=1e-4)
+
+
+def test_a_training_step_compiles_to_one_graph():
+    layer, x = make("2d")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled(x).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+@pytest.mark.parametrize(("x", "kernel", "stride", "cheaper"), [
+    ((32, 16, 16, 16), (32, 16, 3, 3), (1, 1), True),
+    ((32, 16, 12, 8), (32, 16, 3, 3), (1, 1), True),  # 144 weights an output channel, 96 positions
+    ((32, 16, 19, 5), (32, 16, 3, 3), (1, 1), False),
+    ((32, 16, 16, 16), (32, 16, 3, 3), (2, 2), False),
+    ((32, 7, 16, 16), (32, 7, 3, 3), (1, 1), False),  # part of a block of channels
+    ((16, 16, 16), (32, 16, 3, 3), (1, 1), False),  # one example without a batch dimension
+])
+def test_the_rule_compares_kernels_with_maps(x, kernel, stride, cheaper):
+    assert one_convolution_is_cheaper(torch.zeros(x), torch.zeros(kernel), stride) is cheaper
+
+
+def test_other_precision_takes_two_convolutions():
+    x, kernel = torch.zeros(2, 8, 16, 16), torch.zeros(8, 8, 3, 3)
+    assert one_convolution_is_cheaper(x, kernel, (1, 1))
+    assert not one_convolution_is_cheaper(x.double(), kernel.double(), (1, 1))
+    assert not one_convolution_is_cheaper(x.to("meta"), kernel.to("meta"), (1, 1))
+
+
+def test_no_examples_give_no_output():
+    layer, x = make("2d")
+    assert layer(x[:0]).shape == (0, *layer(x).shape[1:])
+
+
+def test_autocast_computes_in_half_precision():
+    layer, x = make("2d")
+    torch.manual_seed(1)
+    exact = layer(x)
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = layer(x)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), exact, rtol=0.05, atol=0.3)
+    half.float().square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())

@@ -1,154 +1,292 @@
-import copy
+"""The KL divergence and joint draws: values and closed-form gradients against torch's own, on both sides of SMALL."""
 
-import bayesian_torch.layers as bt
+import math
+
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
 from torch.distributions import Normal as TorchNormal
 from torch.distributions import kl_divergence as torch_kl
+from torch.func import grad, vmap
 
-from lightning_fedbayes.errors import PosteriorError
-from lightning_fedbayes.layers import (
-    LinearFlipout,
-    LinearReparameterization,
-    NormalPrior,
-    Reparameterized,
-    TiedMeanPrior,
-    base,
-    gaussian_sites,
-    kl_divergence,
-    read_posterior,
-    set_prior,
-)
-from lightning_fedbayes.posterior import GaussianPosterior
-
-from .helpers import make
+from lightning_fedbayes.layers import kl
+from lightning_fedbayes.layers.functional import softplus_std
+from lightning_fedbayes.layers.kl import GaussianKL, JointDraw, gaussian_kl_sum
 
 
-def torch_sum(site, mean, std):
-    return torch_kl(TorchNormal(site.mean, site.std), TorchNormal(mean, std)).sum()
+@pytest.fixture(params=["closed form", "autograd"])
+def path(request, monkeypatch):
+    """Path that ``gaussian_kl_sum`` takes to its gradient."""
+    monkeypatch.setattr(kl, "SMALL", 0 if request.param == "closed form" else math.inf)
+    return request.param
 
 
-def test_every_layers_kl_is_the_sum_of_torchs(kind, estimator):
-    layer = make(kind, estimator, prior_mean=0.3, prior_variance=4.0)
-    expected = sum(torch_sum(site, 0.3, 2.0) for site in layer.sites())
-    torch.testing.assert_close(layer.kl_loss(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(kl_divergence(layer), expected, rtol=1e-5, atol=1e-5)
+def positive(*shape):
+    return torch.rand(*shape, dtype=torch.float64) + 0.2
 
 
-def test_network_without_gaussian_parameters_has_none():
-    assert kl_divergence(nn.Linear(2, 2)) == 0
-    assert kl_divergence(nn.ReLU()) == 0
+def leaf(tensor):
+    return tensor.detach().clone().requires_grad_()
 
 
-def test_tied_layer_counts_once():
-    layer = LinearReparameterization(3, 3)
-    torch.testing.assert_close(kl_divergence(nn.Sequential(layer, nn.ReLU(), layer)), layer.kl_loss())
+def reference(mean, std, prior_mean, prior_std):
+    return torch_kl(TorchNormal(mean, std), TorchNormal(prior_mean, prior_std)).sum()
 
 
-@pytest.mark.parametrize("small", [0, 2**14])
-def test_sites_count_the_same_joined_or_one_by_one(small, monkeypatch):
-    """Numbers, tensors and other families as priors, two dtypes, small and large sites, a tied layer."""
-    monkeypatch.setattr(base, "SMALL", small)
-    tied = LinearReparameterization(5, 5, prior_std=0.5)
-    network = nn.Sequential(
-        LinearReparameterization(150, 130), LinearFlipout(3, 2, prior_mean=0.4), LinearFlipout(3, 2, prior_std=0.5),
-        tied, tied, LinearFlipout(2, 2, prior=TiedMeanPrior(0.2)), LinearFlipout(2, 2, dtype=torch.float64),
-        Reparameterized(nn.LSTM(2, 3)), LinearReparameterization(2, 2, prior=NormalPrior(torch.ones(()), 0.3)))
-    assert max(site.mean.numel() for site in gaussian_sites(network).values()) > 2**14
-    joined = kl_divergence(network)
-    joined.backward()
-    gradients = [p.grad for p in network.parameters()]
-    network.zero_grad()
-    alone = sum(site.kl() for site in gaussian_sites(network).values())
-    alone.backward()
-    torch.testing.assert_close(joined, alone, rtol=1e-6, atol=0)
-    for gradient, p in zip(gradients, network.parameters()):
-        torch.testing.assert_close(gradient, p.grad)
-    set_prior(network, read_posterior(network))
-    torch.testing.assert_close(kl_divergence(network).float(), torch.zeros(()), atol=1e-4, rtol=0)
+PRIORS = {
+    "numbers": lambda: (0.3, 2.0),
+    "standard": lambda: (0.0, 1.0),
+    "wide": lambda: (0.0, 2.0),
+    "shifted": lambda: (0.5, 1.0),
+    "number and tensor": lambda: (torch.randn(4, 3, dtype=torch.float64), 1.0),
+    "tensors": lambda: (torch.randn(4, 3, dtype=torch.float64), positive(4, 3)),
+    "broadcast": lambda: (torch.randn(3, dtype=torch.float64), positive(4, 1)),
+}
 
 
-FOREIGN = [
-    lambda: bt.LinearReparameterization(3, 2, prior_mean=0.5, prior_variance=4.0),
-    lambda: bt.Conv2dFlipout(2, 3, 3, prior_mean=0.5, prior_variance=4.0),
-    lambda: bt.ConvTranspose2dFlipout(2, 5, 3, prior_mean=0.5, prior_variance=4.0),  # its sigma buffer is misshapen
-    lambda: bt.LSTMReparameterization(3, 2, prior_mean=0.5, prior_variance=4.0),
-]
+@pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
+def test_value_and_gradients_are_those_of_torch(path, prior):
+    values = torch.randn(4, 3, dtype=torch.float64), positive(4, 3), *prior()
+    ours, theirs = ([leaf(v) if isinstance(v, torch.Tensor) else v for v in values] for _ in range(2))
+    kl, expected = gaussian_kl_sum(*ours), reference(*theirs)
+    (3 * kl).backward()
+    (3 * expected).backward()
+    torch.testing.assert_close(kl, expected)
+    for a, b in zip(ours, theirs):
+        if isinstance(a, torch.Tensor):
+            torch.testing.assert_close(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("build", FOREIGN)
-def test_bayesian_torch_layers_count_by_their_sum_and_variance(build):
-    layer = build()
-    expected = sum(torch_sum(site, 0.5, 2.0) for site in gaussian_sites(layer).values())
-    torch.testing.assert_close(kl_divergence(layer), expected)
+@pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
+def test_first_and_second_derivatives_are_those_of_finite_differences(path, prior):
+    values = torch.randn(4, 3, dtype=torch.float64), positive(4, 3), *prior()
+    tensors = [leaf(v) for v in values if isinstance(v, torch.Tensor)]
+
+    def kl(*tensors):
+        rest = iter(tensors)
+        return gaussian_kl_sum(*(next(rest) if isinstance(v, torch.Tensor) else v for v in values))
+
+    assert gradcheck(kl, tensors)
+    assert gradgradcheck(kl, tensors)
 
 
-def test_bayesian_torch_prior_changed_by_the_user_is_respected():
-    layer = bt.LinearReparameterization(3, 2)
-    layer.prior_weight_mu.copy_(layer.mu_weight)
-    layer.prior_weight_sigma.fill_(9.0)
-    sites = gaussian_sites(layer)
-    expected = torch_sum(sites["weight"], layer.mu_weight, 3.0) + torch_sum(sites["bias"], 0.0, 1.0)
-    torch.testing.assert_close(kl_divergence(layer), expected)
+def test_derivatives_are_those_of_the_docstring():
+    mean, std = leaf(torch.randn(5, dtype=torch.float64)), leaf(positive(5))
+    prior_mean, prior_std = leaf(torch.randn(5, dtype=torch.float64)), leaf(positive(5))
+    GaussianKL.apply(mean, std, prior_mean, prior_std).backward()
+    shift = (mean - prior_mean).detach()
+    torch.testing.assert_close(mean.grad, shift / prior_std**2)
+    torch.testing.assert_close(std.grad, std / prior_std**2 - 1 / std)
+    torch.testing.assert_close(prior_mean.grad, -shift / prior_std**2)
+    torch.testing.assert_close(prior_std.grad, 1 / prior_std - (std**2 + shift**2) / prior_std**3)
 
 
-def networks():
-    ours = nn.Sequential(LinearReparameterization(3, 2, prior_std=0.5), Reparameterized(nn.LayerNorm(2)),
-                         LinearFlipout(2, 2))
-    theirs = nn.Sequential(bt.LinearReparameterization(3, 2), bt.LinearFlipout(2, 2))
-    return [ours, theirs, nn.Sequential(bt.ConvTranspose2dFlipout(2, 5, 3))]
+BATCHED = {
+    "all": (0, 0, 0, 0), "mean only": (0, None, None, None), "std only": (None, 0, None, None),
+    "last dimension": (2, 1, None, 0), "prior only": (None, None, 0, None),
+}
 
 
-@pytest.mark.parametrize("network", networks())
-def test_own_posterior_as_prior_gives_zero_and_none_restores(network):
-    before = kl_divergence(network).detach()
-    names = set(network.state_dict())
-    set_prior(network, read_posterior(network))
-    torch.testing.assert_close(kl_divergence(network), torch.zeros(()), atol=1e-5, rtol=0)
-    with torch.no_grad():
-        for site in gaussian_sites(network).values():
-            site.mean.add_(1.0)
-    assert kl_divergence(network) > 1  # the prior is a copy, and stayed where it was
-    assert set(network.state_dict()) == names
-    moved = copy.deepcopy(network).double()
-    torch.testing.assert_close(kl_divergence(moved).float(), kl_divergence(network).detach())
-    with torch.no_grad():
-        for site in gaussian_sites(network).values():
-            site.mean.sub_(1.0)
-    set_prior(network, read_posterior(network))  # twice in a row, as a federation does
-    set_prior(network, None)
-    torch.testing.assert_close(kl_divergence(network), before, rtol=1e-4, atol=1e-4)
-    set_prior(network, None)
+@pytest.mark.parametrize("dims", BATCHED.values(), ids=BATCHED)
+def test_vmap_is_a_loop_with_the_backward_pass_outside(path, dims):
+    def batch(value, dim):
+        stack = torch.stack([value * (1 + 0.1 * k) for k in range(5)])
+        return leaf(value if dim is None else stack.movedim(0, dim))
+
+    means = torch.randn(2, 4, 3, dtype=torch.float64)
+    base = means[0], positive(4, 3), means[1], positive(4, 3)
+    values = [batch(v, d) for v, d in zip(base, dims)]
+    weights = torch.arange(1.0, 6.0, dtype=torch.float64)
+    together = vmap(gaussian_kl_sum, in_dims=dims)(*values)
+    (weights * together).sum().backward()
+    found = [v.grad for v in values]
+    for v in values:
+        v.grad = None
+    loop = torch.stack([gaussian_kl_sum(*(v if d is None else v.select(d, k) for v, d in zip(values, dims)))
+                        for k in range(5)])
+    (weights * loop).sum().backward()
+    torch.testing.assert_close(together, loop)
+    for v, gradient in zip(values, found):
+        torch.testing.assert_close(gradient, v.grad)
 
 
-def test_any_posterior_as_prior_is_the_gaussian_kl():
-    network = networks()[0]
-    read = read_posterior(network)
-    prior = GaussianPosterior({n: torch.randn_like(m) for n, m in read.mean.items()},
-                              {n: torch.rand_like(m) + 0.1 for n, m in read.mean.items()})
-    set_prior(network, prior)
-    expected = read.clone().kl(GaussianPosterior(dict(prior.mean), dict(prior.variance)))
-    torch.testing.assert_close(kl_divergence(network).double(), expected, rtol=1e-5, atol=1e-5)
+def test_vmap_over_any_dimension_of_the_closed_form():
+    mean, std, prior_std = torch.randn(3, 5), positive(5, 3).float(), positive(3, 5).float()
+    found = vmap(lambda m, s, p: GaussianKL.apply(m, s, 0.5, p), in_dims=(1, 0, 1))(mean, std, prior_std)
+    torch.testing.assert_close(found, GaussianKL.apply(mean.T, std, 0.5, prior_std.T))
 
 
-def test_bayesian_torchs_own_kl_reads_the_mean_and_std_of_a_set_prior():
-    layer = bt.LinearReparameterization(3, 2)
-    read = read_posterior(layer)
-    set_prior(layer, GaussianPosterior(read.mean, {n: torch.full_like(v, 4.0) for n, v in read.variance.items()}))
-    assert layer.prior_weight_sigma.unique().tolist() == [2.0]
-    own = sum(site.kl() / site.mean.numel() for site in gaussian_sites(layer).values())
-    torch.testing.assert_close(layer.kl_loss(), own)  # a mean per tensor, but with the right prior
+def test_nested_vmap_is_a_double_loop(path):
+    means, stds, prior_means = torch.randn(2, 4, 3), positive(5, 4, 3).float(), torch.randn(5, 4, 3)
+    inner = vmap(lambda m, s, p: gaussian_kl_sum(m, s, p, 2.0), in_dims=(0, None, None))
+    found = vmap(inner, in_dims=(None, 0, 0))(means, stds, prior_means)
+    loop = torch.stack([torch.stack([gaussian_kl_sum(m, s, p, 2.0) for m in means])
+                        for s, p in zip(stds, prior_means)])
+    torch.testing.assert_close(found, loop)
 
 
-def test_a_point_mass_or_a_foreign_posterior_is_no_prior():
-    layer = LinearReparameterization(3, 2)
-    before = layer.kl_loss()
-    read = read_posterior(layer)
-    with pytest.raises(PosteriorError, match="'weight' has variance 0 at 6 of 6"):
-        set_prior(layer, GaussianPosterior.point_mass(read.mean))
-    with pytest.raises(PosteriorError, match="no 'bias'"):
-        set_prior(layer, GaussianPosterior({"weight": read.mean["weight"]}, {"weight": read.variance["weight"]}))
-    with pytest.raises(PosteriorError, match="shape"):
-        set_prior(layer, read_posterior(LinearReparameterization(2, 2)))
-    assert torch.equal(layer.kl_loss(), before)
+def test_functional_derivatives_under_vmap(path):
+    means, std = torch.randn(5, 3, dtype=torch.float64), positive(3)
+    first = grad(lambda m: gaussian_kl_sum(m, std, 0.5, 2.0))
+    torch.testing.assert_close(vmap(first)(means), (means - 0.5) / 4)
+    second = grad(lambda m: first(m).square().sum())
+    torch.testing.assert_close(vmap(second)(means), (means - 0.5) / 8)
+
+
+@pytest.mark.parametrize(("rho", "dtype", "gradient"), [
+    (-1e4, torch.float32, 0.0), (-200.0, torch.float32, 0.0), (-30.0, torch.float32, -1.0),
+    (30.0, torch.float32, 30.0), (1e4, torch.float32, 1e4),
+    (-1e4, torch.float64, 0.0), (-200.0, torch.float64, -1.0), (1e4, torch.float64, 1e4)])
+def test_extreme_spreads_have_the_limits_of_the_gradient(path, rho, dtype, gradient):
+    """dKL/dρ = (σ − 1/σ) sigmoid(ρ): −1 for small σ, σ for large ones, 0 where σ is at its bound."""
+    rho, mean = (torch.full((3,), value, dtype=dtype, requires_grad=True) for value in (rho, 0.5))
+    kl = gaussian_kl_sum(mean, softplus_std(rho), 0.0, 1.0)
+    kl.backward()
+    assert kl.isfinite()
+    torch.testing.assert_close(rho.grad, torch.full_like(rho, gradient), rtol=0.04, atol=1e-3)
+
+
+def test_nothing_diverges_from_nothing(path):
+    mean, std = (torch.ones(0, 3, requires_grad=True) for _ in range(2))
+    kl = gaussian_kl_sum(mean, std, 0.0, 1.0)
+    kl.backward()
+    assert kl == 0
+    assert mean.grad is not None
+    assert mean.grad.shape == (0, 3)
+    stacked = vmap(lambda m: gaussian_kl_sum(m, m + 1, 0.0, 1.0))(torch.ones(2, 0))
+    assert torch.equal(stacked, torch.zeros(2))
+    torch.testing.assert_close(gaussian_kl_sum(torch.tensor(1.0), torch.tensor(1.0), 0.0, 1.0), torch.tensor(0.5))
+
+
+def test_a_small_divergence_of_many_entries_is_not_cancelled_away(path):
+    mean, std = torch.full((1_000_000,), 1e-3), torch.full((1_000_000,), 1.001)
+    exact = gaussian_kl_sum(mean.double(), std.double(), 0.0, 1.0)
+    assert 1 < exact < 2
+    assert abs(gaussian_kl_sum(mean, std, 0.0, 1.0) - exact) < 0.15  # half a unit in the last place of 1 per entry
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_has_gradients_of_its_own_type(path, dtype):
+    mean, rho = (torch.full((100,), value, dtype=dtype, requires_grad=True) for value in (0.5, 0.0))
+    kl = gaussian_kl_sum(mean, softplus_std(rho), 0.0, 1.0)
+    kl.backward()
+    assert kl.dtype == torch.float32
+    assert mean.grad is not None
+    torch.testing.assert_close(mean.grad, mean)
+
+
+def test_compiles_to_one_graph(path):
+    torch._dynamo.reset()
+    mean, std = (leaf(v) for v in (torch.randn(4, 3), positive(4, 3).float()))
+    compiled = torch.compile(lambda m, s: gaussian_kl_sum(m, s, 0.3, 2.0), backend="aot_eager", fullgraph=True)
+    kl = compiled(mean, std)
+    kl.backward()
+    torch.testing.assert_close(kl, reference(mean, std, 0.3, 2.0))
+    torch.testing.assert_close(mean.grad, (mean - 0.3) / 4)
+    torch.testing.assert_close(std.grad, std / 4 - 1 / std)
+
+
+@settings(deadline=None)
+@given(st.floats(-3, 3), st.floats(-4, 1), st.floats(-3, 3), st.floats(-2, 2))
+def test_kl_is_the_sum_of_torchs(mean, log_std, prior_mean, log_prior_std):
+    means = torch.tensor([mean, mean + 1, -mean], dtype=torch.float64)
+    stds = torch.exp(torch.tensor([log_std, log_std - 1, 0.0], dtype=torch.float64))
+    prior_std = torch.tensor(log_prior_std, dtype=torch.float64).exp()
+    expected = torch_kl(TorchNormal(means, stds), TorchNormal(prior_mean, prior_std)).sum()
+    torch.testing.assert_close(gaussian_kl_sum(means, stds, prior_mean, prior_std), expected)
+    torch.testing.assert_close(
+        gaussian_kl_sum(means.float(), stds.float(), prior_mean, float(prior_std)), expected.float(),
+        rtol=1e-5, atol=1e-5)
+
+
+def test_kl_of_half_precision_is_computed_in_float32():
+    mean, std = torch.full((100_000,), 0.01), torch.full((100_000,), 0.5)
+    exact = gaussian_kl_sum(mean.bfloat16().float(), std, 0.0, 1.0)
+    torch.testing.assert_close(gaussian_kl_sum(mean.bfloat16(), std.bfloat16(), 0.0, 1.0), exact)
+
+
+SHAPES = [(3, 4, 2), (3, 5), (3,), (3, 1, 1, 2)]
+SHARED_PRIORS = [None, (0.0, 1.0), (0.3, 0.7), (0.0, 2.0), (-1.0, 1.0)]
+
+
+@pytest.fixture
+def parameters() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in 2 * SHAPES]
+
+
+def joint(prior, parameters):
+    torch.manual_seed(0)
+    return JointDraw.apply(prior, *parameters)
+
+
+def by_hand(prior, parameters):
+    """The same draws and divergences out of torch's own operations."""
+    torch.manual_seed(0)
+    count = len(parameters) // 2
+    mean, rho = (torch.cat([p.flatten(1) if p.dim() > 1 else p[:, None] for p in half], 1)
+                 for half in (parameters[:count], parameters[count:]))
+    std = softplus_std(rho)
+    drawn = mean + std * torch.randn_like(mean)
+    sizes = [p[0].numel() for p in parameters[:count]]
+    draws = [part.reshape(p.shape) for part, p in zip(drawn.split(sizes, 1), parameters)]
+    kl = [] if prior is None else [torch.stack([gaussian_kl_sum(m, s, *prior) for m, s in zip(mean, std)])]
+    return *draws, mean, rho, std, *kl
+
+
+def weighted(outputs, *, only=None):
+    """A sum in which every entry counts differently."""
+    chosen = [outputs[i] for i in only] if only is not None else outputs
+    return sum((out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view(out.shape)).sum() for out in chosen)
+
+
+@pytest.mark.parametrize("prior", SHARED_PRIORS)
+def test_outputs_and_gradients(prior, parameters):
+    found, expected = joint(prior, parameters), by_hand(prior, parameters)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other)
+    gradients = torch.autograd.grad(weighted(found), parameters)
+    for one, other in zip(gradients, torch.autograd.grad(weighted(expected), parameters)):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("prior", SHARED_PRIORS)
+def test_second_derivatives(prior, parameters):
+    assert gradcheck(lambda *p: joint(prior, p), parameters)
+    assert gradgradcheck(lambda *p: joint(prior, p), parameters)
+
+
+@pytest.mark.parametrize("prior", SHARED_PRIORS[:2])
+@pytest.mark.parametrize("only", [[0], [1, 3], [0, 2, 3]])
+def test_what_is_not_used_gets_no_gradient(prior, only, parameters):
+    gradients = torch.autograd.grad(weighted(joint(prior, parameters), only=only), parameters, allow_unused=True)
+    expected = torch.autograd.grad(weighted(by_hand(prior, parameters), only=only), parameters)
+    for place, (one, other) in enumerate(zip(gradients, expected)):
+        if place % len(SHAPES) in only:
+            torch.testing.assert_close(one, other)
+        else:
+            assert one is None
+
+
+def test_the_divergence_alone_and_with_some_draws(parameters):
+    """With a prior, every parameter has a gradient."""
+    for only in ([-1], [-1, 1], [-1, 0, 4, 5, 6]):
+        gradients = torch.autograd.grad(weighted(joint((0.3, 0.7), parameters), only=only), parameters)
+        expected = torch.autograd.grad(weighted(by_hand((0.3, 0.7), parameters), only=only), parameters)
+        for one, other in zip(gradients, expected):
+            torch.testing.assert_close(one, other)
+
+
+def test_moments():
+    count, mean, rho = 4000, torch.tensor([0.5, -2.0]), torch.tensor([-1.0, 1.0])
+    torch.manual_seed(0)
+    means, rhos = [mean.expand(count, 2)] * 2, [rho.expand(count, 2)] * 2
+    first, second = JointDraw.apply(None, *means, *rhos)[:2]
+    for draws in (first, second):
+        torch.testing.assert_close(draws.mean(0), mean, atol=4 * float(softplus_std(rho).max()) / count**0.5, rtol=0)
+        torch.testing.assert_close(draws.std(0), softplus_std(rho), rtol=4 / (2 * count) ** 0.5, atol=0)
+    assert torch.corrcoef(torch.cat([first, second], 1).T).fill_diagonal_(0).abs().max() < 0.08

@@ -9,32 +9,32 @@ from lightning_fedbayes.layers.priors import map_tensors
 
 
 @pytest.fixture
-def site():
+def gaussian():
     return torch.randn(4, 3), torch.rand(4, 3) + 0.1
 
 
 @pytest.mark.parametrize("prior", [NormalPrior(0.3, 2.0), NormalPrior(torch.randn(4, 3), torch.rand(4, 3) + 0.5)])
-def test_normal_prior_is_torchs_kl(site, prior):
-    expected = torch_kl(TorchNormal(*site), TorchNormal(prior.mean, prior.std)).sum()
-    torch.testing.assert_close(prior.kl(*site), expected)
+def test_normal_prior_is_torchs_kl(gaussian, prior):
+    expected = torch_kl(TorchNormal(*gaussian), TorchNormal(prior.mean, prior.std)).sum()
+    torch.testing.assert_close(prior.kl(*gaussian), expected)
 
 
-def test_own_posterior_as_prior_has_no_divergence(site):
-    torch.testing.assert_close(NormalPrior(*site).kl(*site), torch.zeros(()))
+def test_own_posterior_as_prior_has_no_divergence(gaussian):
+    torch.testing.assert_close(NormalPrior(*gaussian).kl(*gaussian), torch.zeros(()))
 
 
-def test_tied_mean_penalises_the_spread_only(site):
-    mean, std = site[0].requires_grad_(), site[1]
+def test_tied_mean_penalises_the_spread_only(gaussian):
+    mean, std = gaussian[0].requires_grad_(), gaussian[1]
     kl = TiedMeanPrior(0.7).kl(mean, std)
     torch.testing.assert_close(kl, torch_kl(TorchNormal(mean, std), TorchNormal(mean, 0.7)).sum())
     assert not kl.requires_grad
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
-def test_scale_mixture_of_one_component_is_normal_in_expectation(site, weight):
+def test_scale_mixture_of_one_component_is_normal_in_expectation(gaussian, weight):
     prior = ScaleMixturePrior(weight, 0.5, 2.0)
-    expected = NormalPrior(0.0, 0.5 if weight else 2.0).kl(*site)
-    values = torch.func.vmap(lambda _: prior.kl(*site), randomness="different")(torch.empty(20_000))
+    expected = NormalPrior(0.0, 0.5 if weight else 2.0).kl(*gaussian)
+    values = torch.func.vmap(lambda _: prior.kl(*gaussian), randomness="different")(torch.empty(20_000))
     assert abs(values.mean() - expected) < 5 * values.std() / 20_000**0.5
 
 
@@ -49,9 +49,9 @@ def test_scale_mixture_matches_numerical_integration():
     assert abs(values.mean() - exact) < 5 * values.std() / 4000**0.5
 
 
-def test_scale_mixture_is_reparameterised(site):
-    std = site[1].requires_grad_()
-    ScaleMixturePrior(0.5, 1.0, 0.1).kl(site[0], std).backward()
+def test_scale_mixture_is_reparameterised(gaussian):
+    std = gaussian[1].requires_grad_()
+    ScaleMixturePrior(0.5, 1.0, 0.1).kl(gaussian[0], std).backward()
     assert std.grad is not None
     assert std.grad.isfinite().all()
 

@@ -81,7 +81,7 @@ def test_covariance_is_that_of_sampled_weights():
 
 def test_initial_std_is_a_tenth_of_the_parameters_scale_and_never_zero():
     layer = Reparameterized(nn.LayerNorm(4))
-    std = {site.path: site.std.detach() for site in layer.sites()}
+    std = {each.path: each.std.detach() for each in layer.gaussian_parameters()}
     torch.testing.assert_close(std["module.weight"], torch.full((4,), 0.1))
     torch.testing.assert_close(std["module.bias"], torch.full((4,), 0.1 * 0.5**0.5))
 
@@ -90,7 +90,7 @@ def test_buffers_stay_and_frozen_parameters_are_deterministic():
     norm = nn.BatchNorm1d(4)
     norm.bias.requires_grad_(False)
     layer = Reparameterized(norm)
-    assert [site.path for site in layer.sites()] == ["module.weight"]
+    assert [each.path for each in layer.gaussian_parameters()] == ["module.weight"]
     layer(torch.randn(8, 4))
     assert norm.num_batches_tracked == 1
     assert norm.running_mean.abs().sum() > 0

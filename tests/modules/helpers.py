@@ -23,12 +23,12 @@ def loader(dataset, batch_size=8, **options):
 
 @torch.no_grad()
 def summed_kl(network, prior_std=1.0):
-    """KL of all Gaussian sites from N(0, prior_std²), by torch.distributions."""
+    """KL of all Gaussian parameters from N(0, prior_std²), by torch.distributions."""
     total = 0.0
     for layer in network.modules():
         if isinstance(layer, BayesianLayer):
-            for site in layer.sites():
-                posterior = torch.distributions.Normal(site.mean, site.std)
+            for each in layer.gaussian_parameters():
+                posterior = torch.distributions.Normal(each.mean, each.std)
                 prior = torch.distributions.Normal(0.0, prior_std)
                 total += float(torch.distributions.kl_divergence(posterior, prior).double().sum())
     return total

@@ -150,7 +150,7 @@ def test_stochastic_members_are_more_members():
 
 @pytest.mark.parametrize("fusion", BARYCENTERS)
 @pytest.mark.parametrize("method", ["dropout", "mean field"])
-def test_dropout_and_mean_field_know_what_they_do_not_know(method, fusion):
+def test_dropout_and_mean_field_have_epistemic_variance_after_every_barycenter(method, fusion):
     torch.manual_seed(0)
     if method == "dropout":
         network = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), MCDropout(0.2), nn.Linear(8, 1))

@@ -136,7 +136,7 @@ def test_the_variational_resnet_is_bayesian_in_all_twenty_layers():
     layers = [m for m in network.modules() if isinstance(m, BayesianLayer)]
     assert len(layers) == 20
     assert not any(isinstance(m, nn.Conv2d | nn.Linear) for m in network.modules())
-    assert {site.prior.std for layer in layers for site in layer.sites()} == {10.0}  # variance 100
+    assert {each.prior.std for layer in layers for each in layer.gaussian_parameters()} == {10.0}  # variance 100
     assert count(network) == 269_722 + (269_722 - 2 * 688)  # all but BatchNorm's counts twice
     assert kl_divergence(network).item() == pytest.approx(summed_kl(network, prior_std=10.0), rel=1e-5)
 

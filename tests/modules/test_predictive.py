@@ -8,10 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import FedBayesError, GaussianPosterior, HybridBayesianRegressor, PosteriorError
-from lightning_fedbayes.layers.sites import PosteriorView
+from lightning_fedbayes import FedBayesError, HybridBayesianRegressor
+from lightning_fedbayes.layers.posterior_view import PosteriorView
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.modules.parameter_draws import draws_from_clients, draws_from_posterior, outputs_with
 from tests.federations import trainer
 
 FEATURES = 3
@@ -33,13 +32,6 @@ def federated(network=None, rounds=2, engine="auto", clients=4, seed=0, **option
     run = trainer(rounds, [federation])
     run.fit(model, DataLoader(examples(), 5, shuffle=True))
     return model.eval(), federation, run
-
-
-def posterior_of(network, scale=0.3, seed=0):
-    """A posterior over the parameters of ``network``, without a prefix."""
-    generator = torch.Generator().manual_seed(seed)
-    mean = {name: p.detach().clone() for name, p in network.named_parameters()}
-    return GaussianPosterior(mean, {n: scale * torch.rand(m.shape, generator=generator) for n, m in mean.items()})
 
 
 def test_bootstrap_draws_are_the_clients():
@@ -198,19 +190,6 @@ def test_interval_holds_its_share_of_a_gaussian():
 def test_before_the_first_round_the_network_predicts():
     model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), predictive="bootstrap")
     assert model.predict_step(torch.randn(4, FEATURES)).samples.shape == (1, 4, 1)
-
-
-def test_draws_of_a_posterior_have_its_moments():
-    network = nn.Linear(2, 2)
-    sets = draws_from_posterior(posterior_of(network), 50_000, torch.Generator().manual_seed(0))
-    for name, mean in posterior_of(network).mean.items():
-        torch.testing.assert_close(sets[name].mean(0), mean, atol=0.02, rtol=0)
-        torch.testing.assert_close(sets[name].var(0), posterior_of(network).variance[name], rtol=0.04, atol=1e-4)
-
-
-def test_names_of_another_network_are_refused():
-    with pytest.raises(PosteriorError, match="another network"):
-        outputs_with(nn.Linear(2, 2), draws_from_clients([posterior_of(mlp(2, 2))]), torch.zeros(1, 2))
 
 
 @pytest.mark.parametrize("network", [mlp(3, 1), nn.Sequential(nn.Linear(3, 1), nn.ReLU()), nn.Conv1d(3, 1, 1)])

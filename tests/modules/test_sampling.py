@@ -1,13 +1,14 @@
-"""Draws of a network's output: their distribution, and how often the network runs."""
+"""Draws of a network's output and of its parameters: their distribution, and the number of passes."""
 
 import pytest
 import torch
 from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
 from torch import nn
 
+from lightning_fedbayes import GaussianPosterior, PosteriorError
 from lightning_fedbayes.layers import ESTIMATORS, MCDropout, Reparameterized, bayesianize, with_mc_dropout
 from lightning_fedbayes.modules import is_stochastic, lenet, mlp, sample_outputs, sampling
-from lightning_fedbayes.modules.sampling import convolves_noise
+from lightning_fedbayes.modules.sampling import convolves_noise, draws_from_clients, draws_from_posterior, outputs_with
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 DRAWS = 4000
@@ -236,4 +237,30 @@ def test_large_batches_through_noisy_convolutions_go_one_by_one(make, expected):
     network = make().eval()
     assert convolves_noise(network, torch.zeros(200, 1, 28, 28)) == expected
     assert not convolves_noise(network, torch.zeros(2, 1, 28, 28))
+    calls = []
+    network.register_forward_hook(lambda *_: calls.append(1))
     assert sample_outputs(network, torch.randn(90, 1, 28, 28), 3).shape[:2] == (3, 90)
+    assert len(calls) == (3 if expected else 1)
+
+
+# -- draws of parameters -----------------------------------------------------------------------------------------------
+
+
+def posterior_of(network, scale=0.3, seed=0):
+    """A posterior over the parameters of ``network``, without a prefix."""
+    generator = torch.Generator().manual_seed(seed)
+    mean = {name: p.detach().clone() for name, p in network.named_parameters()}
+    return GaussianPosterior(mean, {n: scale * torch.rand(m.shape, generator=generator) for n, m in mean.items()})
+
+
+def test_draws_of_a_posterior_have_its_moments():
+    network = nn.Linear(2, 2)
+    sets = draws_from_posterior(posterior_of(network), 50_000, torch.Generator().manual_seed(0))
+    for name, mean in posterior_of(network).mean.items():
+        torch.testing.assert_close(sets[name].mean(0), mean, atol=0.02, rtol=0)
+        torch.testing.assert_close(sets[name].var(0), posterior_of(network).variance[name], rtol=0.04, atol=1e-4)
+
+
+def test_names_of_another_network_are_refused():
+    with pytest.raises(PosteriorError, match="another network"):
+        outputs_with(nn.Linear(2, 2), draws_from_clients([posterior_of(mlp(2, 2))]), torch.zeros(1, 2))

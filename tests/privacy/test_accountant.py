@@ -10,7 +10,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from lightning_fedbayes.errors import FederationError
-from lightning_fedbayes.privacy import accountant, epsilon_of, extra, noise_multiplier_for
+from lightning_fedbayes.privacy import accountant, epsilon_of, noise_multiplier_for
 
 opacus = pytest.importorskip("opacus")
 DELTA = 1e-5
@@ -98,13 +98,13 @@ def test_kinds_of_messages_add_up_as_their_renyi_divergences():
         (lambda: noise_multiplier_for(1e-3, 1e-300, 10**15), "no noise is enough"),
     ],
 )
-def test_what_cannot_be_counted_is_refused_by_name(call, named):
+def test_arguments_out_of_range_are_refused_by_name(call, named):
     with pytest.raises(FederationError, match=named):
         call()
 
 
 def test_without_opacus_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(extra.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(accountant.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FederationError, match=r"pip install lightning-fedbayes\[privacy\]"):
         epsilon_of(1.0, DELTA, 1)
 
@@ -119,7 +119,12 @@ def test_opacus_is_imported_late_and_quietly():
     assert run.returncode == 0, run.stderr
 
 
-def test_the_root_logger_is_as_it_was():
+def test_a_handler_that_the_import_adds_to_the_root_logger_is_removed(monkeypatch):
+    def import_module(name):
+        logging.getLogger().addHandler(logging.NullHandler())
+        return name
+
     handlers = list(logging.getLogger().handlers)
-    extra.import_opacus("opacus.accountants")
+    monkeypatch.setattr(accountant.importlib, "import_module", import_module)
+    assert accountant.import_opacus("opacus.accountants") == "opacus.accountants"
     assert logging.getLogger().handlers == handlers

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
+from lightning_fedbayes import ExamplePrivacy
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.layers import read_posterior
-from lightning_fedbayes.privacy import ExamplePrivacy, UpdatePrivacy, epsilon_of
+from lightning_fedbayes.privacy import UpdatePrivacy, epsilon_of
 from tests.federations import Plain, assert_equal, bayesian, federate, network, parameters
 
 pytest.importorskip("opacus")
@@ -75,16 +76,20 @@ def test_a_resumed_run_ends_like_one_that_was_not_interrupted(tmp_path):
 
 
 def test_adversaries_begin_with_what_they_would_have_sent():
-    """A free rider sends the global posterior's means; its variances are protected as anybody's."""
-    module = bayesian()
-    _, federation = run(module, UpdatePrivacy(1.0, 1.0), rounds=1, adversaries=fb.ScaledUpdate(clients=1.0, factor=0.0))
-    fresh = bayesian()
-    fused = federation.posterior
-    for name, value in read_posterior(fresh).mean.items():
-        torch.testing.assert_close(fused.mean[name], value)
+    """A free rider sends the global posterior's means; its variances are protected as those of any client."""
+    free_riders = fb.ScaledUpdate(clients=1.0, factor=0.0)
+    (_, fed), (_, honest), (_, unprotected) = (
+        run(bayesian(), privacy, rounds=1, adversaries=adversaries)
+        for privacy, adversaries in ((UpdatePrivacy(1.0, 1.0), free_riders), (UpdatePrivacy(1.0, 1.0), ()), (None, ()))
+    )
+    for name, value in read_posterior(bayesian()).mean.items():
+        torch.testing.assert_close(fed.posterior.mean[name], value)
+        torch.testing.assert_close(fed.posterior.variance[name], honest.posterior.variance[name])
+    name = "network.2.weight"
+    assert not torch.allclose(fed.posterior.variance[name], unprotected.posterior.variance[name], rtol=0.1)
 
 
-def test_what_is_measured_in_training_does_not_leave_the_client():
+def test_figures_of_training_do_not_leave_the_client():
     _, federation = run(Plain(), HUGE, rounds=1)
     assert "train_loss" not in federation.history[0]
     assert all(math.isnan(record.train_loss) for record in federation._report.records.values())

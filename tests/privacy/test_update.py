@@ -1,4 +1,4 @@
-"""Updates that are clipped and noised: bounds, distribution, and what adding the noise's variance is good for."""
+"""Updates that are clipped and noised: bounds, distribution, and coverage with the noise's variance added."""
 
 import math
 
@@ -7,10 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedbayes.engines.round import ClientUpdate
 from lightning_fedbayes.errors import FederationError, FusionError
+from lightning_fedbayes.messages import ClientUpdate
+from lightning_fedbayes.plan import RoundPlan
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.privacy import UpdatePrivacy, privatised
+from lightning_fedbayes.server import Server
 
 pytest.importorskip("opacus")
 
@@ -185,8 +187,10 @@ def test_another_network_and_what_is_not_finite_are_refused_by_the_fusion():
         UpdatePrivacy().send(strange, posterior(0), 0, 0)
     broken = update()
     broken.posterior.mean["weight"][0, 0] = math.nan
-    sent = UpdatePrivacy().send(broken, posterior(0), 0, 0)
-    assert not torch.isfinite(sent.posterior.mean["weight"]).all()
+    server = Server(posterior(0))
+    server.begin(RoundPlan(0, (0,)))
+    outcome = server.admit(UpdatePrivacy().send(broken, posterior(0), 0, 0))
+    assert "is not finite" in str(outcome.error)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ os.environ |= {
 }
 
 import torch
-import workloads
 from flwr.app import (  # pyright: ignore[reportMissingImports]
     ArrayRecord,
     ConfigRecord,
@@ -26,12 +25,14 @@ from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import Grid, ServerApp  # pyright: ignore[reportMissingImports]
 from flwr.serverapp.strategy import FedAvg  # pyright: ignore[reportMissingImports]
 from flwr.simulation import run_simulation  # pyright: ignore[reportMissingImports]
-from gate import Gate, start
-from settings import WORKLOADS, Order
+
+from benchmarks.speed import workloads
+from benchmarks.speed.gate import Gate, start
+from benchmarks.speed.settings import WORKLOADS, Order
 
 
 def client_app(order: Order) -> ClientApp:
-    """A client: the global parameters, one pass with SGD, its parameters back."""
+    """A client: it receives the global parameters, makes one pass with SGD and returns its parameters."""
     app = ClientApp()
 
     @app.train()
@@ -52,7 +53,7 @@ def client_app(order: Order) -> ClientApp:
 
 
 class AtTheGate(FedAvg):
-    """FedAvg that passes the gate before every round."""
+    """FedAvg that calls the gate before every round."""
 
     def __init__(self, gate: Gate, clients: int) -> None:
         super().__init__(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
@@ -67,7 +68,7 @@ class AtTheGate(FedAvg):
 
 
 def main(order: Order) -> None:
-    """All rounds in one simulation, and an empty one after the report."""
+    """Run all rounds in one simulation, and an empty one after the report."""
     workload = WORKLOADS[order.workload]
     gate = Gate(order, {"flwr": version("flwr"), "ray": version("ray")})
     server = ServerApp()

@@ -6,8 +6,6 @@ import os
 
 import pfl  # pyright: ignore[reportMissingImports]
 import torch
-import workloads
-from gate import Gate, start
 from pfl.aggregate.simulate import SimulatedBackend  # pyright: ignore[reportMissingImports]
 from pfl.algorithm import FederatedAveraging, NNAlgorithmParams  # pyright: ignore[reportMissingImports]
 from pfl.callback.base import TrainingProcessCallback  # pyright: ignore[reportMissingImports]
@@ -17,12 +15,15 @@ from pfl.data.sampling import get_user_sampler  # pyright: ignore[reportMissingI
 from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams  # pyright: ignore[reportMissingImports]
 from pfl.metrics import Metrics, Weighted  # pyright: ignore[reportMissingImports]
 from pfl.model.pytorch import PyTorchModel  # pyright: ignore[reportMissingImports]
-from settings import WORKLOADS, Order
 from torch import Tensor, nn
+
+from benchmarks.speed import workloads
+from benchmarks.speed.gate import Gate, start
+from benchmarks.speed.settings import WORKLOADS, Order
 
 
 class Network(nn.Module):
-    """The workload's network with the two methods that pfl asks for."""
+    """The workload's network with the two methods that pfl requires."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class Network(nn.Module):
 
 
 class AtTheGate(TrainingProcessCallback):
-    """Passes the gate after every round."""
+    """Callback that calls the gate after every round."""
 
     def __init__(self, gate: Gate, network: nn.Module) -> None:
         self.gate = gate
@@ -48,7 +49,7 @@ class AtTheGate(TrainingProcessCallback):
 
 
 def main(order: Order) -> None:
-    """All rounds in one run of the algorithm; it evaluates in the first alone, which is not timed."""
+    """Run all rounds in one run of the algorithm; it evaluates only in the first, which is not timed."""
     workload = WORKLOADS[order.workload]
     clients = [
         PyTorchTensorDataset((inputs.to(order.device), targets.to(order.device)), user_id=str(k))

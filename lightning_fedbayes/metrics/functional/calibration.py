@@ -1,21 +1,72 @@
-"""Calibration error with bins of equal mass."""
+"""Calibration: confidence against accuracy, in bins of equal width or of equal mass."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.metrics.functional.checks import check_bins, check_predictive
-from lightning_fedbayes.metrics.functional.groups import sum_by_value
+from lightning_fedbayes.metrics.functional.utilities import check_bins, check_predictive, sum_by_index, sum_by_value
+
+
+class CalibrationBins(NamedTuple):
+    """Data of a calibration diagram: three vectors of shape (bins,), and the ECE."""
+
+    confidence: Tensor
+    """Mean confidence; NaN in empty bins."""
+    accuracy: Tensor
+    """Accuracy; NaN in empty bins."""
+    counts: Tensor
+    """Number of examples."""
+    ece: Tensor
+    """Expected calibration error, a scalar."""
+
+
+def calibration_diagram(probs: Tensor, target: Tensor, bins: int = 15) -> CalibrationBins:
+    r"""Calibration diagram: confidence, accuracy and number of examples of B bins of equal width, and their ECE.
+
+    .. math:: \mathrm{ECE} = \sum_b \frac{n_b}{N} |\mathrm{acc}_b - \mathrm{conf}_b|
+
+    The diagram is also called a reliability diagram. Confidence is the largest probability; the ECE equals that of
+    torchmetrics.
+
+    Args:
+        probs: mean predictive, shape (batch, classes).
+        target: class of each example, integers, shape (batch,).
+        bins: number of bins B.
+
+    Source: Guo et al. (2017).
+
+    >>> diagram = calibration_diagram(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]), bins=2)
+    >>> diagram.accuracy, diagram.ece
+    (tensor([   nan, 0.5000]), tensor(0.3500))
+    """
+    return calibration_of_sums(*calibration_sums(probs, target, bins))
+
+
+def calibration_sums(probs: Tensor, target: Tensor, bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, per bin, the number of examples, the sum of their confidences and the number of correct ones."""
+    check_bins(bins)
+    probs = check_predictive(probs, target)
+    confidence, predicted = probs.max(1)
+    index = (confidence * bins).long().clamp(0, bins - 1)
+    counts, confidences, hits = sum_by_index(index, bins, confidence, (predicted == target).to(probs.dtype))
+    return counts.long(), confidences, hits.long()
+
+
+def calibration_of_sums(counts: Tensor, confidences: Tensor, hits: Tensor) -> CalibrationBins:
+    """Return the diagram from the sums of :func:`calibration_sums`."""
+    ece = (hits - confidences).abs().sum() / counts.sum()
+    return CalibrationBins(confidences / counts, hits / counts, counts, ece)
 
 
 def adaptive_calibration_error(probs: Tensor, target: Tensor, bins: int = 15) -> Tensor:
     r"""Adaptive ECE, :math:`\sum_b \frac1B |\mathrm{acc}_b - \mathrm{conf}_b|` over B bins with N/B examples each.
 
-    Confidence is the largest probability. Equal-width bins leave most bins of a confident network empty and put nearly
-    all examples into the last; equal-mass bins look closely where the examples are. Examples of equal
-    confidence are alike: where a bin's boundary falls among them, each bin gets its share of their mean accuracy, so
-    the order of the data does not matter.
+    Confidence is the largest probability. Bins of equal width put nearly all examples of a confident network into the
+    last bin; bins of equal mass are fine where the examples are. If a bin's boundary falls among examples of equal
+    confidence, each bin gets its share of their mean accuracy, so the order of the data does not matter.
 
     Args:
         probs: mean predictive, shape (batch, classes).
@@ -37,7 +88,7 @@ def adaptive_calibration_error(probs: Tensor, target: Tensor, bins: int = 15) ->
 
 
 def equal_mass_error(counts: Tensor, confidences: Tensor, hits: Tensor, bins: int) -> Tensor:
-    """Adaptive ECE of groups of examples in ascending order of confidence.
+    """Return the adaptive ECE of groups of examples in ascending order of confidence.
 
     Args:
         counts: examples in each group, float64, shape (groups,).
@@ -53,7 +104,7 @@ def equal_mass_error(counts: Tensor, confidences: Tensor, hits: Tensor, bins: in
 
 
 def _interpolate(at: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """The piecewise linear function through (x, y), x strictly ascending, at points between the first and last x."""
+    """Interpolate linearly between points (x, y), x strictly ascending; ``at`` is within the range of x."""
     right = torch.searchsorted(x, at).clamp(1, len(x) - 1)
     share = (at - x[right - 1]) / (x[right] - x[right - 1])
     return torch.lerp(y[right - 1], y[right], share)

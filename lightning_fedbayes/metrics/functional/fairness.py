@@ -1,4 +1,4 @@
-"""One number from the accuracies of many clients."""
+"""Fairness over clients: summaries of their accuracies."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FedBayesError
-from lightning_fedbayes.metrics.functional.checks import check_vectors
+from lightning_fedbayes.metrics.functional.utilities import check_vectors
 
 Vector = Tensor | Sequence[float]
 
 
 def weighted_accuracy(accuracies: Vector, weights: Vector) -> Tensor:
-    r"""Average accuracy over clients, :math:`\sum_k \omega_k \mathrm{Acc}_k`: the utilitarian view of fairness.
+    r"""Average accuracy over clients, :math:`\sum_k \omega_k \mathrm{Acc}_k`: utilitarian fairness.
 
     Args:
         accuracies: accuracy of each client, shape (clients,); a client without test examples (NaN) does not count.
-        weights: weight of each client, non-negative, shape (clients,); need not be normalised. With the clients'
-            numbers of training examples this is the average of the source.
+        weights: weight of each client, non-negative, shape (clients,), not necessarily normalised; the source takes the
+            numbers of training examples.
 
     Returns: a scalar.
 
-    Source: BA-BFL (2024) §5, Acc_avg.
+    Source: [BA-BFL] §5, Acc_avg.
 
     >>> import torch
     >>> weighted_accuracy(torch.tensor([0.5, 1.0, torch.nan]), torch.tensor([3, 1, 6]))
@@ -37,7 +37,7 @@ def weighted_accuracy(accuracies: Vector, weights: Vector) -> Tensor:
 
 
 def worst_fraction_accuracy(accuracies: Vector, fraction: float = 0.1) -> Tensor:
-    """Mean accuracy of the worst ⌈fraction·K⌉ clients: the egalitarian view of fairness.
+    """Mean accuracy of the worst ⌈fraction·K⌉ clients: egalitarian fairness.
 
     Args:
         accuracies: accuracy of each client, shape (clients,); a client without test examples (NaN) does not count.
@@ -45,22 +45,22 @@ def worst_fraction_accuracy(accuracies: Vector, fraction: float = 0.1) -> Tensor
 
     Returns: a scalar; with fraction 1 the plain mean.
 
-    Source: BA-BFL (2024) §5, worst 10% accuracies.
+    Source: [BA-BFL] §5, worst 10% accuracies.
 
     >>> import torch
     >>> worst_fraction_accuracy(torch.tensor([0.9, 0.4, 0.6, 0.8]), fraction=0.5)
     tensor(0.5000)
     """
     if not 0 < fraction <= 1:
-        raise FedBayesError(f"fraction is {fraction}; it lies above 0 and at most at 1")
+        raise FedBayesError(f"fraction is {fraction}; it must be above 0 and at most 1")
     accuracies = as_floats(accuracies)
     check_vectors(accuracies=accuracies)
     known = accuracies[~accuracies.isnan()]
-    # 0.1 · 30 is a little more than 3 in floating point, and is meant as 3.
+    # 0.1 · 30 is a little more than 3 in floating point, but means 3 clients
     return known.sort().values[: math.ceil(fraction * len(known) - 1e-9)].mean()
 
 
 def as_floats(values: Vector) -> Tensor:
-    """A list or a tensor of any numbers as a floating-point tensor."""
+    """Return a list or a tensor of any numbers as a floating-point tensor."""
     tensor = torch.as_tensor(values)
     return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())

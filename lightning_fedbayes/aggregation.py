@@ -1,0 +1,343 @@
+"""Aggregation of one round: client updates in, the fused posterior and its diagnostics out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.exchange import ALONE, Collective, Reduction, merge_statistics
+from lightning_fedbayes.exchange.reduction import Statistics
+from lightning_fedbayes.fusion import Fused, FusionAccumulator, FusionRule, RuleState, SumRule
+from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
+from lightning_fedbayes.fusion.averages import add_disagreement
+from lightning_fedbayes.fusion.distributed import fuse_distributed
+from lightning_fedbayes.fusion.rule import add
+from lightning_fedbayes.messages import ClientUpdate
+from lightning_fedbayes.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.weighting import (
+    PER_CLIENT,
+    ClientFacts,
+    CohortWeights,
+    client_weights,
+    effective_clients,
+    normalised,
+)
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """Result of the aggregation of a round.
+
+    Args:
+        posterior: the new global posterior.
+        buffers: the new global buffers, name → tensor of the buffer's dtype.
+        weights: client → normalised weight ω, or the reliability that the rule infers.
+        metrics: diagnostics of the fusion, name → value.
+        inferred: True if the weights are reliabilities that the rule has inferred.
+        excluded: client → why the rule left it out.
+        state: the rule's state for the next round.
+    """
+
+    posterior: GaussianPosterior
+    buffers: dict[str, Tensor]
+    weights: dict[int, float]
+    metrics: dict[str, float]
+    inferred: bool
+    excluded: dict[int, str]
+    state: RuleState
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """Clients that one process has admitted, as far as the other processes must know them before the fusion.
+
+    Args:
+        clients: their numbers, in the order in which they came.
+        weights: their weights, not normalised; empty where the weighting compares clients.
+        facts: the clients' facts for such a weighting; otherwise empty.
+        error: the reason why a weight cannot be computed.
+    """
+
+    clients: tuple[int, ...]
+    weights: tuple[float, ...] = ()
+    facts: tuple[ClientFacts, ...] = ()
+    error: FusionError | None = None
+
+
+class Aggregation:
+    """Collects the updates of a round and fuses them.
+
+    With a sum-type rule and weights that look at one client at a time nothing is kept but sums.
+
+    Args:
+        rule: the fusion rule.
+        weighting: a name, or a function of all clients' facts (see :mod:`lightning_fedbayes.weighting`).
+        previous: the global posterior that the clients started from.
+        buffers: the global buffers that the clients started from; None takes the first client's as the model of all.
+        state: the rule's state after earlier rounds; None for the initial one.
+        collective: the processes, each of which adds clients of its own; with several, ``buffers`` must be given.
+    """
+
+    def __init__(
+        self,
+        rule: FusionRule,
+        weighting: str | CohortWeights,
+        previous: GaussianPosterior,
+        buffers: Mapping[str, Tensor] | None = None,
+        state: RuleState | None = None,
+        collective: Collective = ALONE,
+    ) -> None:
+        self.rule = rule
+        self.state = rule.init() if state is None else state
+        self.weighting = weighting
+        self.previous = previous
+        self.collective = collective
+        self._streams = isinstance(rule, SumRule) and isinstance(weighting, str) and weighting in PER_CLIENT
+        self._accumulator = FusionAccumulator(rule, previous, relative=collective.size == 1)
+        self._held: list[ClientUpdate] = []
+        self._weights: dict[int, float] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._previous_buffers = buffers
+        self._disagreement: Statistics = {}
+
+    def __len__(self) -> int:
+        """Number of clients that this process has admitted."""
+        return len(self._held) if self._held else len(self._weights)
+
+    def add(self, update: ClientUpdate) -> None:
+        """Admit one client's update.
+
+        Raises:
+            FusionError: names or shapes are not those of the global model, or a value is not finite. The round is as
+                it was before.
+        """
+        who = f"client {update.client}"
+        check_structure(update.posterior, self.previous, who)
+        if update.posterior.names != self.previous.names:
+            update = replace(update, posterior=update.posterior.ordered(self.previous.names))
+        mean, variance = update.posterior.flatten()
+        check_finite(update.posterior, mean, variance, who)
+        self._check_buffers(update.buffers, who)
+        if self._streams:
+            self._fuse(update, mean, variance, self._weight(update))
+        else:
+            buffers = {name: value.clone() for name, value in update.buffers.items()}
+            self._held.append(replace(update, posterior=update.posterior.clone(), buffers=buffers))
+        if self._previous_buffers is None:
+            self._previous_buffers = dict(update.buffers)
+
+    def _check_buffers(self, buffers: Mapping[str, Tensor], who: str) -> None:
+        """Raise FusionError unless ``buffers`` have the structure of those before and are finite wherever those are.
+
+        Infinite entries are allowed where the global buffer has them: a mask of minus infinities is a buffer, too.
+        """
+        like = buffers if self._previous_buffers is None else self._previous_buffers
+        wrong = [name for name in sorted(like.keys() | buffers.keys()) if not _alike(like.get(name), buffers.get(name))]
+        if wrong:
+            raise FusionError(
+                f"{who}: buffers {', '.join(wrong)} are not those of the clients before (names, shapes or dtypes "
+                "differ); all clients must train the same network"
+            )
+        for name, value in buffers.items():
+            known = torch.isfinite(like[name]) if self._previous_buffers is not None else torch.tensor(True)
+            if bool((~torch.isfinite(value) & known.to(value.device)).any()):
+                raise FusionError(f"{who}: buffer '{name}' is not finite")
+
+    def admitted(self) -> Admitted:
+        """Return what the other processes must know of this one's clients before :meth:`finish`."""
+        if self._streams:
+            return Admitted(tuple(self._weights), tuple(self._weights.values()))
+        clients = tuple(update.client for update in self._held)
+        if not self.rule.uses_weights:
+            return Admitted(clients, (1.0,) * len(clients))
+        facts = [ClientFacts.of(update, self.previous) for update in self._held]
+        if isinstance(self.weighting, str) and self.weighting in PER_CLIENT:
+            one = PER_CLIENT[self.weighting]
+            try:
+                return Admitted(clients, tuple(one(fact) for fact in facts))
+            except FusionError as error:
+                return Admitted(clients, error=error)
+        if self.collective.size > 1:
+            before = self.previous.to("cpu")
+            facts = [replace(fact, posterior=fact.posterior.to("cpu"), previous=before) for fact in facts]
+        return Admitted(clients, facts=tuple(facts))
+
+    def finish(self, everyone: Sequence[Admitted] | None = None) -> Aggregate:
+        """Fuse the clients of all processes; the result is the same in each.
+
+        Args:
+            everyone: the :meth:`admitted` clients of each process; None: they are exchanged now.
+
+        Raises:
+            FusionError: the weights cannot be used, or the rule cannot fuse these posteriors.
+        """
+        everyone = self.collective.all_gather(self.admitted()) if everyone is None else everyone
+        weights = dict(sorted(self._weights_of(everyone).items()))
+        for update in self._held:
+            self._fuse(update, *update.posterior.flatten(), weights[update.client])
+        several = self.collective.size > 1
+        total = sum(weights.values()) if several else self._accumulator.total
+        self._accumulator.check_not_empty(total)
+        if isinstance(self.rule, SumRule):
+            shares = shares_of(weights, {})
+            sums = Reduction(self._accumulator.statistics, self.previous.num_parameters, self.rule.merge)
+            apart, buffers, merged = self._merge(shares, sums)
+            fused = Fused(self._accumulator.finish(merged), state=self.state)
+        else:
+            cohort = self._accumulator.cohort(total)
+            fused = fuse_distributed(self.rule, cohort, self._accumulator.like, self.state, self.collective)
+            shares = shares_of(weights, fused.reliability)
+            apart, buffers = self._merge(shares)
+        check_finite(fused.posterior, *fused.posterior.flatten(), "the fused posterior")
+        return Aggregate(
+            fused.posterior,
+            buffers=self._average_buffers(buffers, sum(weights.values()) if self._streams else 1.0),
+            weights=shares,
+            metrics=self._diagnostics(fused.posterior, shares, self._disagreement_of(apart)),
+            inferred=bool(fused.reliability),
+            excluded=fused.excluded,
+            state=fused.state,
+        )
+
+    def _merge(self, shares: Mapping[int, float], *others: Reduction) -> list[Statistics]:
+        """Merge what all processes know of the clients' disagreement, their buffers, and ``others``."""
+        for update in self._held:
+            self._add_buffers(update, shares[update.client])
+        merged = merge_statistics(
+            [self._disagreement_reduction(), self._buffers_reduction(), *others], self.collective
+        )
+        if self.collective.size > 1:
+            device = self.previous.flatten()[0].device
+            merged[2:] = [{name: value.to(device) for name, value in sums.items()} for sums in merged[2:]]
+        return merged
+
+    def _disagreement_of(self, apart: Statistics) -> float:
+        """Return the weighted variance of the clients' means, averaged over the parameters."""
+        if self.collective.size == 1:
+            return float((apart["disagreement"] / apart["weight"]).mean())
+        between_and_within = float(apart["disagreement"]) + float(apart["within"])
+        return between_and_within / float(apart["weight"]) / self.previous.num_parameters
+
+    def _disagreement_reduction(self) -> Reduction:
+        """Return the sums behind :meth:`_disagreement_of`.
+
+        Of several processes each sends the mean of its clients, and their variance around it as one number.
+        """
+        own = self._disagreement
+        if own and self.collective.size > 1:
+            own = {"weight": own["weight"], "mean": own["mean"], "within": own["disagreement"].sum()}
+        return Reduction(own, self.previous.num_parameters, merge_disagreement, totals_only=True)
+
+    def _buffers_reduction(self) -> Reduction:
+        """Return the weighted sums of all buffers as one flat vector; in one process, as they are."""
+        own = self._buffers
+        if self.collective.size > 1:
+            like = self._previous_buffers or {}
+            flat = [_as_real(own.get(name, torch.zeros_like(value))).flatten() for name, value in like.items()]
+            own = {"buffers": torch.cat(flat)} if flat else {}
+        return Reduction(own, len(own.get("buffers", ())), add_statistics)
+
+    def _average_buffers(self, sums: Statistics, total: float) -> dict[str, Tensor]:
+        """Return the averages of the buffers, in the dtypes of the global ones, from :meth:`_buffers_reduction`."""
+        if self.collective.size == 1:
+            return {name: self._average(name, value / total) for name, value in sums.items()}
+        averaged, start = {}, 0
+        for name, value in (self._previous_buffers or {}).items():
+            stop = start + value.numel() * (2 if value.is_complex() else 1)
+            summed = sums["buffers"][start:stop] if "buffers" in sums else torch.zeros(stop - start)
+            average = torch.view_as_complex(summed.view(-1, 2)) if value.is_complex() else summed
+            averaged[name] = self._average(name, average.view(value.shape) / total).to(value.device)
+            start = stop
+        return averaged
+
+    def _weights_of(self, everyone: Sequence[Admitted]) -> dict[int, float]:
+        """Return the weights of all clients; normalised where updates were held back until all were known."""
+        for each in everyone:
+            if each.error is not None:
+                raise each.error
+        clients = [client for each in everyone for client in each.clients]
+        values = [weight for each in everyone for weight in each.weights]
+        facts = sorted((fact for each in everyone for fact in each.facts), key=lambda fact: fact.client)
+        if facts:
+            return dict(zip([fact.client for fact in facts], client_weights(self.weighting, facts), strict=True))
+        if values and not self._streams and self.rule.uses_weights:
+            values = normalised(values, self.weighting, len(clients))
+        return dict(zip(clients, values, strict=True))
+
+    def _average(self, name: str, value: Tensor) -> Tensor:
+        """Return an averaged buffer in its own dtype, integers rounded."""
+        assert self._previous_buffers is not None
+        dtype = self._previous_buffers[name].dtype
+        return (value if dtype.is_floating_point or dtype.is_complex else value.round()).to(dtype)
+
+    def _weight(self, update: ClientUpdate) -> float:
+        """Return the weight ω, not normalised, of one client."""
+        if not self.rule.uses_weights:
+            return 1.0
+        assert isinstance(self.weighting, str)
+        return PER_CLIENT[self.weighting](ClientFacts.of(update, self.previous))
+
+    def _fuse(self, update: ClientUpdate, mean: Tensor, variance: Tensor, weight: float) -> None:
+        """Add one admitted client, whose flat posterior is (mean, variance), to all running sums."""
+        self._accumulator.add_checked(update.client, update.posterior, mean, variance, weight)
+        self._weights[update.client] = weight
+        if weight == 0:
+            return
+        add_disagreement(self._disagreement, mean, mean.new_tensor(weight))
+        if self._streams:
+            self._add_buffers(update, weight)
+
+    def _add_buffers(self, update: ClientUpdate, weight: float) -> None:
+        """Add a client's buffers to the running sums."""
+        if weight == 0:
+            return
+        for name, value in update.buffers.items():
+            term = value.to(torch.complex128 if value.is_complex() else torch.float64) * weight
+            self._buffers[name] = self._buffers[name] + term if name in self._buffers else term
+
+    def _diagnostics(
+        self, posterior: GaussianPosterior, shares: dict[int, float], disagreement: float
+    ) -> dict[str, float]:
+        """Return the diagnostics of a fusion, as they are logged."""
+        metrics = {"effective_clients": effective_clients(list(shares.values())), "disagreement": disagreement}
+        variances = [value.detach().flatten() for value in posterior.variance.values() if not is_zero(value)]
+        if variances:
+            flat = torch.cat([value.to(torch.float64) for value in variances])
+            metrics["posterior_variance"] = float(flat.mean())
+        return metrics
+
+
+def shares_of(weights: Mapping[int, float], reliability: Mapping[int, float]) -> dict[int, float]:
+    """Return each client's share of the fusion: its normalised weight, or its reliability if the rule infers one."""
+    if reliability:
+        return {client: reliability.get(client, 0.0) for client in weights}
+    total = sum(weights.values())
+    return {client: weight / total for client, weight in weights.items()}
+
+
+def merge_disagreement(statistics: Statistics, other: Statistics) -> None:
+    """Merge the disagreement of another process's clients into ``statistics``, in place."""
+    add_disagreement(statistics, other["mean"], other["weight"])
+    add(statistics, "within", other["within"])
+
+
+def add_statistics(statistics: Statistics, other: Statistics) -> None:
+    """Add every sum of ``other`` to ``statistics``, in place."""
+    for name, value in other.items():
+        add(statistics, name, value)
+
+
+def _as_real(buffer: Tensor) -> Tensor:
+    """Return ``buffer`` on the CPU in double precision, real and imaginary parts as two numbers."""
+    if buffer.is_complex():
+        return torch.view_as_real(buffer.to("cpu", torch.complex128))
+    return buffer.to("cpu", torch.float64)
+
+
+def _alike(first: Tensor | None, second: Tensor | None) -> bool:
+    """Return True if both tensors are there and agree in shape and dtype."""
+    return first is not None and second is not None and (first.shape, first.dtype) == (second.shape, second.dtype)

@@ -1,0 +1,279 @@
+"""Example-level privacy: clients whose optimizer sees clipped and noised gradients only (DP-SGD)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.layers import kl_divergence
+from lightning_fedbayes.modules import BayesianModule
+from lightning_fedbayes.plan import RoundPlan
+from lightning_fedbayes.privacy import check_no_buffers
+from lightning_fedbayes.privacy.accountant import (
+    check_clip,
+    check_delta,
+    check_noise,
+    check_opacus,
+    epsilon_spent,
+    import_opacus,
+)
+from lightning_fedbayes.privacy.example_gradients import GradSamples, check_network
+from lightning_fedbayes.seeding import derive_seed
+from lightning_fedbayes.training import Federation
+
+FULL_PRECISION = ("32-true", "64-true")
+ROUNDING = 1e-3
+"""A part of the loss that is smaller than this, beside the gradients of the examples, is taken for rounding."""
+
+Counts = dict[int, dict[tuple[float, float], int]]
+"""Client → noise multiplier and share of its examples in a batch → number of such steps."""
+
+
+class ExamplePrivacy(L.Callback):
+    r"""(ε, δ)-differential privacy for every training example, against whoever sees what its client sends.
+
+    In every step the gradient of each example is clipped to the L2 norm C, and the user's own optimizer gets their
+    noisy mean (DP-SGD, Abadi et al. 2016, Algorithm 1):
+
+    .. math:: \tilde g = \frac1B \Bigl(\sum_{i \in batch} g_i \min(1, C / \lVert g_i \rVert) + z C \epsilon\Bigr),
+              \qquad \epsilon \sim N(0, I)
+
+    A client that hands out the result of such steps gives away no more than their ε, whatever becomes of it. When to
+    use it: clients are institutions with many records each, such as hospitals, and it is the records that are
+    protected. ::
+
+        Trainer(callbacks=[FederatedBayes(..., engine="sequential"), ExamplePrivacy(clip=1.0, noise_multiplier=1.0)])
+
+    The module and its optimizer stay what they are: Opacus's hooks leave the gradients of single examples on the
+    parameters, and Opacus's optimizer clips and noises them between backward and step. Bayesian layers of this package
+    may be in the network: given their noise, examples do not share anything. The KL of a
+    :class:`~lightning_fedbayes.BayesianModule` knows no examples; its gradient is added as it is.
+
+    ``privacy/example_epsilon`` is logged after each round: that of the client that has given away most. Steps count as
+    Poisson samples of a batch's share of the client's examples, neighbours differ in one example more or less; batches
+    are in fact shuffled, which is the customary approximation. What a module logs of its training is not protected,
+    nor are numbers of examples.
+
+    Args:
+        clip: C > 0, in the unit of a gradient of the loss of one example.
+        noise_multiplier: z ≥ 0. 0 clips only.
+        delta: δ in (0, 1), well below one over a client's number of examples.
+
+    Raises:
+        FederationError: before training starts: an argument outside its range, Opacus is not installed, no
+            FederatedBayes with the sequential engine beside it, several processes or optimizers, half precision,
+            buffers that clients send, or layers whose examples have no gradients of their own. In the first step: a
+            part of the loss that reaches parameters past the layers, or parameters that it does not reach.
+    """
+
+    def __init__(self, clip: float = 1.0, noise_multiplier: float = 1.0, delta: float = 1e-5) -> None:
+        check_clip(clip)
+        check_noise(noise_multiplier)
+        check_delta(delta)
+        check_opacus()
+        self.clip = clip
+        self.noise_multiplier = noise_multiplier
+        self.delta = delta
+        self._counts: Counts = {}
+        self._counts_before: Counts = {}
+        self._federation: Federation | None = None
+        self._samples: GradSamples | None = None
+        self._optimizer: Any = None
+        self._checked = False
+        self._batch_idx = 0
+
+    # -- before training -----------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Check the Trainer and the network."""
+        if stage != "fit":
+            return
+        federated: Any = federated_callback(trainer)
+        if federated.settings.engine == "vectorized":
+            raise FederationError(
+                "ExamplePrivacy needs gradients of single examples, which engine='vectorized' does not compute for a "
+                "stack of clients; use engine='sequential' or 'auto'"
+            )
+        if trainer.world_size > 1:
+            raise FederationError(
+                f"ExamplePrivacy counts the steps of clients that one process trains, and there are "
+                f"{trainer.world_size}; use devices=1"
+            )
+        if trainer.precision not in FULL_PRECISION:
+            raise FederationError(
+                f"precision={trainer.precision!r}: a gradient is clipped and noised in full precision; use '32-true'"
+            )
+        check_network(pl_module)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Check the optimizer."""
+        if len(trainer.optimizers) != 1:
+            raise FederationError(
+                f"ExamplePrivacy: {type(pl_module).__name__} has {len(trainer.optimizers)} optimizers, and an example "
+                "is clipped over all parameters at once; use one"
+            )
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """At the first round, put hooks on the layers."""
+        self._counts_before = {client: dict(kinds) for client, kinds in self._counts.items()}
+        if self._samples is not None:
+            return
+        federated: Any = federated_callback(trainer)
+        self._federation = federated.federation
+        assert self._federation is not None
+        check_no_buffers(self._federation.engine.model.federated_buffers)
+        self._samples = GradSamples(pl_module)
+        self._optimizer = import_opacus("opacus.optimizers").DPOptimizer(
+            trainer.optimizers[0], noise_multiplier=self.noise_multiplier, max_grad_norm=self.clip,
+            expected_batch_size=1,
+        )
+        self._checked = False
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin with a clean slate, whatever became of the client before."""
+        self._batch_idx = batch_idx
+        assert self._samples is not None
+        self._samples.reset()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """Replace the gradient by the noisy mean of the clipped gradients of the examples."""
+        assert self._samples is not None
+        assert self._federation is not None
+        engine = self._federation.engine
+        parameters = self._optimizer.params
+        check_all_sampled(pl_module, parameters)
+        of_prior = kl_gradients(pl_module, parameters)
+        if not self._checked:
+            check_nothing_else(pl_module, parameters, of_prior)
+            self._checked = True
+        client, step = turn(engine.plan, self._batch_idx)
+        examples = len(self._optimizer.grad_samples[0])
+        self._optimizer.expected_batch_size = examples
+        seed = derive_seed(engine.seed, "gradients", engine.plan.round, client, step)
+        self._optimizer.generator = torch.Generator(parameters[0].device).manual_seed(seed)
+        self._optimizer.pre_step()
+        for parameter, gradient in zip(parameters, of_prior):
+            if gradient is not None:
+                parameter.grad.add_(gradient)
+        self._samples.reset()
+        kinds = self._counts.setdefault(client, {})
+        kind = self.noise_multiplier, min(1.0, examples / engine.sizes[client])
+        kinds[kind] = kinds.get(kind, 0) + 1
+
+    # -- after a round -------------------------------------------------------------------------------------------------
+
+    @property
+    def epsilons(self) -> dict[int, float]:
+        """ε of an example of each client that has trained, by the client's number."""
+        return {
+            client: epsilon_spent([(*kind, steps) for kind, steps in kinds.items()], self.delta)
+            for client, kinds in self._counts.items()
+        }
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log what has been given away."""
+        pl_module.log("privacy/example_epsilon", max(self.epsilons.values(), default=0.0))
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Take the hooks off the layers."""
+        self._give_back()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Take the hooks off the layers."""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._samples is not None:
+            self._samples.remove()
+        self._samples, self._optimizer = None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps of every client up to the end of the last finished round."""
+        unfinished = self._federation is not None and self._federation.stage == "training"
+        counts = self._counts_before if unfinished else self._counts
+        return {"steps": {client: [(*kind, n) for kind, n in kinds.items()] for client, kinds in counts.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self._counts = {
+            client: {(noise, share): steps for noise, share, steps in kinds}
+            for client, kinds in state_dict["steps"].items()
+        }
+
+
+def federated_callback(trainer: L.Trainer) -> L.Callback:
+    """The callback of ``trainer`` that runs a federation; FederationError if there is none."""
+    made: Any = trainer
+    for callback in made.callbacks:
+        if hasattr(type(callback), "federation"):
+            return callback
+    raise FederationError(
+        "ExamplePrivacy needs a FederatedBayes beside it: Trainer(callbacks=[FederatedBayes(...), ExamplePrivacy(...)])"
+    )
+
+
+def turn(plan: RoundPlan, batch_idx: int) -> tuple[int, int]:
+    """Return the client whose batch of the round it is, and the index of the step within that client.
+
+    >>> plan = RoundPlan(round=0, cohort=(3, 8), starts=(0, 4, 6))
+    >>> turn(plan, 3), turn(plan, 4)
+    ((3, 3), (8, 0))
+    """
+    position = bisect_right(plan.starts, batch_idx) - 1
+    return plan.cohort[position], batch_idx - plan.starts[position]
+
+
+def kl_gradients(module: nn.Module, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Gradient of the part of the loss that knows no examples: the weighted KL of a BayesianModule; None for none."""
+    if not isinstance(module, BayesianModule):
+        return [None] * len(parameters)
+    loss = module.kl_factor() * kl_divergence(module.network)
+    if not loss.requires_grad:
+        return [None] * len(parameters)
+    return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+def check_all_sampled(module: nn.Module, parameters: Sequence[Tensor]) -> None:
+    """Raise FederationError if some of ``parameters`` have no gradients of single examples."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    missing = [names[id(each)] for each in parameters if getattr(each, "grad_sample", None) is None]
+    if missing:
+        raise FederationError(
+            f"ExamplePrivacy: the loss of this batch does not depend on {', '.join(missing)} through the layers that "
+            "hold them; call the layers themselves, and freeze what is not used (requires_grad_(False))"
+        )
+
+
+def check_nothing_else(module: nn.Module, parameters: Sequence[Any], of_prior: Sequence[Tensor | None]) -> None:
+    """Raise FederationError if the gradient is not the mean of those of the examples, and that of the prior.
+
+    Past the layers goes, for instance, a penalty on the parameters in the loss: no example has a part in it, and it
+    would be lost.
+
+    Args:
+        module: for the names of the parameters.
+        parameters: with their gradients, and those of the examples.
+        of_prior: see :func:`kl_gradients`.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for parameter, prior in zip(parameters, of_prior):
+        samples = parameter.grad_sample.flatten(1)
+        prior = torch.zeros_like(parameter) if prior is None else prior
+        rest = parameter.grad - prior - samples.mean(0).view_as(parameter)
+        if rest.norm() > ROUNDING * (samples.norm(dim=1).max() + prior.norm()):
+            raise FederationError(
+                f"ExamplePrivacy: a part of the loss reaches '{names[id(parameter)]}' past the layers, such as a "
+                "penalty on the parameters; no example has a part in it, and it would be lost. Use the optimizer's "
+                "weight_decay, or a BayesianModule, whose KL is known"
+            )

@@ -1,0 +1,96 @@
+"""Two small data sets that come with scikit-learn: handwritten digits (classes) and diabetes (regression)."""
+
+from __future__ import annotations
+
+import torch
+from sklearn.datasets import load_diabetes, load_digits
+from sklearn.model_selection import train_test_split
+from torch.utils.data import TensorDataset
+
+from lightning_fedbayes.data.splits import TensorDataModule
+from lightning_fedbayes.data.tables import standardisation_of
+
+
+class DigitsDataModule(TensorDataModule):
+    """1,797 handwritten digits from scikit-learn, 10 classes, 64 grey values in [0, 1]; needs no network.
+
+    Inputs are float32 of shape (batch, 64) or, as images, (batch, 1, 8, 8); labels int64. The split is stratified:
+    every digit has the same share in training and validation. Test and predict use the validation examples.
+
+    Args:
+        batch_size: examples per batch.
+        validation_fraction: share of the examples that is held out.
+        seed: seed of the split.
+        images: inputs as images with one channel instead of vectors.
+
+    >>> digits = DigitsDataModule(batch_size=8)
+    >>> digits.setup()
+    >>> [tuple(tensor.shape) for tensor in next(iter(digits.train_dataloader()))]
+    [(8, 64), (8,)]
+    """
+
+    num_classes = 10
+    num_features = 64
+
+    def __init__(
+        self, batch_size: int = 16, validation_fraction: float = 0.2, seed: int = 0, images: bool = False
+    ) -> None:
+        super().__init__(batch_size, validation_fraction, seed)
+        self.save_hyperparameters(logger=False)
+        self.images = images
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load and split the data, the same way for every stage."""
+        inputs, labels = load_digits(return_X_y=True)
+        indices = train_test_split(
+            range(len(labels)), test_size=self.validation_fraction, random_state=self.seed, stratify=labels
+        )
+        x = torch.as_tensor(inputs / 16, dtype=torch.float32)
+        if self.images:
+            x = x.view(-1, 1, 8, 8)
+        y = torch.as_tensor(labels, dtype=torch.int64)
+        self.train, self.validation = (TensorDataset(x[part], y[part]) for part in indices)
+
+
+class DiabetesDataModule(TensorDataModule):
+    """442 patients from scikit-learn, 10 measurements, one target: progression after a year; needs no network.
+
+    Inputs are float32 of shape (batch, 10), targets float32 of shape (batch, 1). Both are standardised with the mean
+    and standard deviation of the training split. To score in original units: y = ``target_mean`` + ``target_std``·z, a
+    variance times ``target_std``², a Gaussian NLL plus log ``target_std``, a CRPS times ``target_std``. Test and
+    predict use the validation examples.
+
+    Args:
+        batch_size: examples per batch.
+        validation_fraction: share of the examples that is held out.
+        seed: seed of the split.
+
+    >>> diabetes = DiabetesDataModule(batch_size=8)
+    >>> diabetes.setup()
+    >>> [tuple(tensor.shape) for tensor in next(iter(diabetes.train_dataloader()))]
+    [(8, 10), (8, 1)]
+    """
+
+    num_features = 10
+    num_targets = 1
+
+    target_mean: float
+    """Mean target of the training split, in original units; known after ``setup``."""
+    target_std: float
+    """Standard deviation of the target in the training split, in original units; known after ``setup``."""
+
+    def __init__(self, batch_size: int = 16, validation_fraction: float = 0.2, seed: int = 0) -> None:
+        super().__init__(batch_size, validation_fraction, seed)
+        self.save_hyperparameters(logger=False)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load, split and standardise the data, the same way for every stage."""
+        inputs, targets = (torch.as_tensor(array) for array in load_diabetes(return_X_y=True, scaled=False))
+        train, validation = train_test_split(
+            range(len(targets)), test_size=self.validation_fraction, random_state=self.seed
+        )
+        targets = targets.unsqueeze(1)
+        of_inputs, of_targets = standardisation_of(inputs[train]), standardisation_of(targets[train])
+        self.target_mean, self.target_std = of_targets.mean.item(), of_targets.std.item()
+        x, y = of_inputs.apply(inputs), of_targets.apply(targets)
+        self.train, self.validation = (TensorDataset(x[part], y[part]) for part in (train, validation))

@@ -1,0 +1,63 @@
+"""Choice of the fusion rule in every round, by the loss of its posterior on held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.fusion.registry import get_rule, rule_name
+from lightning_fedbayes.fusion.rule import FusionRule
+
+Score = Callable[[Any, Any], Any]
+"""Mean loss of a module on a batch: (module, batch) → number or scalar tensor, the lower the better."""
+
+CANDIDATES = (
+    "weighted_average", "weighted_sum", "linear_pool", "reverse_kl_barycenter", "wasserstein_barycenter", "conflation",
+    "weighted_conflation",
+)
+"""Candidates of ``fusion="auto"``."""
+
+
+class AutoFusion:
+    """Choice, in every round, of the rule whose posterior has the least loss on held-out data at the server.
+
+    ::
+
+        FederatedBayes(fusion="auto")  # the rules of CANDIDATES, by negative log-likelihood
+        FederatedBayes(fusion=AutoFusion(["rklb", "linear_pool", AlphaBarycenter(0.5)]))
+
+    The held-out data are the Trainer's validation data, so the server must have some. The chosen rule's loss on these
+    data is optimistic; test on others. Rules that cannot fuse a round's clients drop out of that round.
+
+    When to use it: the server holds some data, since no rule is best everywhere ([BA-BFL], [FBDL]).
+
+    Args:
+        candidates: names or rule objects, at least two.
+        score: the mean loss of a module on a batch, the lower the better; None: the negative log-likelihood under
+            the prediction of ``predict_step``, for modules of this package.
+
+    Raises:
+        FusionError: fewer than two candidates, one twice, or an unknown name.
+    """
+
+    def __init__(self, candidates: Sequence[str | FusionRule] = CANDIDATES, score: Score | None = None) -> None:
+        self.rules = tuple(get_rule(candidate) for candidate in candidates)
+        self.names = tuple(names_of(self.rules))
+        self.score = score
+        if len(self.rules) < 2:
+            raise FusionError(f"AutoFusion chooses between rules, and {list(candidates)} is not two; give two or more")
+        if len(set(self.names)) < len(self.names):
+            raise FusionError(f"AutoFusion: {list(self.names)} names a rule twice; give each once")
+
+
+def names_of(rules: Iterable[FusionRule]) -> Iterator[str]:
+    """Yield a name for each rule, with its arguments where there are any."""
+    for rule in rules:
+        options = {
+            key: next(names_of([value])) if isinstance(value, FusionRule) else value
+            for key, value in vars(rule).items()
+            if isinstance(value, int | float | str | FusionRule) and not hasattr(FusionRule, key)
+        }
+        described = ", ".join(f"{key}={value}" for key, value in options.items())
+        yield rule_name(rule) + (f"({described})" if described else "")

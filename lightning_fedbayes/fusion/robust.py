@@ -1,0 +1,288 @@
+"""Robust rules: they bound how far a minority of clients, whatever it sends, can move the global posterior."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.fusion.columns import columns
+from lightning_fedbayes.fusion.gram import Gram, GramRule, squared_distances_to
+from lightning_fedbayes.fusion.registry import register_fusion
+from lightning_fedbayes.fusion.rule import FusionRule
+from lightning_fedbayes.posterior import GaussianPosterior, is_zero
+
+
+@register_fusion("geometric_median", aliases=("rfa",))
+class GeometricMedian(GramRule):
+    r"""Minimiser of the weighted sum of distances, by the smoothed Weiszfeld algorithm.
+
+    .. math:: \mu = \arg\min_y \sum_k \omega_k \|\mu_k - y\|, \qquad
+              \beta_k = \frac{\omega_k}{\max(\nu, \|\mu_k - y\|)}, \qquad
+              y \leftarrow \frac{\sum_k \beta_k \mu_k}{\sum_k \beta_k}
+
+    and :math:`\sigma^2 = \sum_k a_k \sigma_k^2` with the last :math:`a_k = \beta_k / \sum_j \beta_j`, which is also
+    the reliability of client k. All iterates are combinations of the clients, so their Gram matrix suffices.
+
+    When to use it: some clients may send anything, and those hold less than half of the weight. Then the result stays
+    within a bound that the honest clients set. The weighting ``"train_size"`` trusts the sizes that clients report: a
+    client that claims many examples may get more than half of the weight. Use ``weighting="equal"`` where sizes cannot
+    be trusted.
+
+    A point with at least half of the weight is the minimiser. For clients on one line that split evenly the minimiser
+    is not unique; which one is returned does not depend on their order.
+
+    Args:
+        smoothing: ν in units of the scale of the distances: the least median distance of a client to all clients. The
+            minimiser of the smoothed objective is at most ν / 2 worse in the objective.
+        tolerance: stop when an iteration moves y by less than this, in the same units.
+        max_iterations: bound of the number of iterations; each costs O(K²).
+
+    Raises:
+        FusionError: an argument that is not positive.
+
+    Source: Pillutla, Kakade and Harchaoui 2019, "Robust aggregation for federated learning", Algorithm 2 and eq. (4);
+    [Untrusted] baseline.
+    """
+
+    uses_weights: ClassVar[bool] = True
+
+    def __init__(self, smoothing: float = 1e-6, tolerance: float = 1e-9, max_iterations: int = 1000) -> None:
+        for name, value in (("smoothing", smoothing), ("tolerance", tolerance), ("max_iterations", max_iterations)):
+            if not value > 0:
+                raise FusionError(f"geometric_median: {name} must be positive, got {value}")
+        self.smoothing = smoothing
+        self.tolerance = tolerance
+        self.max_iterations = max_iterations
+
+    def infer_shares(self, gram: Gram, weights: Tensor) -> tuple[Tensor, dict[int, str]]:
+        """See :meth:`GramRule.infer_shares`."""
+        shares, scale = start(gram.squared_distances().sqrt(), weights)
+        products = gram.products[:-1, :-1]
+        for _ in range(self.max_iterations if scale > 0 else 0):
+            distances = squared_distances_to(products, shares).sqrt()
+            before, shares = shares, normalised(weights / distances.clamp_min(self.smoothing * scale))
+            step = shares - before
+            if float(step @ products @ step) <= (self.tolerance * scale) ** 2:
+                break
+        return shares, {}
+
+
+def start(distances: Tensor, weights: Tensor) -> tuple[Tensor, float]:
+    r"""Return the clients' shares at the first iterate, shape (K,), and the scale of the distances.
+
+    With :math:`r_k` the weighted median of the distances from client k to all clients, itself included, the scale is
+    the least :math:`r_k` and the shares are :math:`\omega_k / r_k^2`, normalised. A minority of the weight, however
+    far away, then moves the first iterate by no more than the scale. If :math:`r_k = 0`, half of the weight is at that
+    point, which gets all the shares.
+
+    Args:
+        distances: between clients, shape (K, K).
+        weights: shape (K,), float64, positive, of sum 1.
+    """
+    ordered, order = distances.sort(1)
+    half = (weights[order].cumsum(1) < 0.5 - 1e-12).sum(1, keepdim=True)
+    spread = ordered.gather(1, half).squeeze(1)
+    scale = spread.min()
+    nearness = torch.where(spread > 0, scale / spread, 1.0)
+    return normalised(weights * nearness.square()), float(scale)
+
+
+def normalised(values: Tensor) -> Tensor:
+    """Return ``values`` divided by their sum."""
+    return values / values.sum()
+
+
+@register_fusion("multi_krum")
+class MultiKrum(GramRule):
+    r"""Average of the clients with the lowest Krum scores.
+
+    .. math:: s_k = \sum_{j \in N_k} \|\mu_k - \mu_j\|^2, \qquad \mu = \frac1m \sum_{k \in S} \mu_k, \qquad
+              \sigma^2 = \frac1m \sum_{k \in S} \sigma_k^2
+
+    :math:`N_k` are the :math:`K - f - 2` clients nearest to k other than itself, and S the m clients with the lowest
+    scores. Among equal scores the client with the smaller sum of squared distances to all comes first, then the first
+    in the cohort. One or two clients have no neighbours to be scored by, and are averaged.
+
+    When to use it: at most f of the clients may send anything, and it does no harm to lose a few honest ones. With m
+    near :math:`K - f` it averages out nearly as much noise as the plain average. It takes no weights.
+
+    Args:
+        byzantine: f, the number of clients that may send anything; :math:`2f + 2 < K`. None: the largest allowed.
+        keep: m. None: :math:`K - f`.
+
+    Raises:
+        FusionError: ``byzantine`` too large for the cohort, or ``keep`` not between 1 and K.
+
+    Source: Blanchard, El Mhamdi, Guerraoui and Stainer 2017, "Machine learning with adversaries", §4 and §5.
+    """
+
+    def __init__(self, byzantine: int | None = None, keep: int | None = None) -> None:
+        if byzantine is not None and byzantine < 0:
+            raise FusionError(f"krum: byzantine must be a number of clients, at least 0, got {byzantine}")
+        if keep is not None and keep < 1:
+            raise FusionError(f"krum: keep must be a number of clients, at least 1, got {keep}")
+        self.byzantine = byzantine
+        self.keep = keep
+
+    def infer_shares(self, gram: Gram, weights: Tensor) -> tuple[Tensor, dict[int, str]]:
+        """See :meth:`GramRule.infer_shares`."""
+        count = len(weights)
+        if count < 3:
+            return torch.full((count,), 1 / count, dtype=torch.float64), {}
+        byzantine = (count - 3) // 2 if self.byzantine is None else self.byzantine
+        if not 2 * byzantine + 2 < count:
+            raise FusionError(
+                f"krum: byzantine={byzantine} of {count} clients, but 2·byzantine + 2 must be less than the number of "
+                f"clients; give at most {(count - 3) // 2}, or None for that"
+            )
+        keep = count - byzantine if self.keep is None else self.keep
+        if keep > count:
+            raise FusionError(f"krum: keep={keep} of {count} clients; give at most {count}")
+        neighbours = count - byzantine - 2
+        distances = gram.squared_distances()
+        scores = krum_scores(distances, neighbours).tolist()
+        totals = distances.sum(1).tolist()
+        ranked = sorted(range(count), key=lambda k: (scores[k], totals[k]))
+        shares = torch.zeros(count, dtype=torch.float64)
+        shares[ranked[:keep]] = 1 / keep
+        worst = scores[ranked[keep - 1]]
+        return shares, {
+            k: f"squared distances to its {neighbours} nearest clients sum to {scores[k]:.4g}; "
+               f"those kept have at most {worst:.4g}"
+            for k in sorted(ranked[keep:])
+        }
+
+
+@register_fusion("krum")
+class Krum(MultiKrum):
+    r"""The client with the lowest Krum score (see :class:`MultiKrum`), its mean and its variance.
+
+    When to use it: for comparison. The result is one of the clients (of two, their average), so it loses what the
+    others have learned; where their data differ, prefer ``multi_krum`` or ``geometric_median``.
+
+    Args:
+        byzantine: f, the number of clients that may send anything; :math:`2f + 2 < K`. None: the largest allowed.
+
+    Raises:
+        FusionError: ``byzantine`` too large for the cohort.
+
+    Source: Blanchard et al. 2017, §4.
+    """
+
+    def __init__(self, byzantine: int | None = None) -> None:
+        super().__init__(byzantine, keep=1)
+
+
+def krum_scores(squared_distances: Tensor, neighbours: int) -> Tensor:
+    """Return the sum of squared distances of each client to its nearest others, shape (K,).
+
+    Args:
+        squared_distances: between clients, shape (K, K), 0 on the diagonal.
+        neighbours: number of others that count, less than K.
+
+    >>> krum_scores(torch.tensor([[0.0, 1.0, 9.0], [1.0, 0.0, 4.0], [9.0, 4.0, 0.0]]), 1)
+    tensor([1., 1., 4.])
+    """
+    return squared_distances.sort(1).values[:, 1 : 1 + neighbours].sum(1)
+
+
+class _CoordinateRule(FusionRule):
+    """Average of the clients without the largest and the smallest, per coordinate, of means and of variances alike."""
+
+    uses_weights: ClassVar[bool] = False
+    by_columns: ClassVar[bool] = True
+
+    @abstractmethod
+    def dropped(self, count: int) -> int:
+        """Return the number of clients of ``count`` that are dropped at either end, less than half."""
+
+    def fuse(
+        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
+    ) -> GaussianPosterior:
+        """See :meth:`FusionRule.fuse`."""
+        drop = self.dropped(len(posteriors))
+        mean = middle([posterior.mean for posterior in posteriors], drop)
+        variances = [posterior.variance for posterior in posteriors]
+        point_mass = all(is_zero(each) for variance in variances for each in variance.values())
+        return posteriors[0].unflatten(mean, None if point_mass else middle(variances, drop))
+
+
+@register_fusion("coordinate_median")
+class CoordinateMedian(_CoordinateRule):
+    r"""Median of the clients, coordinate by coordinate, of the means and of the variances.
+
+    .. math:: \mu_i = \operatorname{median}_k \mu_{ki}, \qquad \sigma_i^2 = \operatorname{median}_k \sigma_{ki}^2
+
+    For an even number of clients it is the mean of the two in the middle.
+
+    When to use it: fewer than half of the clients may send anything, means or variances; every fused value then lies
+    between two honest ones. The clients' values of one parameter must be comparable, and their dependence across
+    parameters is lost, which matters for small K. It takes no weights.
+
+    Source: Yin, Chen, Ramchandran and Bartlett 2018, "Byzantine-robust distributed learning", Definition 1;
+    [Untrusted] baseline. They fuse points; the median of the variances is our addition.
+    """
+
+    def dropped(self, count: int) -> int:
+        """Return f that leaves one client, or two of an even number."""
+        return (count - 1) // 2
+
+
+@register_fusion("trimmed_mean")
+class TrimmedMean(_CoordinateRule):
+    r"""Mean of the clients without the f smallest and the f largest, coordinate by coordinate.
+
+    .. math:: \mu_i = \frac{1}{K - 2f} \sum_{k = f + 1}^{K - f} \mu_{(k)i}
+
+    with :math:`\mu_{(1)i} \le \dots \le \mu_{(K)i}`, and the same for the variances. f = 0 is the plain average, the
+    largest f the coordinate-wise median.
+
+    When to use it: at most f of the clients may send anything, and the others shall be averaged to reduce their noise.
+    It takes no weights.
+
+    Args:
+        trim: fraction of the clients, in [0, 0.5), that is dropped at *either* end: f is ``trim`` · K, rounded up so
+            that a fraction ``trim`` of bad clients is covered in a small cohort too, but leaves at least one client.
+            An integer is f itself.
+
+    Raises:
+        FusionError: a fraction outside [0, 0.5), a negative count, or a count that leaves no client.
+
+    Source: Yin et al. 2018, Definition 2. They fuse points; the variance is our addition.
+    """
+
+    def __init__(self, trim: float = 0.1) -> None:
+        if isinstance(trim, int) and trim < 0:
+            raise FusionError(f"trimmed_mean: trim={trim} is not a number of clients; give at least 0")
+        if not isinstance(trim, int) and not 0 <= trim < 0.5:
+            raise FusionError(f"trimmed_mean: trim={trim} is not in [0, 0.5); as a number of clients give an integer")
+        self.trim = trim
+
+    def dropped(self, count: int) -> int:
+        """Return f."""
+        most = (count - 1) // 2
+        if not isinstance(self.trim, int):
+            return min(most, math.ceil(self.trim * count - 1e-9))  # 0.07 * 100 is 7.000000000000001
+        if self.trim > most:
+            raise FusionError(
+                f"trimmed_mean: trim={self.trim} at either end of {count} clients leaves none; give at most {most}, "
+                "or a fraction"
+            )
+        return self.trim
+
+
+def middle(rows: Sequence[Mapping[str, Tensor]], drop: int) -> Tensor:
+    """Return the mean over ``rows`` without the ``drop`` smallest and largest, per coordinate: shape (P,), float64.
+
+    >>> middle([{"w": torch.tensor([1.0, 9.0])}, {"w": torch.tensor([3.0, 2.0])}, {"w": torch.tensor([50.0, 1.0])}], 1)
+    tensor([3., 2.], dtype=torch.float64)
+    """
+    kept = slice(drop, len(rows) - drop)
+    parts = [block.T.contiguous().sort(1).values[:, kept].mean(1) for block in columns(rows)]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)

@@ -1,0 +1,228 @@
+"""A network's parameters as one Gaussian posterior: read it, load another.
+
+This is the only place where (mu, rho) becomes (mean, variance) and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
+from torch import Tensor, nn
+
+from lightning_fedbayes.errors import PosteriorError, nearest
+from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
+from lightning_fedbayes.layers.functional import inverse_softplus_std
+from lightning_fedbayes.layers.priors import NormalPrior, Prior
+from lightning_fedbayes.posterior import GaussianPosterior, zeros_like
+
+T = TypeVar("T")
+
+KEPT = "_replaced"
+"""Suffix of the buffers that keep the own prior of a bayesian-torch layer while another one is in force."""
+
+
+@dataclass(frozen=True)
+class ForeignGaussianParameter(GaussianParameter):
+    """A Gaussian parameter tensor of a bayesian-torch layer, whose prior lives in two buffers.
+
+    Its ``prior_*_sigma`` buffer is filled with the argument ``prior_variance``, and read as the variance it is named
+    after (bayesian-torch's own KL takes it for a standard deviation). While a replaced prior is in force, the buffers
+    hold mean and *standard deviation* of that, so that bayesian-torch's own ``kl_loss`` has the right prior too.
+    """
+
+    @property
+    def _buffers(self) -> tuple[str, str]:
+        stem = "prior_bias" if self.path == "bias" else "prior_weight"
+        return f"{stem}_mu", f"{stem}_sigma"
+
+    @property
+    def prior(self) -> Prior:
+        """The prior in force, read from the buffers."""
+        mu, sigma = (self.layer._buffers[name] for name in self._buffers)
+        assert mu is not None
+        assert sigma is not None
+        if f"{self._buffers[0]}{KEPT}" in self.layer._buffers:
+            return NormalPrior(mu, sigma)
+        if sigma.shape != mu.shape:  # ConvTranspose*Flipout of 0.5.0 allocates it with the channels swapped
+            return NormalPrior(mu, float(self.layer.prior_variance) ** 0.5)  # pyright: ignore[reportArgumentType]
+        return NormalPrior(mu, sigma.sqrt())
+
+    def replace_prior(self, prior: Prior | None) -> None:
+        """Put a :class:`NormalPrior` in force through the buffers; None brings the layer's own back."""
+        kept = [f"{name}{KEPT}" for name in self._buffers]
+        if prior is None:
+            for name, copy in zip(self._buffers, kept):
+                if copy in self.layer._buffers:
+                    self.layer._buffers[name] = self.layer._buffers.pop(copy)
+                    self.layer._non_persistent_buffers_set.discard(copy)
+            return
+        if not isinstance(prior, NormalPrior):
+            raise PosteriorError(f"a bayesian-torch layer takes a NormalPrior only, not {type(prior).__name__}")
+        for name, copy, value in zip(self._buffers, kept, (prior.mean, prior.std)):
+            if copy not in self.layer._buffers:
+                self.layer.register_buffer(copy, self.layer._buffers[name], persistent=False)
+                self.layer.register_state_dict_post_hook(store_own_prior)
+            self.layer._buffers[name] = torch.as_tensor(value, device=self.mean.device)
+
+
+def store_own_prior(layer: nn.Module, state: dict, prefix: str, metadata: object) -> None:
+    """Store a bayesian-torch layer's own prior in its ``state_dict`` while another one is in force."""
+    for name, value in layer._buffers.items():
+        own = name.removesuffix(KEPT)
+        if own != name and f"{prefix}{own}" in state:
+            state[f"{prefix}{own}"] = value
+
+
+def gaussian_parameters_of(layer: BaseVariationalLayer_) -> Iterator[GaussianParameter]:
+    """The Gaussian parameters that ``layer`` itself holds, in definition order; ours or bayesian-torch's."""
+    if isinstance(layer, BayesianLayer):
+        yield from layer.gaussian_parameters()
+        return
+    for name, parameter in layer._parameters.items():
+        path = name.removeprefix("mu_")
+        if path != name and parameter is not None and f"rho_{path}" in layer._parameters:
+            yield ForeignGaussianParameter(layer, path, layer, name, f"rho_{path}")
+
+
+def gaussian_parameters(module: nn.Module) -> dict[str, GaussianParameter]:
+    """Every Gaussian parameter of ``module`` by its name in the posterior; a tied one appears once.
+
+    The name is the dotted path of the mean without ``mu_``: "fc1.weight" for the parameter "fc1.mu_weight",
+    "conv.kernel" for "conv.mu_kernel", "lstm.module.weight_ih_l0" inside a
+    :class:`~lightning_fedbayes.layers.Reparameterized`.
+
+    Raises:
+        PosteriorError: two of them would have one name.
+    """
+    parameters: dict[str, GaussianParameter] = {}
+    seen: set[tuple[int, int]] = set()
+    for path, layer in module.named_modules():
+        if not isinstance(layer, BaseVariationalLayer_):
+            continue
+        for parameter in gaussian_parameters_of(layer):
+            tensors = id(parameter.mean), id(parameter.rho)
+            if tensors not in seen:
+                seen.add(tensors)
+                add(parameters, f"{path}.{parameter.path}" if path else parameter.path, parameter)
+    return parameters
+
+
+class PosteriorView:
+    """A module's parameters as one Gaussian posterior; build it once, read and load it every round.
+
+    Gaussian parameters have their mean and variance; every other floating-point parameter is a point mass, with
+    variance 0. Tied parameters appear once, buffers not at all.
+
+    Args:
+        module: any network; its own layers, bayesian-torch's and deterministic ones.
+        exclude: posterior names to leave out, such as those that stay with the client.
+
+    Raises:
+        PosteriorError: two parameters would have one name, or ``exclude`` names a parameter that is not there.
+
+    >>> view = PosteriorView(nn.Linear(2, 1))
+    >>> view.read().names
+    ('weight', 'bias')
+    """
+
+    def __init__(self, module: nn.Module, exclude: Collection[str] = ()) -> None:
+        gaussian = gaussian_parameters(module)
+        by_mean = {id(each.mean): (name, each) for name, each in gaussian.items()}
+        seen = {id(each.rho) for each in gaussian.values()}
+        entries: dict[str, GaussianParameter | tuple[nn.Module, str]] = {}
+        for path, owner in module.named_modules():
+            for attribute, parameter in owner._parameters.items():
+                if parameter is None or id(parameter) in seen or not parameter.is_floating_point():
+                    continue
+                seen.add(id(parameter))
+                if id(parameter) in by_mean:
+                    add(entries, *by_mean[id(parameter)])
+                else:
+                    add(entries, f"{path}.{attribute}" if path else attribute, (owner, attribute))
+        for name in exclude:
+            if name not in entries:
+                raise PosteriorError(f"cannot exclude '{name}': no such parameter; {nearest(name, entries)}")
+        self._entries = {name: entry for name, entry in entries.items() if name not in exclude}
+        plain = {name: entry for name, entry in self._entries.items() if not isinstance(entry, GaussianParameter)}
+        self._plain = plain if len(plain) == len(self._entries) else None
+
+    def read(self) -> GaussianPosterior:
+        """The posterior now: means are detached *views* of the live parameters, variances are new tensors."""
+        if self._plain is not None:
+            return GaussianPosterior.point_mass({name: parameter_of(at).detach() for name, at in self._plain.items()})
+        mean, variance = {}, {}
+        for name, entry in self._entries.items():
+            if isinstance(entry, GaussianParameter):
+                mean[name] = entry.mean.detach()
+                with torch.no_grad():
+                    variance[name] = entry.variance
+            else:
+                mean[name] = parameter_of(entry).detach()
+                variance[name] = zeros_like(mean[name])
+        return GaussianPosterior(mean, variance)
+
+    @torch.no_grad()
+    def load(self, posterior: GaussianPosterior) -> None:
+        """Write ``posterior`` into the parameters, in place; loading an unchanged ``read()`` changes no bit.
+
+        A parameter keeps its dtype. A deterministic parameter takes the mean, whatever the variance. A Gaussian
+        parameter of variance 0 takes the smallest σ that layers represent (1e-19 in float32): almost a point mass.
+
+        Raises:
+            PosteriorError: names or shapes are not this module's.
+        """
+        self._check(posterior)
+        for name, entry in self._entries.items():
+            mean = posterior.mean[name]
+            if not isinstance(entry, GaussianParameter):
+                parameter_of(entry).copy_(mean)
+                continue
+            entry.mean.copy_(mean)
+            rho, variance = entry.rho, posterior.variance[name].to(entry.rho)
+            # inverting softplus rounds; where the variance is already the one asked for, rho stays unchanged
+            rho.copy_(torch.where(entry.variance == variance, rho, inverse_softplus_std(variance.sqrt())))
+
+    def _check(self, posterior: GaussianPosterior) -> None:
+        if posterior.mean.keys() != self._entries.keys():
+            missing = [name for name in self._entries if name not in posterior.mean]
+            extra = [name for name in posterior.mean if name not in self._entries]
+            raise PosteriorError(
+                f"the posterior is not of this module: it lacks {missing or 'nothing'} and has {extra or 'nothing'} "
+                "that the module does not have; read it from the same network with the same exclude"
+            )
+        for name, entry in self._entries.items():
+            live = entry.mean if isinstance(entry, GaussianParameter) else parameter_of(entry)
+            if posterior.mean[name].shape != live.shape:
+                raise PosteriorError(
+                    f"'{name}' has shape {tuple(posterior.mean[name].shape)} in the posterior but "
+                    f"{tuple(live.shape)} in the module; read it from a network of the same sizes"
+                )
+
+
+def read_posterior(module: nn.Module, exclude: Collection[str] = ()) -> GaussianPosterior:
+    """The posterior of ``module`` now; see :meth:`PosteriorView.read`. The means are views of the parameters."""
+    return PosteriorView(module, exclude).read()
+
+
+def load_posterior(module: nn.Module, posterior: GaussianPosterior, exclude: Collection[str] = ()) -> None:
+    """Write ``posterior`` into the parameters of ``module``, in place; see :meth:`PosteriorView.load`."""
+    PosteriorView(module, exclude).load(posterior)
+
+
+def parameter_of(entry: tuple[nn.Module, str]) -> Tensor:
+    """Return the live parameter that ``entry`` (a module and the name of its attribute) refers to."""
+    owner, attribute = entry
+    parameter = owner._parameters[attribute]
+    assert parameter is not None
+    return parameter
+
+
+def add(entries: dict[str, T], name: str, entry: T) -> None:
+    """Put ``entry`` under ``name``, or raise PosteriorError if that name is taken."""
+    if name in entries:
+        raise PosteriorError(f"two parameters would both be called '{name}' in the posterior; rename one of them")
+    entries[name] = entry

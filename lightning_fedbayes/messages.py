@@ -1,0 +1,74 @@
+"""Messages of a round: what a client sends, and what became of it at the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_fedbayes.posterior import GaussianPosterior
+
+
+@dataclass(frozen=True)
+class ClientUpdate:
+    """Update that a client sends after its local epochs.
+
+    Args:
+        client: the client's number.
+        num_examples: its number of training examples.
+        posterior: its posterior.
+        buffers: its buffers, name → tensor.
+        metrics: figures of its training, name → value; "train_loss" is averaged over the round.
+        seconds: time that it took.
+    """
+
+    client: int
+    num_examples: int
+    posterior: GaussianPosterior
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of posterior and buffers."""
+        return self.posterior.num_bytes + sum(b.numel() * b.element_size() for b in self.buffers.values())
+
+
+@dataclass(frozen=True)
+class ClientFailure:
+    """Notice that a client has no update in this round.
+
+    Args:
+        client: the client's number.
+        error: the reason.
+        num_examples: its number of training examples.
+        seconds: time that it took.
+    """
+
+    client: int
+    error: Exception
+    num_examples: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ClientOutcome:
+    """Outcome of a client in a round, without its tensors.
+
+    Args:
+        client: its number.
+        error: the reason why it is left out; None if its update counts.
+        seconds: time that it took; an equal share where several clients train at once.
+        num_examples: its number of training examples.
+        num_bytes: size of its update, 0 if it has failed.
+        metrics: figures of its training, name → value.
+    """
+
+    client: int
+    error: Exception | None
+    seconds: float
+    num_examples: int
+    num_bytes: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)

@@ -1,0 +1,76 @@
+"""Accuracy of every client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_fedbayes import plots
+from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.metrics.functional.utilities import check_predictive, sum_by_index
+
+
+class ClientAccuracy(Metric):
+    """Accuracy of each client on its own data.
+
+    For fairness, pass ``compute()`` to :func:`~lightning_fedbayes.metrics.functional.weighted_accuracy` and
+    :func:`~lightning_fedbayes.metrics.functional.worst_fraction_accuracy`.
+
+    Args:
+        clients: number of clients.
+        kwargs: arguments of :class:`torchmetrics.Metric`.
+
+    Source: [BA-BFL] §5.
+
+    >>> metric = ClientAccuracy(clients=2)
+    >>> metric(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]), torch.tensor([0, 1]))
+    tensor([1., 0.])
+    """
+
+    full_state_update = False
+    is_differentiable = False
+    higher_is_better = True
+
+    counts: Tensor
+    hits: Tensor
+
+    def __init__(self, clients: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if clients < 1:
+            raise FedBayesError(f"clients is {clients}; a federation has at least 1")
+        self.clients = clients
+        self.add_state("counts", torch.zeros(clients, dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("hits", torch.zeros(clients, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, probs: Tensor, target: Tensor, client: Tensor | int) -> None:
+        """Add examples.
+
+        Args:
+            probs: mean predictive, shape (batch, classes).
+            target: classes, shape (batch,).
+            client: number of the client that each example belongs to, shape (batch,), or one for all.
+        """
+        hit = check_predictive(probs, target).argmax(1) == target
+        owner = torch.as_tensor(client, device=hit.device).expand_as(hit)
+        if hit.numel() and not 0 <= int(owner.min()) <= int(owner.max()) < self.clients:
+            raise FedBayesError(
+                f"client ranges from {owner.min()} to {owner.max()}, but there are {self.clients} clients, "
+                f"numbered from 0; create ClientAccuracy with more clients"
+            )
+        counts, hits = sum_by_index(owner, self.clients, hit.long())
+        self.counts = self.counts + counts
+        self.hits = self.hits + hits
+
+    def compute(self) -> Tensor:
+        """Return the accuracy of each client so far, shape (clients,); NaN for a client without examples."""
+        return self.hits / self.counts
+
+    def plot(self, val: Tensor | None = None) -> tuple[Figure, Axes]:
+        """Draw the accuracy of every client so far, or ``val`` of shape (clients,), as bars: (figure, axes)."""
+        figure = plots.client_accuracy(self.compute() if val is None else val)
+        return figure, figure.axes[0]

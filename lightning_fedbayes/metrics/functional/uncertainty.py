@@ -1,0 +1,201 @@
+"""Uncertainty of a classifier's predictions, and the curve that shows what it is worth.
+
+The total uncertainty is the entropy of the mean predictive, or the variance of the one-hot label. Both split into an
+aleatoric part (noise in the label) and an epistemic part (disagreement of the posterior samples).
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from torch.special import digamma, entr
+
+from lightning_fedbayes.metrics.functional.utilities import check_samples, check_vectors, sum_by_value
+
+
+def predictive_entropy(probs: Tensor, normalize: bool = True) -> Tensor:
+    r"""Entropy of the mean predictive, :math:`\tilde H = -\sum_c \bar p_c \log \bar p_c / \log C`.
+
+    The total uncertainty: 0 if one class is certain, 1 (normalised) if all are equally likely.
+
+    Args:
+        probs: class probabilities of each posterior sample, shape (samples, batch, classes).
+        normalize: divide by log C; otherwise the entropy is in nats.
+
+    Returns: shape (batch,).
+
+    Source: [FBDL] eq. (8).
+
+    >>> import torch
+    >>> predictive_entropy(torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]))
+    tensor([1., 0.])
+    """
+    entropy = entr(check_samples(probs).mean(0)).sum(-1)
+    return entropy / math.log(probs.shape[-1]) if normalize else entropy
+
+
+def mutual_information(probs: Tensor) -> Tensor:
+    r"""Information the label carries about the parameters, :math:`H(\bar p) - \frac1M \sum_m H(p_m) \ge 0`, in nats.
+
+    The epistemic part of the predictive entropy (BALD): 0 if all posterior samples agree.
+
+    Args:
+        probs: class probabilities of each posterior sample, shape (samples, batch, classes).
+
+    Returns: shape (batch,).
+
+    Source: Houlsby et al. (2011); Depeweg et al. (2018).
+
+    >>> import torch
+    >>> mutual_information(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))  # log 2
+    tensor([0.6931])
+    """
+    probs = check_samples(probs)
+    return (entr(probs.mean(0)).sum(-1) - entr(probs).sum(-1).mean(0)).clamp_min(0)
+
+
+def aleatoric_uncertainty(probs: Tensor) -> Tensor:
+    r"""Noise of the label: the trace of :func:`aleatoric_covariance`, :math:`1 - \frac1M \sum_{mc} p_{mc}^2`.
+
+    From 0 (every sample certain) to 1 − 1/C.
+
+    Args:
+        probs: class probabilities of each posterior sample, shape (samples, batch, classes).
+
+    Returns: shape (batch,).
+
+    Source: [FBDL] eq. (9), reported as the trace.
+
+    >>> import torch
+    >>> aleatoric_uncertainty(torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]))
+    tensor([0.5000, 0.0000])
+    """
+    probs = check_samples(probs)
+    return (probs * (1 - probs)).sum(-1).mean(0)
+
+
+def epistemic_uncertainty(probs: Tensor) -> Tensor:
+    r"""Disagreement of samples: the trace of :func:`epistemic_covariance`, :math:`\frac1M \sum_m |p_m - \bar p|^2`.
+
+    0 if all posterior samples agree (and always for a single one), at most 1 − 1/C.
+
+    Args:
+        probs: class probabilities of each posterior sample, shape (samples, batch, classes).
+
+    Returns: shape (batch,).
+
+    Source: [FBDL] eq. (9), reported as the trace.
+
+    >>> import torch
+    >>> epistemic_uncertainty(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
+    tensor([0.5000])
+    """
+    probs = check_samples(probs)
+    return (probs - probs.mean(0)).square().sum(-1).mean(0)
+
+
+def aleatoric_covariance(probs: Tensor) -> Tensor:
+    r"""Aleatoric matrix :math:`\frac1M \sum_m \mathrm{diag}(p_m) - p_m p_m^\top`.
+
+    Together with :func:`epistemic_covariance` it is the covariance of the one-hot label,
+    :math:`\mathrm{diag}(\bar p) - \bar p \bar p^\top`. For a single number use the trace.
+
+    Args:
+        probs: class probabilities of each posterior sample, shape (samples, batch, classes).
+
+    Returns: shape (batch, classes, classes).
+
+    Source: [FBDL] eq. (9).
+    """
+    probs = check_samples(probs)
+    return probs.mean(0).diag_embed() - _mean_outer_product(probs)
+
+
+def epistemic_covariance(probs: Tensor) -> Tensor:
+    r"""Epistemic matrix :math:`\frac1M \sum_m (p_m - \bar p)(p_m - \bar p)^\top`.
+
+    Args:
+        probs: class probabilities of each posterior sample, shape (samples, batch, classes).
+
+    Returns: shape (batch, classes, classes).
+
+    Source: [FBDL] eq. (9).
+    """
+    probs = check_samples(probs)
+    return _mean_outer_product(probs - probs.mean(0))
+
+
+def _mean_outer_product(vectors: Tensor) -> Tensor:
+    by_example = vectors.transpose(0, 1)
+    return by_example.mT @ by_example / len(vectors)
+
+
+def accuracy_retained_curve(correct: Tensor, uncertainty: Tensor) -> tuple[Tensor, Tensor]:
+    """Accuracy of the least uncertain examples against the fraction of examples that is retained.
+
+    The most uncertain examples are discarded first, those of equal uncertainty together, so the order of the data does
+    not matter. A useful uncertainty gives a curve that falls from 1 to the plain accuracy, a useless one a level line.
+
+    Args:
+        correct: true where the example was classified correctly, shape (batch,).
+        uncertainty: any measure of uncertainty, shape (batch,).
+
+    Returns: fractions retained (ascending, the last is 1) and accuracies, one entry per distinct uncertainty.
+
+    Source: Filos et al. (2019); [FBDL] Figs. 2, 4, 6 and 7.
+
+    >>> import torch
+    >>> accuracy_retained_curve(torch.tensor([1, 0, 1, 0]), torch.tensor([0.1, 0.5, 0.2, 0.5]))
+    (tensor([0.2500, 0.5000, 1.0000]), tensor([1.0000, 1.0000, 0.5000]))
+    """
+    check_vectors(correct=correct, uncertainty=uncertainty)
+    fractions, accuracy = curve_of_groups(*sum_by_value(uncertainty, correct))
+    return fractions.float().to(correct.device), accuracy.float().to(correct.device)
+
+
+def accuracy_retained_area(correct: Tensor, uncertainty: Tensor) -> Tensor:
+    r"""Mean accuracy over all retained numbers, :math:`\frac1N \sum_{n=1}^N \mathrm{acc}(n)`: 1 − AURC.
+
+    acc(n) is the accuracy of the n least uncertain examples. Among equally uncertain ones it is the expectation over a
+    random choice, in closed form. Use it to compare measures of uncertainty of one model; between models it
+    also rewards plain accuracy.
+
+    Args:
+        correct: true where the example was classified correctly, shape (batch,).
+        uncertainty: any measure of uncertainty, shape (batch,).
+
+    Returns: a scalar in [0, 1].
+
+    Source: Geifman, Uziel and El-Yaniv (2019), the area under the risk–coverage curve.
+
+    >>> import torch
+    >>> accuracy_retained_area(torch.tensor([1, 0]), torch.tensor([0.1, 0.5]))  # (1 + 1/2) / 2
+    tensor(0.7500)
+    """
+    check_vectors(correct=correct, uncertainty=uncertainty)
+    return area_of_groups(*sum_by_value(uncertainty, correct)).float().to(correct.device)
+
+
+def curve_of_groups(counts: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return fractions and accuracies at the ends of groups of equally uncertain examples, most certain first.
+
+    Args:
+        counts: examples in each group, float64, shape (groups,); empty groups are skipped.
+        hits: correct ones among them, shape (groups,).
+    """
+    counts, hits = counts[counts > 0], hits[counts > 0]
+    return counts.cumsum(0) / counts.sum(), hits.cumsum(0) / counts.cumsum(0)
+
+
+def area_of_groups(counts: Tensor, hits: Tensor) -> Tensor:
+    """Return the mean of acc(n) over n = 1..N, for the groups of :func:`curve_of_groups`.
+
+    Within a group of accuracy a that starts after n₀ examples with c₀ correct, acc(n) = a + (c₀ − n₀a)/n; the sum of
+    1/n over the group is a difference of digamma functions.
+    """
+    counts, hits = counts[counts > 0], hits[counts > 0]
+    before, hits_before = counts.cumsum(0) - counts, hits.cumsum(0) - hits
+    accuracy = hits / counts
+    harmonic = digamma(before + counts + 1) - digamma(before + 1)
+    return (counts * accuracy + (hits_before - before * accuracy) * harmonic).sum() / counts.sum()

@@ -1,0 +1,93 @@
+"""Steps that several metrics share: checks of arguments, and sums over groups of examples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.errors import FedBayesError
+
+
+def check_samples(probs: Tensor) -> Tensor:
+    """Return ``probs`` in at least float32; raise FedBayesError unless it is of shape (samples, batch, classes ≥ 2)."""
+    if probs.ndim != 3 or probs.shape[-1] < 2:
+        raise FedBayesError(
+            f"probs has shape {tuple(probs.shape)}, but one of (samples, batch, classes) with at least 2 classes is "
+            "needed; stack the Monte Carlo samples along a new first dimension (one sample: probs.unsqueeze(0))"
+        )
+    return at_least_float32(probs)
+
+
+def check_predictive(probs: Tensor, target: Tensor) -> Tensor:
+    """Return ``probs`` in at least float32; raise FedBayesError unless (batch, classes), and ``target`` (batch,)."""
+    if probs.ndim != 2:
+        raise FedBayesError(
+            f"probs has shape {tuple(probs.shape)}, but the mean predictive of shape (batch, classes) is needed; "
+            "average Monte Carlo samples first: probs.mean(0)"
+        )
+    if target.shape != probs.shape[:1] or target.is_floating_point():
+        raise FedBayesError(
+            f"target has shape {tuple(target.shape)} and dtype {target.dtype}, but one integer class for each of the "
+            f"{len(probs)} examples is needed, shape ({len(probs)},)"
+        )
+    return at_least_float32(probs)
+
+
+def check_same_shape(**tensors: Tensor) -> None:
+    """Raise FedBayesError unless all ``tensors`` have one shape: (batch,) and (batch, 1) would broadcast to a table."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1:
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise FedBayesError(f"shapes differ: {listed}; they must be equal, so squeeze or expand one of them")
+
+
+def check_vectors(**tensors: Tensor) -> None:
+    """Raise FedBayesError unless all ``tensors`` are vectors of one length."""
+    check_same_shape(**tensors)
+    for name, tensor in tensors.items():
+        if tensor.ndim != 1:
+            raise FedBayesError(f"{name} has shape {tuple(tensor.shape)}, but a vector is needed; flatten it")
+
+
+def check_bins(bins: int) -> None:
+    """Raise FedBayesError unless ``bins`` is at least 1."""
+    if bins < 1:
+        raise FedBayesError(f"bins is {bins}; at least 1 is needed")
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, in float32 if it has fewer bits: entropies and logarithms of half floats are too coarse."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def check_gaussian(mean: Tensor, variance: Tensor, target: Tensor) -> None:
+    """Raise FedBayesError unless all are of one shape and no variance is negative."""
+    check_same_shape(mean=mean, variance=variance, target=target)
+    if bool((variance < 0).any()):
+        raise FedBayesError(
+            f"variance is negative at {int((variance < 0).sum())} of {variance.numel()} entries "
+            f"(minimum {variance.min():.3g}); a variance is at least 0"
+        )
+
+
+def sum_by_value(value: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Count the examples of each distinct ``value`` and sum their ``weights``, whatever the order of the examples.
+
+    Args:
+        value: shape (examples,).
+        weights: each of shape (examples,).
+
+    Returns: counts and one sum per weight, each of shape (distinct values,), ascending by value, float64, on the CPU.
+    """
+    value = value.detach().cpu()
+    distinct, index = torch.unique(value, return_inverse=True)
+    return sum_by_index(index, len(distinct), *(weight.detach().cpu().double() for weight in weights))
+
+
+def sum_by_index(index: Tensor, groups: int, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Count the examples of each group and sum their ``weights``: vectors of shape (groups,) in the weights' dtype.
+
+    (index_add_ has a deterministic form on every device; bincount with weights has none.)
+    """
+    ones = torch.ones_like(weights[0])
+    return tuple(weight.new_zeros(groups).index_add_(0, index, weight) for weight in (ones, *weights))

@@ -1,0 +1,184 @@
+"""Networks: ready deterministic ones, and any network with its last layers made Bayesian."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fedbayes.errors import ConversionError, FedBayesError
+from lightning_fedbayes.layers import Estimator, Prior, bayesianize
+
+
+def mlp(features: int, outputs: int, hidden: Sequence[int] = (50,)) -> nn.Sequential:
+    """Fully connected network with ReLUs.
+
+    Args:
+        features: number of inputs.
+        outputs: number of outputs (classes or targets).
+        hidden: width of each hidden layer.
+
+    >>> [layer.out_features for layer in mlp(64, 10) if isinstance(layer, nn.Linear)]
+    [50, 10]
+    """
+    widths = [features, *hidden]
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
+
+
+def lenet(channels: int = 1, classes: int = 10, size: int = 28) -> nn.Sequential:
+    """The five-layer LeNet of [BA-BFL] §4: two 5×5 convolutions (6 and 16), then 120, 84 and ``classes`` units.
+
+    Each convolution is followed by a ReLU and 2×2 max pooling.
+
+    Args:
+        channels: of the images.
+        classes: number of classes.
+        size: height and width of the images, at least 16.
+
+    Raises:
+        FedBayesError: the images are too small.
+    """
+    side = ((size - 4) // 2 - 4) // 2
+    if side < 1:
+        raise FedBayesError(f"size={size}: nothing is left of images smaller than 16×16 after two convolutions")
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * side * side, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, classes),
+    )
+
+
+class ResidualBlock(nn.Module):
+    r"""Two 3×3 convolutions and a shortcut without parameters, :math:`y = \mathrm{ReLU}(f(x) + s(x))`.
+
+    The shortcut s is option A of He et al. 2016 §4.2: every ``stride``-th pixel, and zeros for the missing channels,
+    half of them before and half after those of ``x``.
+
+    Args:
+        before: channels of the input.
+        after: channels of the output.
+        stride: of the first convolution.
+
+    Shapes: (batch, before, height, width) → (batch, after, ⌈height / stride⌉, ⌈width / stride⌉).
+    """
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(after)
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(after)
+        self.stride = stride
+        self.missing = after - before
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+    def shortcut(self, x: Tensor) -> Tensor:
+        """``x`` in the shape of the output."""
+        half = self.missing // 2
+        return F.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, half, self.missing - half))
+
+
+def resnet20(channels: int = 3, classes: int = 10) -> nn.Sequential:
+    r"""ResNet-20 for small images: three stages of three residual blocks with 16, 32 and 64 channels.
+
+    A 3×3 convolution comes first, mean pooling and one linear layer last; the second and third stage halve height and
+    width. 20 layers with weights, and with three channels and ten classes 269,722 parameters: shortcuts have none
+    (option A). Convolutions have no bias, since BatchNorm follows each. He initialisation,
+    :math:`w \sim N(0, 2/\mathrm{fan\_in})`.
+
+    When to use it: images of about 32×32 pixels, [FBDL]'s network for CIFAR-10. Its three variants there are
+
+    * deterministic: ``resnet20()``;
+    * Monte Carlo dropout: ``with_mc_dropout(resnet20(), 0.2)``;
+    * fully variational: ``bayesianize(resnet20(), types=[nn.Conv2d, nn.Linear], estimator="flipout", prior_std=10.0)``.
+
+    The last starts from torch's default initialisation unless ``init="pretrained"``; BatchNorm corrects the scale.
+
+    Args:
+        channels: of the images.
+        classes: number of classes.
+
+    Shapes: (batch, channels, height, width), any size → (batch, classes). In training mode a batch of one image of up
+    to 4×4 pixels raises an error in BatchNorm, which would have a single value per channel.
+
+    Source: He et al. 2016, *Deep Residual Learning for Image Recognition*, §4.2 with n = 3; He et al. 2015, eq. (10).
+
+    >>> sum(parameter.numel() for parameter in resnet20().parameters())
+    269722
+    """
+    widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
+    blocks = [ResidualBlock(a, b, stride=1 if a == b else 2) for a, b in pairwise(widths)]
+    network = nn.Sequential(
+        nn.Conv2d(channels, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, classes),
+    )
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return network
+
+
+Init = Literal["fresh", "pretrained"]
+
+
+def hybrid(
+    network: nn.Module,
+    bayesian_last: int | None,
+    estimator: Estimator,
+    prior_std: float | None,
+    prior: Prior | None,
+    init: Init,
+    posterior_std: float | None,
+) -> nn.Module:
+    """Return ``network`` itself if ``bayesian_last`` is None, else a copy whose last layers are Bayesian.
+
+    The other arguments are those of :func:`bayesianize`, which the ready modules share.
+
+    Raises:
+        ConversionError: ``bayesian_last`` is None and another argument is not its default; or see :func:`bayesianize`.
+    """
+    if bayesian_last is not None:
+        return bayesianize(
+            network,
+            last=bayesian_last,
+            estimator=estimator,
+            prior_std=prior_std,
+            prior=prior,
+            init=init,
+            posterior_std=posterior_std,
+        )
+    given = {"prior_std": prior_std, "prior": prior, "posterior_std": posterior_std}
+    ignored = [f"{name}={value}" for name, value in given.items() if value is not None]
+    ignored += [f"init='{init}'"] if init != "fresh" else []
+    if ignored:
+        raise ConversionError(
+            f"{', '.join(ignored)} without bayesian_last: the network is taken as it is, so they would change nothing. "
+            "Give bayesian_last=n, or make the layers Bayesian yourself"
+        )
+    return network

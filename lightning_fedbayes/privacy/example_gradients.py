@@ -1,0 +1,241 @@
+r"""Gradients of single examples in Bayesian layers, which Opacus does not know.
+
+Given its noise, a layer treats every example by itself, whatever the estimator: the gradient of one example is a
+function of that example, of the parameters and of noise that has nothing to do with the data. So Opacus may clip it as
+any other. All estimators come down to the weight gradient D(x, b) of the deterministic ``op`` for one example with
+input x and gradient b at the output:
+
+============================  =============  ============================================
+estimator                     ∂/∂μ           ∂/∂σ
+============================  =============  ============================================
+``reparameterization``        D(x, b)        D(x, b) ⊙ ε
+``flipout``                   D(x, b)        D(x ⊙ s, b ⊙ r) ⊙ ε
+``local_reparameterization``  D(x, b)        2σ ⊙ D(x², b ⊙ η / 2 sd(y))
+============================  =============  ============================================
+
+The noise is drawn once more from the state in which the forward pass found torch's generator.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
+from torch import Tensor, nn
+
+from lightning_fedbayes import layers
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.layers.base import BayesianAffine, random_signs
+from lightning_fedbayes.layers.functional import Normal, output_moments, softplus_std
+from lightning_fedbayes.privacy.accountant import import_opacus
+
+BAYESIAN: tuple[type[BayesianAffine], ...] = tuple(
+    layer for layer in map(layers.__dict__.get, layers.__all__)
+    if isinstance(layer, type) and issubclass(layer, BayesianAffine)
+)
+"""The layers whose examples have gradients of their own here: linear, convolutions, transposed convolutions."""
+
+STATES = "_generator_states"
+"""Attribute of a layer: the states of torch's generator before its forward passes, last one last."""
+
+
+def remember_generator(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Forward pre-hook: note from which state of torch's generator the layer is about to draw."""
+    if layer.training and torch.is_grad_enabled():
+        device = inputs[0].device
+        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        layer.__dict__.setdefault(STATES, []).append(state)
+
+
+def forget_generator(layer: nn.Module) -> None:
+    """Drop what :func:`remember_generator` noted."""
+    layer.__dict__.pop(STATES, None)
+
+
+def example_gradients(layer: BayesianAffine, activations: list[Tensor], backprops: Tensor) -> dict[Any, Tensor]:
+    """Gradient of every example with respect to the layer's parameters; the form that Opacus asks of a grad sampler.
+
+    Args:
+        layer: in training; :func:`remember_generator` is one of its forward pre-hooks.
+        activations: its input x, of shape (batch, *).
+        backprops: gradient of the examples' losses with respect to its output, of the output's shape.
+
+    Returns: parameter → tensor of shape (batch, *parameter).
+    """
+    x, = activations
+    weight, rho = (getattr(layer, f"{part}_{layer.weight_name}") for part in ("mu", "rho"))
+    bias = layer.bias if layer.mu_bias is None else layer.mu_bias
+    weight_step, bias_step = affine_gradients(layer, x, backprops)
+    gradients = {weight: weight_step}
+    if bias is not None:
+        gradients[bias] = bias_step
+    with generator_state(layer.__dict__[STATES].pop(), x.device):
+        spread, bias_spread = std_gradients(layer, x, backprops, weight_step, bias_step)
+    gradients[rho] = spread * rho.sigmoid()
+    if layer.rho_bias is not None:
+        gradients[layer.rho_bias] = bias_spread * layer.rho_bias.sigmoid()
+    return {parameter: gradient.detach() for parameter, gradient in gradients.items()}
+
+
+def std_gradients(
+    layer: BayesianAffine, x: Tensor, backprops: Tensor, weight_step: Tensor, bias_step: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of every example with respect to σ of weight and bias; the noise is drawn as the layer draws it.
+
+    Args:
+        layer, x, backprops: see :func:`example_gradients`.
+        weight_step, bias_step: D(x, b) for weight and bias.
+    """
+    weight, rho = (getattr(layer, f"{part}_{layer.weight_name}").detach() for part in ("mu", "rho"))
+    bias_mean, bias_rho = layer.mu_bias, layer.rho_bias
+    if layer.mean_only:
+        return torch.zeros_like(weight_step), torch.zeros_like(bias_step)
+    if layer.estimator == "local_reparameterization":
+        std = softplus_std(rho)
+        bias_std = None if bias_rho is None else softplus_std(bias_rho.detach())
+        bias = None if bias_mean is None else Normal(bias_mean.detach(), bias_std)
+        mean, output_std = output_moments(layer.op, x, Normal(weight, std), bias)
+        by_variance = backprops * torch.randn_like(mean) / (2 * output_std)
+        weight_step, bias_step = affine_gradients(layer, x * x, by_variance)
+        return weight_step * 2 * std, bias_step if bias_std is None else bias_step * 2 * bias_std
+    noise = torch.randn_like(weight)
+    bias_noise = torch.ones_like(bias_step[0]) if bias_mean is None else torch.randn_like(bias_mean)
+    if layer.estimator == "flipout":
+        input_signs, output_signs = (random_signs(shape, x) for shape in layer.sign_shapes(x))
+        weight_step, bias_step = affine_gradients(layer, x * input_signs, backprops * output_signs)
+    return weight_step * noise, bias_step * bias_noise
+
+
+def affine_gradients(layer: BayesianAffine, x: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
+    """D(x, b): gradients of every example with respect to a deterministic weight and bias of the layer's ``op``.
+
+    Returns: shapes (batch, *weight) and (batch, outputs); the second whether the layer has a bias or not.
+    """
+    weight = getattr(layer, f"mu_{layer.weight_name}").detach()
+    outputs = backprops.shape[-1] if layer.weight_name == "weight" else backprops.shape[1]
+    bias = weight.new_zeros(outputs)
+
+    def of_one(example: Tensor, backprop: Tensor) -> Any:
+        pull: Any = torch.func.vjp(lambda w, b: layer.op(example[None], w, b), weight, bias)[1]
+        return pull(backprop[None])
+
+    return torch.vmap(of_one)(x, backprops)
+
+
+@contextmanager
+def generator_state(state: Tensor, device: torch.device) -> Iterator[None]:
+    """Inside, torch's generator of ``device`` draws from ``state``; afterwards it goes on as if nothing had been."""
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if cuda else []):
+        if cuda:
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+        yield
+
+
+# -- Opacus's hooks on a module ----------------------------------------------------------------------------------------
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+ALTERNATIVES = {
+    nn.LSTM: "opacus.layers.DPLSTM",
+    nn.GRU: "opacus.layers.DPGRU",
+    nn.RNN: "opacus.layers.DPRNN",
+    nn.MultiheadAttention: "opacus.layers.DPMultiheadAttention",
+}
+"""Layers of torch that Opacus has rewritten."""
+
+
+def register_bayesian_layers() -> dict[Any, Any]:
+    """Tell Opacus of this package's layers. Returns all the layers that it knows, and how it treats them."""
+    known = import_opacus("opacus.grad_sample").GradSampleHooks.GRAD_SAMPLERS
+    known.update({layer: example_gradients for layer in BAYESIAN if layer not in known})
+    return known
+
+
+def check_network(module: nn.Module) -> None:
+    """Raise FederationError if examples of a batch have no gradients of their own in ``module``; all layers are named.
+
+    What mixes examples between the layers, such as subtracting the mean of a batch, is not found.
+    """
+    reasons = list(_reasons(module, register_bayesian_layers()))
+    if reasons:
+        raise FederationError(
+            "ExamplePrivacy cannot bound what one example does to this network:\n"
+            + "\n".join(f"  * {each}" for each in reasons)
+        )
+
+
+def _reasons(module: nn.Module, known: dict[Any, Any]) -> Iterator[str]:
+    rewritten = import_opacus("opacus.layers")
+    recurrent = (rewritten.DPRNN, rewritten.DPLSTM, rewritten.DPGRU)
+    for path, layer in module.named_modules():
+        kind = type(layer)
+        what = f"{path or 'the module'} ({kind.__name__})"
+        if isinstance(layer, BATCH_NORMS):
+            yield f"{what} mixes the examples of a batch; put nn.GroupNorm or nn.LayerNorm in its place"
+        elif isinstance(layer, INSTANCE_NORMS) and layer.track_running_stats:
+            yield f"{what} keeps running statistics of the examples; use track_running_stats=False"
+        elif getattr(layer, "inplace", False) is True:
+            yield f"{what} works in place, on what the hooks of the layer before have to see; use inplace=False"
+        elif not any(p.requires_grad for p in layer.parameters(recurse=False)) or kind in known or kind in recurrent:
+            continue
+        elif isinstance(layer, BaseVariationalLayer_):
+            yield (
+                f"{what} is a Bayesian layer whose examples have no gradients of their own here; use a linear or "
+                "convolutional layer of lightning_fedbayes.layers, such as LinearFlipout"
+            )
+        elif kind in ALTERNATIVES:
+            yield f"{what} has no gradients per example in Opacus; put {ALTERNATIVES[kind]} in its place"
+        else:
+            yield (
+                f"{what} has parameters of its own, and Opacus no grad sampler for them; build it from layers that "
+                "have one, or add yours with opacus.grad_sample.register_grad_sampler"
+            )
+
+
+class GradSamples:
+    """Lets every backward pass leave the gradient of each example in ``parameter.grad_sample``, shape (batch, *).
+
+    The module itself stays what it is: no wrapper, no other names. The loss is the mean over the batch.
+
+    Args:
+        module: in which :func:`check_network` finds nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        register_bayesian_layers()
+        # a first layer has no input with a gradient, and needs none
+        warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
+        self._module = module
+        self._hooks = import_opacus("opacus.grad_sample").GradSampleHooks(module, strict=False)
+        self._bayesian = [layer for layer in module.modules() if isinstance(layer, BAYESIAN)]
+        self._handles = [layer.register_forward_pre_hook(remember_generator) for layer in self._bayesian]
+
+    def reset(self) -> None:
+        """Forget the last pass, even one that was cut short between forward and backward."""
+        for layer in self._module.modules():
+            layer.__dict__.pop("activations", None)
+            layer.__dict__.pop("max_batch_len", None)
+        for layer in self._bayesian:
+            forget_generator(layer)
+        for parameter in self._module.parameters():
+            if parameter.requires_grad:
+                tagged: Any = parameter
+                tagged.grad_sample, tagged.summed_grad, tagged._forward_counter = None, None, 0
+                tagged.__dict__.pop("_current_grad_sample", None)
+
+    def remove(self) -> None:
+        """Take everything off the module again."""
+        self.reset()
+        for handle in self._handles:
+            handle.remove()
+        self._hooks.cleanup()
+        for parameter in self._module.parameters():
+            vars(parameter).pop("summed_grad", None)  # of Opacus's optimizer

@@ -1,0 +1,152 @@
+"""Settings of a federation: one frozen, validated value, whoever runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, get_args
+
+from lightning_fedbayes.adversaries import Attack
+from lightning_fedbayes.errors import FederationError, check_at_least, check_choice
+from lightning_fedbayes.fusion import FusionRule, rule_name
+from lightning_fedbayes.fusion.auto import AutoFusion
+from lightning_fedbayes.partition import Partition
+from lightning_fedbayes.plan import cohort_size
+from lightning_fedbayes.privacy import UpdatePrivacy
+from lightning_fedbayes.server import candidates
+from lightning_fedbayes.weighting import CohortWeights, check_weighting
+
+EngineName = Literal["auto", "sequential", "vectorized"]
+PriorPolicy = Literal["fixed", "global"]
+OptimizerPolicy = Literal["reset", "keep"]
+BufferPolicy = Literal["average", "local", "frozen"]
+Fusion = str | FusionRule | AutoFusion
+Weighting = str | CohortWeights
+Adversaries = Attack | Sequence[Attack]
+
+
+@dataclass(frozen=True)
+class FederationSettings:
+    """Every choice of a federation; :class:`~lightning_fedbayes.FederatedBayes` describes each argument.
+
+    Making one has no effect but its checks. Arguments are brought into one form: "auto" becomes an ``AutoFusion``, one
+    attack a tuple of one, one pattern of local parameters likewise.
+
+    Raises:
+        FusionError, FederationError: an argument cannot be used; the message names it, the rule and the remedy.
+    """
+
+    partition: Partition | None = None
+    local_epochs: int = 1
+    fraction: float = 1.0
+    fusion: Fusion = "reverse_kl_barycenter"
+    weighting: Weighting = "train_size"
+    engine: EngineName = "auto"
+    clients_at_once: int | None = None
+    prior: PriorPolicy = "fixed"
+    optimizer_state: OptimizerPolicy = "reset"
+    buffers: BufferPolicy = "average"
+    local_parameters: Sequence[str] = ()
+    min_clients: int = 1
+    max_failed_rounds: int = 3
+    adversaries: Adversaries = ()
+    privacy: UpdatePrivacy | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every argument and bring it into one form."""
+        if self.fusion == "auto":
+            self._set("fusion", AutoFusion())
+        elif not isinstance(self.fusion, AutoFusion):
+            self._set("fusion", next(iter(candidates(self.fusion).values())))
+        check_weighting(self.weighting)
+        check_partition(self.partition)
+        for name in ("local_epochs", "min_clients", "max_failed_rounds"):
+            check_at_least(name, getattr(self, name), 1)
+        if self.clients_at_once is not None:
+            check_at_least("clients_at_once", self.clients_at_once, 1)
+        check_fraction(self.fraction)
+        check_choice("engine", self.engine, get_args(EngineName))
+        check_choice("prior", self.prior, get_args(PriorPolicy))
+        check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerPolicy))
+        check_choice("buffers", self.buffers, get_args(BufferPolicy))
+        patterns = (self.local_parameters,) if isinstance(self.local_parameters, str) else tuple(self.local_parameters)
+        self._set("local_parameters", patterns)
+        self._set("adversaries", attacks_of(self.adversaries))
+        check_privacy(self.privacy)
+
+    def _set(self, name: str, value: Any) -> None:
+        """Replace an argument by its one form, while the value is being made."""
+        object.__setattr__(self, name, value)
+
+    @property
+    def attacks(self) -> tuple[Attack, ...]:
+        """The attacks of adversaries."""
+        return attacks_of(self.adversaries)
+
+    def server_options(self) -> dict[str, Any]:
+        """Return the arguments of :class:`~lightning_fedbayes.server.Server`."""
+        names = ("fusion", "weighting", "min_clients", "max_failed_rounds")
+        return {name: getattr(self, name) for name in names}
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings as they are logged: numbers, strings and lists of them, in the order of the arguments."""
+        rules = candidates(self.fusion)
+        weighting = self.weighting if isinstance(self.weighting, str) else getattr(self.weighting, "__name__", "custom")
+        auto = isinstance(self.fusion, AutoFusion)
+        forms = {
+            "partition": repr(self.partition),
+            "fusion": f"auto({', '.join(rules)})" if auto else rule_name(next(iter(rules.values()))),
+            "weighting": weighting if any(rule.uses_weights for rule in rules.values()) else "none",
+            "local_parameters": list(self.local_parameters),
+            "adversaries": [repr(attack) for attack in self.attacks],
+            "privacy": repr(self.privacy),
+        }
+        return {name: forms.get(name, value) for name, value in vars(self).items() if name != "clients_at_once"}
+
+
+def check_fraction(fraction: float) -> None:
+    """Raise FederationError unless the share of clients in a round lies in (0, 1]."""
+    if not isinstance(fraction, Real) or not 0 < fraction <= 1:
+        raise FederationError(f"fraction={fraction!r}: the share of clients in a round lies in (0, 1]")
+
+
+def check_cohort(clients: int, fraction: float, min_clients: int) -> None:
+    """Raise FederationError if every round would have too few clients."""
+    cohort = cohort_size(clients, fraction)
+    if cohort < min_clients:
+        raise FederationError(
+            f"min_clients={min_clients}, but a round has only {cohort} of {clients} clients (fraction={fraction}); "
+            "every round would fail"
+        )
+
+
+def check_partition(partition: Any) -> None:
+    """Raise FederationError unless ``partition`` is None or can split."""
+    if partition is not None and not isinstance(partition, Partition):
+        raise FederationError(
+            f"partition={partition!r} is no Partition: give one, such as IIDPartition(clients=10), or None if the "
+            "data set is a ClientDatasets"
+        )
+
+
+def attacks_of(adversaries: Any) -> tuple[Attack, ...]:
+    """Return one attack or several as a tuple; raise FederationError for anything else."""
+    several = isinstance(adversaries, Sequence) and not isinstance(adversaries, str)
+    attacks = adversaries if several else (adversaries,)
+    wrong = [each for each in attacks if not isinstance(each, Attack)]
+    if wrong:
+        raise FederationError(
+            f"adversaries: {wrong[0]!r} is no attack: give one, such as SignFlip(clients=0.3), or a list of attacks"
+        )
+    return tuple(attacks)
+
+
+def check_privacy(privacy: Any) -> None:
+    """Raise FederationError unless ``privacy`` is None or an UpdatePrivacy."""
+    if privacy is not None and not isinstance(privacy, UpdatePrivacy):
+        raise FederationError(
+            f"privacy={privacy!r} is no UpdatePrivacy: give UpdatePrivacy(clip=1.0, noise_multiplier=1.0), or None; an "
+            "ExamplePrivacy is a callback of the Trainer, beside FederatedBayes"
+        )

@@ -1,0 +1,26 @@
+"""Everything that is private of Lightning's Trainer, in one room; the rest of the package sees :class:`FitLoop`."""
+
+from lightning_fedbayes.trainer.checks import (
+    check_held_out,
+    check_not_finished,
+    check_same_federation,
+    check_same_number,
+    check_schedulers,
+    check_trainer,
+    is_finished,
+)
+from lightning_fedbayes.trainer.loop import FitLoop
+from lightning_fedbayes.trainer.strategy import ClientParallelStrategy, collective_of
+
+__all__ = [
+    "ClientParallelStrategy",
+    "FitLoop",
+    "check_held_out",
+    "check_not_finished",
+    "check_same_federation",
+    "check_same_number",
+    "check_schedulers",
+    "check_trainer",
+    "collective_of",
+    "is_finished",
+]

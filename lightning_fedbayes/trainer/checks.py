@@ -1,0 +1,181 @@
+"""Checks of a Trainer and a module before training starts: options that a federation cannot run with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning as L
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_fedbayes.adversaries import UpdateAttack
+from lightning_fedbayes.data.clients import Clients
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.settings import FederationSettings
+from lightning_fedbayes.trainer.data import held_out_batches
+from lightning_fedbayes.trainer.strategy import ClientParallelStrategy
+
+AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
+TUNING = ("LearningRateFinder", "BatchSizeFinder")
+
+
+def check_trainer(trainer: L.Trainer, module: L.LightningModule, settings: FederationSettings) -> None:
+    """Raise FederationError, with all reasons, if ``trainer`` or ``module`` cannot run a federation of these settings.
+
+    An option cannot be used if it cuts across rounds, or mixes clients.
+    """
+    reasons = list(_reasons(trainer, module))
+    if reasons:
+        raise FederationError("this Trainer cannot run a federation:\n" + "\n".join(f"  * {each}" for each in reasons))
+    waiting = [
+        type(attack).__name__ for attack in settings.attacks if isinstance(attack, UpdateAttack) and attack.needs_honest
+    ]
+    if waiting and trainer.world_size > 1:
+        raise FederationError(
+            f"{waiting[0]} looks at what the honest clients of a round have sent, and with devices="
+            f"{trainer.world_size} other processes train some of them; use devices=1"
+        )
+
+
+def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
+    if not module.automatic_optimization:
+        yield (
+            f"{type(module).__name__}.automatic_optimization is False: clients' steps are taken by the Trainer; "
+            "use automatic optimization with one optimizer"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        yield (
+            f"{type(module).__name__}.training_step takes dataloader_iter and fetches its own batches, so nobody knows "
+            "whose they are; take batch and batch_idx"
+        )
+    made: Any = trainer  # whose annotations leave some attributes out
+    if trainer.world_size > 1:
+        yield from _reasons_of_several_processes(made)
+    if made.fast_dev_run:
+        yield f"fast_dev_run={made.fast_dev_run} stops inside a round; use max_epochs=1 and a small fraction"
+    elif made.overfit_batches:
+        yield (
+            f"overfit_batches={made.overfit_batches} replaces the order of the clients' batches; give a small "
+            "data set instead"
+        )
+    elif not _is_all(trainer.limit_train_batches):
+        yield (
+            f"limit_train_batches={trainer.limit_train_batches} would leave out the last clients of a round; use "
+            "fraction= or a smaller data set"
+        )
+    if trainer.max_steps != -1 and not made.fast_dev_run:
+        yield f"max_steps={trainer.max_steps} stops inside a round; use max_epochs, the number of rounds"
+    if not _is_all(trainer.val_check_interval) or trainer.check_val_every_n_epoch is None:
+        yield (
+            f"val_check_interval={trainer.val_check_interval} validates inside a round, when the module holds one "
+            "client's model; use 1.0, and check_val_every_n_epoch for fewer validations"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        yield (
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} would carry gradients from one client into "
+            "the next; use a larger batch size"
+        )
+    for callback in made.callbacks:
+        name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in (*AVERAGING, *TUNING)), None)
+        if name in AVERAGING:
+            yield f"{name} averages the weights of different clients; the fusion rule does the averaging"
+        elif isinstance(callback, lightning_callbacks.ModelPruning):
+            yield "ModelPruning renames the parameters while clients train; prune the global model after the fit"
+        elif name in TUNING:
+            yield f"{name} trains on part of a round; tune on one client's data without FederatedBayes first"
+        elif isinstance(callback, lightning_callbacks.GradientAccumulationScheduler) and callback.scheduling != {0: 1}:
+            yield "GradientAccumulationScheduler would carry gradients from one client into the next"
+
+
+def _reasons_of_several_processes(trainer: Any) -> Iterator[str]:
+    """Yield the reasons why processes cannot share the clients of a round in ``trainer``."""
+    if type(trainer.strategy) is DDPStrategy:  # DeepSpeed's is one, too
+        return
+    if not isinstance(trainer.strategy, ClientParallelStrategy):
+        yield (
+            f"devices={trainer.world_size}, {type(trainer.strategy).__name__}: it splits the network, and a client's "
+            "posterior is read as a whole; use strategy='fedbayes', which shares out the clients, or 'ddp', which "
+            "splits their batches"
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, lightning_callbacks.Timer) and callback._interval == "step":
+            yield "a time limit (max_time) that is checked in every step; use Timer(..., interval='epoch')"
+        elif isinstance(callback, lightning_callbacks.ModelCheckpoint) and (
+            callback._every_n_train_steps or callback._train_time_interval
+        ):
+            yield "ModelCheckpoint inside a round, when processes are at different steps; use every_n_epochs="
+
+
+def _is_all(limit: int | float | None) -> bool:
+    """Return True if a limit is the share 1.0; the integer 1 is one batch."""
+    return isinstance(limit, float) and limit == 1.0
+
+
+def check_same_number(before: Clients, clients: Clients) -> None:
+    """Raise FederationError if reloaded data have another number of clients."""
+    if len(before) != len(clients):
+        raise FederationError(
+            f"the reloaded training data have {len(clients)} clients, and there were {len(before)}: a client may get "
+            "other data during a fit, but none may come or go. Use fraction= for clients that are absent"
+        )
+
+
+def is_finished(trainer: L.Trainer, rounds_done: int) -> bool:
+    """Return True if no round is left to train."""
+    return trainer.max_epochs not in (None, -1) and rounds_done >= trainer.max_epochs
+
+
+def check_not_finished(trainer: L.Trainer, rounds_done: int) -> None:
+    """Raise FederationError if the Trainer would train no round; Lightning would return without a word."""
+    if is_finished(trainer, rounds_done):
+        raise FederationError(
+            f"this Trainer has finished: {rounds_done} of max_epochs={trainer.max_epochs} rounds are done, so it would "
+            "train none. Make a new Trainer, or raise trainer.fit_loop.max_epochs to go on"
+        )
+
+
+def check_held_out(trainer: L.Trainer) -> None:
+    """Raise FederationError unless every process sees the same validation data, to choose a rule with."""
+    if next(held_out_batches(trainer), None) is None:
+        raise FederationError(
+            "fusion='auto' chooses a rule on the validation data, and there are none: give trainer.fit a validation "
+            "loader (val_dataloaders=, or a datamodule with one), or name a fusion rule"
+        )
+    if trainer.world_size > 1 and isinstance(trainer.strategy, DDPStrategy):
+        raise FederationError(
+            "fusion='auto' scores the rules on validation data, of which each process of DDP sees a part; use "
+            "strategy='fedbayes', or name a rule"
+        )
+
+
+def check_schedulers(trainer: L.Trainer) -> None:
+    """Raise FederationError for a scheduler that would treat the clients of a round differently."""
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step":
+            raise FederationError(
+                f"{type(config.scheduler).__name__} has interval='step': clients of one round would get different "
+                "learning rates. Use interval='epoch', which is once per round"
+            )
+
+
+def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise FederationError if a checkpoint's clients hold other data than those at hand.
+
+    Args:
+        trainer: which may reload data of other sizes during a fit.
+        stored: the settings in the checkpoint.
+        settings: the present ones.
+    """
+    made: Any = trainer
+    names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
+    names = (*names, "privacy")
+    if settings["privacy"] != "None":
+        names = (*names, "fraction")  # ε counts all rounds as if they were alike
+    changed = [f"{name}={settings[name]} (was {stored[name]})" for name in names if stored[name] != settings[name]]
+    if changed:
+        raise FederationError(
+            f"the checkpoint is of another federation: {', '.join(changed)}. Resume with the same data, partition, "
+            "seed and privacy; or start a new federation from its weights alone, with load_from_checkpoint"
+        )

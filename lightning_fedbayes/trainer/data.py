@@ -1,0 +1,79 @@
+"""The Trainer's data: the user's training loader dealt out to clients, and validation batches for the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities import CombinedLoader
+
+from lightning_fedbayes.errors import FederationError
+
+
+class FederatedSource:
+    """Stand-in for the Trainer's source of training loaders.
+
+    It asks the user's source (loaders passed to ``fit``, a datamodule or the module's own hook) when the Trainer
+    asks, so that all ``setup`` hooks have run by then.
+
+    Args:
+        source: the Trainer's own source.
+        federate: turns the user's loader into the federation's.
+    """
+
+    def __init__(self, source: Any, federate: Callable[[Any], Any]) -> None:
+        self.source = source
+        self.federate = federate
+
+    @property
+    def instance(self) -> Any:
+        """The user's loader, module or datamodule."""
+        return self.source.instance
+
+    def dataloader(self) -> Any:
+        """Return the federation's loader."""
+        loader = self.source.dataloader()
+        try:
+            return self.federate(loader)
+        except Exception as error:
+            # Lightning calls this with DataLoader.__init__ patched, and an exception here would leave it so for good
+            return _Refused(error)
+
+    def is_defined(self) -> bool:
+        """Return True if there is a training loader."""
+        return self.source.is_defined()
+
+    def is_module(self) -> bool:
+        """Return True if the loader comes from a hook of a module or datamodule."""
+        return self.source.is_module()
+
+
+class _Refused:
+    """A loader that raises when it is first asked for a batch."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __iter__(self) -> Any:
+        if isinstance(self.error, TypeError):  # which Lightning would take for its own
+            raise FederationError(f"the training data cannot be dealt out to clients: {self.error}") from self.error
+        raise self.error
+
+
+def held_out_batches(trainer: L.Trainer) -> Iterator[Any]:
+    """Yield the batches of all validation loaders, one after the other, as ``validation_step`` would get them."""
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    if not loop._data_source.is_defined():
+        return
+    loop.setup_data()
+    loaders = loop._combined_loader
+    if not isinstance(loaders, CombinedLoader):
+        return
+    device = trainer.strategy.root_device
+    for number, (loader, most) in enumerate(zip(loaders.flattened, loop.max_batches)):
+        for batch in islice(loader, None if most == float("inf") else int(most)):
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=number)
+            yield trainer.strategy.batch_to_device(batch, device, dataloader_idx=number)

@@ -1,0 +1,35 @@
+"""Launchers of processes: Lightning's own, and one that brings the callbacks' states back to the main process."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessLauncher
+
+__all__ = ["RememberingLauncher", "SubprocessLauncher"]
+
+
+class RememberingLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher, which brings weights and metrics back; this one brings the callbacks' states, too."""
+
+    def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
+        """Return what the first process sends: Lightning's results, and the state of each callback."""
+        buffer = io.BytesIO()
+        torch.save({callback.state_key: callback.state_dict() for callback in self._callbacks(trainer)}, buffer)
+        return {**super().get_extra_results(trainer), "callback_states": buffer.getvalue()}
+
+    def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
+        """Give the callbacks of this process the state of those of the first."""
+        super().update_main_process_results(trainer, extra)
+        states = torch.load(io.BytesIO(extra["callback_states"]), map_location="cpu", weights_only=False)
+        for callback in self._callbacks(trainer):
+            if states.get(callback.state_key):
+                callback.load_state_dict(states[callback.state_key])
+
+    @staticmethod
+    def _callbacks(trainer: Any) -> list[L.Callback]:
+        return trainer.callbacks

@@ -1,0 +1,218 @@
+"""The Trainer's fit loop, as a federation changes it, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
+
+from lightning_fedbayes.exchange import Collective
+from lightning_fedbayes.trainer.boundary import RoundBoundary, close_round, pending_plateau, step_plateau
+from lightning_fedbayes.trainer.data import FederatedSource, held_out_batches
+from lightning_fedbayes.trainer.fast_loop import fast_advance, fast_step, is_tested, step_is_plain, step_obstacles
+from lightning_fedbayes.trainer.strategy import collective_of
+from lightning_fedbayes.training.context import TrainingContext
+from lightning_fedbayes.training.engine import Engine
+
+IN_TRAINING_STEP = {"_current_fx_name": "training_step"}
+"""Attribute by which a LightningModule knows from where ``self.log`` is called."""
+
+Checkpoint = dict[str, Any]
+
+
+class FitLoop:
+    """The fit loop of a Trainer: its data, length, steps, counters and checkpoints.
+
+    Every method that changes the loop is undone by :meth:`restore`.
+
+    Args:
+        trainer: the user's Trainer, from ``setup`` on.
+        module: the user's module.
+    """
+
+    def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.trainer = trainer
+        self.module = module
+        self._fit: Any = trainer.fit_loop
+        self._epoch: Any = trainer.fit_loop.epoch_loop
+        self._engine: Engine | None = None
+        self._boundary: RoundBoundary | None = None
+        self._steps_before = (0, 0)
+
+    @property
+    def collective(self) -> Collective:
+        """The processes that share the clients of a round."""
+        return collective_of(self.trainer)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Number of this process, and of those that split every batch: under DDP they train each client together."""
+        together = isinstance(self.trainer.strategy, DDPStrategy)
+        return (self.trainer.global_rank, self.trainer.world_size) if together else (0, 1)
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def replace_data(self, federate: Callable[[Any], Any]) -> None:
+        """Let the Trainer train on what ``federate`` makes of the user's training loader, once the Trainer asks."""
+        self._fit._data_source = FederatedSource(self._fit._data_source, federate)
+
+    def setup_data(self) -> None:
+        """Let the Trainer ask for its training loader now."""
+        self._fit.setup_data()
+
+    @property
+    def reloads_data(self) -> bool:
+        """True if the Trainer asks for its loaders again during the fit."""
+        made: Any = self.trainer
+        return bool(made.reload_dataloaders_every_n_epochs)
+
+    def held_out_batches(self) -> Iterator[Any]:
+        """Yield the batches of all validation loaders, as ``validation_step`` would get them."""
+        return held_out_batches(self.trainer)
+
+    def set_length(self, num_batches: int) -> None:
+        """Let the epoch that begins have ``num_batches``; Lightning itself would keep the first epoch's length."""
+        self._fit.max_batches = num_batches
+        self._fit._combined_loader.limits = [num_batches]
+        self.trainer.val_check_batch = num_batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next epoch of the Trainer be number ``epoch``, and its last."""
+        progress = self._fit.epoch_progress
+        for scope in (progress.total, progress.current):
+            scope.ready = scope.started = scope.processed = scope.completed = epoch
+        self._fit.max_epochs = epoch + 1
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def context(self) -> TrainingContext:
+        """Return what an engine needs to know of the loop."""
+        trainer, module = self.trainer, self.module
+        limit = trainer.gradient_clip_val
+        return TrainingContext(
+            module=module,
+            optimizers=trainer.optimizers,
+            device=trainer.strategy.root_device,
+            precision=trainer.precision_plugin,
+            steps=self._epoch.automatic_optimization.optim_progress.optimizer.step,
+            in_training_step=lambda: module._current_fx_name == "training_step",
+            training_step_marks=IN_TRAINING_STEP,
+            obstacles=lambda: step_obstacles(trainer),
+            clip_value=limit if limit and limit > 0 else None,
+            clips_norm=trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE,
+            mean_over_processes=trainer.strategy.reduce if isinstance(trainer.strategy, DDPStrategy) else None,
+        )
+
+    def install(self, engine: Engine) -> None:
+        """Let ``engine`` train on the loop's batches; by the fast loop where nothing but a plain step is needed."""
+        self._engine = engine
+        optimization = self._epoch.automatic_optimization
+        is_fast = engine.takes_own_steps or step_is_plain(self.trainer)
+        if not is_tested():
+            rank_zero_info(f"Lightning's own loop runs, because the fast one is not tested with {L.__version__}.")
+        step = partial(engine.train_batch, fast_step(self.trainer) if is_fast else optimization.run)
+        optimization.run = step
+        if is_fast:
+            self._epoch.advance = fast_advance(self.trainer, step, engine.prepare)
+        engine.log.install()
+
+    def stop_together(self, in_round: Callable[[], bool]) -> None:
+        """Hold a ``trainer.should_stop`` back until all processes have ended the round; then all stop, or none.
+
+        Otherwise the process that stops would leave, and the others would wait for it.
+
+        Args:
+            in_round: returns True while clients are training in this process.
+        """
+        inner, asked = self._epoch.on_advance_end, False
+
+        def on_advance_end(fetcher: Any) -> None:
+            nonlocal asked
+            asked, self.trainer.should_stop = asked or self.trainer.should_stop, False
+            if not in_round():
+                self.trainer.should_stop, asked = any(self.collective.all_gather(asked)), False
+            inner(fetcher)
+
+        self._epoch.on_advance_end = on_advance_end
+
+    # -- counters ------------------------------------------------------------------------------------------------------
+
+    def begin_round(self) -> None:
+        """Note the loop's progress at the start of a round, for checkpoints inside it and for its counters."""
+        self._boundary = RoundBoundary(self.trainer)
+        self._steps_before = self._steps()
+
+    def _steps(self) -> tuple[int, int]:
+        """Return the optimizer's steps, and the batches that loggers count."""
+        return self.trainer.global_step, self._epoch._batches_that_stepped
+
+    def own_steps(self, *, idle: bool) -> tuple[int, int]:
+        """Return this process's steps and batches of the round, at the round's last batch.
+
+        Args:
+            idle: True if this process has had no client; its batch does not count.
+        """
+        steps, batches = self._steps()
+        before, batches_before = self._steps_before  # the Trainer has yet to count the last batch
+        return steps - before, 0 if idle else batches + 1 - batches_before
+
+    def count_steps(self, everyone: Sequence[tuple[int, int]]) -> None:
+        """Count the steps of all processes (the :meth:`own_steps` of each), as one process that trains all would."""
+        steps, batches = self._steps_before
+        total = self._epoch.automatic_optimization.optim_progress.optimizer.step.total
+        others = steps + sum(each for each, _ in everyone) - self.trainer.global_step
+        total.ready += others
+        total.completed += others
+        self._epoch._batches_that_stepped = batches + sum(each for _, each in everyone) - 1
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def guard_weights_only(self, between_rounds: Callable[[Checkpoint], None]) -> None:
+        """Let weights-only checkpoints of the module pass through ``between_rounds``: they ask no callback."""
+        user_hook = self.module.on_save_checkpoint
+
+        def on_save_checkpoint(checkpoint: Checkpoint) -> None:
+            if "callbacks" not in checkpoint:
+                between_rounds(checkpoint)
+            user_hook(checkpoint)
+
+        self.module.on_save_checkpoint = on_save_checkpoint
+
+    def close_round(self, checkpoint: Checkpoint, rounds: int, *, is_done: bool) -> None:
+        """Make ``checkpoint`` lie between two rounds.
+
+        Args:
+            checkpoint: Lightning's, at any time of a fit.
+            rounds: number of finished rounds.
+            is_done: False while a round is under way: the checkpoint becomes one of its start.
+        """
+        if is_done:
+            close_round(checkpoint, rounds)
+        elif self._boundary is not None:
+            self._boundary.apply(checkpoint, rounds)
+
+    def pending_plateau(self) -> dict[str, Any]:
+        """Return the monitored values that ``ReduceLROnPlateau`` schedulers are still to be given, by name."""
+        return pending_plateau(self.trainer)
+
+    def step_plateau(self, pending: dict[str, Any], rounds: int) -> None:
+        """Take the steps of :meth:`pending_plateau` after ``rounds`` rounds."""
+        step_plateau(self.trainer, pending, rounds)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Give Trainer and module back as they were; a second call does nothing."""
+        if isinstance(self._fit._data_source, FederatedSource):
+            self._fit._data_source = self._fit._data_source.source
+        for name in ("advance", "on_advance_end"):
+            vars(self._epoch).pop(name, None)
+        vars(self._epoch.automatic_optimization).pop("run", None)
+        vars(self.module).pop("on_save_checkpoint", None)
+        if self._engine is not None:
+            self._engine.close()
+            self._engine.log.remove()

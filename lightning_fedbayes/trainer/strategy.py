@@ -1,0 +1,152 @@
+"""``Trainer(strategy="fedbayes", devices=N)``: the clients of a round spread over processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_only
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_fedbayes.exchange import ALONE, Collective
+
+
+class ClientParallelStrategy(ParallelStrategy):
+    """Every process is a whole Trainer that trains its share of a round's clients; together they fuse.
+
+    ::
+
+        Trainer(strategy="fedbayes", devices=4, num_nodes=2, callbacks=[FederatedBayes(...)])
+
+    Nothing is synchronised while clients train: processes take different numbers of steps. Between rounds all hold
+    the same global posterior, so each validates on all of the validation data and sees the same figures; the first
+    process alone logs and writes checkpoints. ``self.log(sync_dist=True)`` and metrics have nothing to add up.
+
+    When to use it: more than one GPU or node, or more cores than a client's step keeps busy. Collective
+    operations run on the CPU (Gloo), whatever device the processes train on.
+
+    Args:
+        start_method: "popen" starts the script again for every process; "spawn" and "fork" start processes from this
+            one, where there is no script (a notebook needs "fork"), and bring weights, metrics and what the callbacks
+            know back to it.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: Lightning's own.
+
+    Attributes:
+        collective: the processes, once they are connected.
+    """
+
+    strategy_name = "fedbayes"
+
+    def __init__(
+        self,
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.start_method = start_method
+        self.num_nodes = 1
+        self.collective: Collective = ALONE
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this node."""
+        return len(self.parallel_devices or ())
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        from lightning_fedbayes.trainer.launcher import RememberingLauncher, SubprocessLauncher
+
+        if self.start_method == "popen":
+            self._launcher = SubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = RememberingLauncher(self, start_method=self.start_method)  # pyright: ignore
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment, and Lightning's ``rank_zero_only``, who this process is."""
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # pyright: ignore
+
+    def setup_environment(self) -> None:
+        """Connect to the other processes."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if self.world_size > 1:
+            assert self.cluster_environment is not None
+            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+            self.collective = connect(self.global_rank, self.world_size)
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Let all processes start from the first one's weights."""
+        assert self.model is not None
+        if self.world_size > 1:
+            tensors = [*self.model.parameters(), *self.model.buffers()]  # those too that no state_dict has
+            with torch.no_grad():
+                for own, first in zip(tensors, self.collective.broadcast([each.detach().cpu() for each in tensors])):
+                    own.copy_(first)
+        super().setup(trainer)
+
+    def model_to_device(self) -> None:
+        """Bring the module to this process's device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return ``tensor``: between rounds it is the same in all processes; within a round nothing is synchronised."""
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return ``tensor``, as in one process."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return the first process's decision."""
+        return self.broadcast(decision)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all processes."""
+        self.collective.all_gather(None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the value of process ``src``."""
+        return self.collective.broadcast(obj, src)
+
+
+@functools.cache
+def connect(rank: int, size: int) -> Collective:
+    """Connect the processes of this run, at the address in the environment; once, whatever the number of Trainers."""
+    from lightning_fedbayes.exchange.gloo import GlooCollective
+
+    store, _, _ = next(rendezvous("env://", rank, size))
+    return GlooCollective(store, rank, size)
+
+
+def collective_of(trainer: L.Trainer) -> Collective:
+    """Return the processes that share the clients of a round in ``trainer``."""
+    return trainer.strategy.collective if isinstance(trainer.strategy, ClientParallelStrategy) else ALONE
+
+
+StrategyRegistry.register(
+    ClientParallelStrategy.strategy_name, ClientParallelStrategy, description="clients spread over processes"
+)

@@ -1,0 +1,54 @@
+"""A client that trains, and the state that it keeps between rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fedbayes.training.model import Tensors
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client that begins to train.
+
+    Args:
+        number: the client's number, from 0.
+        name: its name.
+        num_examples: its number of training examples n_k.
+        round: the round, from 0.
+        position: its position among the clients of the round that this process trains, from 0.
+        cohort: number of those clients.
+    """
+
+    number: int
+    name: str
+    num_examples: int
+    round: int
+    position: int
+    cohort: int
+
+
+@dataclass
+class ClientState:
+    """State that a client keeps from round to round; it never leaves the client.
+
+    Args:
+        local: local parameters and buffers, name → tensor.
+        optimizers: state of each optimizer: number of the parameter → the optimizer's entries for it.
+    """
+
+    local: Tensors = field(default_factory=dict)
+    optimizers: list[dict[int, dict[str, Any]]] = field(default_factory=list)
+
+
+def options_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the options of an optimizer's groups, without the parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of an optimizer, in the order of its ``state_dict``."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,64 @@
+"""Set-up of the training loop, as far as an engine needs to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.optim import Optimizer
+
+Step = Callable[[Optimizer, int, Mapping[str, Any]], Mapping[str, Any]]
+"""A training step of the loop: (optimizer, number of the batch, {"batch": batch, ...}) → what it returned."""
+
+
+@dataclass(frozen=True)
+class TrainingContext:
+    """Module, optimizers and options of a training loop; an engine sees these and no Trainer.
+
+    Args:
+        module: the user's module.
+        optimizers: its optimizers.
+        device: where it trains.
+        precision: converts inputs, and gives the context of a step, such as autocast.
+        steps: counts the optimizer's steps, by ``increment_ready`` and ``increment_completed``.
+        in_training_step: returns True while ``training_step`` runs.
+        training_step_marks: attributes of the module that say so; a step that calls ``training_step`` itself sets them.
+        obstacles: returns, in words, what must happen in a step besides ``training_step``, backward, clipping and the
+            optimizer's step; nothing if these are all.
+        clip_value: limit of the gradients, None for none.
+        clips_norm: True if the norm of all gradients is limited, False if each entry is.
+        mean_over_processes: averages a number over processes that train each client together (DDP); None for others.
+    """
+
+    module: L.LightningModule
+    optimizers: Sequence[Optimizer]
+    device: torch.device
+    precision: Precision
+    steps: Any
+    in_training_step: Callable[[], bool]
+    training_step_marks: Mapping[str, Any]
+    obstacles: Callable[[], Iterable[str]]
+    clip_value: float | None = None
+    clips_norm: bool = True
+    mean_over_processes: Callable[[Tensor], Tensor] | None = None
+
+
+def takes_index(module: L.LightningModule) -> bool:
+    """Return True if Lightning gives ``training_step`` the number of the batch."""
+    return is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+
+def loss_and_rest(output: Tensor | Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:
+    """Split the output of ``training_step`` into the loss and everything else."""
+    if isinstance(output, Tensor):
+        return output, {}
+    if not isinstance(output, Mapping) or "loss" not in output:
+        raise MisconfigurationException("`training_step` must return a Tensor, a dict with the key 'loss', or None")
+    return output["loss"], {key: value for key, value in output.items() if key != "loss"}

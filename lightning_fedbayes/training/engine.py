@@ -1,0 +1,183 @@
+"""Base of the engines: an engine trains the clients of a round and returns their updates."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fedbayes.messages import ClientFailure, ClientUpdate
+from lightning_fedbayes.plan import RoundPlan
+from lightning_fedbayes.training.client import Client, ClientState
+from lightning_fedbayes.training.context import Step, TrainingContext
+from lightning_fedbayes.training.loader import FederatedLoader
+from lightning_fedbayes.training.log import Collected, TrainingLog
+from lightning_fedbayes.training.model import ResidentModel
+
+Trained = tuple[Collected, dict[int, dict[str, Any]]]
+"""Logged figures and kept states of the clients that one process has trained, ready to be sent."""
+
+SMALL_STEP = 5e6
+"""Floating-point operations of a step, or of the work between steps, up to which one thread of the CPU takes them.
+
+More threads would gain microseconds there. When another process has one of the cores they wait for it at every
+operation, some for a millisecond, and a step takes twenty times as long.
+"""
+
+
+class Engine(ABC):
+    """Trains the clients of a round inside the batches of a training loop.
+
+    The loop calls :meth:`begin_batch`, :meth:`train_batch` and :meth:`end_batch` for each of its batches.
+
+    Args:
+        context: the training loop's module, optimizers and options.
+        model: the resident network.
+        loader: brings the clients' batches; it knows the clients.
+        log: collects the figures that ``training_step`` logs.
+        keep_optimizer: keep one optimizer state per client, instead of a new one in every round.
+        seed: source of all random draws.
+
+    Attributes:
+        states: the state that every client keeps, by its number.
+        plan: the clients of the round that this process trains.
+        prepare: brings the loop's batch to the device; None: the loop does it as it always does.
+    """
+
+    name: ClassVar[str]
+    takes_own_steps: ClassVar[bool] = False
+    """True if the engine needs the fast loop, because it does not call the loop's own step."""
+
+    def __init__(
+        self, context: TrainingContext, model: ResidentModel, loader: FederatedLoader, log: TrainingLog,
+        *, keep_optimizer: bool = False, seed: int = 0,
+    ) -> None:
+        self.context = context
+        self.model = model
+        self.log = log
+        self.keep_optimizer = keep_optimizer
+        self.seed = seed
+        self.states: dict[int, ClientState] = {}
+        self.plan = RoundPlan(-1, ())
+        self.prepare: Callable[[Any], Any] | None = None
+        self._trained: dict[int, ClientState] = {}
+        self._start = 0.0
+        self.use(loader)
+
+    def use(self, loader: FederatedLoader) -> None:
+        """Take the clients and their batches from ``loader`` from now on; the number of clients stays."""
+        self.names, self.sizes = loader.clients.names, loader.clients.sizes
+
+    def client(self, position: int) -> Client:
+        """Return the client at ``position`` of the round's cohort."""
+        number = self.plan.cohort[position]
+        return Client(
+            number, self.names[number], self.sizes[number], self.plan.round, position, len(self.plan.cohort)
+        )
+
+    @abstractmethod
+    def num_batches(self, plan: RoundPlan) -> int:
+        """Return how many of the loop's batches the clients of ``plan`` take; without clients one, which is idle."""
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """Prepare for the clients of ``plan``, which may be none."""
+        self.plan = plan
+        self._trained = {}
+
+    @abstractmethod
+    def begin_batch(self, batch_idx: int) -> Sequence[Client]:
+        """Begin the clients whose first batch this is, and return them."""
+
+    @abstractmethod
+    def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
+        """Train on one of the loop's batches; a client that raises is left out of the round, and training goes on.
+
+        Args:
+            step: the loop's own step.
+            optimizer, batch_idx, kwargs: its arguments.
+        """
+
+    @abstractmethod
+    def end_batch(self, batch_idx: int, outputs: Any) -> Sequence[ClientUpdate | ClientFailure]:
+        """Return the updates, or failures, of the clients whose last batch this was.
+
+        The tensors of an update may be views that the next batch overwrites.
+        """
+
+    def seconds(self) -> float:
+        """Return the time since the clients under way have begun."""
+        return time.perf_counter() - self._start
+
+    def threads(self) -> AbstractContextManager[None]:
+        """Inside, torch uses the number of threads that suits the posteriors of the round.
+
+        By default its own number: after any change oneDNN prepares every convolution anew.
+        """
+        return nullcontext()
+
+    def forget(self, client: int) -> None:
+        """Drop the figures and the state of a client whose update is not used."""
+        self._trained.pop(client, None)
+        self.log.forget(client)
+
+    def trained(self) -> Trained:
+        """Return figures and states of this process's clients, to be sent to other processes."""
+        states = {
+            client: apply_to_collection(vars(state), Tensor, Tensor.cpu) for client, state in self._trained.items()
+        }
+        return self.log.collected(), states
+
+    def take_trained(self, everyone: Sequence[Trained]) -> None:
+        """Take figures and states of the clients of all processes in place of this one's own."""
+        self.log.take([logged for logged, _ in everyone])
+        device = self.context.device
+        self._trained = {
+            client: ClientState(**apply_to_collection(state, Tensor, lambda tensor: tensor.to(device)))
+            for _, states in everyone for client, state in states.items()
+        }
+
+    def end_round(self, *, success: bool) -> None:
+        """End the round; clients keep their new state if it was fused."""
+        if success:
+            self.states.update(self._trained)
+        self._trained = {}
+        for optimizer in self.context.optimizers:
+            optimizer.zero_grad()
+            optimizer.state.clear()
+
+    def close(self) -> None:  # noqa: B027
+        """Give the optimizers back as they were; a second call does nothing."""
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """Return the state of every client, in a form that all engines share."""
+        return {client: {"local": s.local, "optimizers": s.optimizers} for client, s in self.states.items()}
+
+    def load_state_dict(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self.states = {
+            client: ClientState(dict(state["local"]), list(state["optimizers"])) for client, state in states.items()
+        }
+
+
+def threads_for(operations: float) -> AbstractContextManager[None]:
+    """Inside, torch uses one thread if so few ``operations`` do not repay more (:data:`SMALL_STEP`)."""
+    if operations > SMALL_STEP or torch.get_num_threads() == 1:
+        return nullcontext()
+    return _one_thread()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,246 @@
+"""Rounds of a federation in one process or in its share of several: an engine trains, a server fuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning as L
+
+from lightning_fedbayes.adversaries import assign
+from lightning_fedbayes.aggregation import Aggregate
+from lightning_fedbayes.errors import FederationError, FusionError
+from lightning_fedbayes.exchange import ALONE, Collective
+from lightning_fedbayes.fusion.auto import AutoFusion
+from lightning_fedbayes.layers import set_prior
+from lightning_fedbayes.messages import ClientFailure, ClientOutcome, ClientUpdate
+from lightning_fedbayes.plan import RoundPlan, share_of
+from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.seeding import derive_seed, seed_everything
+from lightning_fedbayes.server import RoundResult, Scorer, Server
+from lightning_fedbayes.settings import FederationSettings
+from lightning_fedbayes.training.attacks import RoundAdversaries, held_back
+from lightning_fedbayes.training.engine import Engine, Trained
+from lightning_fedbayes.training.scoring import held_out_loss, kept_attributes
+
+Stage = Literal["between", "training", "fused"]
+
+
+@dataclass(frozen=True)
+class ProcessNote:
+    """Note of one process to the others at the end of a round.
+
+    Args:
+        trained: figures and states of its clients; None in a single process.
+        sent: client → its posterior, where the module wants to see it.
+        extra: anything else that the caller adds.
+    """
+
+    trained: Trained | None
+    sent: Mapping[int, GaussianPosterior]
+    extra: Any
+
+
+class Federation:
+    """Drives an engine and a server through the rounds of a federation.
+
+    A round: :meth:`begin`; the loop trains the clients through :attr:`engine` and hands what they return to
+    :meth:`receive`; when :attr:`is_complete`, :meth:`finish`.
+
+    Args:
+        settings: of the federation.
+        engine: trains the clients; it holds the resident network.
+        collective: the processes that share the clients of a round.
+        held_out: returns the batches that an ``AutoFusion`` scores its candidates with.
+
+    Attributes:
+        server: holds the global posterior, the history and the rule's state.
+        stage: "between" rounds, "training" clients, or "fused": the round is done, but the Trainer's epoch is not.
+        plan: the plan of the last round that was begun; None before the first.
+        share: the part of it that this process trains.
+        result: the result of the last round that :meth:`finish` has ended; None before, and after an error.
+    """
+
+    def __init__(
+        self, settings: FederationSettings, engine: Engine, collective: Collective = ALONE,
+        held_out: Callable[[], Iterable[Any]] = tuple,
+    ) -> None:
+        model = engine.model
+        self.settings = settings
+        self.engine = engine
+        self.server = Server(
+            model.read_posterior().clone(), model.federated_buffers, collective=collective, **settings.server_options()
+        )
+        self.held_out = held_out
+        self.stage: Stage = "between"
+        self.plan: RoundPlan | None = None
+        self.share = RoundPlan(-1, ())
+        self.result: RoundResult | None = None
+        self._is_shared = engine.log.is_shared = collective.size > 1
+        self._received = 0
+        self._waiting: list[ClientUpdate] = []
+        self._sent: dict[int, GaussianPosterior] = {}
+
+    @property
+    def round(self) -> int:
+        """The round that is under way, or was last, from 0; −1 before the first."""
+        return -1 if self.plan is None else self.plan.round
+
+    def begin(self, plan: RoundPlan) -> None:
+        """Begin the round of ``plan``: the clients start from the global posterior."""
+        collective, module = self.server.collective, self.engine.model.module
+        self.plan = plan
+        self.share = share_of(plan, collective.rank, collective.size)
+        self.stage = "training"
+        if self.settings.prior == "global":
+            set_prior(module, self.server.posterior, exclude=self.engine.model.local_names)
+        self.server.begin(plan)
+        attackers = assign(self.settings.attacks, self.engine.names, self.settings.seed)
+        self._adversaries = RoundAdversaries(attackers, plan, self.server.posterior, self.settings.seed)
+        self._received, self._waiting, self._sent = 0, [], {}
+        self._keeps_clients = bool(getattr(module, "needs_client_posteriors", False))
+        self.engine.begin_round(self.share)
+
+    def receive(self, results: Sequence[ClientUpdate | ClientFailure]) -> list[ClientOutcome]:
+        """Bring the clients' updates to the server. Returns the outcomes that are known.
+
+        An adversary that waits for the honest clients sends its update, and has its outcome, with the round's last.
+        """
+        if not results:
+            return []
+        outcomes = []
+        with self.engine.threads():
+            for result in results:
+                self._received += 1
+                if isinstance(result, ClientUpdate) and self._adversaries.waits(result.client):
+                    self._waiting.append(held_back(result))
+                else:
+                    outcomes.append(self._admit(result))
+            if self.is_complete:
+                outcomes += [self._admit(update) for update in self._waiting]
+                self._waiting = []
+        return outcomes
+
+    @property
+    def is_complete(self) -> bool:
+        """True when all clients of the round that this process trains have been received."""
+        return self.stage == "training" and self._received == len(self.share.cohort)
+
+    def _admit(self, result: ClientUpdate | ClientFailure) -> ClientOutcome:
+        """Send one client's update, as privacy and its own attacks make it, to the server."""
+        if isinstance(result, ClientUpdate):
+            try:
+                if self.settings.privacy is not None:
+                    result = self.settings.privacy.send(
+                        result, self.server.posterior, self.settings.seed, self.round
+                    )
+                result = self._adversaries.send(result)
+            except FusionError as refusal:
+                result = ClientFailure(result.client, refusal, result.num_examples, result.seconds)
+        outcome = self.server.admit(result)
+        if outcome.error is not None:
+            self.engine.forget(outcome.client)
+        elif isinstance(result, ClientUpdate):
+            if self._keeps_clients:
+                self._sent[result.client] = result.posterior.clone()
+            self._adversaries.observe(result)
+        return outcome
+
+    def finish(self, note: Any = None) -> RoundResult:
+        """Let the server finish the round, and load the global model into the module.
+
+        Args:
+            note: anything that this process has to tell the others; see :meth:`notes_of`.
+
+        Raises:
+            FederationError: too many rounds in a row came to nothing; the module holds the last good global model.
+        """
+        seed_everything(derive_seed(self.settings.seed, "fusion", self.round))  # random rules draw alike everywhere
+        self.result = None
+        try:
+            with self._scoring() as score:
+                result = self.server.finish(score, self._note(note))
+        except FederationError:
+            self._end(success=False)
+            raise
+        if self._is_shared:
+            self.engine.take_trained([each.trained for each in result.notes])
+        if result.aggregate is not None:
+            self._load(result.aggregate, result.notes)
+        self._end(success=result.success)
+        self.result = result
+        return result
+
+    def _note(self, extra: Any) -> ProcessNote:
+        """Return what the other processes must know of this one's clients beside their updates."""
+        if not self._is_shared:
+            return ProcessNote(None, self._sent, extra)
+        sent = {client: posterior.to("cpu") for client, posterior in self._sent.items()}
+        return ProcessNote(self.engine.trained(), sent, extra)
+
+    @staticmethod
+    def notes_of(result: RoundResult) -> list[Any]:
+        """Return the notes that each process gave to :meth:`finish`."""
+        return [note.extra for note in result.notes]
+
+    def _end(self, *, success: bool) -> None:
+        """End the round at the clients; without success the module goes back to the old global model."""
+        if not success:
+            self.engine.model.load_global()
+        self._sent = {}
+        self.engine.end_round(success=success)
+        self.stage = "fused"
+
+    def _load(self, aggregate: Aggregate, notes: Sequence[ProcessNote]) -> None:
+        """Make ``aggregate`` the global model, and tell the module, if it has a hook ``on_round_end``."""
+        module = self.engine.model.module
+        with self.engine.threads():
+            self.engine.model.load_posterior(aggregate.posterior, aggregate.buffers)
+        hook = getattr(module, "on_round_end", None)
+        if hook is not None:
+            device = next(iter(aggregate.posterior.mean.values())).device
+            sent = {client: posterior for note in notes for client, posterior in sorted(note.sent.items())}
+            count = [c for c in sent if aggregate.weights.get(c, 0.0) > 0 and c not in aggregate.excluded]
+            received = [sent[client].to(device) if self._is_shared else sent[client] for client in count]
+            hook(aggregate.posterior, received)
+
+    @contextmanager
+    def _scoring(self) -> Iterator[Scorer | None]:
+        """Inside, an ``AutoFusion`` scores its candidates; afterwards the module holds the old global model."""
+        auto, model, batches = self.settings.fusion, self.engine.model, []
+        if not isinstance(auto, AutoFusion):
+            with self.engine.threads():
+                yield None
+            return
+
+        def score(candidate: Aggregate, notes: Sequence[ProcessNote]) -> float:
+            assert isinstance(model.module, L.LightningModule)
+            if not batches:
+                batches.extend(self.held_out())
+            self._load(candidate, notes)
+            return held_out_loss(model.module, batches, auto.score, self.settings.seed, self.round)
+
+        with model.unchanged(), kept_attributes(model.module, "global_round"):
+            yield score
+
+    def abandon(self) -> None:
+        """Forget an unfinished round: the module holds the global posterior that it started from."""
+        self.engine.end_round(success=False)
+        self.engine.model.load_global()
+        self.stage = "between"
+
+    def restore_priors(self) -> None:
+        """Give the layers their own priors back."""
+        if self.settings.prior == "global":
+            set_prior(self.engine.model.module, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the federation at the end of the last finished round."""
+        return {**self.server.state_dict(), "clients": self.engine.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave; the module's parameters are restored by its own checkpoint."""
+        self.server.load_state_dict(state)
+        self.engine.load_state_dict(state["clients"])

@@ -1,0 +1,197 @@
+"""The resident network of a federation: loaded for a client and read after it, all in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+import torch
+from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
+from torch import Tensor, nn
+
+from lightning_fedbayes.errors import FederationError, nearest
+from lightning_fedbayes.layers.posterior_view import PosteriorView, gaussian_parameters
+from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.settings import BufferPolicy
+
+Tensors = dict[str, Tensor]
+
+
+class ResidentModel:
+    """One module that holds the global model between rounds and every client's in turn.
+
+    Args:
+        module: the network. Its parameter objects stay the same for the whole fit, so optimizers keep theirs.
+        local_parameters: patterns (``fnmatch``) of parameters and buffers that never leave a client.
+        buffers: treatment of floating-point and integer buffers such as BatchNorm's running statistics:
+            "average" (weighted mean over the clients), "local" (every client keeps its own; the global model gets
+            their average) or "frozen" (they never change).
+
+    Attributes:
+        local_names: posterior names of the parameters that never leave a client.
+
+    Raises:
+        FederationError: a pattern matches nothing, every parameter is local, or a parameter is complex.
+    """
+
+    def __init__(
+        self, module: nn.Module, local_parameters: Sequence[str] = (), buffers: BufferPolicy = "average"
+    ) -> None:
+        self.module = module
+        self.policy = buffers
+        parameters = dict(module.named_parameters())
+        check_real(parameters)
+        buffer_names = federated_buffer_names(module)
+        gaussians = gaussian_parameters(module)
+        posterior_names = {id(p): name for name, each in gaussians.items() for p in (each.mean, each.rho)}
+        aliases = {name: posterior_names.get(id(p), name) for name, p in parameters.items()}
+        self.local_parameters = _matches(local_parameters, parameters, aliases, buffer_names)
+        local = set(self.local_parameters)
+        self.local_names = {aliases[name] for name in local if name in aliases}
+        self.view = PosteriorView(module, exclude=self.local_names)
+        if not self.view.read().names:
+            raise FederationError(
+                f"local_parameters={list(local_parameters)} keeps every parameter on the clients; nothing is left to "
+                "federate. Match fewer"
+            )
+        self.parameters = parameters
+        self._local_parameters = {name: parameters[name] for name in self.local_parameters if name in parameters}
+        self.buffer_names = [name for name in buffer_names if name not in local]
+        self._local_buffer_names = [name for name in buffer_names if name in local]
+        self.global_parameters: Tensors = {}
+        self.global_buffers: Tensors = {}
+        self.remember_global()
+
+    def remember_global(self) -> None:
+        """Take the module's present parameters and buffers as the global model."""
+        self.global_parameters = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.global_buffers = self._read_buffers([*self.buffer_names, *self._local_buffer_names])
+
+    def load_global(self) -> None:
+        """Copy the global model into the module."""
+        self._restore_shapes()
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self.global_parameters[name])
+        self._write_buffers(self.global_buffers)
+
+    def load_posterior(self, posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> None:
+        """Make ``posterior`` and ``buffers`` the global model and copy it into the module.
+
+        Local parameters and buffers keep their values in the global model.
+        """
+        local = {name: self.global_parameters[name] for name in self._local_parameters}
+        self._restore_shapes()
+        self.view.load(posterior)
+        with torch.no_grad():
+            for name, value in local.items():
+                self.parameters[name].copy_(value)
+        self._write_buffers({**self.global_buffers, **buffers})
+        self.remember_global()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Inside, other posteriors may be loaded; afterwards the global model is what it was, bit by bit."""
+        parameters, buffers = self.global_parameters, self.global_buffers
+        try:
+            yield
+        finally:
+            self.global_parameters, self.global_buffers = parameters, buffers
+            self.load_global()
+
+    def _restore_shapes(self) -> None:
+        """Undo changes of parameters' shapes by a client's code."""
+        for name, parameter in self.parameters.items():
+            if parameter.shape != self.global_parameters[name].shape:
+                parameter.grad, parameter.data = None, self.global_parameters[name].clone()
+
+    def load_client(self, local: Tensors) -> None:
+        """Copy the global model into the module, and over it the client's local values (:meth:`read_local`)."""
+        self.load_global()
+        if local:
+            with torch.no_grad():
+                for name, parameter in self._local_parameters.items():
+                    parameter.copy_(local[name])
+            self._write_buffers({name: value for name, value in local.items() if name not in self._local_parameters})
+
+    def read_posterior(self) -> GaussianPosterior:
+        """Return the client's posterior: views of the module's parameters, valid until they change."""
+        return self.view.read()
+
+    @property
+    def federated_buffers(self) -> Tensors:
+        """Global values of the buffers that clients send."""
+        return {} if self.policy == "frozen" else {name: self.global_buffers[name] for name in self.buffer_names}
+
+    def read_buffers(self) -> Tensors:
+        """Return the buffers that the client sends; none if they are frozen."""
+        return {} if self.policy == "frozen" else self._read_buffers(self.buffer_names)
+
+    def read_local(self) -> Tensors:
+        """Return what the client keeps for its next round: copies of local parameters and buffers."""
+        return {name: value.detach().clone() for name, value in self.kept_values().items()}
+
+    def kept_values(self) -> Tensors:
+        """Return the module's own local parameters and buffers, not copied."""
+        names = self._local_buffer_names + (self.buffer_names if self.policy == "local" else [])
+        live = dict(self.module.named_buffers()) if names else {}
+        return {**self._local_parameters, **{name: live[name] for name in names}}
+
+    def _read_buffers(self, names: Sequence[str]) -> Tensors:
+        """Return copies of the named buffers."""
+        if not names:
+            return {}
+        live = dict(self.module.named_buffers())
+        return {name: live[name].detach().clone() for name in names}
+
+    def _write_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Copy ``values`` into the module's buffers, whose dtype stays."""
+        if not values:
+            return
+        live = dict(self.module.named_buffers())
+        with torch.no_grad():
+            for name, value in values.items():
+                live[name].copy_(value)
+
+
+def check_real(parameters: Mapping[str, Tensor]) -> None:
+    """Raise FederationError for complex parameters, which have no real Gaussian."""
+    wrong = [name for name, parameter in parameters.items() if parameter.is_complex()]
+    if wrong:
+        raise FederationError(
+            f"complex parameters cannot be fused: {', '.join(wrong)}; keep real and imaginary parts "
+            "(torch.view_as_real) as the parameters instead"
+        )
+
+
+def federated_buffer_names(module: nn.Module) -> list[str]:
+    """Return the names of the model's buffers: persistent ones but for the noise and priors of bayesian-torch."""
+    persistent = module.state_dict(keep_vars=True)
+    own = {
+        f"{path}.{name}" if path else name
+        for path, layer in module.named_modules()
+        if isinstance(layer, BaseVariationalLayer_)
+        for name in layer._buffers
+    }
+    return [name for name, _ in module.named_buffers() if name in persistent and name not in own]
+
+
+def _matches(
+    patterns: Sequence[str], parameters: Mapping[str, Tensor], aliases: Mapping[str, str], buffers: Sequence[str]
+) -> list[str]:
+    """Return the names of parameters and buffers whose own name or posterior name some pattern matches."""
+    found: list[str] = []
+    for pattern in patterns:
+        names = [
+            name
+            for name in [*parameters, *buffers]
+            if fnmatchcase(name, pattern) or fnmatchcase(aliases.get(name, name), pattern)
+        ]
+        if not names:
+            raise FederationError(
+                f"local_parameters pattern '{pattern}' matches no parameter or buffer: "
+                f"{nearest(pattern, [*parameters, *buffers])}"
+            )
+        found += [name for name in names if name not in found]
+    return found

@@ -1,0 +1,109 @@
+"""Set-up of a federation: the resident model, the engine that suits, and the federation that drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_fedbayes.errors import CannotVectorize
+from lightning_fedbayes.exchange import ALONE, Collective
+from lightning_fedbayes.fusion.auto import AutoFusion
+from lightning_fedbayes.plan import choose_cohort
+from lightning_fedbayes.privacy import check_no_buffers
+from lightning_fedbayes.settings import FederationSettings
+from lightning_fedbayes.training.client import Client
+from lightning_fedbayes.training.context import TrainingContext
+from lightning_fedbayes.training.engine import Engine
+from lightning_fedbayes.training.federation import Federation
+from lightning_fedbayes.training.loader import FederatedLoader
+from lightning_fedbayes.training.model import ResidentModel
+from lightning_fedbayes.training.scoring import check_score
+from lightning_fedbayes.training.sequential import SequentialEngine
+
+LARGEST_STEP = {"cpu": 30e6, "cuda": 30e9}
+"""Floating-point operations of one client's step up to which stacking pays, by type of device: above, the arithmetic
+takes longer than the calls that stacking saves."""
+
+STACK_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
+"""Memory for a stack of clients, by type of device. It is fixed, not what happens to be free, so that the number of
+clients in a stack, on which the noise depends, is the same on every machine."""
+
+
+def make_federation(
+    settings: FederationSettings, context: TrainingContext, loader: FederatedLoader, collective: Collective = ALONE,
+    held_out: Callable[[], Iterable[Any]] = tuple,
+) -> Federation:
+    """Make the federation of ``settings`` for a training loop: resident model, engine and server.
+
+    Args:
+        settings: of the federation.
+        context: the training loop's module, optimizers and options.
+        loader: brings the clients' batches.
+        collective, held_out: see :class:`~lightning_fedbayes.training.federation.Federation`.
+
+    Raises:
+        FederationError, FusionError: the module cannot be federated with these settings.
+    """
+    model = ResidentModel(context.module, settings.local_parameters, settings.buffers)
+    if settings.privacy is not None:
+        check_no_buffers(model.federated_buffers)
+    engine = make_engine(settings, context, model, loader)
+    if isinstance(settings.fusion, AutoFusion):
+        check_score(settings.fusion, context.module)
+    return Federation(settings, engine, collective, held_out)
+
+
+def make_engine(
+    settings: FederationSettings, context: TrainingContext, model: ResidentModel, loader: FederatedLoader
+) -> Engine:
+    """Return the engine that ``settings.engine`` names; for "auto" the faster one, with a line that says which.
+
+    "auto" stacks the clients if the module allows it, a round has at least two of them, and a step of one client is
+    at most :data:`LARGEST_STEP`.
+
+    Raises:
+        CannotVectorize: "vectorized" is asked for and impossible.
+    """
+    name = settings.engine
+    keep = settings.optimizer_state == "keep"
+    if name == "sequential":
+        return SequentialEngine(context, model, loader, keep_optimizer=keep, seed=settings.seed)
+    names, sizes = loader.clients.names, loader.clients.sizes
+    cohort = choose_cohort(0, len(sizes), settings.fraction, settings.seed)
+    largest = sorted(cohort * 2, key=lambda number: -sizes[number])[:: 2 if len(cohort) > 1 else 1]
+    pair = [Client(number, names[number], sizes[number], 0, i, 2) for i, number in enumerate(largest[:2])]
+    device = context.device.type
+    try:
+        if name == "auto" and len(cohort) == 1:
+            raise CannotVectorize("a round has one client")
+        try:
+            from lightning_fedbayes.training.vectorized import VectorizedEngine, probe  # here: only when it is used
+        except ImportError as missing:
+            raise CannotVectorize(f"torch lacks a private name that stacking needs: {missing}") from missing
+        probed = probe(context, model, loader, pair)
+        if name == "auto" and probed.flops > LARGEST_STEP.get(device, LARGEST_STEP["cuda"]):
+            raise CannotVectorize(f"a step is long ({probed.flops / 1e6:.0f} million operations), so it is faster")
+    except CannotVectorize as reason:
+        if name == "vectorized":
+            raise CannotVectorize(
+                f"engine='vectorized' cannot be used: {reason}. Use engine='auto' or 'sequential'"
+            ) from reason
+        rank_zero_info(f"Engine: sequential, because {reason}.")
+        return SequentialEngine(context, model, loader, keep_optimizer=keep, seed=settings.seed)
+    most = clients_that_fit(probed.bytes_per_client, STACK_BYTES.get(device, STACK_BYTES["cuda"]))
+    at_once = settings.clients_at_once or most
+    rank_zero_info(f"Engine: vectorized, {min(at_once, len(cohort))} clients at once.")
+    return VectorizedEngine(
+        context, model, loader, probed=probed, clients_at_once=at_once, keep_optimizer=keep, seed=settings.seed
+    )
+
+
+def clients_that_fit(bytes_per_client: int, available: int) -> int:
+    """Return how many clients a stack of ``available`` bytes holds, at least 1.
+
+    >>> clients_that_fit(100, available=250)
+    2
+    """
+    return max(1, available // max(bytes_per_client, 1))

@@ -1,0 +1,281 @@
+"""The vectorized engine: the clients of a round train at once, as one stack of networks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fedbayes.errors import CannotVectorize, FedBayesError
+from lightning_fedbayes.messages import ClientFailure, ClientUpdate
+from lightning_fedbayes.plan import RoundPlan, cohort_size
+from lightning_fedbayes.seeding import derive_seed, seed_everything
+from lightning_fedbayes.training.client import Client, ClientState
+from lightning_fedbayes.training.context import Step, TrainingContext
+from lightning_fedbayes.training.engine import SMALL_STEP, Engine, threads_for
+from lightning_fedbayes.training.loader import FederatedLoader
+from lightning_fedbayes.training.model import ResidentModel
+from lightning_fedbayes.training.vectorized.log import StackedTrainingLog
+from lightning_fedbayes.training.vectorized.optimizer import clip_norms, clip_values
+from lightning_fedbayes.training.vectorized.probe import ProbeResult
+from lightning_fedbayes.training.vectorized.schedule import (
+    Group,
+    Scheduler,
+    Slots,
+    StackedBatch,
+    StackedBatches,
+    add_rows,
+    rows_of_tree,
+    slots_of,
+)
+from lightning_fedbayes.training.vectorized.stack import ClientStack, Clip, attributes_of
+from lightning_fedbayes.training.vectorized.step import StackedStep
+
+PASSES = 10
+"""Approximate operations per parameter for reading, fusing and loading a client's posterior."""
+
+Outputs = tuple[Tensor | None, Mapping[str, Any]]
+"""Result of a step: the clients' losses, None if it was skipped or failed, and the other values it returned."""
+
+STEPS_PER_BATCH = 16
+"""Small steps in one batch of the loop: its own work per batch takes as long as a third of a small step."""
+
+
+class VectorizedEngine(Engine):
+    """Trains clients at once: clients at the same step with batches of equal size take it together.
+
+    ``training_step`` runs under vmap with each client's own parameters, buffers and noise, and the
+    user's optimizer steps the stack. The module itself holds the global model throughout. Without noise the result is
+    that of the sequential engine to rounding; with noise, the same in distribution.
+
+    Args:
+        context, model, loader, keep_optimizer, seed: see :class:`~lightning_fedbayes.training.engine.Engine`.
+        probed: result of the probe of this module.
+        clients_at_once: most clients in the stack.
+    """
+
+    name: ClassVar[str] = "vectorized"
+    takes_own_steps: ClassVar[bool] = True
+
+    def __init__(
+        self, context: TrainingContext, model: ResidentModel, loader: FederatedLoader, *, probed: ProbeResult,
+        clients_at_once: int, **options: Any,
+    ) -> None:
+        self.log: StackedTrainingLog
+        self.probed = probed
+        self.clients_at_once = clients_at_once
+        super().__init__(context, model, loader, StackedTrainingLog(context), **options)
+        self._step = StackedStep(context, self.log)
+        self._clip = clipping(context)
+        self._stack: ClientStack | None = None
+        self._failures: dict[int, Exception] = {}
+        self.prepare = self._prepare
+
+    def use(self, loader: FederatedLoader) -> None:
+        """Take the clients from ``loader`` from now on, and let it bring stacked batches."""
+        super().use(loader)
+        batching = loader.batching
+        largest = min(self.clients_at_once, cohort_size(len(self.sizes), batching.fraction))
+        steps = STEPS_PER_BATCH if self.probed.flops * largest <= SMALL_STEP else 1
+        self._scheduler = Scheduler(self.sizes, batching, self.clients_at_once, steps)
+        loader.arrangement = StackedBatches(loader, self._scheduler)
+
+    def num_batches(self, plan: RoundPlan) -> int:
+        """Return the number of batches: each has up to :data:`STEPS_PER_BATCH` steps of groups of clients."""
+        return len(self._scheduler(plan)) if plan.cohort else 1
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """Prepare for the clients of ``plan``."""
+        super().begin_round(plan)
+        if plan.cohort:
+            self._schedule = self._scheduler(plan)
+        self._positions = {client: position for position, client in enumerate(plan.cohort)}
+
+    def end_round(self, *, success: bool) -> None:
+        """Drop the stack; if the round succeeded, keep the clients' states."""
+        self._drop_stack()
+        super().end_round(success=success)
+
+    def begin_batch(self, batch_idx: int) -> Sequence[Client]:
+        """At the first batch of a chunk, stack its clients."""
+        if not self.plan.cohort:
+            return ()
+        chunk, groups = self._schedule.batches[batch_idx]
+        if groups[0] is not chunk.groups[0]:
+            return ()
+        clients = [self.client(self._positions[number]) for number in chunk.clients]
+        self._failures = {}
+        self._losses = torch.zeros(len(clients), device=self.context.device)
+        self._batches = [0] * len(clients)
+        starts = self.plan.starts
+        self._lengths = [starts[client.position + 1] - starts[client.position] for client in clients]
+        self._kept: dict[int, Any] = {}
+        self.log.begin_chunk(len(clients))
+        seed_everything(derive_seed(self.seed, "training", self.plan.round, min(chunk.clients)))
+        try:
+            with self.threads():
+                self._stack = self.stack(clients)
+        except Exception as error:  # in on_client_start
+            self._failures = dict.fromkeys(range(len(clients)), error)
+        self._start = time.perf_counter()
+        return clients
+
+    def stack(self, clients: Sequence[Client]) -> ClientStack:
+        """Stack the networks of ``clients`` at their start."""
+        states = [self.states.get(client.number, ClientState()) for client in clients]
+        probed = self.probed
+        return ClientStack(
+            self.model, self.context.optimizers[0], self._step, clients, states, probed.stacked_keys, probed.layouts
+        )
+
+    def _prepare(self, batches: list[StackedBatch]) -> Any:
+        """Move stacked batches to the device. Returns the list of batches that callbacks see."""
+        convert, device = self.context.precision.convert_input, self.context.device
+        if device.type != "cpu" or type(self.context.precision) is not Precision:
+            batches = [
+                StackedBatch([(s, move_data_to_device(convert(data), device)) for s, data in b.parts], b.failures)
+                for b in batches
+            ]
+        self._batches_at_hand = batches
+        return [data for batch in batches for _, data in batch.parts]
+
+    def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
+        """Take a few stacked steps in place of the loop's own ``step``. Returns the last outputs."""
+        if not self.plan.cohort:
+            return {}
+        _, groups = self._schedule.batches[batch_idx]
+        steps = self.context.steps
+        outputs: Outputs = None, {}
+        with threads_for(self.probed.flops * max(len(group.slots) for group in groups)):
+            for group, batch in zip(groups, self._batches_at_hand, strict=True):
+                steps.increment_ready()
+                outputs = self._train_group(group, batch, batch_idx)
+                steps.increment_completed()
+        losses, rest = outputs
+        return rest if losses is None else {"loss": losses.mean(), **rest}
+
+    def _train_group(self, group: Group, batch: StackedBatch, batch_idx: int) -> Outputs:
+        """Take one step of a group."""
+        for slot, error in batch.failures.items():
+            self._failures.setdefault(slot, error)
+        parts = [part for slots, data in batch.parts for part in self._parts(slots, data)]
+        if len(parts) > 1:
+            group = replace(group, alone=False)
+        outputs: Outputs = None, {}
+        for slots, data in parts:
+            outputs = self._train(slots, data, group, batch_idx)
+        return outputs
+
+    def _parts(self, slots: Slots, data: Any) -> Iterator[tuple[Slots, Any]]:
+        """Yield the clients that have not failed, with their batches, in groups that can step together."""
+        healthy = slots_of([slot for slot in slots if slot not in self._failures]) if self._failures else slots
+        if self._stack is None or not healthy:
+            return
+        for together in self._stack.optimizer.alike(healthy):
+            yield together, data if together == slots else rows_of_tree(data, [slots.index(slot) for slot in together])
+
+    def _train(self, slots: Slots, data: Any, group: Group, batch_idx: int) -> Outputs:
+        """Take one step of clients of one kind; if it fails, of one client at a time, to find those that fail."""
+        assert self._stack is not None
+        optimizer = self._stack.optimizer
+        try:
+            losses, rest = self._stack.forward_backward(
+                slots, data, group.step, batch_idx, alone=group.alone, clip=self._clip
+            )
+        except (MisconfigurationException, FedBayesError):
+            raise  # an error in the set-up, the same for every client
+        except Exception as error:
+            if len(slots) == 1:
+                self._failures[slots[0]] = _explained(error)
+                return None, {}
+            singles = [(range(slot, slot + 1), rows_of_tree(data, [row])) for row, slot in enumerate(slots)]
+            return [self._train(single, batch, group, batch_idx) for single, batch in singles][-1]
+        try:
+            optimizer.skip() if losses is None else optimizer.step()
+        except Exception as error:  # some of them may have been stepped
+            self._failures.update(dict.fromkeys(slots, error))
+            return None, {}
+        self.log.add(slots, data)
+        if self.keep_optimizer:
+            done = [slot for slot in slots if group.step + 1 == self._lengths[slot]]
+            self._kept.update({slot: optimizer.read_state(slot) for slot in done})
+        if losses is not None:
+            add_rows(self._losses, slots, losses)
+            for slot in slots:
+                self._batches[slot] += 1
+        return losses, rest
+
+    def end_batch(self, batch_idx: int, outputs: Any) -> Sequence[ClientUpdate | ClientFailure]:
+        """At the last batch of a chunk, read the updates of its clients."""
+        if not self.plan.cohort:
+            return ()
+        chunk, groups = self._schedule.batches[batch_idx]
+        if groups[-1] is not chunk.groups[-1]:
+            return ()
+        stack, logged = self._stack, self.log.end_chunk(chunk.clients)
+        results: list[ClientUpdate | ClientFailure] = []
+        if stack is None:
+            seconds = self.seconds() / len(chunk.clients)
+            return [self._failed(slot, number, seconds) for slot, number in enumerate(chunk.clients)]
+        with self.threads():
+            losses, posteriors = self._losses.tolist(), stack.read_posteriors()
+        seconds = self.seconds() / len(chunk.clients)
+        for slot, number in enumerate(chunk.clients):
+            if slot in self._failures:
+                results.append(self._failed(slot, number, seconds))
+                continue
+            metrics = logged[slot]
+            if self._batches[slot]:
+                metrics = {"train_loss": losses[slot] / self._batches[slot], **metrics}
+            buffers = stack.read_buffers(slot)
+            results.append(ClientUpdate(number, self.sizes[number], posteriors[slot], buffers, metrics, seconds))
+            kept = [self._kept[slot]] if slot in self._kept else []
+            self._trained[number] = ClientState(stack.read_local(slot), kept)
+        last = self.client(self._positions[chunk.clients[-1]])
+        vars(self.context.module).update(attributes_of(stack.attributes, last))
+        self._drop_stack()
+        return results
+
+    def _failed(self, slot: int, client: int, seconds: float) -> ClientFailure:
+        """Return the failure of the client in ``slot``."""
+        return ClientFailure(client, self._failures[slot], self.sizes[client], seconds)
+
+    def threads(self) -> AbstractContextManager[None]:
+        """Use one thread inside if the posteriors of the round are small."""
+        parameters = sum(parameter.numel() for parameter in self.model.parameters.values())
+        return threads_for(PASSES * parameters * len(self.plan.cohort))
+
+    def close(self) -> None:
+        """Give the optimizer its own parameters back."""
+        self._drop_stack()
+
+    def _drop_stack(self) -> None:
+        """Remove the stack, if there is one."""
+        if self._stack is not None:
+            self._stack.remove()
+            self._stack = None
+
+
+def _explained(error: Exception) -> Exception:
+    """Return ``error``, or a CannotVectorize with the remedy if vmap refuses what it did not meet in the probe."""
+    if isinstance(error, RuntimeError) and "vmap" in str(error):
+        reason = str(error).strip().split("\n")[0]
+        return CannotVectorize(
+            f"training_step can no longer run for several clients at once: {reason} Use engine='sequential'"
+        )
+    return error
+
+
+def clipping(context: TrainingContext) -> Clip | None:
+    """Return the loop's gradient clipping for stacked gradients; None if it does not clip."""
+    limit, clip = context.clip_value, clip_norms if context.clips_norm else clip_values
+    return None if limit is None else lambda gradients: clip(gradients, limit)

@@ -1,0 +1,225 @@
+"""The user's optimizer on stacked parameters, and gradient clipping client by client."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_fedbayes.training.client import parameters_of
+from lightning_fedbayes.training.vectorized.schedule import Slots, put_rows, slots_of, take_rows
+
+OptimizerState = dict[int, dict[str, Any]]
+"""State of an optimizer: number of the parameter → name → value."""
+
+
+class StackedOptimizer:
+    """The user's optimizer with stacked parameters of shape (clients, *) in place of its own.
+
+    An elementwise optimizer steps many networks as it steps one. The state of a parameter has two parts: tensors of the
+    parameter's shape, which are stacked as well, and the rest, such as Adam's number of steps, which clients that step
+    together must share. Clients are of one *kind* if the rest was equal at every step so far.
+
+    Args:
+        optimizer: the user's; its ``param_groups`` hold the stacked parameters until :meth:`remove`.
+        rows: the parameters of all clients, shape (clients, *), in the optimizer's order; written in place.
+        states: optimizer state with which each client starts; empty for a new optimizer.
+        stacked_keys: names of the state that is stacked; see
+            :func:`~lightning_fedbayes.training.vectorized.probe.check_elementwise`.
+
+    Attributes:
+        parameters: the parameters of the selected clients.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        rows: Sequence[Tensor],
+        states: Sequence[OptimizerState],
+        stacked_keys: Collection[str],
+    ) -> None:
+        self.optimizer = optimizer
+        self.rows = list(rows)
+        self._own = parameters_of(optimizer)
+        self.parameters: list[Parameter] = []
+        optimizer.state.clear()
+        self._stacks: dict[int, dict[str, Tensor]] = {i: {} for i in range(len(rows))}
+        self._stacked_keys = stacked_keys
+        self._kinds: list[int] = []
+        self._shared: list[dict[int, OptimizerState]] = []  # kind → steps taken → state that is not stacked
+        for slot, state in enumerate(states):
+            self._kinds.append(self._sort(slot, state))
+        self._selected: Slots = range(0)
+        self._steps = 0
+
+    def remove(self) -> None:
+        """Give the optimizer its own parameters back."""
+        self.optimizer.state.clear()
+        set_parameters(self.optimizer, self._own)
+
+    def alike(self, slots: Slots) -> list[Slots]:
+        """Split ``slots`` into clients of one kind, which can step together."""
+        if slots != self._selected:
+            self.write_back()  # may find that kinds differ
+        if len(self._shared) == 1:
+            return [slots]
+        kinds = dict.fromkeys(self._kinds[slot] for slot in slots)
+        return [slots_of([slot for slot in slots if self._kinds[slot] == kind]) for kind in kinds]
+
+    def select(self, slots: Slots, steps: int, *, alone: bool) -> None:
+        """Make :attr:`parameters` those of ``slots``.
+
+        Args:
+            slots: clients of one kind.
+            steps: number of steps that each of them has taken.
+            alone: True if no other clients take this step.
+        """
+        if slots != self._selected:
+            self.write_back()
+            self._load(slots, steps)
+        elif not alone:
+            self._remember(self._rest())
+
+    def step(self) -> None:
+        """Take an optimizer step of the selected clients."""
+        self.optimizer.step()
+        self._steps += 1
+
+    def skip(self) -> None:
+        """Count a step that ``training_step`` has skipped."""
+        self._steps += 1
+
+    def write_back(self) -> None:
+        """Write parameters and state of the selected clients into :attr:`rows` and the stacked state."""
+        if not self._selected:
+            return
+        for i, parameter in enumerate(self.parameters):
+            put_rows(self.rows[i], self._selected, parameter.data)
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if key in self._stacked_keys:
+                    put_rows(self._stack(i, key, value), self._selected, value)
+        rest = self._rest()
+        others = self._shared[self._kinds[self._selected[0]]].get(self._steps)
+        if others is not None and not _equal(others, rest):  # for example if only some clients skipped a step
+            for slot in self._selected:
+                self._kinds[slot] = len(self._shared)
+            self._shared.append({})
+        self._remember(rest)
+
+    def read_state(self, slot: int) -> OptimizerState:
+        """Return a copy of the optimizer state of one of the selected clients."""
+        row = self._selected.index(slot)
+        kept: OptimizerState = {}
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.optimizer.state:
+                kept[i] = {
+                    key: value[row].clone() if key in self._stacked_keys else _copy(value)
+                    for key, value in self.optimizer.state[parameter].items()
+                }
+        return kept
+
+    def _load(self, slots: Slots, steps: int) -> None:
+        self._selected, self._steps = slots, steps
+        rest = self._shared[self._kinds[slots[0]]][steps]
+        self.optimizer.state.clear()
+        # new objects: an autograd graph of an earlier step that the user keeps still refers to the old shapes
+        self.parameters = [
+            Parameter(take_rows(stack, slots), own.requires_grad) for stack, own in zip(self.rows, self._own)
+        ]
+        set_parameters(self.optimizer, self.parameters)
+        for i, parameter in enumerate(self.parameters):
+            if i in rest:
+                state = {key: take_rows(stack, slots) for key, stack in self._stacks[i].items()}
+                state.update({key: _copy(value) for key, value in rest[i].items()})
+                self.optimizer.state[parameter] = state
+
+    def _rest(self) -> OptimizerState:
+        """Return the state of the selected clients that is not stacked."""
+        return {
+            i: {
+                key: _copy(value)
+                for key, value in self.optimizer.state[parameter].items()
+                if key not in self._stacked_keys
+            }
+            for i, parameter in enumerate(self.parameters)
+            if parameter in self.optimizer.state
+        }
+
+    def _remember(self, rest: OptimizerState) -> None:
+        """Keep ``rest`` for other clients of this kind at the same step, and drop that of earlier steps."""
+        by_steps = self._shared[self._kinds[self._selected[0]]]
+        for steps in [steps for steps in by_steps if steps < self._steps - 1]:
+            del by_steps[steps]
+        by_steps[self._steps] = rest
+
+    def _sort(self, slot: int, state: OptimizerState) -> int:
+        """Stack the initial state of a client. Returns its kind, by the rest of the state."""
+        rest: OptimizerState = {}
+        for i, entries in state.items():
+            rest[i] = {}
+            for key, value in entries.items():
+                if key in self._stacked_keys:
+                    self._stack(i, key, value)[slot] = value
+                else:
+                    rest[i][key] = value
+        for kind, by_steps in enumerate(self._shared):
+            if _equal(by_steps[0], rest):
+                return kind
+        self._shared.append({0: rest})
+        return len(self._shared) - 1
+
+    def _stack(self, i: int, key: str, like: Tensor) -> Tensor:
+        """Return the stacked state ``key`` of a parameter."""
+        if key not in self._stacks[i]:
+            self._stacks[i][key] = torch.zeros_like(self.rows[i], dtype=like.dtype)
+        return self._stacks[i][key]
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _equal(first: OptimizerState, second: OptimizerState) -> bool:
+    """Return whether the states of two clients agree in what is not stacked."""
+    return first.keys() == second.keys() and all(
+        first[i].keys() == second[i].keys() and all(bool(first[i][key] == second[i][key]) for key in first[i])
+        for i in first
+    )
+
+
+def set_parameters(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Replace the parameters of ``optimizer``, in order."""
+    remaining = iter(parameters)
+    for group in optimizer.param_groups:
+        group["params"] = [next(remaining) for _ in group["params"]]
+
+
+def clip_norms(gradients: Sequence[Tensor], max_norm: float) -> None:
+    r"""Scale each client's gradient to a norm of at most ``max_norm``, in place.
+
+    .. math:: g_k \leftarrow g_k \min\left(1, \frac{c}{\|g_k\| + 10^{-6}}\right)
+
+    The norm is over all parameters of client k, as in ``torch.nn.utils.clip_grad_norm_`` for one network.
+
+    Args:
+        gradients: one per parameter, shape (clients, *).
+        max_norm: c > 0.
+    """
+    norms = torch.stack([torch.linalg.vector_norm(each.flatten(1), dim=1) for each in map(_at_least_2d, gradients)])
+    factor = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.view(-1, *[1] * (gradient.dim() - 1)).to(gradient.dtype))
+
+
+def clip_values(gradients: Sequence[Tensor], max_value: float) -> None:
+    """Clamp every entry to [−``max_value``, ``max_value``], in place."""
+    for gradient in gradients:
+        gradient.clamp_(-max_value, max_value)
+
+
+def _at_least_2d(gradient: Tensor) -> Tensor:
+    return gradient.unsqueeze(1) if gradient.dim() == 1 else gradient

@@ -1,0 +1,265 @@
+"""The stack: parameters, buffers and optimizer state of several clients, how they start, and what they send."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fedbayes.errors import CannotVectorize
+from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.private_torch import register_pytree_node, tree_leaves, tree_map
+from lightning_fedbayes.training.client import Client, ClientState, parameters_of
+from lightning_fedbayes.training.model import ResidentModel, Tensors
+from lightning_fedbayes.training.vectorized.dry_run import Snapshot
+from lightning_fedbayes.training.vectorized.optimizer import OptimizerState, StackedOptimizer
+from lightning_fedbayes.training.vectorized.schedule import Slots, put_rows, take_rows
+from lightning_fedbayes.training.vectorized.step import Attributes, StackedStep
+from lightning_fedbayes.training.vectorized.swap import ParameterSwap
+
+Clip = Callable[[Sequence[Tensor]], None]
+
+Layout = tuple[int, ...]
+"""The dimensions of a tensor in order of decreasing stride.
+
+A stack of parameters gets the layout of its gradient. The gradient of a stacked weight matrix comes out of a batched
+product transposed; autograd copies a gradient into the layout of its parameter, and for a matrix that copy takes
+several times as long as the product itself.
+"""
+
+PLAIN = (int, float, str, type(None))
+"""Types of attributes that clients can share."""
+
+
+class ClientStack:
+    """Parameters, buffers and optimizer state of several clients; the module itself keeps the global model.
+
+    Args:
+        model: the resident network, with the global model from which the clients start.
+        optimizer: the user's.
+        step: the stacked training step.
+        clients: the clients in the stack, slot by slot.
+        states: state that each of them has kept from earlier rounds.
+        stacked_keys: see :class:`~lightning_fedbayes.training.vectorized.optimizer.StackedOptimizer`.
+        layouts: name of the parameter → layout of its stack.
+    """
+
+    def __init__(
+        self,
+        model: ResidentModel,
+        optimizer: Optimizer,
+        step: StackedStep,
+        clients: Sequence[Client],
+        states: Sequence[ClientState],
+        stacked_keys: Collection[str],
+        layouts: Mapping[str, Layout | None],
+    ) -> None:
+        self.model = model
+        self.step = step
+        names = {id(parameter): name for name, parameter in model.parameters.items()}
+        self.names = [names[id(parameter)] for parameter in parameters_of(optimizer)]
+        locals_ = [state.local for state in states]
+        rows = [_stack(model.global_parameters[name], name, locals_, layouts.get(name)) for name in self.names]
+        live = {**dict(model.module.named_buffers()), **model.global_buffers}
+        self.buffers = {name: _stack(value, name, locals_) for name, value in live.items()}
+        kept: list[OptimizerState] = [state.optimizers[0] if state.optimizers else {} for state in states]
+        everything = {**dict(zip(self.names, rows)), **self.buffers}
+        # first, because it may fail: nothing has been replaced yet
+        self.attributes = start_clients(step.module, clients, step.swap, everything)
+        self.optimizer = StackedOptimizer(optimizer, rows, kept, stacked_keys)
+
+    def forward_backward(
+        self, slots: Slots, batch: Any, steps: int, batch_idx: int, *, alone: bool, clip: Clip | None = None
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Compute the gradients of the clients in ``slots``, for :meth:`StackedOptimizer.step`.
+
+        Args:
+            slots: clients of one kind.
+            batch: their batches, tensors of shape (clients, batch, *).
+            steps: number of steps that each of them has taken.
+            batch_idx: the argument of ``training_step``.
+            alone: see :meth:`StackedOptimizer.select`.
+            clip: changes the gradients in place.
+
+        Returns: the losses, shape (clients,), None if ``training_step`` skipped the batch; and its other results.
+        """
+        optimizer = self.optimizer
+        optimizer.select(slots, steps, alone=alone)
+        parameters: Tensors = dict(zip(self.names, optimizer.parameters))
+        buffers = {name: take_rows(stack, slots) for name, stack in self.buffers.items()}
+        before = {name: rows.clone() for name, rows in buffers.items()}
+        stacked = self.attributes.stacked
+        if stacked:
+            stacked = tree_map(lambda value: take_rows(value, slots), stacked)
+        try:
+            output = self.step(parameters, buffers, Attributes(stacked, self.attributes.shared), batch, batch_idx)
+            if output.losses is not None:
+                for parameter in optimizer.parameters:
+                    parameter.grad = None
+                output.losses.backward(torch.ones_like(output.losses))  # the clients share no parameter
+                if clip is not None:
+                    clip([p.grad for p in optimizer.parameters if p.grad is not None])
+        except Exception:
+            for name, rows in before.items():  # the clients will try again one by one
+                put_rows(self.buffers[name], slots, rows)
+            raise
+        for name, buffer in (buffers | output.buffers).items():
+            put_rows(self.buffers[name], slots, buffer)
+        if output.losses is None:
+            return None, output.rest
+        return output.losses.detach(), output.rest
+
+    def read_posteriors(self) -> list[GaussianPosterior]:
+        """Return the posterior that each client sends, slot by slot: views of the stack."""
+        self.optimizer.write_back()
+        rows = dict(zip(self.names, self.optimizer.rows))
+        count = len(self.optimizer.rows[0])
+        everything = {
+            name: rows.get(name, parameter.detach().expand(count, *parameter.shape))
+            for name, parameter in self.model.parameters.items()
+        }
+        with self.step.swap.using(everything):
+            stacked = self.model.read_posterior()
+        return stacked.unbind()
+
+    def read_buffers(self, slot: int) -> Tensors:
+        """Return the buffers that a client sends."""
+        sent = self.model.federated_buffers
+        return {name: self.buffers[name][slot] for name in sent}
+
+    def read_local(self, slot: int) -> Tensors:
+        """Return what a client keeps for its next round: local parameters and buffers."""
+        rows = {**dict(zip(self.names, self.optimizer.rows)), **self.buffers}
+        return {
+            name: (rows[name][slot] if name in rows else value).clone()
+            for name, value in self.model.kept_values().items()
+        }
+
+    def remove(self) -> None:
+        """Give the optimizer its own parameters back."""
+        self.optimizer.remove()
+
+
+def _stack(value: Tensor, name: str, local: Sequence[Tensors], layout: Layout | None = None) -> Tensor:
+    """Stack ``value`` once for each client, or the client's own value under ``name``; shape (clients, *)."""
+    stack = empty_with_layout((len(local), *value.shape), layout, value)
+    stack.copy_(value)
+    for slot, kept in enumerate(local):
+        if name in kept:
+            stack[slot] = kept[name]
+    return stack
+
+
+def layout_of(tensor: Tensor) -> Layout | None:
+    """Return the layout of a stacked tensor; None unless it is dense in memory, client after client.
+
+    >>> import torch
+    >>> layout_of(torch.zeros(2, 3, 4).transpose(1, 2))
+    (0, 2, 1)
+    """
+    layout = tuple(sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d)))
+    dense = tensor.permute(layout).is_contiguous()
+    return layout if dense and layout[:1] == (0,) else None
+
+
+def empty_with_layout(shape: tuple[int, ...], layout: Layout | None, like: Tensor) -> Tensor:
+    """Return an uninitialised tensor of this shape and layout, with dtype and device of ``like``."""
+    if layout is None:
+        return like.new_empty(shape)
+    inverse = sorted(range(len(layout)), key=lambda position: layout[position])
+    return like.new_empty([shape[d] for d in layout]).permute(inverse)
+
+
+class StackedClient(Client):
+    """Several clients in one, with a tensor inside :func:`torch.func.vmap` for each value that differs.
+
+    Args:
+        number, num_examples, position: as in :class:`~lightning_fedbayes.training.client.Client`.
+        like: any of the clients, for the values that they share.
+    """
+
+    def __init__(self, number: Tensor, num_examples: Tensor, position: Tensor, like: Client) -> None:
+        self.__dict__.update(
+            number=number, num_examples=num_examples, position=position, round=like.round, cohort=like.cohort
+        )
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Raise RuntimeError: a tensor cannot hold names."""
+        raise RuntimeError("on_client_start reads the client's name, and clients that train at once have several")
+
+
+register_pytree_node(
+    StackedClient,
+    lambda client: ([client.number, client.num_examples, client.position], client),
+    lambda tensors, like: StackedClient(tensors[0], tensors[1], tensors[2], like),  # pyright: ignore
+)
+
+
+def start_clients(
+    module: L.LightningModule, clients: Sequence[Client], swap: ParameterSwap, tensors: Tensors
+) -> Attributes:
+    """Call the module's ``on_client_start``, if it has one, for several clients at once.
+
+    Args:
+        module: the user's module; its attributes stay as they are.
+        clients: the clients that start.
+        swap: puts the clients' tensors into the module.
+        tensors: the parameters and buffers that the hook finds: name → tensor of shape (clients, *).
+
+    Returns: the attributes that it set.
+
+    Raises:
+        CannotVectorize: it did something other than setting attributes of the module to tensors or plain values.
+    """
+    hook = getattr(module, "on_client_start", None)
+    if hook is None:
+        return Attributes()
+    shared: dict[str, Any] = {}
+    given: list[weakref.ref[Any]] = []
+
+    def start(number: Tensor, num_examples: Tensor, position: Tensor, tensors: Tensors) -> dict[str, Any]:
+        client = StackedClient(number, num_examples, position, clients[0])
+        given.extend(weakref.ref(each) for each in (client, number, num_examples, position))
+        before = Snapshot(module)
+        try:
+            with swap.using(tensors):
+                hook(client)
+            changed = before.changes()
+        finally:
+            before.restore()
+        if not changed:
+            raise CannotVectorize("on_client_start does something else than to set attributes of the module")
+        stacked = {}
+        for name, value in changed.items():
+            if isinstance(value, PLAIN):
+                shared[name] = value
+            elif (leaves := tree_leaves(value)) and all(isinstance(leaf, Tensor) for leaf in leaves):
+                stacked[name] = value
+            else:
+                raise CannotVectorize(f"on_client_start sets self.{name} to a {type(value).__name__}")
+        return stacked
+
+    numbers = [torch.tensor([getattr(c, name) for c in clients]) for name in ("number", "num_examples", "position")]
+    numbers = [each.to(module.device) for each in numbers]
+    stacked = torch.func.vmap(start, randomness="different")(numbers[0], numbers[1], numbers[2], tensors)
+    if any(each() is not None for each in given):
+        gc.collect()
+        if any(each() is not None for each in given):
+            raise CannotVectorize("on_client_start keeps the client outside of the module's attributes")
+    return Attributes(stacked, shared)
+
+
+def attributes_of(attributes: Attributes, client: Client) -> dict[str, Any]:
+    """Return the attributes of the last client in the stack, which the module has after a round."""
+    stacked = {
+        name: client if isinstance(value, StackedClient) else tree_map(lambda stack: stack[-1], value)
+        for name, value in attributes.stacked.items()
+    }
+    return {**attributes.shared, **stacked}

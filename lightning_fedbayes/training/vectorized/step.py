@@ -1,0 +1,185 @@
+"""One training step of several clients at once, on their own tensors in place of the module's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+
+from lightning_fedbayes.private_torch import (
+    has_vmap_primitives,
+    to_client_view,
+    to_stack,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
+    vmap_level,
+)
+from lightning_fedbayes.training.context import TrainingContext, loss_and_rest, takes_index
+from lightning_fedbayes.training.model import Tensors
+from lightning_fedbayes.training.vectorized.log import StackedTrainingLog
+from lightning_fedbayes.training.vectorized.operations import (
+    ClientOperations,
+    GaussianParameters,
+    JointDraws,
+    StackedOperations,
+)
+from lightning_fedbayes.training.vectorized.swap import ParameterSwap, with_attributes
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """Attributes that a module's ``on_client_start`` has set on it.
+
+    Args:
+        stacked: attributes that differ between clients: name → tensor of shape (clients, *), or a container of such.
+        shared: attributes that are equal for all.
+    """
+
+    stacked: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Result of a stacked step.
+
+    Args:
+        losses: one per client, shape (clients,), with gradient; None if ``training_step`` skipped the batch.
+        rest: the other entries that ``training_step`` returned; tensors have a first dimension of clients.
+        buffers: buffers that were replaced (not updated in place), shape (clients, *).
+    """
+
+    losses: Tensor | None
+    rest: dict[str, Any]
+    buffers: Tensors
+
+
+Assemble = Callable[[Sequence[Tensor]], StepOutput]
+
+
+class StackedStep:
+    """``training_step`` under vmap, with every client's own parameters, buffers and noise.
+
+    Without torch's private vmap primitives (:mod:`~lightning_fedbayes.private_torch`) the step runs in
+    ``torch.func.vmap``, without :class:`StackedOperations`: slower, with other draws of the same distribution.
+
+    Args:
+        context: the training loop's module and precision; the step runs in the precision's context, such as autocast.
+        log: takes the calls of ``self.log``.
+
+    Attributes:
+        swap: puts the clients' tensors into the module.
+    """
+
+    def __init__(self, context: TrainingContext, log: StackedTrainingLog) -> None:
+        module, precision = context.module, context.precision
+        self.module = module
+        self.swap = ParameterSwap(module)
+        self.log = log
+        self._marks = context.training_step_marks
+        self._context = nullcontext if type(precision) is Precision else precision.train_step_context
+        self._takes_index = takes_index(module)
+        self._gaussians = GaussianParameters(module)
+        torch.func.vmap(torch.sin)(torch.zeros(1))  # loads torch's batching rules that are written in Python
+        self._take = self._with_primitives if has_vmap_primitives() else self._with_public_vmap
+
+    def __call__(
+        self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int
+    ) -> StepOutput:
+        """Take the forward pass.
+
+        Args:
+            parameters, buffers: name → tensor of shape (clients, *).
+            attributes: set on the module during the step.
+            batch: the clients' batches, tensors of shape (clients, batch, *).
+            batch_idx: the argument of ``training_step``.
+        """
+        self.log.begin_step()
+        with self._context():
+            stacks, assemble = self._take(parameters, buffers, attributes, batch, batch_idx)
+        return assemble(stacks)
+
+    def _with_primitives(
+        self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int
+    ) -> tuple[Sequence[Tensor], Assemble]:
+        tensors = {**parameters, **buffers}
+        count = len(next(iter(tensors.values())))
+        with vmap_level(count) as level:
+
+            def view(value: Any) -> Any:
+                return tree_map_only(Tensor, lambda stack: to_client_view(stack, level), value)
+
+            views = {name: to_client_view(stack, level) for name, stack in tensors.items()}
+            held = {**attributes.shared, **{name: view(value) for name, value in attributes.stacked.items()}}
+            batch = [to_client_view(each, level) for each in batch] if is_list_of_tensors(batch) else view(batch)
+            operations = StackedOperations(level, self._gaussians, JointDraws(self._gaussians, parameters, views))
+            outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, operations)
+            return [to_stack(output, level, count) for output in outputs], assemble
+
+    def _with_public_vmap(
+        self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int
+    ) -> tuple[Sequence[Tensor], Assemble]:
+        assembles: list[Assemble] = []
+
+        def step(views: Tensors, stacked: dict[str, Any], batch: Any) -> list[Tensor]:
+            held = {**attributes.shared, **stacked}
+            outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, ClientOperations())
+            assembles.append(assemble)
+            return outputs
+
+        vmapped = torch.func.vmap(step, randomness="different")
+        return vmapped({**parameters, **buffers}, attributes.stacked, batch), assembles[0]
+
+    def _of_client(
+        self,
+        views: Tensors,
+        buffers: Collection[str],
+        attributes: dict[str, Any],
+        batch: Any,
+        batch_idx: int,
+        operations: ClientOperations,
+    ) -> tuple[list[Tensor], Assemble]:
+        """Call ``training_step`` under vmap. Returns its results as one client sees them, and how to use their stacks.
+
+        Args:
+            views: parameters and buffers as one client sees them.
+            buffers: names of the buffers.
+            attributes, batch, batch_idx: as one client sees them.
+            operations: special operations in force.
+        """
+        held = {**attributes, **self._marks}
+        with with_attributes(self.module, held), self.swap.using(views), operations:
+            output = self.module.training_step(*((batch, batch_idx) if self._takes_index else (batch,)))
+            replaced = {
+                name: after for name in buffers if (after := self.swap[name]) is not views[name] and after is not None
+            }
+        logged = self.log.tensors()
+        loss, rest = (None, {}) if output is None else loss_and_rest(output)
+        if loss is not None and loss.numel() != 1:
+            raise MisconfigurationException(f"the loss of `training_step` must be one number, not {loss.numel()}")
+        leaves, structure = tree_flatten(dict(rest)) if rest else ([], None)
+        outputs = [*logged, *replaced.values(), *[leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]]
+        if loss is not None:
+            outputs.append(loss.reshape(()) if loss.dim() else loss)
+
+        def assemble(stacks: Sequence[Tensor]) -> StepOutput:
+            remaining: Iterator[Tensor] = iter(stacks)
+            self.log.end_step(remaining)
+            changed = {name: next(remaining) for name in replaced}
+            values = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            others = tree_unflatten(values, structure) if rest else {}
+            return StepOutput(None if loss is None else next(remaining), others, changed)
+
+        return outputs, assemble
+
+
+def is_list_of_tensors(batch: Any) -> bool:
+    """Return whether a batch is of the form that a ``TensorDataset`` gives."""
+    return type(batch) is list and all(isinstance(each, Tensor) for each in batch)

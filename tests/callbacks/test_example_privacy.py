@@ -1,0 +1,306 @@
+"""Clipped and noised gradients of single examples inside a federation."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+import lightning_fedbayes as fb
+from lightning_fedbayes import ExamplePrivacy
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.layers import LinearFlipout, Reparameterized
+from lightning_fedbayes.privacy.accountant import epsilon_spent
+from lightning_fedbayes.seeding import derive_seed
+from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, trainer
+
+pytest.importorskip("opacus")
+
+ESTIMATORS = ("flipout", "local_reparameterization", "reparameterization")
+
+
+class Gradients(L.Callback):
+    """Notes parameters, batch and gradient of every step; stands after the privacy."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batch = batch
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        gradients = {name: p.grad.clone() for name, p in pl_module.named_parameters()}
+        self.steps.append((parameters(pl_module), self.batch, gradients))
+
+
+def run(module, privacy=None, rounds=2, clients=3, callbacks=(), **options):
+    """Returns the Trainer, and the callbacks in it."""
+    federation = fb.FederatedBayes(fb.IIDPartition(clients), engine="sequential", seed=4, **options)
+    privacies = [privacy] if privacy else []
+    return federate(module, federation, rounds, callbacks=[*privacies, *callbacks]), federation
+
+
+def clipped_by_hand(at, batch, clip):
+    """Mean over the batch of g_i min(1, C/‖g_i‖), with autograd on one example after the other."""
+    module = Plain()
+    module.load_state_dict(at)
+    total = {name: torch.zeros_like(value) for name, value in at.items()}
+    norms = []
+    for x, y in zip(*batch):
+        loss = nn.functional.cross_entropy(module(x[None]), y[None])
+        gradient = dict(zip(at, torch.autograd.grad(loss, list(module.parameters()))))
+        norm = torch.cat([each.flatten() for each in gradient.values()]).norm()
+        norms.append(float(norm))
+        for name, each in gradient.items():
+            total[name] += each * min(1.0, clip / float(norm))
+    return {name: value / len(batch[0]) for name, value in total.items()}, norms
+
+
+def test_without_noise_the_gradient_is_the_mean_of_clipped_gradients():
+    noted, clip, norms = Gradients(), 1.2, []
+    run(Plain(), ExamplePrivacy(clip, 0.0), callbacks=[noted])
+    assert len(noted.steps) == 2 * 3 * 4, "30 examples of each of three clients, in batches of 8 and one of 6"
+    for at, batch, gradient in noted.steps:
+        expected, found = clipped_by_hand(at, batch, clip)
+        norms += found
+        for name, value in expected.items():
+            torch.testing.assert_close(gradient[name], value, rtol=1e-4, atol=1e-6)
+    assert min(norms) < clip < max(norms), "some are clipped, some are not"
+
+
+def test_the_noise_comes_from_seed_round_client_and_step():
+    noted, clip, z = Gradients(), 0.6, 1.5
+    run(Plain(), ExamplePrivacy(clip, z), callbacks=[noted])
+    noises = []
+    for number, (at, batch, gradient) in enumerate(noted.steps):
+        expected, _ = clipped_by_hand(at, batch, clip)
+        round, rest = divmod(number, 12)
+        draws = torch.Generator().manual_seed(derive_seed(4, "gradients", round, *divmod(rest, 4)))
+        for name, value in expected.items():
+            noise = (gradient[name] - value) * len(batch[0]) / (z * clip)
+            drawn = torch.normal(0.0, 1.0, value.shape, generator=draws)
+            torch.testing.assert_close(noise, drawn, atol=1e-4, rtol=1e-4)
+            noises.append(noise.flatten())
+    noise = torch.cat(noises)
+    assert float(noise.std()) == pytest.approx(1.0, abs=5 / (2 * len(noise)) ** 0.5)
+
+
+@pytest.mark.parametrize("make", [Plain, *(lambda e=e: bayesian(estimator=e) for e in ESTIMATORS)])
+def test_no_noise_and_no_clipping_is_ordinary_training(make):
+    """The KL of a Bayesian module included."""
+    plain, private = make(), make()
+    run(plain)
+    run(private, ExamplePrivacy(1e6, 0.0))
+    for name, value in parameters(plain).items():
+        torch.testing.assert_close(parameters(private)[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_the_gradient_of_the_prior_is_neither_clipped_nor_noised():
+    """With almost nothing let through of the data, a Bayesian module moves by its KL alone."""
+    noted, module = Gradients(), bayesian(kl_weight=30.0)
+    run(module, ExamplePrivacy(1e-12, 1.0), rounds=1, callbacks=[noted])
+    from lightning_fedbayes.layers import kl_divergence
+
+    at, _, gradient = noted.steps[0]
+    module.load_state_dict(at, strict=False)
+    expected = torch.autograd.grad(30 / 30 * kl_divergence(module.network), list(module.parameters()),
+                                   materialize_grads=True)
+    for found, value in zip(gradient.values(), expected, strict=True):
+        torch.testing.assert_close(found, value)
+
+
+def test_epsilon_counts_each_clients_steps():
+    privacy = ExamplePrivacy(1.0, 1.2, delta=1e-4)
+    federation = fb.FederatedBayes(fb.SizesPartition([60, 30]), engine="sequential", local_epochs=2)
+    made = federate(Plain(), federation, 3, callbacks=[privacy])
+    of_large = epsilon_spent([(1.2, 8 / 60, 42), (1.2, 4 / 60, 6)], 1e-4)
+    of_small = epsilon_spent([(1.2, 8 / 30, 18), (1.2, 6 / 30, 6)], 1e-4)
+    assert privacy.epsilons == pytest.approx({0: of_large, 1: of_small})
+    assert of_small > of_large
+    assert float(made.callback_metrics["privacy/example_epsilon"]) == pytest.approx(of_small)
+
+
+def test_the_engine_that_is_chosen_is_sequential():
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(Plain(), federation, 1, callbacks=[ExamplePrivacy()])
+    assert federation.federation.engine.name == "sequential"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_order_of_the_callbacks_does_not_matter(first):
+    module, federation, privacy = Plain(), fb.FederatedBayes(fb.IIDPartition(3), seed=4), ExamplePrivacy()
+    callbacks = [privacy, federation] if first else [federation, privacy]
+    trainer(2, callbacks).fit(module, loader())
+    other = Plain()
+    run(other, ExamplePrivacy())
+    assert_equal(parameters(module), parameters(other))
+
+
+def test_a_resumed_run_ends_like_one_that_was_not_interrupted(tmp_path):
+    whole, privacy = bayesian(), ExamplePrivacy()
+    run(whole, privacy, rounds=4)
+    first = bayesian()
+    half, _ = run(first, ExamplePrivacy(), rounds=2)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    second, resumed = bayesian(seed=1), ExamplePrivacy()
+    federation = fb.FederatedBayes(fb.IIDPartition(3), engine="sequential", seed=4)
+    federate(second, federation, 4, callbacks=[resumed], ckpt_path=tmp_path / "half.ckpt")
+    assert_equal(parameters(whole), parameters(second))
+    assert resumed.epsilons == privacy.epsilons
+
+
+def test_a_checkpoint_from_within_a_round_counts_finished_rounds_only(tmp_path):
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 5:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    run(Plain(), ExamplePrivacy(), rounds=2, callbacks=[Save()])
+    stored = torch.load(tmp_path / "within.ckpt", weights_only=False)["callbacks"]["ExamplePrivacy"]
+    assert {client: sum(n for *_, n in kinds) for client, kinds in stored["steps"].items()} == {0: 4, 1: 4, 2: 4}
+
+
+class Stumbles(Plain):
+    """Client 1 fails between forward and backward, in every step."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.current_epoch == 0 and 4 <= batch_idx < 8:
+            raise RuntimeError("out of order")
+        return loss
+
+
+def test_a_client_that_fails_leaves_nothing_to_the_next():
+    noted = Gradients()
+    _, federation = run(Stumbles(), ExamplePrivacy(0.6, 0.0), rounds=1, callbacks=[noted])
+    assert federation.history[0]["failed_clients"] == 1
+    assert len(noted.steps) == 8
+    for at, batch, gradient in noted.steps:
+        expected, _ = clipped_by_hand(at, batch, 0.6)
+        for name, value in expected.items():
+            torch.testing.assert_close(gradient[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_the_module_gets_its_layers_back():
+    module = bayesian()
+    before = {name: set(vars(layer)) for name, layer in module.network.named_modules()}
+    run(module, ExamplePrivacy())
+    assert {name: set(vars(layer)) for name, layer in module.network.named_modules()} == before
+    assert not any(layer._forward_hooks or layer._backward_hooks for layer in module.modules())
+    assert not any(hasattr(p, "grad_sample") for p in module.parameters())
+    federate(module, fb.FederatedBayes(fb.IIDPartition(3)), 1)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (nn.BatchNorm1d(6), r"net\.0 \(BatchNorm1d\) mixes the examples.*GroupNorm"),
+        (nn.BatchNorm1d(6, affine=False), r"net\.0 \(BatchNorm1d\)"),
+        (nn.InstanceNorm1d(6, track_running_stats=True), "running statistics"),
+        (nn.ReLU(inplace=True), r"net\.0 \(ReLU\) works in place"),
+        (nn.LSTM(6, 6), r"opacus\.layers\.DPLSTM"),
+        (nn.MultiheadAttention(6, 2), r"opacus\.layers\.DPMultiheadAttention"),
+        (Own(), r"net\.0 \(Own\) has parameters of its own"),
+        (Reparameterized(nn.LSTM(6, 6)), "is a Bayesian layer.*LinearFlipout"),
+    ],
+)
+def test_layers_whose_examples_have_no_gradient_of_their_own_are_named_before_training(layer, named):
+    module = Plain(nn.Sequential(layer, nn.Linear(6, 3)))
+    before = parameters(module)
+    with pytest.raises(FederationError, match=named):
+        run(module, ExamplePrivacy())
+    assert_equal(before, parameters(module))
+
+
+def test_deterministic_normalising_and_bayesian_layers_train_side_by_side():
+    """Without noise or clipping, as in ordinary training."""
+    def make():
+        torch.manual_seed(0)
+        return Plain(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU(), LinearFlipout(6, 3)))
+
+    plain, private = make(), make()
+    run(plain, rounds=1)
+    run(private, ExamplePrivacy(1e6, 0.0), rounds=1)
+    for name, value in parameters(plain).items():
+        torch.testing.assert_close(parameters(private)[name], value, rtol=1e-4, atol=1e-6, msg=name)
+        assert not torch.equal(value, parameters(make())[name]), name
+
+
+class Penalised(Plain):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 0.1 * self.net[0].weight.square().sum()
+
+
+def test_a_penalty_in_the_loss_is_found_in_the_first_step():
+    with pytest.raises(FederationError, match=r"reaches 'net\.0\.weight' past the layers.*weight_decay"):
+        run(Penalised(), ExamplePrivacy())
+
+
+def test_a_user_module_with_a_kl_of_its_own_is_found():
+    class Own(Plain):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + self.net[0].kl_loss() / 30
+
+    with pytest.raises(FederationError, match="BayesianModule"):
+        run(Own(nn.Sequential(LinearFlipout(6, 3))), ExamplePrivacy())
+
+
+def test_a_parameter_without_use_is_found():
+    module = Plain()
+    module.idle = nn.Linear(2, 2)
+    with pytest.raises(FederationError, match=r"idle\.weight, idle\.bias.*requires_grad_\(False\)"):
+        run(module, ExamplePrivacy())
+    module.idle.requires_grad_(False)
+    run(module, ExamplePrivacy(), rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3), engine="vectorized"), 1,
+                          callbacks=[ExamplePrivacy()]), "engine='vectorized'"),
+        (lambda: federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3)), 1, callbacks=[ExamplePrivacy()],
+                          precision="bf16-mixed"), "precision='bf16-mixed'"),
+        (lambda: trainer(1, [ExamplePrivacy()]).fit(Plain(), loader()), "needs a FederatedBayes"),
+        (lambda: ExamplePrivacy(clip=0.0), "clip=0.0"),
+        (lambda: ExamplePrivacy(noise_multiplier=-1.0), "noise_multiplier=-1.0"),
+        (lambda: ExamplePrivacy(delta=2.0), "delta=2.0"),
+    ],
+)
+def test_unprotected_settings_are_refused(make, named):
+    with pytest.raises(FederationError, match=named):
+        make()
+
+
+def test_buffers_that_clients_would_send_are_refused():
+    class Running(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(6))
+
+        def forward(self, x):
+            return x
+
+    net = nn.Sequential(Running(), network())
+    with pytest.raises(FederationError, match=r"net\.0\.seen.*buffers='frozen'"):
+        run(Plain(net), ExamplePrivacy())
+    run(Plain(net), ExamplePrivacy(), rounds=1, buffers="frozen")
+
+
+def test_it_learns_with_little_noise():
+    x, y = blobs(300).tensors
+    module = Plain(lr=0.5)
+    federation = fb.FederatedBayes(fb.IIDPartition(2), engine="sequential")
+    federate(module, federation, 5, loader(blobs(300), 32), callbacks=[ExamplePrivacy(1.0, 0.5)])
+    assert float((module(x).argmax(1) == y).double().mean()) > 0.8

@@ -1,0 +1,9 @@
+"""Every test of a command runs in a folder of its own."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -1,0 +1,105 @@
+"""Federations from YAML files: training, scoring, predicting, and what is written."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.cli import main
+from lightning_fedbayes.cli.federation import FederationCLI
+from lightning_fedbayes.cli.results import curves_of
+from tests.cli.commands import CONFIGS, DIGITS, QUICK, lightnings_warnings
+
+pytestmark = lightnings_warnings
+
+
+@pytest.mark.parametrize("name", ["digits", "diabetes", "untrusted"])
+def test_an_example_trains_and_leaves_its_figures_and_configuration(name, elsewhere, capsys):
+    assert main(["fit", "--config", str(CONFIGS / f"{name}.yaml"), *QUICK]) == 0
+    folder = elsewhere / "outputs" / "fedbayes" / "version_0"
+    assert str(folder.relative_to(elsewhere)) in capsys.readouterr().out
+    assert all(math.isfinite(values[-1]) for curves in curves_of(folder).values() for values in curves.values())
+    written = yaml.safe_load((folder / "config.yaml").read_text())
+    assert written["trainer"]["max_epochs"] == 1
+    assert not (elsewhere / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["digits", "diabetes", "untrusted"])
+def test_what_print_config_prints_describes_the_same_federation(name, elsewhere, capsys):
+    def printed(file):
+        assert main(["fit", "--config", str(file), "--print_config"]) == 0
+        return capsys.readouterr().out
+
+    first = printed(CONFIGS / f"{name}.yaml")
+    (elsewhere / "again.yaml").write_text(first)
+    assert printed(elsewhere / "again.yaml") == first
+    given, whole = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()), yaml.safe_load(first)
+    assert contains(whole, given)
+
+
+def contains(whole, part):
+    """Return whether every value of ``part`` is in ``whole``; classes may have their full path there."""
+    if isinstance(part, dict):
+        return all(key in whole and contains(whole[key], value) for key, value in part.items())
+    return whole == part or (isinstance(part, str) and str(whole).endswith(f".{part}"))
+
+
+def test_the_file_makes_the_federation_that_python_would():
+    made = FederationCLI(["--config", str(CONFIGS / "untrusted.yaml"), *QUICK, "--seed_everything=5"], run=False)
+    federation = next(each for each in made.trainer.callbacks if isinstance(each, fb.FederatedBayes))
+    by_hand = fb.FederatedBayes(fb.IIDPartition(10), fusion=fb.Reliability("ivar_vb", then="reverse_kl_barycenter"),
+                                adversaries=fb.GaussianVector(clients=0.3), seed=5)
+    assert federation.described() == by_hand.described()
+    assert isinstance(made.model, fb.HybridBayesianClassifier)
+    assert [layer.out_features for layer in made.model.network if hasattr(layer, "out_features")] == [50, 10]
+
+
+def test_one_seed_decides_everything():
+    def made(seed):
+        command = ["--config", DIGITS, "--trainer.logger=false", f"--seed_everything={seed}"]
+        cli = FederationCLI(command, run=False)
+        federation = next(each for each in cli.trainer.callbacks if isinstance(each, fb.FederatedBayes))
+        return federation.settings.seed, next(cli.model.parameters())
+
+    (seed, first), (_, again), (other, different) = made(1), made(1), made(2)
+    assert (seed, other) == (1, 2)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, different)
+
+
+def test_options_win_over_the_file_and_a_name_replaces_a_rule_object():
+    config = str(CONFIGS / "untrusted.yaml")
+    made = FederationCLI(["--config", config, "--federation.fusion=rklb", "--trainer.logger=false"], run=False)
+    federation = next(each for each in made.trainer.callbacks if isinstance(each, fb.FederatedBayes))
+    assert federation.described()["fusion"] == "reverse_kl_barycenter"
+
+
+def test_a_checkpoint_is_scored_and_its_predictions_are_kept(elsewhere, capsys):
+    config = ["--config", str(CONFIGS / "diabetes.yaml"), *QUICK]
+    assert main(["fit", *config]) == 0
+    checkpoint = elsewhere / "outputs" / "fedbayes" / "version_0" / "checkpoints" / "last.ckpt"
+    assert checkpoint.is_file()
+    for stage in ("validate", "test"):
+        capsys.readouterr()
+        assert main([stage, *config, "--ckpt_path", str(checkpoint)]) == 0
+        assert "rmse" in capsys.readouterr().out
+    assert main(["predict", *config, "--ckpt_path", str(checkpoint)]) == 0
+    (file,) = elsewhere.glob("outputs/fedbayes/*/predictions.pt")
+    batches = torch.load(file, weights_only=True)
+    data = fb.DiabetesDataModule()
+    data.setup()
+    assert sum(len(batch["mean"]) for batch in batches) == len(data.validation)
+    for batch in batches:  # of a bootstrap, the clients' networks are the samples
+        torch.testing.assert_close(batch["samples"].mean(0), batch["mean"])
+        torch.testing.assert_close(batch["aleatoric"] + batch["epistemic"], batch["variance"])
+
+
+def test_a_run_without_a_folder_of_its_own_leaves_the_users_files_alone(elsewhere):
+    mine = elsewhere / "config.yaml"
+    mine.write_text(Path(DIGITS).read_text())
+    options = ("--trainer.logger=false", "--trainer.enable_checkpointing=false", "--federation.fraction=0.3")
+    assert main(["fit", "--config", str(mine), *QUICK, *options]) == 0
+    assert mine.read_text() == Path(DIGITS).read_text()

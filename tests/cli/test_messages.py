@@ -1,0 +1,95 @@
+"""Help on one page, one line for every mistake, docstrings as plain text."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_fedbayes.cli import main
+from lightning_fedbayes.cli.messages import plain
+from tests.cli.commands import DIGITS, lightnings_warnings, refusal
+
+pytestmark = lightnings_warnings
+
+
+def test_the_help_of_fit_names_every_argument_of_the_federation_and_every_class(capsys):
+    main(["fit", "--help"])
+    shown = capsys.readouterr().out
+    for name in ("partition", "fusion", "weighting", "adversaries", "local_epochs", "max_failed_rounds"):
+        assert f"--federation.{name} " in shown
+    assert "--federation.seed" not in shown  # there is one seed, seed_everything
+    for name in ("HybridBayesianClassifier", "DigitsDataModule", "max_epochs", "--seed_everything"):
+        assert name in shown
+    assert ":class:" not in shown
+    assert "``" not in shown
+
+
+def test_the_help_of_a_class_lists_its_arguments(capsys):
+    assert main(["fit", "--federation.partition.help", "DirichletPartition"]) == 0
+    shown = capsys.readouterr().out
+    assert "arguments of lightning_fedbayes.DirichletPartition:" in shown
+    assert "--federation.partition.alpha " in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--federation.fuson=a"], "unknown option 'federation.fuson': did you mean 'federation.fusion'?"),
+        (["--trainer.max_epoch=1"], "did you mean 'trainer.max_epochs'?"),
+        (["--optimzer=Adam"], "did you mean 'optimizer'?"),
+        (["--federation.fusion=rklbb"], "unknown fusion rule 'rklbb': did you mean 'rklb'?"),
+        (["--federation.weighting=equall"], "did you mean 'equal'?"),
+        (["--federation.engine=vectorised"], "federation.engine: unknown choice 'vectorised': did you mean "
+                                             "'vectorized'?"),
+        (["--federation.seed=3"], 'must be given via "seed_everything"'),
+        (["--federation.local_epochs=two"], "federation.local_epochs: Expected a <class 'int'>. Got value: two"),
+        (["--federation.clients_at_once=two"], "federation.clients_at_once: Expected a <class 'int'>"),
+        (["--federation.partition=DirchletPartition"], "did you mean 'DirichletPartition'? Known: ClassPartition, "
+                                                       "DirichletPartition, IIDPartition, SizesPartition"),
+        (["--federation.partition.cliens=3"], "has no argument 'cliens': did you mean 'clients'?"),
+        (["--federation.partition.clients=0"], "clients is 0; a federation has a whole number of clients"),
+        (["--federation.adversaries=SignFlp"], "did you mean 'SignFlip'?"),
+        (["--federation.adversaries=SignFlip"], "federation.adversaries: clients missing"),
+        (["--federation.fusion.class_path=Reliability", "--federation.fusion.init_args.by=ivar_v"],
+         "unknown fusion rule 'ivar_v': did you mean 'ivar_vb'?"),
+        (["--model=HybridBayesianClasifier"], "model: unknown class 'HybridBayesianClasifier': did you mean "
+                                              "'HybridBayesianClassifier'?"),
+        (["--model.estimater=flipout"], "has no argument 'estimater': did you mean 'estimator'?"),
+        (["--model.estimator=flipot"], "model.estimator: unknown choice 'flipot': did you mean 'flipout'?"),
+        (["--model.network=lightning_fedbayes.modules.mpl"], "model.network: 'lightning_fedbayes.modules' has no "
+                                                             "'mpl': did you mean 'mlp'?"),
+        (["--model.network.featurs=3"], "mlp has no argument 'featurs': did you mean 'features'? Known: features, "),
+        (["--data=DigitDataModule"], "did you mean 'DigitsDataModule'?"),
+        (["--trainer.logger=WandLogger"], "did you mean 'WandbLogger'? Known: CSVLogger, "),
+        (["--seed_everything=true"], "seed_everything: Expected a <class 'int'>"),
+    ],
+)
+def test_a_mistake_in_an_option_gets_one_line_with_the_nearest(arguments, expected, capsys):
+    assert expected in refusal(capsys, "fit", "--config", DIGITS, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (("federation:", "federaton:"), "unknown option 'federaton': did you mean 'federation'?"),
+        (("local_epochs", "local_epoch"), "did you mean 'federation.local_epochs'?"),
+        (("bayesian_last", "bayesian_lst"), "has no argument 'bayesian_lst': did you mean 'bayesian_last'?"),
+        (("federation:", "federation: ["), "config"),
+    ],
+)
+@pytest.mark.parametrize("command", [["fit", "--config"], ["compare", "--fusion=rklb"]], ids=["fit", "compare"])
+def test_a_mistake_in_the_file_does_too(command, wrong, expected, elsewhere, capsys):
+    file = elsewhere / "wrong.yaml"
+    file.write_text(Path(DIGITS).read_text().replace(*wrong))
+    assert expected in refusal(capsys, *command, str(file))
+
+
+@pytest.mark.parametrize(
+    ("marked", "expected"),
+    [
+        (r":math:`\sigma^2 = \exp \sum_k \omega_k \log \sigma_k^2`", "σ² = exp Σ ωₖ log σₖ²"),
+        (":class:`~lightning_fedbayes.fusion.Krum` and :func:`get_rule`, ``code``", "Krum and get_rule, code"),
+        ("two\n   lines", "two lines"),
+    ],
+)
+def test_markup_becomes_plain_text(marked, expected):
+    assert plain(marked) == expected

@@ -1,0 +1,87 @@
+"""Curves, the file and the table of a comparison, and what cannot be drawn."""
+
+import csv
+import json
+import math
+import statistics
+
+import pytest
+
+from lightning_fedbayes.callbacks.loggers import markdown_table
+from lightning_fedbayes.cli import main, results
+from lightning_fedbayes.cli.results import Run, read_curves, validated
+from lightning_fedbayes.errors import FedBayesError
+
+NAN = math.nan
+
+
+def test_the_table_has_moments_over_seeds_of_the_last_round():
+    scores = [0.2, 0.5, 0.9]
+    runs = [Run("a", seed, {"val/nll": [5.0, score, NAN], "val/retained_area_entropy": [1.0],
+                            "federation/seconds": [9.0, 1.0, 2.0],
+                            "federation/megabytes_up": [1.0, 2.0, 3.0], "federation/megabytes_down": [4.0, 4.0, 4.0]})
+            for seed, score in enumerate(scores)]
+    columns, rows = results.table([*runs, Run("b", 0, {"val/ece": [0.125]})])
+    assert columns == ["fusion", "seeds", "ece", "nll", "s per round", "MB per round"]
+    moments = f"{statistics.fmean(scores):.4g} ± {statistics.stdev(scores):.2g}"
+    assert rows[0] == ["a", "3", "nan", moments, "2", "6"]
+    assert rows[1] == ["b", "1", "0.125", "nan", "nan", "0"]
+    assert markdown_table(columns, rows).count("\n") == 3
+
+
+def test_curves_are_means_over_seeds():
+    runs = [Run("a", 0, {"x": [1.0, NAN]}), Run("b", 0, {"x": [7.0]}), Run("a", 1, {"x": [2.0, 4.0]})]
+    curves = results.mean_curves(runs, "x")
+    assert curves["a"][0] == 1.5
+    assert math.isnan(curves["a"][1])
+    assert curves["b"] == [7.0]
+
+
+def test_results_come_back_from_their_file_with_nan(elsewhere):
+    runs = [Run("a", 3, {"x": [0.1, NAN, 1e-12], "y": []})]
+    results.save(elsewhere, {"trainer": {"max_time": None}}, runs)
+    json.loads((elsewhere / results.FILE).read_text(), parse_constant=pytest.fail)  # JSON knows no NaN
+    configuration, again = results.load(elsewhere)
+    assert configuration == {"trainer": {"max_time": None}}
+    assert repr(again) == repr(runs)
+    assert [each.name for each in elsewhere.iterdir()] == [results.FILE]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"configuration": 1, "runs": [{}]}'])
+def test_another_file_of_that_name_is_refused(content, elsewhere, capsys):
+    (elsewhere / results.FILE).write_text(content)
+    with pytest.raises(FedBayesError, match="not written by 'fedbayes compare'"):
+        results.load(elsewhere)
+    assert main(["plot", str(elsewhere)]) == 2
+
+
+def write(file, *rows):
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with open(file, "w", newline="") as lines:
+        writer = csv.DictWriter(lines, names)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_the_last_value_of_an_epoch_is_its_rounds(elsewhere):
+    file = elsewhere / "metrics.csv"
+    write(file, {"epoch": 0, "step": 3, "val/nll": 2.0}, {"epoch": 0, "step": 4, "train/nll": 9.0, "round": 1.0},
+          {"epoch": 0, "step": 5, "val/nll": 1.5}, {"epoch": 2, "step": 9, "val/nll": 0.5}, {"step": 9, "val/nll": 7})
+    curves = read_curves(file)
+    assert set(curves) == {"val/nll", "train/nll"}
+    assert repr(curves["val/nll"]) == "[1.5, nan, 0.5]"
+    assert repr(curves["train/nll"]) == "[9.0, nan, nan]"
+    assert validated(curves) == ["val/nll"]
+
+
+@pytest.mark.parametrize("rows", [(), ({"epoch": 0, "train/nll": 1.0},)])
+def test_a_run_without_validation_has_nothing_to_draw(rows, elsewhere, capsys):
+    write(elsewhere / "metrics.csv", *rows)
+    assert main(["plot", str(elsewhere)]) == 2
+    assert "no validation metrics" in capsys.readouterr().err
+
+
+def test_anything_else_cannot_be_drawn(elsewhere, capsys):
+    for place in (elsewhere, elsewhere / "nowhere"):
+        assert main(["plot", str(place)]) == 2
+        assert f"neither metrics.csv nor results.json in {place}" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+import bayesian_torch.layers as bt
+import pytest
+import torch
+from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
+from torch import nn
+
+from lightning_fedbayes.errors import PosteriorError
+from lightning_fedbayes.layers import (
+    Conv2dFlipout,
+    LinearReparameterization,
+    PosteriorView,
+    Reparameterized,
+    bayesianize,
+    gaussian_parameters,
+    load_posterior,
+    read_posterior,
+)
+from lightning_fedbayes.layers.functional import smallest_std
+from lightning_fedbayes.posterior import GaussianPosterior, is_zero
+
+
+def hybrid():
+    return nn.Sequential(nn.Conv2d(1, 2, 3), Conv2dFlipout(2, 2, 3), nn.BatchNorm2d(2), nn.Flatten(),
+                         Reparameterized(nn.Linear(8, 3)), LinearReparameterization(3, 2, bayesian_bias=False))
+
+
+def dnn_to_bnn_network():
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
+    dnn_to_bnn(network, {"prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -3.0,
+                         "type": "Flipout", "moped_enable": False, "moped_delta": 0.5})
+    return network
+
+
+def test_names_order_and_kinds():
+    posterior = read_posterior(hybrid())
+    assert posterior.names == ("0.weight", "0.bias", "1.kernel", "1.bias", "2.weight", "2.bias",
+                               "4.module.weight", "4.module.bias", "5.weight", "5.bias")
+    point_masses = {name for name, variance in posterior.variance.items() if is_zero(variance)}
+    assert point_masses == {"0.weight", "0.bias", "2.weight", "2.bias", "5.bias"}
+
+
+@pytest.mark.parametrize("build", [hybrid, dnn_to_bnn_network, lambda: bt.LSTMReparameterization(3, 2),
+                                   lambda: nn.Linear(2, 2).double(), lambda: LinearReparameterization(2, 2).bfloat16()])
+def test_loading_what_was_read_changes_no_bit(build):
+    network = build()
+    with torch.no_grad():
+        for p in network.parameters():
+            p.copy_(3 * torch.randn_like(p))
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    load_posterior(network, read_posterior(network).clone())
+    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
+
+
+def test_what_is_loaded_is_read_and_the_dtype_stays():
+    network = hybrid()
+    read = read_posterior(network)
+    target = GaussianPosterior({n: torch.randn_like(m).double() for n, m in read.mean.items()},
+                               {n: torch.rand_like(m).double() + 1e-4 for n, m in read.mean.items()})
+    load_posterior(network, target)
+    assert {p.dtype for p in network.parameters()} == {torch.float32}
+    again = read_posterior(network)
+    for name in target.names:
+        torch.testing.assert_close(again.mean[name], target.mean[name].float())
+        if not is_zero(again.variance[name]):
+            torch.testing.assert_close(again.variance[name], target.variance[name].float(), rtol=1e-5, atol=0)
+
+
+def test_means_are_live_views_and_point_masses_take_no_memory():
+    network = hybrid()
+    posterior = read_posterior(network)
+    assert posterior.mean["1.kernel"].data_ptr() == network[1].mu_kernel.data_ptr()
+    assert not posterior.mean["1.kernel"].requires_grad
+    assert posterior.variance["0.weight"].untyped_storage().nbytes() == 4
+
+
+def test_a_view_follows_parameters_whose_data_are_exchanged():
+    network = nn.Sequential(LinearReparameterization(2, 2), nn.Linear(2, 1))
+    view = PosteriorView(network)
+    for p in network.parameters():
+        p.data = torch.stack([p.data, p.data + 1])
+    stacked = view.read()
+    assert stacked.mean["0.weight"].shape == (2, 2, 2)
+    assert stacked.variance["0.bias"].shape == (2, 2)
+
+
+def test_only_entries_with_another_variance_get_another_rho():
+    layer = LinearReparameterization(2, 2, posterior_rho_init=0.123)
+    posterior = read_posterior(layer).clone()
+    posterior.variance["weight"][0, 0] = 4.0
+    load_posterior(layer, posterior)
+    assert (layer.rho_weight == layer.rho_weight[1, 1]).sum() == 3
+    torch.testing.assert_close(gaussian_parameters(layer)["weight"].std[0, 0], torch.tensor(2.0))
+
+
+def test_variance_zero_becomes_the_smallest_std():
+    layer = LinearReparameterization(2, 2)
+    load_posterior(layer, GaussianPosterior.point_mass(read_posterior(layer).mean))
+    std = gaussian_parameters(layer)["weight"].std
+    assert std.max() <= 1.001 * smallest_std(torch.float32)
+    assert (read_posterior(layer).variance["weight"] > 0).all()
+
+
+def test_a_tied_parameter_appears_once():
+    shared = LinearReparameterization(3, 3)
+    network = nn.Sequential(shared, nn.ReLU(), shared)
+    assert list(gaussian_parameters(network)) == ["0.weight", "0.bias"]
+    other = LinearReparameterization(3, 3)
+    for name in ("mu_weight", "rho_weight"):
+        setattr(other, name, getattr(shared, name))
+    network = nn.ModuleList([shared, other])
+    assert list(gaussian_parameters(network)) == ["0.weight", "0.bias", "1.bias"]
+    assert read_posterior(network).names == ("0.weight", "0.bias", "1.bias")
+    linear = nn.Linear(2, 2)
+    assert read_posterior(nn.ModuleList([linear, linear])).names == ("0.weight", "0.bias")
+
+
+def test_excluded_parameters_are_neither_read_nor_written():
+    network = hybrid()
+    posterior = read_posterior(network, exclude={"1.kernel", "0.weight"})
+    assert {"1.kernel", "0.weight"}.isdisjoint(posterior.names)
+    kernel = network[1].mu_kernel.detach().clone()
+    moved = GaussianPosterior({n: m + 1 for n, m in posterior.mean.items()}, posterior.variance)
+    load_posterior(network, moved, exclude={"1.kernel", "0.weight"})
+    assert torch.equal(network[1].mu_kernel, kernel)
+    assert torch.equal(read_posterior(network).mean["5.bias"], moved.mean["5.bias"])
+    with pytest.raises(PosteriorError, match=r"did you mean '1\.kernel'"):
+        PosteriorView(network, exclude=["1.mu_kernel"])
+
+
+def test_foreign_posteriors_are_refused_by_name_and_shape():
+    network = nn.Linear(2, 1)
+    good = read_posterior(network)
+    with pytest.raises(PosteriorError, match=r"lacks \['bias'\] and has \['bia'\]"):
+        load_posterior(network, GaussianPosterior.point_mass({"weight": good.mean["weight"], "bia": torch.zeros(1)}))
+    with pytest.raises(PosteriorError, match=r"'weight' has shape \(1, 1\)"):
+        load_posterior(network, GaussianPosterior.point_mass({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}))
+
+
+def test_colliding_names_are_refused():
+    layer = LinearReparameterization(2, 2)
+    layer.weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(PosteriorError, match="both be called 'weight'"):
+        PosteriorView(layer)
+
+
+def test_bayesian_torch_parameters_have_its_mean_and_std():
+    network = dnn_to_bnn_network()
+    parameters = gaussian_parameters(network)
+    assert list(parameters) == ["0.kernel", "0.bias", "4.weight", "4.bias"]
+    torch.testing.assert_close(parameters["0.kernel"].std, network[0].rho_kernel.exp().log1p())
+    assert list(gaussian_parameters(bt.LSTMFlipout(3, 2))) == ["ih.weight", "ih.bias", "hh.weight", "hh.bias"]
+
+
+def test_bayesianized_network_posterior_has_the_deterministic_layers_too():
+    network = bayesianize(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), last=1)
+    posterior = read_posterior(network)
+    assert is_zero(posterior.variance["0.weight"])
+    assert not is_zero(posterior.variance["1.weight"])

@@ -1,0 +1,135 @@
+"""Measures of uncertainty against theory and scipy, the accuracy–retained curve against its definition."""
+
+import math
+
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.metrics import functional as F
+from tests.metrics.functional.predictions import draw
+
+sampled = st.builds(draw, st.tuples(st.integers(1, 6), st.integers(1, 8), st.integers(2, 7)), st.integers(0, 10_000),
+                    st.floats(0, 30))
+
+
+@given(sampled)
+@settings(deadline=None)
+def test_kwon_matrices_sum_to_the_covariance_of_the_label(probs):
+    mean = probs.mean(0)
+    covariance = mean.diag_embed() - mean.unsqueeze(2) * mean.unsqueeze(1)
+    parts = F.aleatoric_covariance(probs), F.epistemic_covariance(probs)
+    assert torch.allclose(sum(parts), covariance, atol=1e-12)
+    for matrix, trace in zip(parts, (F.aleatoric_uncertainty(probs), F.epistemic_uncertainty(probs))):
+        assert torch.allclose(matrix.diagonal(dim1=1, dim2=2).sum(1), trace, atol=1e-12)
+        assert torch.linalg.eigvalsh(matrix).min() >= -1e-12
+
+
+def test_epistemic_covariance_is_the_covariance_of_the_samples():
+    probs = draw((9, 4, 5))
+    for example in range(4):
+        expected = torch.cov(probs[:, example].T, correction=0)
+        assert torch.allclose(F.epistemic_covariance(probs)[example], expected, atol=1e-12)
+
+
+@given(sampled)
+@settings(deadline=None)
+def test_mutual_information_is_entropy_lost_by_knowing_the_parameters(probs):
+    information = F.mutual_information(probs)
+    total = F.predictive_entropy(probs, normalize=False)
+    mean_entropy = F.predictive_entropy(probs.flatten(0, 1).unsqueeze(0), normalize=False).view(probs.shape[:2]).mean(0)
+    assert torch.allclose(information, total - mean_entropy, atol=1e-9)
+    divergence = torch.special.xlogy(probs, probs / probs.mean(0)).sum(-1).mean(0)
+    assert torch.allclose(information, divergence, atol=1e-9)
+    assert (information >= 0).all()
+    assert (information <= math.log(len(probs)) + 1e-9).all()
+
+
+@given(sampled)
+@settings(deadline=None)
+def test_entropy_is_scipys_and_lies_between_0_and_1(probs):
+    expected = torch.as_tensor(scipy.stats.entropy(probs.mean(0).numpy(), axis=1, base=probs.shape[2]))
+    entropy = F.predictive_entropy(probs)
+    assert torch.allclose(entropy, expected, atol=1e-9)
+    assert (entropy >= 0).all()
+    assert (entropy <= 1 + 1e-12).all()
+
+
+def test_extremes_of_uncertainty():
+    uniform = torch.full((3, 2, 8), 1 / 8)
+    assert torch.allclose(F.predictive_entropy(uniform), torch.ones(2))
+    assert torch.allclose(F.aleatoric_uncertainty(uniform), torch.full((2,), 7 / 8))
+    assert (F.epistemic_uncertainty(uniform) == 0).all()
+    assert torch.allclose(F.mutual_information(uniform), torch.zeros(2), atol=1e-6)
+    votes = torch.eye(4).unsqueeze(1)  # four certain samples that all disagree
+    assert F.aleatoric_uncertainty(votes).item() == 0
+    assert F.epistemic_uncertainty(votes).item() == pytest.approx(3 / 4)
+    assert F.mutual_information(votes).item() == pytest.approx(math.log(4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [F.predictive_entropy, F.aleatoric_uncertainty, F.epistemic_uncertainty, F.mutual_information],
+)
+def test_sample_functions_are_invariant_to_order_and_take_half_floats(function):
+    probs = draw((5, 6, 3))
+    assert torch.allclose(function(probs), function(probs.flip(0)))
+    assert torch.allclose(function(probs), function(probs.flip(2)))
+    assert torch.allclose(function(probs).flip(0), function(probs.flip(1)))
+    assert function(probs.bfloat16()).dtype == torch.float32
+
+
+def brute_force_area(correct, uncertainty):
+    """acc(n) for every n, where of a tie group the retained part has the group's mean accuracy."""
+    order = uncertainty.argsort(stable=True)
+    correct, uncertainty = correct.double()[order], uncertainty[order]
+    for value in uncertainty.unique():
+        correct[uncertainty == value] = correct[uncertainty == value].mean()
+    return (correct.cumsum(0) / torch.arange(1, len(correct) + 1)).mean()
+
+
+retained = st.lists(st.tuples(st.booleans(), st.sampled_from([0.0, 0.1, 0.11, 0.5, 1.0])), min_size=1, max_size=30)
+
+
+@given(retained, st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_accuracy_retained_does_not_depend_on_the_order_of_ties(examples, shuffler):
+    correct, uncertainty = map(torch.tensor, zip(*examples))
+    shuffler.shuffle(examples)
+    again = tuple(map(torch.tensor, zip(*examples)))
+    curve = F.accuracy_retained_curve(correct, uncertainty)
+    assert all(torch.equal(a, b) for a, b in zip(curve, F.accuracy_retained_curve(*again)))
+    area = F.accuracy_retained_area(correct, uncertainty)
+    assert torch.allclose(area, F.accuracy_retained_area(*again))
+    assert area.item() == pytest.approx(brute_force_area(correct, uncertainty).item(), abs=1e-6)
+    assert curve[0][-1] == 1
+    assert curve[1][-1].item() == pytest.approx(correct.float().mean().item())
+
+
+def test_accuracy_retained_of_perfect_constant_and_inverted_uncertainty():
+    correct = torch.tensor([True] * 60 + [False] * 40)
+    perfect = F.accuracy_retained_curve(correct, torch.arange(100.0))
+    assert (perfect[1][:60] == 1).all()
+    constant = F.accuracy_retained_area(correct, torch.zeros(100))
+    level = torch.cat(F.accuracy_retained_curve(correct, torch.zeros(100)))
+    assert level.tolist() == pytest.approx([1, 0.6])
+    best, worst = (F.accuracy_retained_area(correct, sign * torch.arange(100.0)) for sign in (1, -1))
+    assert constant.item() == pytest.approx(0.6)
+    assert best > constant > worst
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: F.predictive_entropy(torch.full((3, 2), 0.5)), r"\(3, 2\).*\(samples, batch, classes\).*unsqueeze"),
+        (lambda: F.mutual_information(torch.ones(4, 3, 1)), "at least 2 classes"),
+        (lambda: F.accuracy_retained_curve(torch.ones(3), torch.ones(2)), "uncertainty"),
+        (lambda: F.accuracy_retained_area(torch.ones(3, 1), torch.ones(3, 1)), "a vector"),
+    ],
+)
+def test_errors_name_the_shape_and_the_remedy(call, says):
+    with pytest.raises(FedBayesError, match=says):
+        call()

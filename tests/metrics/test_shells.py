@@ -1,0 +1,238 @@
+"""Metric shells: batches, resets, forward and merged processes give the value of the pure function on all data."""
+
+import math
+import pickle
+
+import lightning as L
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torchmetrics import MetricCollection
+
+import lightning_fedbayes as fb
+from lightning_fedbayes import metrics as M
+from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.metrics import functional as F
+from lightning_fedbayes.modules import mlp
+
+BATCH, CLASSES, SAMPLES = 90, 5, 4
+generator = torch.Generator().manual_seed(0)
+LOGITS = 2 * torch.randn(SAMPLES, BATCH, CLASSES, generator=generator)
+PROBS = LOGITS.softmax(-1)
+MEAN_PROBS = PROBS.mean(0)
+TARGET = torch.randint(CLASSES, (BATCH,), generator=generator)
+CORRECT = MEAN_PROBS.argmax(1) == TARGET
+ENTROPY = F.predictive_entropy(PROBS)
+CLIENT = torch.randint(3, (BATCH,), generator=generator)
+MU, Y = torch.randn(2, BATCH, generator=generator)
+VARIANCE = torch.rand(BATCH, generator=generator) + 0.1
+DRAWS = torch.randn(SAMPLES, BATCH, generator=generator)
+FACTOR = torch.randn(BATCH, 3, 3, generator=generator)
+COVARIANCE = FACTOR @ FACTOR.mT + 0.1 * torch.eye(3)
+
+
+def example_slices(inputs, part):
+    """The examples ``part`` of tensors whose examples are in dimension 1 (sampled) or 0."""
+    return tuple(x[:, part] if x is PROBS or x is DRAWS else x[part] for x in inputs)
+
+
+def client_accuracies(probs, target, client):
+    return torch.stack([(probs.argmax(1) == target)[client == k].float().mean() for k in range(3)])
+
+
+def retained(correct, uncertainty):
+    return (*F.accuracy_retained_curve(correct, uncertainty), F.accuracy_retained_area(correct, uncertainty))
+
+
+CASES = {
+    "predictive_entropy": (M.PredictiveEntropy, (PROBS,), lambda *a: F.predictive_entropy(*a).mean()),
+    "entropy_in_nats": (lambda: M.PredictiveEntropy(normalize=False), (PROBS,),
+                        lambda *a: F.predictive_entropy(*a, normalize=False).mean()),
+    "aleatoric": (M.AleatoricUncertainty, (PROBS,), lambda *a: F.aleatoric_uncertainty(*a).mean()),
+    "epistemic": (M.EpistemicUncertainty, (PROBS,), lambda *a: F.epistemic_uncertainty(*a).mean()),
+    "mutual_information": (M.MutualInformation, (PROBS,), lambda *a: F.mutual_information(*a).mean()),
+    "brier": (M.BrierScore, (MEAN_PROBS, TARGET), lambda *a: F.brier_score(*a).mean()),
+    "nll": (M.NegativeLogLikelihood, (MEAN_PROBS, TARGET), lambda *a: F.negative_log_likelihood(*a).mean()),
+    "adaptive": (lambda: M.AdaptiveCalibrationError(bins=10, resolution=1_000_000), (MEAN_PROBS, TARGET),
+                 lambda *a: F.adaptive_calibration_error(*a, bins=10)),
+    "gaussian_nll": (M.GaussianNLL, (MU, VARIANCE, Y), lambda *a: F.gaussian_nll(*a).mean()),
+    "gaussian_crps": (M.GaussianCRPS, (MU, VARIANCE, Y), lambda *a: F.gaussian_crps(*a).mean()),
+    "ensemble_crps": (M.EnsembleCRPS, (DRAWS, Y), lambda *a: F.ensemble_crps(*a).mean()),
+    "sharpness": (M.DeterminantSharpness, (COVARIANCE,), lambda *a: F.determinant_sharpness(*a).mean()),
+    "coverage": (lambda: M.IntervalCoverage(0.5), (MU, VARIANCE, Y),
+                 lambda *a: F.interval_coverage(*a, level=0.5).mean()),
+    "clients": (lambda: M.ClientAccuracy(3), (MEAN_PROBS, TARGET, CLIENT), client_accuracies),
+    "calibration": (lambda: M.CalibrationDiagram(10), (MEAN_PROBS, TARGET),
+                    lambda *a: F.calibration_diagram(*a, bins=10)),
+    "retained": (lambda: M.AccuracyRetained(1_000_000), (CORRECT, ENTROPY), retained),
+}
+every_metric = pytest.mark.parametrize(("build", "inputs", "function"), CASES.values(), ids=CASES)
+
+
+def assert_equal(value, expected):
+    torch.testing.assert_close(tuple(value) if isinstance(value, tuple) else value,
+                               tuple(expected) if isinstance(expected, tuple) else expected,
+                               equal_nan=True, check_dtype=False)
+
+
+@every_metric
+def test_batches_of_any_size_give_the_value_on_all_data(build, inputs, function):
+    metric = build()
+    for part in (slice(0, 1), slice(1, 50), slice(50, BATCH)):
+        metric.update(*example_slices(inputs, part))
+    assert_equal(metric.compute(), function(*inputs))
+    metric.reset()
+    metric.update(*example_slices(inputs, slice(0, 40)))
+    assert_equal(metric.compute(), function(*example_slices(inputs, slice(0, 40))))
+
+
+@every_metric
+def test_forward_gives_the_batch_and_compute_gives_all(build, inputs, function):
+    metric = build()
+    for part in (slice(0, 30), slice(30, BATCH)):
+        batch = example_slices(inputs, part)
+        assert_equal(metric(*batch), function(*batch))
+    assert_equal(metric.compute(), function(*inputs))
+
+
+@every_metric
+def test_processes_merge_by_summing_their_states(build, inputs, function):
+    first, second = build(), build()
+    first.update(*example_slices(inputs, slice(0, 60)))
+    second.update(*example_slices(inputs, slice(60, BATCH)))
+    assert set(first._reductions.values()) == {torch.sum} or all(
+        getattr(f, "__name__", "") == "dim_zero_sum" for f in first._reductions.values())
+    first.merge_state(second)
+    assert_equal(first.compute(), function(*inputs))
+
+
+@every_metric
+def test_state_is_of_constant_size_and_survives_pickling(build, inputs, function):
+    metric = build()
+    shapes = {name: value.shape for name, value in metric.metric_state.items()}
+    metric.update(*inputs)
+    metric.update(*inputs)
+    assert {name: value.shape for name, value in metric.metric_state.items()} == shapes
+    assert_equal(pickle.loads(pickle.dumps(metric)).compute(), metric.compute())
+    assert metric.full_state_update is False
+
+
+@every_metric
+def test_no_graph_is_kept(build, inputs, function):
+    metric = build()
+    metric.update(*(x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs))
+    assert not any(state.requires_grad for state in metric.metric_state.values())
+
+
+def test_a_collection_does_not_take_one_metric_for_another():
+    """All four are 0 on the first batch, where the samples agree; they differ on the second."""
+    collection = MetricCollection([M.EpistemicUncertainty(), M.MutualInformation(), M.AleatoricUncertainty(),
+                                   M.PredictiveEntropy()])
+    certain = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
+    torn = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    collection.update(certain)
+    collection.update(torn)
+    values = collection.compute()
+    assert values["EpistemicUncertainty"].item() == pytest.approx(0.25)
+    assert values["MutualInformation"].item() == pytest.approx(0.34657359)
+    assert values["AleatoricUncertainty"] == 0
+    assert values["PredictiveEntropy"] == 0.5
+    levels = MetricCollection({"coverage_50": M.IntervalCoverage(0.5), "coverage_90": M.IntervalCoverage(0.9)})
+    for y in (0.0, 1.0):
+        levels.update(torch.zeros(1), torch.ones(1), torch.full((1,), y))
+    assert levels.compute() == {"coverage_50": 0.5, "coverage_90": 1.0}
+
+
+def test_default_resolutions_are_close_to_the_exact_values():
+    number = 20_000
+    probs = (2 * torch.randn(number, 10, generator=generator)).softmax(1)
+    target = torch.distributions.Categorical(probs=probs**0.7).sample()
+    adaptive = M.AdaptiveCalibrationError()
+    adaptive.update(probs, target)
+    assert adaptive.compute().item() == pytest.approx(F.adaptive_calibration_error(probs, target).item(), abs=1e-4)
+    correct, tiny = probs.argmax(1) == target, 1e-4 * F.predictive_entropy(probs.unsqueeze(0))
+    metric = M.AccuracyRetained()
+    metric.update(correct, tiny)
+    assert metric.compute().area.item() == pytest.approx(F.accuracy_retained_area(correct, tiny).item(), abs=5e-3)
+
+
+def test_counts_of_the_diagram_are_exact_and_its_ece_is_that_of_its_bins():
+    metric = M.CalibrationDiagram()
+    metric.update(MEAN_PROBS, TARGET)
+    diagram = metric.compute()
+    full = diagram.counts > 0
+    gap = (diagram.accuracy - diagram.confidence)[full].abs() * diagram.counts[full]
+    assert diagram.counts.sum() == BATCH
+    assert torch.allclose(gap.sum() / BATCH, diagram.ece)
+
+
+REAL = torch.linspace(-1, 1, 7)
+INPUTS = {
+    "AccuracyRetained": (CORRECT, ENTROPY),
+    "AdaptiveCalibrationError": (MEAN_PROBS, TARGET),
+    "BrierScore": (MEAN_PROBS, TARGET),
+    "ClientAccuracy": (MEAN_PROBS, TARGET, 0),
+    "DeterminantSharpness": (torch.eye(2).expand(3, 2, 2),),
+    "EnsembleCRPS": (torch.randn(4, 7), REAL),
+    "NegativeLogLikelihood": (MEAN_PROBS, TARGET),
+    "CalibrationDiagram": (MEAN_PROBS, TARGET),
+    **dict.fromkeys(("GaussianCRPS", "GaussianNLL", "IntervalCoverage"), (REAL, torch.ones(7), REAL)),
+    **dict.fromkeys(
+        ("AleatoricUncertainty", "EpistemicUncertainty", "MutualInformation", "PredictiveEntropy"),
+        (MEAN_PROBS.expand(3, *MEAN_PROBS.shape),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(M.__all__) - {"functional", "RetainedCurve"}))
+def test_every_metric_plots(name):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    metric = getattr(M, name)(*((2,) if name == "ClientAccuracy" else ()))
+    metric.update(*INPUTS[name])
+    figure, axes = metric.plot()
+    assert isinstance(figure, Figure)
+    assert axes in figure.axes
+    matplotlib.pyplot.close(figure)
+
+
+def test_one_client_number_for_a_whole_batch_and_clients_without_data():
+    metric = M.ClientAccuracy(4)
+    metric.update(MEAN_PROBS, TARGET, 2)
+    accuracies = metric.compute()
+    assert accuracies[2] == CORRECT.float().mean()
+    assert accuracies.isnan().tolist() == [True, True, False, True]
+    assert F.weighted_accuracy(accuracies, torch.ones(4)) == accuracies[2] == F.worst_fraction_accuracy(accuracies)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: M.AccuracyRetained().update(CORRECT, ENTROPY + 1), "must lie in .0, 1.*normalise"),
+        (lambda: M.AccuracyRetained().update(CORRECT, ENTROPY * torch.nan), "nan"),
+        (lambda: M.ClientAccuracy(2).update(MEAN_PROBS, TARGET, 2), "from 2 to 2.*2 clients"),
+        (lambda: M.ClientAccuracy(0), "clients is 0"),
+        (lambda: M.CalibrationDiagram(0), "bins is 0"),
+        (lambda: M.BrierScore().update(PROBS, TARGET), r"probs.mean\(0\)"),
+        (lambda: M.MutualInformation().update(MEAN_PROBS), "samples, batch, classes"),
+    ],
+)
+def test_errors(call, says):
+    with pytest.raises(FedBayesError, match=says):
+        call()
+
+
+def test_a_module_may_be_validated_between_two_fits():
+    """Lightning runs some of its loops in inference mode."""
+    module, data = fb.HybridBayesianClassifier(mlp(64, 10), bayesian_last=1), fb.DigitsDataModule()
+    for _ in range(2):
+        trainer = L.Trainer(
+            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, datamodule=data)
+        for stage, score in (("val", trainer.validate), ("test", trainer.test)):
+            (scores,) = score(module, datamodule=data, verbose=False)
+            assert scores[f"{stage}/accuracy"] > 0.5
+            assert all(map(math.isfinite, scores.values()))

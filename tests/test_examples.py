@@ -1,0 +1,19 @@
+"""Examples that no other test runs."""
+
+import importlib.util
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_plain_torch_learns_without_a_trainer(capsys):
+    accuracies = load("plain_torch").main()
+    assert len(capsys.readouterr().out.splitlines()) == len(accuracies) == 10
+    assert accuracies[0] < 0.85 < accuracies[-1]

@@ -1,0 +1,81 @@
+"""Private names of other libraries stay in the files made for them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_fedbayes
+
+PACKAGE = Path(lightning_fedbayes.__file__).parent
+
+PRIVATE = {
+    "trainer/": (
+        r"\b(?:from|import) lightning[\w.]*\._\w+",
+        r"\bfrom lightning[\w.]* import .*\b_[a-zA-Z]\w*",
+        r"\b_current_fx_name\b",
+        r"\._(?:data_source|combined_loader|results|logger_connector|first_loop_iter|detect_anomaly)\b",
+        r"\._(?:batches_that_stepped|skip_next_val|on_before_batch_transfer|launcher|configure_launcher)\b",
+        r"\b(?:callback|timer|checkpoint)\._[a-z]\w*",
+        r"\b(?:trainer|loop|fit_loop|epoch_loop|connector)\._[a-z]\w*",
+        r"\b(?:fit_loop|epoch_loop|automatic_optimization|optim_progress|val_loop|epoch_progress)\b",
+    ),
+    "private_torch.py": (
+        r"\btorch(?:\.\w+)*\._[a-zA-Z]\w*",  # torch._C, torch.utils._pytree
+        r"\bfrom torch[\w.]* import .*\b_[a-zA-Z]\w*",
+        r"\._version\b",
+        r"\._(?:forward|backward)(?:_pre)?_hooks\b",
+        r"\b_post_accumulate_grad_hooks\b",
+        r"\._optimizer_step_(?:pre|post)_hooks\b",
+    ),
+}
+"""File or folder → patterns of names that may stand nowhere else: Lightning's, with the loops inside its fit loop, and
+torch's. ``_parameters``, ``_buffers``, ``_modules`` and
+``_apply`` of an ``nn.Module`` may stand anywhere: torch's own documentation builds on them."""
+
+def private_names(text: str, patterns: tuple[str, ...]) -> list[str]:
+    """Private names in ``text`` by any of ``patterns``, in order of the patterns."""
+    return [found for pattern in patterns for found in re.findall(pattern, text)]
+
+
+@pytest.mark.parametrize("home", PRIVATE)
+def test_private_names_stand_in_their_own_file(home):
+    found = {
+        path.relative_to(PACKAGE).as_posix(): names
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if not path.relative_to(PACKAGE).as_posix().startswith(home)
+        and (names := private_names(path.read_text(), PRIVATE[home]))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("from torch._C import _functorch", 2),
+        ("from torch.utils._pytree import tree_map", 1),
+        ("from torch.utils import _pytree", 1),
+        ("import torch\ntorch._C._functorch.is_batchedtensor(x)", 1),
+        ("tensor._version + parameter._backward_hooks + optimizer._optimizer_step_post_hooks", 3),
+        ("from torch.distributed import PrefixStore\ntorch.func.vmap(f)\nmodule._parameters", 0),
+    ],
+)
+def test_the_patterns_of_torch(text, count):
+    assert len(private_names(text, PRIVATE["private_torch.py"])) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("from lightning.pytorch.trainer.call import _call_strategy_hook", 1),
+        ("from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher", 1),
+        ('vars(module)["_current_fx_name"] = "training_step"', 1),
+        ("loop._data_source = source; trainer._results", 4),
+        ("trainer.fit_loop.epoch_loop.batch_idx", 2),
+        ("self._loop.replace_data(federate); trainer.strategy.root_device; trainer.current_epoch", 0),
+    ],
+)
+def test_the_patterns_of_lightning(text, count):
+    assert len(private_names(text, PRIVATE["trainer/"])) == count

@@ -1,0 +1,184 @@
+"""Federations that are run by one, two and three processes: ``python scenarios.py DEVICES FOLDER NAME...``."""
+
+import os
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.fusion import FusionRule
+from lightning_fedbayes.quiet import quietly
+from lightning_fedbayes.trainer import collective_of
+
+SIZES = (40, 9, 25, 14, 31)
+FEATURES, CLASSES = 6, 3
+
+
+class Broken(Dataset):
+    """A client that cannot read its data."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        raise OSError("the disk is gone")
+
+
+class Killed(L.Callback):
+    """Ends one process in the second round."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == self.rank and trainer.current_epoch == 1:
+            os._exit(3)
+
+
+def classes(count, seed):
+    """Examples of three classes, given by a random linear map."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, FEATURES, generator=random)
+    return TensorDataset(x, (x @ torch.randn(FEATURES, CLASSES, generator=torch.Generator().manual_seed(99))).argmax(1))
+
+
+def clients(sizes=SIZES, broken=False):
+    parts = {f"c{k}": classes(size, k) for k, size in enumerate(sizes)}
+    return fb.ClientDatasets(parts | ({"broken": Broken()} if broken else {}))
+
+
+def network(norm=False):
+    # no bias before a norm: its gradient is rounding error alone, which Adam makes steps of full size of
+    first = nn.Linear(FEATURES, 8, bias=not norm)
+    return nn.Sequential(first, *([nn.BatchNorm1d(8)] if norm else []), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+class Features(nn.Module):
+    """A network with a buffer that no checkpoint has, and one that is not contiguous in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("projection", torch.randn(FEATURES, 8), persistent=False)
+        self.register_buffer("table", torch.arange(24.0).view(3, 8).T)
+        self.output = nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.output(torch.tanh(x @ self.projection)) + 0 * self.table.sum()
+
+
+class Hooked(fb.HybridBayesianClassifier):
+    """A module that looks into its batches."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        inputs, targets = batch
+        return inputs, targets
+
+
+class Drawn(FusionRule):
+    """A user's rule that draws: one of the clients."""
+
+    def fuse(self, posteriors, weights, previous):
+        return posteriors[int(torch.multinomial(weights, 1))]
+
+
+class Stops(L.Callback):
+    """Ends the run inside the second round; only the second process knows."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        trainer.should_stop |= trainer.global_rank == 1 and trainer.current_epoch == 1
+
+
+class Calls(L.Callback):
+    """Counts collective calls from the start of a round to its validation, and the examples of this process."""
+
+    def __init__(self):
+        self.rounds = []
+        self.examples = 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.examples += len(batch[1]) if isinstance(batch, list) else 0  # a stack has no such batch
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.before = collective_of(trainer).calls
+
+    def on_validation_start(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            self.rounds.append(collective_of(trainer).calls - self.before)
+
+
+SCENARIOS = {
+    "bayesian": {"bayesian": 2, "fusion": "reverse_kl_barycenter", "engine": "sequential", "fraction": 0.8},
+    "stacked": {"bayesian": 0, "fusion": "weighted_average", "engine": "vectorized", "weighting": "max_discrepancy_l2"},
+    "failing": {"bayesian": 2, "fusion": "coordinate_median", "engine": "sequential", "broken": True},
+    "idle": {"bayesian": 0, "fusion": "gaussian_fit", "engine": "sequential", "sizes": (30, 12), "norm": True,
+             "optimizer_state": "keep", "buffers": "local", "kind": Hooked},
+    "idle_stacked": {"bayesian": 0, "fusion": "icov_vb", "engine": "vectorized", "sizes": (30, 12, 12), "norm": True,
+                     "fraction": 0.67},
+    "chosen": {"bayesian": 2, "fusion": "auto", "engine": "sequential", "shuffled": True},
+    "none_valid": {"bayesian": 0, "fusion": "geometric_median", "engine": "sequential", "broken": True,
+                   "min_clients": 6, "max_failed_rounds": 9},
+    "buffers": {"bayesian": 0, "fusion": Drawn(), "engine": "sequential", "sizes": (30, 12), "make": Features},
+    "stopped": {"bayesian": 0, "fusion": "weighted_average", "engine": "sequential", "callbacks": [Stops()]},
+    "split": {"bayesian": 2, "fusion": "conflation", "engine": "sequential", "sizes": (36, 12, 24), "batch_size": 12,
+              "estimator": "reparameterization", "strategy": "ddp"},
+}
+"""Name → arguments of :func:`run`."""
+
+
+def rank():
+    """Number of this process; Lightning starts the others with it in the environment."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def run(
+    devices, folder, bayesian, sizes=SIZES, broken=False, norm=False, make=None, kind=fb.HybridBayesianClassifier,
+    batch_size=8, estimator="flipout", strategy="fedbayes", shuffled=False, callbacks=(), resume=None, **options,
+):
+    """Train, and return the result of this process."""
+    L.seed_everything(rank(), verbose=False)  # all processes take over the weights of the first
+    module = kind(make() if make else network(norm), bayesian_last=bayesian, estimator=estimator)
+    federation = fb.FederatedBayes(seed=3, **options)
+    calls = Calls()
+    checkpoint = ModelCheckpoint(folder, monitor="val/accuracy", mode="max", save_last=True, filename="{epoch}-{step}")
+    trainer = L.Trainer(
+        max_epochs=3, accelerator="cpu", devices=devices, strategy=strategy if devices > 1 else "auto",
+        callbacks=[federation, checkpoint, EarlyStopping("val/accuracy", mode="max", patience=5), calls, *callbacks],
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    held_out = DataLoader(classes(48, 77), batch_size=16, shuffle=shuffled)
+    loader = DataLoader(clients(sizes, broken), batch_size=batch_size, shuffle=True)
+    trainer.fit(module, loader, held_out, ckpt_path=resume)
+    return {
+        "posterior": federation.posterior.state_dict(),
+        "buffers": dict(module.named_buffers()),
+        "history": federation.history,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "steps": trainer.global_step,
+        "best": Path(checkpoint.best_model_path).name,
+        "states": federation.federation.engine.state_dict(),
+        "calls": calls.rounds,
+        "examples": calls.examples,
+    }
+
+
+def main(devices, folder, names):
+    """Run scenarios; ``NAME:killed1`` is one whose process 1 dies, ``NAME:resumed`` the rest of it."""
+    torch.set_num_threads(1)
+    for each in names:
+        name, _, how = each.partition(":")
+        resume = str(folder / name / "last.ckpt") if how == "resumed" else None
+        settings = dict(SCENARIOS[name])
+        if how.startswith("killed"):
+            settings["callbacks"] = [Killed(int(how.removeprefix("killed")))]
+        result = run(devices, str(folder / name), resume=resume, **settings)
+        torch.save(result, folder / f"{name}.{rank()}.pt")
+
+
+if __name__ == "__main__":
+    with quietly():
+        main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

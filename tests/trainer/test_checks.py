@@ -1,0 +1,331 @@
+"""Bad input is refused before training starts, with its value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+import lightning_fedbayes as fb
+from tests.federations import Plain, assert_equal, blobs, federate, loader, parameters, trainer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fusion": "reverse_kl"}, "unknown fusion rule 'reverse_kl': did you mean 'reverse_kl_barycenter'"),
+        ({"weighting": "train-size"}, "unknown weighting 'train-size': did you mean 'train_size'"),
+        ({"fraction": 0.0}, r"fraction=0.0.*\(0, 1\]"),
+        ({"fraction": 1.5}, r"fraction=1.5"),
+        ({"fraction": "0.5"}, r"fraction='0.5'"),
+        ({"local_epochs": 0}, "local_epochs=0: give at least 1"),
+        ({"local_epochs": 1.5}, "local_epochs=1.5: give a whole number"),
+        ({"min_clients": "2"}, "min_clients='2': give a whole number"),
+        ({"min_clients": 0}, "min_clients=0"),
+        ({"max_failed_rounds": 0}, "max_failed_rounds=0"),
+        ({"engine": "sequental"}, "engine='sequental': did you mean 'sequential'"),
+        ({"prior": "previous"}, "prior='previous'"),
+        ({"optimizer_state": "kept"}, "optimizer_state='kept': did you mean 'keep'"),
+        ({"buffers": "mean"}, "buffers='mean'"),
+    ],
+)
+def test_arguments(options, message):
+    with pytest.raises(fb.FedBayesError, match=message):
+        fb.FederatedBayes(fb.IIDPartition(3), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit_train_batches": 0.5}, "limit_train_batches=0.5.*last clients.*fraction="),
+        ({"limit_train_batches": 3}, "limit_train_batches=3"),
+        ({"limit_train_batches": 1}, "limit_train_batches=1"),
+        ({"val_check_interval": 1}, "val_check_interval=1"),
+        ({"max_steps": 5}, "max_steps=5.*max_epochs"),
+        ({"val_check_interval": 0.5}, "val_check_interval=0.5.*check_val_every_n_epoch"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2.*batch size"),
+        ({"overfit_batches": 2}, "overfit_batches=2"),
+        ({"fast_dev_run": True}, "fast_dev_run=True.*max_epochs=1"),
+    ],
+)
+def test_trainer_options_that_cut_across_rounds(options, message):
+    made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3))], **options)
+    with pytest.raises(fb.FederationError, match=f"(?s)cannot run a federation.*{message}"):
+        made.fit(Plain(), loader())
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (StochasticWeightAveraging(1e-2), "StochasticWeightAveraging averages the weights of different clients"),
+        (GradientAccumulationScheduler({1: 2}), "GradientAccumulationScheduler"),
+        (LearningRateFinder(), "LearningRateFinder trains on part of a round"),
+    ],
+)
+def test_callbacks_that_cut_across_rounds(callback, message):
+    made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3)), callback])
+    with pytest.raises(fb.FederationError, match=message):
+        made.fit(Plain(), loader())
+
+
+def test_the_tuner_is_refused_before_any_step():
+    """Lightning leaves its LearningRateFinder in that Trainer; with a new one the module trains."""
+    from lightning.pytorch.tuner import Tuner
+
+    module, federation = Plain(), fb.FederatedBayes(fb.IIDPartition(3))
+    before = parameters(module)
+    with pytest.raises(fb.FederationError, match=r"LearningRateFinder trains on part of a round"):
+        Tuner(trainer(2, [federation])).lr_find(module, loader())
+    assert_equal(before, parameters(module))
+    federate(module, federation)
+    assert len(federation.history) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*EMA.*", "ignore:.*experimental.*")
+def test_ema_weight_averaging_is_refused():
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+    averaging = getattr(callbacks, "WeightAveraging", None)
+    if averaging is None:
+        pytest.skip("this Lightning has no WeightAveraging")
+    made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3)), averaging()])
+    with pytest.raises(fb.FederationError, match=r"WeightAveraging"):
+        made.fit(Plain(), loader())
+
+
+def test_all_reasons_are_named_at_once():
+    made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3))], max_steps=5, accumulate_grad_batches=2)
+    with pytest.raises(fb.FederationError, match=r"(?s)max_steps=5.*accumulate_grad_batches=2"):
+        made.fit(Plain(), loader())
+
+
+def test_manual_optimization_is_refused():
+    module = Plain()
+    module.automatic_optimization = False
+    with pytest.raises(fb.FederationError, match=r"automatic_optimization is False.*use automatic optimization"):
+        federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter.*")
+def test_a_step_that_fetches_its_own_batches_is_refused():
+    class Greedy(Plain):
+        def training_step(self, dataloader_iter):
+            raise AssertionError
+
+    with pytest.raises(fb.FederationError, match=r"dataloader_iter"):
+        federate(Greedy(), fb.FederatedBayes(fb.IIDPartition(3)))
+
+
+def test_step_wise_schedulers_are_refused_before_any_step():
+    class Scheduled(Plain):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    module = Scheduled()
+    before = parameters(module)["net.0.weight"]
+    with pytest.raises(fb.FederationError, match=r"StepLR has interval='step'.*interval='epoch'"):
+        federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
+    assert torch.equal(before, module.net[0].weight)
+
+
+@pytest.mark.parametrize("weighting", ["distance", "max_discrepancy"])
+def test_weightings_by_divergence_are_refused_for_deterministic_networks_before_any_step(weighting):
+    module = Plain()
+    before = parameters(module)["net.0.weight"]
+    federation = fb.FederatedBayes(fb.IIDPartition(3), weighting=weighting)
+    with pytest.raises(fb.FusionError, match=f"'{weighting}' compares probabilistic.*use '{weighting}_l2'"):
+        federate(module, federation)
+    assert torch.equal(before, module.net[0].weight)
+    federate(module, fb.FederatedBayes(fb.IIDPartition(3), weighting=f"{weighting}_l2"))
+
+
+class TestFinishedTrainers:
+    def test_a_trainer_that_has_finished_is_refused(self):
+        module, federation = Plain(), fb.FederatedBayes(fb.IIDPartition(3))
+        made = federate(module, federation)
+        with pytest.raises(fb.FederationError, match=r"has finished: 2 of max_epochs=2 rounds.*max_epochs"):
+            made.fit(module, loader())
+
+    def test_even_with_its_own_checkpoint(self, tmp_path):
+        module = Plain()
+        made = federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
+        made.save_checkpoint(tmp_path / "done.ckpt")
+        with pytest.raises(fb.FederationError, match=r"has finished: 2 of max_epochs=2"):
+            made.fit(module, loader(), ckpt_path=tmp_path / "done.ckpt")
+
+    def test_a_new_trainer_loads_a_complete_federation_and_trains_nothing(self, tmp_path, caplog):
+        first = fb.FederatedBayes(fb.IIDPartition(3))
+        trained = Plain()
+        federate(trained, first).save_checkpoint(tmp_path / "done.ckpt")
+        module, again = Plain(lr=0.3), fb.FederatedBayes(fb.IIDPartition(3))
+        with caplog.at_level("INFO"):
+            federate(module, again, ckpt_path=tmp_path / "done.ckpt")
+        assert any("federation is complete: 2 rounds are done" in line for line in caplog.messages)
+        assert_equal(parameters(trained), parameters(module))
+        assert_equal(dict(first.posterior.mean), dict(again.posterior.mean))
+        assert again.history == first.history
+
+
+class TestData:
+    def refuse(self, train, message, partition="three", **options):
+        partition = fb.IIDPartition(3) if partition == "three" else partition
+        module = Plain()
+        before = parameters(module)["net.0.weight"]
+        with pytest.raises(fb.FedBayesError, match=message):
+            federate(module, fb.FederatedBayes(partition, **options), train=train)
+        assert torch.equal(before, module.net[0].weight)
+
+    def test_iterable_without_length(self):
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return iter(blobs())
+
+        self.refuse(DataLoader(Stream(), batch_size=8), "Stream is iterable and has no length.*map-style")
+
+    def test_more_clients_than_examples(self):
+        self.refuse(loader(), "91 clients cannot share 90 examples.*fewer clients", fb.IIDPartition(91))
+
+    def test_no_labels_for_a_label_partition(self):
+        x = torch.zeros(90, 6)
+        self.refuse(
+            loader(TensorDataset(x)), "DirichletPartition deals by label.*IIDPartition", fb.DirichletPartition(3, 0.5)
+        )
+
+    def test_no_partition_and_no_parts(self):
+        self.refuse(loader(), "who are the clients.*DirichletPartition", None)
+
+    def test_a_client_with_no_example(self):
+        empty = TensorDataset(torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64))
+        parts = fb.ClientDatasets({"north": blobs(), "south": empty})
+        self.refuse(loader(parts, shuffle=True), "clients without an example: south", None)
+
+    def test_a_round_without_a_batch(self):
+        self.refuse(loader(batch_size=64, drop_last=True), "fewer examples than one batch of 64.*drop_last=False")
+
+    def test_a_sampler_of_ones_own(self):
+        sampler = WeightedRandomSampler([1.0] * 90, 90)
+        self.refuse(loader(shuffle=False, sampler=sampler), "WeightedRandomSampler.*shuffle=")
+
+    def test_something_that_is_no_partition(self):
+        with pytest.raises(fb.FederationError, match=r"partition='iid' is no Partition.*IIDPartition"):
+            fb.FederatedBayes("iid")
+
+    def test_a_partition_with_a_mistake_shows_it(self):
+        class Wrong(type(fb.IIDPartition(3))):
+            def deal(self, labels, num_examples, generator):
+                return len(None)
+
+        self.refuse(loader(), "cannot be dealt out to clients: object of type 'NoneType' has no len", Wrong(3))
+
+    def test_complex_parameters(self):
+        module = Plain()
+        module.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+        with pytest.raises(fb.FederationError, match=r"complex parameters cannot be fused: phase.*view_as_real"):
+            federate(module, fb.FederatedBayes(fb.IIDPartition(3)))
+
+    def test_several_loaders(self):
+        self.refuse([loader(), loader()], "training loader is a list.*ClientDatasets")
+
+    def test_more_clients_needed_than_come(self):
+        self.refuse(loader(), "min_clients=3, but a round has only 1 of 3", min_clients=3, fraction=0.3)
+
+    def test_local_parameters_that_match_nothing(self):
+        self.refuse(loader(), r"pattern 'head\.\*' matches no parameter", local_parameters=["head.*"])
+
+    def test_local_parameters_that_leave_nothing(self):
+        self.refuse(loader(), "nothing is left to federate", local_parameters="*")
+
+    def test_a_refusal_leaves_data_loaders_as_they_were(self):
+        before = DataLoader.__init__
+        self.refuse(loader(), "91 clients", fb.IIDPartition(91))
+        assert DataLoader.__init__ is before
+
+    def test_mistakes_are_found_before_the_sanity_validation(self):
+        class Spy(L.Callback):
+            validated = False
+
+            def on_validation_batch_start(self, *_):
+                self.validated = True
+
+        spy = Spy()
+        with pytest.raises(fb.FedBayesError, match=r"cannot share"):
+            federate(Plain(), fb.FederatedBayes(fb.IIDPartition(91)), val=loader(shuffle=False), callbacks=[spy])
+        assert not spy.validated
+
+
+def test_options_that_work_as_they_do_without_a_federation():
+    options = {
+        "check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 1, "gradient_clip_val": 0.5,
+        "limit_val_batches": 1, "num_sanity_val_steps": 1, "profiler": "simple", "min_epochs": 2,
+    }
+    class Seen(Plain):
+        def train_dataloader(self):
+            reloaded.append(self.trainer.current_epoch)
+            return loader()
+
+        def val_dataloader(self):
+            return loader(shuffle=False)
+
+        def validation_step(self, batch, batch_idx):
+            validated.append((self.trainer.sanity_checking, self.trainer.current_epoch, batch_idx))
+
+        def optimizer_step(self, *arguments):
+            before = parameters(self)
+            super().optimizer_step(*arguments)
+            moved = [(value - before[name]).flatten() for name, value in parameters(self).items()]
+            steps.append(float(torch.cat(moved).norm()))
+
+    reloaded, validated, steps = [], [], []
+    made = trainer(4, [fb.FederatedBayes(fb.IIDPartition(3))], **options)
+    made.fit(Seen())
+    assert made.current_epoch == 4
+    assert reloaded == [0, 1, 2, 3]
+    assert validated == [(True, 0, 0), (False, 1, 0), (False, 3, 0)]
+    assert len(steps) == 4 * 3 * 4
+    assert max(steps) == pytest.approx(0.1 * 0.5, rel=1e-5), "learning rate × clip value"
+
+
+def test_validate_test_and_predict_are_left_alone():
+    class Full(Plain):
+        def test_step(self, batch, batch_idx):
+            self.validation_step(batch, batch_idx)
+
+        def predict_step(self, batch, batch_idx):
+            return self(batch[0])
+
+    module, made, plain = Full(), trainer(1, [fb.FederatedBayes(fb.IIDPartition(3))]), trainer(1)
+    data = loader(shuffle=False)
+    for fit in (False, True):
+        if fit:
+            made.fit(module, loader())
+        before = parameters(module)
+        assert made.validate(module, data, verbose=False) == plain.validate(module, data, verbose=False)
+        assert made.test(module, data, verbose=False) == plain.test(module, data, verbose=False)
+        for first, second in zip(made.predict(module, data), plain.predict(module, data), strict=True):
+            assert torch.equal(first, second)
+        assert_equal(before, parameters(module))
+    assert made.current_epoch == 1
+
+
+def test_a_yaml_file_can_describe_a_federation():
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(fb.FederatedBayes, "federation")
+    text = """
+    federation:
+      partition: {class_path: lightning_fedbayes.DirichletPartition, init_args: {clients: 4, alpha: 0.3}}
+      fusion: wasserstein_barycenter
+      local_epochs: 2
+      local_parameters: [head.*]
+    """
+    made = parser.instantiate(parser.parse_string(text)).federation
+    assert made.settings.partition == fb.DirichletPartition(4, 0.3)
+    assert made.described()["fusion"] == "wasserstein_barycenter"
+    assert (made.settings.local_epochs, made.settings.local_parameters) == (2, ("head.*",))

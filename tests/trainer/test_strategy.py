@@ -1,0 +1,230 @@
+"""A federation does not depend on how many processes share its clients."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.fusion.auto import CANDIDATES
+from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.trainer import check_trainer, checks
+from lightning_fedbayes.training.log import TrainingLog
+
+from .scenarios import SCENARIOS, run
+
+SCRIPT = Path(__file__).with_name("scenarios.py")
+OF_ONE_PROCESS = ("seconds", "megabytes_between_processes")
+"""Figures that differ between processes, or that one process does not have."""
+
+
+def command(devices, folder, *names):
+    folder.mkdir(parents=True, exist_ok=True)
+    return [sys.executable, str(SCRIPT), str(devices), str(folder), *names]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def several(request, tmp_path_factory):
+    """Number of processes, and the folder with what came of each scenario in each of them."""
+    folder = tmp_path_factory.mktemp(f"devices{request.param}")
+    done = subprocess.run(
+        command(request.param, folder, *SCENARIOS), capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return request.param, folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Result of a scenario in one process."""
+    known = {}
+
+    def result(name):
+        if name not in known:
+            known[name] = run(1, str(tmp_path_factory.mktemp(name)), **SCENARIOS[name])
+        return known[name]
+
+    return result
+
+
+def figures(history):
+    return [{name: value for name, value in row.items() if name not in OF_ONE_PROCESS} for row in history]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in ("split", "stopped")])
+def test_any_number_of_processes_gives_the_posterior_of_one(several, alone, name):
+    devices, folder = several
+    expected = alone(name)
+    for rank in range(devices):
+        result = torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
+        for part in ("mean", "variance"):
+            torch.testing.assert_close(result["posterior"][part], expected["posterior"][part], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(result["buffers"], expected["buffers"], rtol=1e-6, atol=1e-9)
+        for row, other in zip(figures(result["history"]), figures(expected["history"]), strict=True):
+            assert row == pytest.approx(other, rel=1e-5, abs=1e-9)
+        shown = {key: value for key, value in expected["metrics"].items() if "seconds" not in key}
+        assert {key: result["metrics"][key] for key in shown} == pytest.approx(shown, rel=1e-5)
+        # moments of gradients are sums that cancel: their error is that of their terms, about 1e-2 in float32
+        torch.testing.assert_close(result["states"], expected["states"], rtol=1e-6, atol=1e-8)
+        if SCENARIOS[name]["engine"] == "sequential":  # a stack of fewer clients takes more steps
+            assert (result["steps"], result["best"]) == (expected["steps"], expected["best"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ddp_splits_the_batches_of_each_client(several, alone):
+    devices, folder = several
+    expected = alone("split")
+    results = [torch.load(folder / f"split.{rank}.pt", weights_only=False) for rank in range(devices)]
+    assert [result["examples"] for result in results] == [expected["examples"] / devices] * devices
+    for result in results:
+        for part in ("mean", "variance"):
+            torch.testing.assert_close(result["posterior"][part], expected["posterior"][part], rtol=1e-4, atol=1e-6)
+        assert result["steps"] == expected["steps"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_that_one_process_stops_inside_a_round_ends_after_it(several, alone):
+    devices, folder = several
+    whole = alone("stopped")  # in which there is no second process
+    results = [torch.load(folder / f"stopped.{rank}.pt", weights_only=False) for rank in range(devices)]
+    for result in results:
+        assert figures(result["history"]) == [pytest.approx(row, rel=1e-5) for row in figures(whole["history"])[:2]]
+        torch.testing.assert_close(result["posterior"], results[0]["posterior"], rtol=0, atol=0)
+
+
+FORKED = """
+import lightning as L, torch, lightning_fedbayes as fb
+from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.quiet import quietly
+with quietly():
+    federation = fb.FederatedBayes(fb.IIDPartition(clients=3))
+    strategy = fb.ClientParallelStrategy("fork")
+    module = fb.HybridBayesianClassifier(mlp(64, 10), bayesian_last=1)
+    L.Trainer(max_epochs=2, accelerator="cpu", strategy=strategy, devices=2, callbacks=[federation], logger=False,
+              enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False).fit(
+        module, datamodule=fb.DigitsDataModule())
+    assert len(federation.history) == 2, federation.history
+    now = fb.read_posterior(module)
+    assert all(torch.equal(now.mean[name], mean) for name, mean in federation.posterior.mean.items())
+"""
+
+
+def test_processes_that_were_forked_bring_the_federation_back():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_figure_that_each_process_would_make_of_its_own_clients_is_refused():
+    log = TrainingLog(fb.HybridBayesianClassifier(mlp(64, 10)), in_training_step=lambda: True)
+    log.is_shared = True
+    with pytest.raises(fb.FederationError, match="give on_step=False, on_epoch=True"):
+        log.log("train_loss", 1.0, on_step=True, on_epoch=True)
+
+
+def test_a_round_costs_the_sums_once(several):
+    devices, folder = several
+    result = torch.load(folder / "bayesian.0.pt", weights_only=False)
+    size = sum(value.numel() for value in result["posterior"]["mean"].values())
+    sent = result["history"][-1]["megabytes_between_processes"] * 1e6
+    sums = 2 * 8 * size  # precision and precision × mean, in float64
+    there_and_back = 2 * sums * (devices - 1) / devices
+    disagreement = 8 * size * (devices - 1) / devices
+    facts = 6000 * (devices - 1)  # who has trained, and how it went
+    assert there_and_back < sent < 1.3 * (there_and_back + disagreement) + facts
+
+
+CALLS = {
+    "bayesian": 4,  # reports; sums there and back; who wants to stop
+    "stacked": 4,  # facts for weights that compare clients travel with the reports
+    "idle": 4,  # averages of buffers go with the sums
+    "failing": 6,  # reports; shards there, medians back; disagreement there and back; who wants to stop
+    "idle_stacked": 8,  # as before, and for the Gram matrix the middle and the products; buffers with the disagreement
+    "buffers": 5,  # reports; all clients; disagreement and buffers there and back; who wants to stop
+    "none_valid": 2,  # reports; who wants to stop
+    "chosen": 3 + 2 * len(CANDIDATES),  # reports; sums there and back of each candidate; scores; who wants to stop
+}
+"""Collective calls in a round, whatever the number of processes."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_round_takes_few_collective_calls(several, name):
+    devices, folder = several
+    for rank in range(devices):
+        result = torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
+        assert result["calls"] == [CALLS[name]] * 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_killed_process_ends_the_others_and_another_number_trains_the_rest(alone, tmp_path, victim):
+    begun = time.monotonic()
+    killed = subprocess.Popen(
+        command(2, tmp_path, f"bayesian:killed{victim}"), stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    assert killed.wait(120) != 0
+    while alive(killed.pid):
+        assert time.monotonic() - begun < 60
+        time.sleep(0.2)
+    assert not (tmp_path / "bayesian.0.pt").exists()
+    resumed = subprocess.run(
+        command(3, tmp_path, "bayesian:resumed"), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    result, expected = torch.load(tmp_path / "bayesian.0.pt", weights_only=False), alone("bayesian")
+    assert len(result["history"]) == 3
+    for part in ("mean", "variance"):
+        torch.testing.assert_close(result["posterior"][part], expected["posterior"][part], rtol=1e-6, atol=1e-9)
+    assert result["steps"] == expected["steps"]
+
+
+def alive(group):
+    """Return True if a process of the group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"strategy": "fedbayes", "devices": 2, "max_time": {"hours": 1}}, "interval='epoch'"),
+        ({"strategy": "fedbayes", "devices": 2, "callbacks": [ModelCheckpoint(every_n_train_steps=3)]},
+         "use every_n_epochs="),
+    ],
+)
+def test_options_that_several_processes_cannot_use_are_refused_before_training(trainer, message):
+    callbacks = [fb.FederatedBayes(fb.IIDPartition(4)), *trainer.pop("callbacks", [])]
+    made = L.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=callbacks, logger=False, **trainer,
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+    )
+    with pytest.raises(fb.FederationError, match=message):
+        check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)), fb.FederationSettings())
+
+
+def test_an_attack_that_looks_at_all_honest_clients_needs_one_process():
+    made = L.Trainer(accelerator="cpu", strategy="fedbayes", devices=2, logger=False, enable_checkpointing=False)
+
+    def check(*attacks):
+        check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)), fb.FederationSettings(adversaries=attacks))
+
+    with pytest.raises(fb.FederationError, match="ALittleIsEnough looks at what the honest clients"):
+        check(fb.SignFlip(clients=[1]), fb.ALittleIsEnough(clients=[1]))
+    check(fb.SignFlip(clients=[1]))
+
+
+def test_strategies_that_split_the_network_are_refused(monkeypatch):
+    made = L.Trainer(accelerator="cpu", strategy="fedbayes", devices=2, logger=False, enable_checkpointing=False)
+    monkeypatch.setattr(checks, "ClientParallelStrategy", DDPStrategy)  # one that it is not
+    with pytest.raises(fb.FederationError, match="ClientParallelStrategy: it splits the network"):
+        check_trainer(made, fb.HybridBayesianClassifier(mlp(64, 10)), fb.FederationSettings())

@@ -1,0 +1,101 @@
+"""Modules that several tests share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lightning_fedbayes.layers import kl_divergence
+from tests.federations import CLASSES, Plain
+
+
+class Divergence(nn.Module):
+    """KL(q‖p) of the network inside as an output, for ``functional_call``."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self) -> Tensor:
+        return kl_divergence(self.inner)
+
+
+class Convolutional(Plain):
+    """Images, group norm, an unused and a frozen parameter, a scalar one, a tied one and a constant buffer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, CLASSES)
+        ))
+        self.unused = nn.Parameter(torch.zeros(3))
+        self.frozen = nn.Parameter(torch.full((CLASSES,), 0.1), requires_grad=False)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.tied = self.net[5].bias
+        self.register_buffer("shift", torch.full((1,), 0.3))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self(x + self.shift) * self.temperature + self.frozen + self.tied, y)
+
+
+def images() -> TensorDataset:
+    torch.manual_seed(1)
+    return TensorDataset(torch.randn(60, 1, 8, 8), torch.arange(60) % CLASSES)
+
+
+class PerClient(Plain):
+    """The loss depends on what a client is told when it starts."""
+
+    def on_client_start(self, client) -> None:
+        self.client, self.scale = client, 10.0 / client.num_examples
+        self.anchor = [p.detach().clone() for p in self.parameters()]
+        self.round_weight = 1.0 + client.round
+
+    def training_step(self, batch, batch_idx):
+        distance = sum((p - a).square().sum() for p, a in zip(self.parameters(), self.anchor))
+        loss = super().training_step(batch, batch_idx) * self.scale * self.round_weight
+        return loss + 0.1 * distance * self.client.num_examples / 10
+
+
+class Padded(Plain):
+    """Words, of which 0 is padding."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Sequential(nn.Embedding(7, 4, padding_idx=0), nn.Flatten(), nn.Linear(20, CLASSES)))
+
+
+def words() -> TensorDataset:
+    drawn = torch.randint(0, 7, (60, 5), generator=torch.Generator().manual_seed(0))
+    return TensorDataset(drawn, torch.arange(60) % CLASSES)
+
+
+class Late(Plain):
+    """A buffer that first changes in the second round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch > 0:
+            self.seen.add_(1.0)
+        return super().training_step(batch, batch_idx)
+
+
+class SkipsShort(Plain):
+    def training_step(self, batch, batch_idx):
+        self.log("seen", 1.0, on_step=False, on_epoch=True)
+        return None if len(batch[1]) < 4 else super().training_step(batch, batch_idx)
+
+
+class Logging(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, on_step=False, on_epoch=True, batch_size=len(batch[1]))
+        self.log("default", loss)
+        self.log("greatest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("constant", 3.0, on_step=False, on_epoch=True)
+        return {"loss": loss, "logits": self(batch[0]), "note": "kept"}
