@@ -101,7 +101,8 @@ class Calls(L.Callback):
         self.examples = 0
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.examples += len(batch[1]) if isinstance(batch, list) else 0  # a stack has no such batch
+        if isinstance(batch, list) and len(batch) == 2 and isinstance(batch[1], torch.Tensor):  # one client's batch
+            self.examples += len(batch[1])
 
     def on_train_epoch_start(self, trainer, pl_module):
         self.before = collective_of(trainer).calls
