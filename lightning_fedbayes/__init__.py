@@ -34,8 +34,7 @@ from lightning_fedbayes.errors import (
     PartitionError,
     PosteriorError,
 )
-from lightning_fedbayes.fusion import Reliability, available_fusions, fuse, register_fusion
-from lightning_fedbayes.fusion.auto import AutoFusion
+from lightning_fedbayes.fusion import AutoFusion, Reliability, available_fusions, fuse, register_fusion
 from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior, with_mc_dropout
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.modules import (

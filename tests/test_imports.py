@@ -141,8 +141,7 @@ def imported_modules(source):
 def test_no_file_needs_more_modules_than_a_reader_can_hold(path):
     name = path.relative_to(PACKAGE).as_posix()
     imported = imported_modules(path.read_text())
-    if name != "__init__.py":
-        assert len(imported) <= MOST_IMPORTS.get(name, 15), sorted(imported)
+    assert len(imported) <= MOST_IMPORTS.get(name, 15), sorted(imported)
 
 
 def warning_options():
