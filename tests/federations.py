@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -79,6 +80,14 @@ def federate(
     made = trainer(rounds, [federation, *options.pop("callbacks", [])], **options)
     made.fit(module, loader() if train is None else train, val, ckpt_path=ckpt_path)
     return made
+
+
+def from_yaml(text: str) -> fb.FederatedBayes:
+    """The callback that a YAML file describes under ``federation``."""
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(fb.FederatedBayes, "federation")
+    return parser.instantiate(parser.parse_string(text)).federation
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -32,8 +32,9 @@ PRIVATE = {
     ),
 }
 """File or folder → patterns of names that may stand nowhere else: Lightning's, with the loops inside its fit loop, and
-torch's. ``_parameters``, ``_buffers``, ``_modules`` and
-``_apply`` of an ``nn.Module`` may stand anywhere: torch's own documentation builds on them."""
+torch's. ``_parameters``, ``_buffers``, ``_modules`` and ``_apply`` of an ``nn.Module`` may stand anywhere: torch's own
+documentation builds on them."""
+
 
 def private_names(text: str, patterns: tuple[str, ...]) -> list[str]:
     """Private names in ``text`` by any of ``patterns``, in order of the patterns."""
@@ -52,30 +53,21 @@ def test_private_names_stand_in_their_own_file(home):
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
+    ("home", "text", "count"),
     [
-        ("from torch._C import _functorch", 2),
-        ("from torch.utils._pytree import tree_map", 1),
-        ("from torch.utils import _pytree", 1),
-        ("import torch\ntorch._C._functorch.is_batchedtensor(x)", 1),
-        ("tensor._version + parameter._backward_hooks + optimizer._optimizer_step_post_hooks", 3),
-        ("from torch.distributed import PrefixStore\ntorch.func.vmap(f)\nmodule._parameters", 0),
+        ("private_torch.py", "from torch._C import _functorch", 2),
+        ("private_torch.py", "from torch.utils._pytree import tree_map", 1),
+        ("private_torch.py", "from torch.utils import _pytree", 1),
+        ("private_torch.py", "import torch\ntorch._C._functorch.is_batchedtensor(x)", 1),
+        ("private_torch.py", "tensor._version + parameter._backward_hooks + optimizer._optimizer_step_post_hooks", 3),
+        ("private_torch.py", "from torch.distributed import PrefixStore\ntorch.func.vmap(f)\nmodule._parameters", 0),
+        ("trainer/", "from lightning.pytorch.trainer.call import _call_strategy_hook", 1),
+        ("trainer/", "from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher", 1),
+        ("trainer/", 'vars(module)["_current_fx_name"] = "training_step"', 1),
+        ("trainer/", "loop._data_source = source; trainer._results", 4),
+        ("trainer/", "trainer.fit_loop.epoch_loop.batch_idx", 2),
+        ("trainer/", "self._loop.replace_data(federate); trainer.strategy.root_device; trainer.current_epoch", 0),
     ],
 )
-def test_the_patterns_of_torch(text, count):
-    assert len(private_names(text, PRIVATE["private_torch.py"])) == count
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("from lightning.pytorch.trainer.call import _call_strategy_hook", 1),
-        ("from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher", 1),
-        ('vars(module)["_current_fx_name"] = "training_step"', 1),
-        ("loop._data_source = source; trainer._results", 4),
-        ("trainer.fit_loop.epoch_loop.batch_idx", 2),
-        ("self._loop.replace_data(federate); trainer.strategy.root_device; trainer.current_epoch", 0),
-    ],
-)
-def test_the_patterns_of_lightning(text, count):
-    assert len(private_names(text, PRIVATE["trainer/"])) == count
+def test_the_patterns(home, text, count):
+    assert len(private_names(text, PRIVATE[home])) == count

@@ -25,6 +25,7 @@ from tests.federations import (
     bayesian,
     blobs,
     federate,
+    from_yaml,
     loader,
     network,
     parameters,
@@ -386,14 +387,10 @@ def test_personal_heads_and_buffers_stay_what_they_are():
 
 
 def test_a_yaml_file_can_describe_adversaries():
-    jsonargparse = pytest.importorskip("jsonargparse")
-    parser = jsonargparse.ArgumentParser()
-    parser.add_class_arguments(fb.FederatedBayes, "federation")
-    text = """
+    made = from_yaml("""
     federation:
       adversaries:
         - {class_path: lightning_fedbayes.SignFlip, init_args: {clients: 0.3}}
         - {class_path: lightning_fedbayes.LabelFlip, init_args: {clients: [0, north]}}
-    """
-    made = parser.instantiate(parser.parse_string(text)).federation
+    """)
     assert made.settings.adversaries == (fb.SignFlip(0.3), fb.LabelFlip([0, "north"]))

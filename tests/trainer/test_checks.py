@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import (
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import lightning_fedbayes as fb
-from tests.federations import Plain, assert_equal, blobs, federate, loader, parameters, trainer
+from tests.federations import Plain, assert_equal, blobs, federate, from_yaml, loader, parameters, trainer
 
 
 @pytest.mark.parametrize(
@@ -315,17 +315,13 @@ def test_validate_test_and_predict_are_left_alone():
 
 
 def test_a_yaml_file_can_describe_a_federation():
-    jsonargparse = pytest.importorskip("jsonargparse")
-    parser = jsonargparse.ArgumentParser()
-    parser.add_class_arguments(fb.FederatedBayes, "federation")
-    text = """
+    made = from_yaml("""
     federation:
       partition: {class_path: lightning_fedbayes.DirichletPartition, init_args: {clients: 4, alpha: 0.3}}
       fusion: wasserstein_barycenter
       local_epochs: 2
       local_parameters: [head.*]
-    """
-    made = parser.instantiate(parser.parse_string(text)).federation
+    """)
     assert made.settings.partition == fb.DirichletPartition(4, 0.3)
     assert made.described()["fusion"] == "wasserstein_barycenter"
     assert (made.settings.local_epochs, made.settings.local_parameters) == (2, ("head.*",))
