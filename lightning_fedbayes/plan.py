@@ -43,11 +43,13 @@ class RoundPlan:
         cohort: the clients, ascending.
         starts: the number of batches before each client's first one, and of all: shape (cohort + 1,). A server that
             leaves training to others needs none.
+        local_epochs: passes of each client over its batches.
     """
 
     round: int
     cohort: tuple[int, ...]
     starts: tuple[int, ...] = (0,)
+    local_epochs: int = 1
 
     @property
     def num_batches(self) -> int:
@@ -66,7 +68,7 @@ def plan_round(round: int, sizes: Sequence[int], batching: Batching) -> RoundPla
     starts = [0]
     for client in cohort:
         starts.append(starts[-1] + batching.local_epochs * batches_per_epoch(sizes[client], batching))
-    return RoundPlan(round, cohort, tuple(starts))
+    return RoundPlan(round, cohort, tuple(starts), batching.local_epochs)
 
 
 def share_of(plan: RoundPlan, rank: int, count: int) -> RoundPlan:
@@ -89,7 +91,8 @@ def share_of(plan: RoundPlan, rank: int, count: int) -> RoundPlan:
         if process == rank:
             own.append(client)
     cohort = tuple(sorted(own))
-    return RoundPlan(plan.round, cohort, (0, *itertools.accumulate(lengths[client] for client in cohort)))
+    starts = (0, *itertools.accumulate(lengths[client] for client in cohort))
+    return RoundPlan(plan.round, cohort, starts, plan.local_epochs)
 
 
 def cohort_size(clients: int, fraction: float) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.layers import kl_divergence
 from lightning_fedbayes.modules import BayesianModule
-from lightning_fedbayes.plan import RoundPlan
 from lightning_fedbayes.privacy import check_no_buffers
 from lightning_fedbayes.privacy.accountant import (
     check_clip,
@@ -27,6 +25,7 @@ from lightning_fedbayes.privacy.accountant import (
 from lightning_fedbayes.privacy.example_gradients import GradSamples, check_network
 from lightning_fedbayes.seeding import derive_seed
 from lightning_fedbayes.training import Federation
+from lightning_fedbayes.training.sequential import SequentialEngine
 
 FULL_PRECISION = ("32-true", "64-true")
 ROUNDING = 1e-3
@@ -142,7 +141,6 @@ class ExamplePrivacy(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin with a clean slate, whatever became of the client before."""
-        self._batch_idx = batch_idx
         assert self._samples is not None
         self._samples.reset()
 
@@ -151,13 +149,14 @@ class ExamplePrivacy(L.Callback):
         assert self._samples is not None
         assert self._federation is not None
         engine = self._federation.engine
+        assert isinstance(engine, SequentialEngine)  # gradients of single examples are an obstacle to a stack
         parameters = self._optimizer.params
         check_all_sampled(pl_module, parameters)
         of_prior = kl_gradients(pl_module, parameters)
         if not self._checked:
             check_nothing_else(pl_module, parameters, of_prior)
             self._checked = True
-        client, step = turn(engine.plan, self._batch_idx)
+        client, step = engine.turn
         examples = len(self._optimizer.grad_samples[0])
         self._optimizer.expected_batch_size = examples
         seed = derive_seed(engine.seed, "gradients", engine.plan.round, client, step)
@@ -221,17 +220,6 @@ def federated_callback(trainer: L.Trainer) -> L.Callback:
     raise FederationError(
         "ExamplePrivacy needs a FederatedBayes beside it: Trainer(callbacks=[FederatedBayes(...), ExamplePrivacy(...)])"
     )
-
-
-def turn(plan: RoundPlan, batch_idx: int) -> tuple[int, int]:
-    """Return the client whose batch of the round it is, and the index of the step within that client.
-
-    >>> plan = RoundPlan(round=0, cohort=(3, 8), starts=(0, 4, 6))
-    >>> turn(plan, 3), turn(plan, 4)
-    ((3, 3), (8, 0))
-    """
-    position = bisect_right(plan.starts, batch_idx) - 1
-    return plan.cohort[position], batch_idx - plan.starts[position]
 
 
 def kl_gradients(module: nn.Module, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:

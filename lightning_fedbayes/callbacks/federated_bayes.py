@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
@@ -243,7 +243,7 @@ class FederatedBayes(L.Callback):
             self._report.load_state_dict(earlier["report"])
             loop.step_plateau(earlier.get("plateau", {}), earlier["rounds"])
         self._restored = None
-        loop.install(federation.engine)
+        loop.install(federation.engine, partial(self._begin_batch, trainer), self._end_batch)
         if loop.collective.size > 1:
             loop.stop_together(lambda: federation.stage == "training")
         start = getattr(pl_module, "on_federation_start", None)
@@ -261,23 +261,22 @@ class FederatedBayes(L.Callback):
         loop.begin_round()
         self._uncertainty.set_clients(clients.sizes, clients.counts, clients.classes)
         self._report.set_clients(clients)  # data may have been reloaded
-        self.federation.begin(plan_round(trainer.current_epoch, clients.sizes, loader.batching))
-        loop.set_length(self.federation.engine.num_batches(self.federation.share))
+        self._plan = plan_round(trainer.current_epoch, clients.sizes, loader.batching)
+        share = share_of(self._plan, loop.collective.rank, loop.collective.size)
+        loop.set_length(self.federation.engine.num_batches(share))
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """At a client's first batch, give it the global posterior."""
+    def _begin_batch(self, trainer: L.Trainer, batch_idx: int) -> None:
+        """At the round's first batch begin it; at a client's first batch, give it the global posterior."""
+        if batch_idx == 0:  # here, not in on_train_epoch_start: the hooks of others may still change the weights there
+            self.federation.begin(self._plan)
         clients = self.federation.engine.begin_batch(batch_idx)
         if clients:
             self._report.show_clients(trainer, clients)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
+    def _end_batch(self, batch_idx: int) -> None:
         """At a client's last batch, take its posterior; at the last client's, fuse."""
         federation = self.federation
-        for outcome in federation.receive(federation.engine.end_batch(batch_idx, outputs)):
+        for outcome in federation.receive(federation.engine.end_batch(batch_idx)):
             self._report.client(federation.round, outcome)
         if federation.is_complete:
             assert self._loop is not None
@@ -325,6 +324,7 @@ class FederatedBayes(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the table of clients; drop a round that was cut short."""
         self._drop_unfinished_round()
+        self.federation.take_over()  # what hooks have changed after the last round
         self._report.finish(trainer, self._uncertainty.client_accuracy, self.history)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -379,7 +379,7 @@ class FederatedBayes(L.Callback):
     def _between_rounds(self, checkpoint: dict[str, Any]) -> None:
         """Make ``checkpoint`` hold the global model of the last finished round and nothing of a begun one."""
         federation = self._federation
-        if federation is None or federation.plan is None or self._loop is None:
+        if federation is None or self._loop is None:
             return
         is_done = federation.server.rounds > federation.round
         self._loop.close_round(checkpoint, federation.server.rounds if is_done else federation.round, is_done=is_done)

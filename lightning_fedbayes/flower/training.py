@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -203,7 +202,7 @@ class ClientTraining(L.Callback):
         clients = own_clients(loader.dataset, settings.partition, task.client, task.seed)
         check_batches(clients.names[-1:], clients.sizes[-1:], batching)
         count = settings.local_epochs * batches_per_epoch(clients.sizes[-1], batching)
-        self._round = RoundPlan(task.round, (task.client,), (0, count))
+        self._round = RoundPlan(task.round, (task.client,), (0, count), settings.local_epochs)
         self._loader = FederatedLoader(loader, clients, batching, lambda: self._round)
         return self._loader
 
@@ -220,7 +219,7 @@ class ClientTraining(L.Callback):
             self._loop.context(), model, self._loader, keep_optimizer=keep, seed=task.seed
         )
         self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
-        self._loop.install(self._engine)
+        self._loop.install(self._engine, self._engine.begin_batch, self._end_batch)
         start = getattr(pl_module, "on_federation_start", None)
         if start is not None:
             start()
@@ -232,19 +231,10 @@ class ClientTraining(L.Callback):
         self._loop.set_length(self._engine.num_batches(self._round))
         self._engine.begin_round(self._round)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """At the first batch, start from the global posterior."""
-        assert self._engine is not None
-        self._engine.begin_batch(batch_idx)
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
+    def _end_batch(self, batch_idx: int) -> None:
         """After the last batch, take the posterior and what the client keeps."""
         assert self._engine is not None
-        for result in self._engine.end_batch(batch_idx, outputs):
+        for result in self._engine.end_batch(batch_idx):
             self._result = result
             self._kept = {}
             if isinstance(result, ClientUpdate):

@@ -37,6 +37,9 @@ STEP_HOOKS = (
 )
 """Hooks of a step, besides ``training_step``."""
 
+Advance = Callable[[Any], None]
+"""Trains on the next batch of a data fetcher: the epoch loop's ``advance``."""
+
 BATCH_HOOKS = (
     "on_before_batch_transfer",
     "transfer_batch_to_device",
@@ -126,19 +129,13 @@ def drop_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def fast_advance(
-    trainer: L.Trainer, step: Step, prepare: Callable[[Any], Any] | None = None
-) -> Callable[[Any], None]:
-    """Return a loop over the batches of an epoch, up to the last or to one after which the run is to stop.
-
-    The loop's own ``on_advance_end`` follows that one. After the others it would only count.
+def fast_advance(trainer: L.Trainer, step: Step, prepare: Callable[[Any], Any] | None = None) -> Advance:
+    """Return a function that trains on one batch, in place of the epoch loop's ``advance``.
 
     Args:
         trainer: inside ``fit``.
         step: takes the optimizer, the number of the batch, and {"batch": batch, "batch_idx": number}.
         prepare: turns what the data fetcher gives into the batch; by default it moves it to the device.
-
-    Returns: a function of the data fetcher, in place of the epoch loop's ``advance``.
     """
     made: Any = trainer
     loop: Any = trainer.fit_loop.epoch_loop
@@ -149,26 +146,14 @@ def fast_advance(
     starts = [each.on_train_batch_start for each in callbacks if is_overridden("on_train_batch_start", each)]
     ends = [each.on_train_batch_end for each in callbacks if is_overridden("on_train_batch_end", each)]
     device = trainer.strategy.root_device
-    full_advance = loop.advance
     if prepare is None and device.type != "cpu":
         prepare = partial(move_data_to_device, device=device)
 
     def advance(fetcher: Any) -> None:
-        if loop.restarting:
-            full_advance(fetcher)
-            return
-        while True:
-            is_last = train_one(fetcher)
-            if is_last or made.should_stop or made.received_sigterm or loop._skip_next_val:
-                return
-            loop._batches_that_stepped += 1
-
-    def train_one(fetcher: Any) -> bool:
         batch, _, _ = next(fetcher)
         progress.increment_ready()
         batch_idx = progress.current.ready - 1
         progress.is_last_batch = fetcher.done
-        is_last = fetcher.done or progress.current.ready == trainer.num_training_batches
         if prepare is not None:
             batch = prepare(batch)
         # as connector.on_batch_start(batch), which looks the results up by the state of the Trainer, three times
@@ -181,8 +166,6 @@ def fast_advance(
         progress.increment_started()
         outputs = step(made.optimizers[0], batch_idx, {"batch": batch, "batch_idx": batch_idx})
         progress.increment_processed()
-        if is_last:
-            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         attributes["_current_fx_name"] = "on_train_batch_end"
         for hook in ends:
             hook(trainer, module, outputs, batch, batch_idx)  # pyright: ignore[reportArgumentType]
@@ -193,6 +176,5 @@ def fast_advance(
         progress.increment_completed()
         if results:
             connector.update_train_step_metrics()
-        return is_last
 
     return advance

@@ -7,13 +7,21 @@ from functools import partial
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 
 from lightning_fedbayes.exchange import Collective
 from lightning_fedbayes.trainer.boundary import RoundBoundary, close_round, pending_plateau, step_plateau
 from lightning_fedbayes.trainer.data import FederatedSource, held_out_batches
-from lightning_fedbayes.trainer.fast_loop import fast_advance, fast_step, is_tested, step_is_plain, step_obstacles
+from lightning_fedbayes.trainer.fast_loop import (
+    Advance,
+    fast_advance,
+    fast_step,
+    is_tested,
+    step_is_plain,
+    step_obstacles,
+)
 from lightning_fedbayes.trainer.strategy import collective_of
 from lightning_fedbayes.training.context import TrainingContext
 from lightning_fedbayes.training.engine import Engine
@@ -41,6 +49,8 @@ class FitLoop:
         self._epoch: Any = trainer.fit_loop.epoch_loop
         self._engine: Engine | None = None
         self._boundary: RoundBoundary | None = None
+        self._number = 0  # of the batch in the round
+        self._is_inside = False  # a batch is under way
         self._steps_before = (0, 0)
 
     @property
@@ -98,6 +108,8 @@ class FitLoop:
             optimizers=trainer.optimizers,
             device=trainer.strategy.root_device,
             precision=trainer.precision_plugin,
+            remake_optimizers=lambda: _configure_optimizers(module.configure_optimizers())[0],
+            accumulate=trainer.accumulate_grad_batches,
             steps=self._epoch.automatic_optimization.optim_progress.optimizer.step,
             in_training_step=lambda: module._current_fx_name == "training_step",
             training_step_marks=IN_TRAINING_STEP,
@@ -107,8 +119,17 @@ class FitLoop:
             mean_over_processes=trainer.strategy.reduce if isinstance(trainer.strategy, DDPStrategy) else None,
         )
 
-    def install(self, engine: Engine) -> None:
-        """Let ``engine`` train on the loop's batches; by the fast loop where nothing but a plain step is needed."""
+    def install(self, engine: Engine, begin: Callable[[int], None], end: Callable[[int], None]) -> None:
+        """Let ``engine`` train on the loop's batches; by the fast loop where nothing but a plain step is needed.
+
+        Hooks and ``training_step`` see a client's positions: its own ``batch_idx``, ``trainer.num_training_batches``
+        and ``trainer.is_last_batch``, in each of its local epochs anew.
+
+        Args:
+            engine: trains the clients.
+            begin: called with the number of a batch in the round, before any hook of that batch.
+            end: called with it after the last hook of that batch.
+        """
         self._engine = engine
         optimization = self._epoch.automatic_optimization
         is_fast = engine.takes_own_steps or step_is_plain(self.trainer)
@@ -116,9 +137,64 @@ class FitLoop:
             rank_zero_info(f"Lightning's own loop runs, because the fast one is not tested with {L.__version__}.")
         step = partial(engine.train_batch, fast_step(self.trainer) if is_fast else optimization.run)
         optimization.run = step
-        if is_fast:
-            self._epoch.advance = fast_advance(self.trainer, step, engine.prepare)
+        whole = self._epoch.advance
+        inner = fast_advance(self.trainer, step, engine.prepare) if is_fast else whole
+        self._see_the_round_in_progress_bar_and_schedulers()
+
+        def advance(fetcher: Any) -> None:
+            while True:
+                self._advance(fetcher, whole if self._epoch.restarting else inner, begin, end)
+                stops = self.trainer.should_stop or self.trainer.received_sigterm or self._epoch._skip_next_val
+                if not is_fast or stops or self._number == self._fit.max_batches:
+                    return  # the loop's own on_advance_end follows; after the other batches it would only count
+                self._epoch._batches_that_stepped += 1
+
+        self._epoch.advance = advance
         engine.log.install()
+
+    def _advance(self, fetcher: Any, inner: Advance, begin: Callable[[int], None], end: Callable[[int], None]) -> None:
+        """Train on the next batch, at the client's own positions."""
+        assert self._engine is not None
+        progress, length = self._epoch.batch_progress, self._fit.max_batches
+        self._number = number = progress.current.ready
+        begin(number)
+        first, stop = self._engine.span(number)
+        batches = _Batches(fetcher, number + 1 == stop)
+        _add(progress.current, -first)
+        self._fit.max_batches, self._is_inside = stop - first, True
+        left = 0
+        try:
+            inner(batches)
+        except StopIteration:
+            if batches.is_exhausted:
+                raise
+            left = stop - number - 1  # on_train_batch_start has returned -1: the client's local epoch ends here
+            for _ in range(left):
+                next(fetcher)
+        finally:
+            self._fit.max_batches, self._is_inside = length, False
+            _add(progress.current, first)
+        for scope in (progress.current, progress.total):
+            _add(scope, left)
+        self._number += 1 + left
+        progress.is_last_batch = self._number == length
+        end(self._number - 1)
+        if progress.is_last_batch:  # now, when the optimizers have the options of the round again
+            self._epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+    def _see_the_round_in_progress_bar_and_schedulers(self) -> None:
+        """Let the progress bar count the batches of the round, and schedulers step once in a round, at its end."""
+        step = self._epoch.update_lr_schedulers
+
+        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+            if not self._is_inside or interval != "epoch":
+                step(interval, update_plateau_schedulers)
+
+        self._epoch.update_lr_schedulers = update_lr_schedulers
+        bar = self.trainer.progress_bar_callback
+        if bar is not None:
+            show = bar.on_train_batch_end
+            bar.on_train_batch_end = lambda *args: show(*args[:-1], self._number)
 
     def stop_together(self, in_round: Callable[[], bool]) -> None:
         """Hold a ``trainer.should_stop`` back until all processes have ended the round; then all stop, or none.
@@ -209,10 +285,36 @@ class FitLoop:
         """Give Trainer and module back as they were; a second call does nothing."""
         if isinstance(self._fit._data_source, FederatedSource):
             self._fit._data_source = self._fit._data_source.source
-        for name in ("advance", "on_advance_end"):
+        for name in ("advance", "on_advance_end", "update_lr_schedulers"):
             vars(self._epoch).pop(name, None)
+        if self.trainer.progress_bar_callback is not None:
+            vars(self.trainer.progress_bar_callback).pop("on_train_batch_end", None)
         vars(self._epoch.automatic_optimization).pop("run", None)
         vars(self.module).pop("on_save_checkpoint", None)
         if self._engine is not None:
             self._engine.close()
             self._engine.log.remove()
+
+
+class _Batches:
+    """A data fetcher whose last batch is the last of a client's local epoch."""
+
+    def __init__(self, fetcher: Any, done: bool) -> None:
+        self._fetcher = fetcher
+        self.done = done
+        self.is_exhausted = False
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._fetcher)
+        except StopIteration:
+            self.is_exhausted = True
+            raise
+
+
+def _add(progress: Any, batches: int) -> None:
+    """Add to every count of a loop's ``progress``."""
+    progress.ready += batches
+    progress.started += batches
+    progress.processed += batches
+    progress.completed += batches

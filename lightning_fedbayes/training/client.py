@@ -38,10 +38,13 @@ class ClientState:
     Args:
         local: local parameters and buffers, name → tensor.
         optimizers: state of each optimizer: number of the parameter → the optimizer's entries for it.
+        options: what training has changed in each optimizer's options: see
+            :meth:`~lightning_fedbayes.training.optimizers.ClientOptimizer.read`.
     """
 
     local: Tensors = field(default_factory=dict)
     optimizers: list[dict[int, dict[str, Any]]] = field(default_factory=list)
+    options: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
 def options_of(optimizer: Any) -> list[dict[str, Any]]:

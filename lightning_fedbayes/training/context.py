@@ -27,6 +27,8 @@ class TrainingContext:
         optimizers: its optimizers.
         device: where it trains.
         precision: converts inputs, and gives the context of a step, such as autocast.
+        remake_optimizers: makes new optimizers as the module configures them.
+        accumulate: batches between two steps of the optimizer.
         steps: counts the optimizer's steps, by ``increment_ready`` and ``increment_completed``.
         in_training_step: returns True while ``training_step`` runs.
         training_step_marks: attributes of the module that say so; a step that calls ``training_step`` itself sets them.
@@ -41,10 +43,12 @@ class TrainingContext:
     optimizers: Sequence[Optimizer]
     device: torch.device
     precision: Precision
+    remake_optimizers: Callable[[], Sequence[Optimizer]]
     steps: Any
     in_training_step: Callable[[], bool]
     training_step_marks: Mapping[str, Any]
     obstacles: Callable[[], Iterable[str]]
+    accumulate: int = 1
     clip_value: float | None = None
     clips_norm: bool = True
     mean_over_processes: Callable[[Tensor], Tensor] | None = None

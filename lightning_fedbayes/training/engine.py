@@ -91,24 +91,38 @@ class Engine(ABC):
         self.plan = plan
         self._trained = {}
 
+    def span(self, batch_idx: int) -> tuple[int, int]:
+        """Return the range of the loop's batches that hooks and ``training_step`` see as one epoch.
+
+        By default the whole round.
+        """
+        return 0, self.num_batches(self.plan)
+
     @abstractmethod
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
-        """Begin the clients whose first batch this is, and return them."""
-
-    @abstractmethod
-    def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
-        """Train on one of the loop's batches; a client that raises is left out of the round, and training goes on.
+        """Begin the clients whose first batch this is, and return them.
 
         Args:
-            step: the loop's own step.
-            optimizer, batch_idx, kwargs: its arguments.
+            batch_idx: the number of the batch in the round.
         """
 
     @abstractmethod
-    def end_batch(self, batch_idx: int, outputs: Any) -> Sequence[ClientUpdate | ClientFailure]:
+    def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
+        """Train on the batch that has begun; a client that raises is left out of the round, and training goes on.
+
+        Args:
+            step: the loop's own step.
+            optimizer, batch_idx, kwargs: its arguments; the number of the batch is that in its :meth:`span`.
+        """
+
+    @abstractmethod
+    def end_batch(self, batch_idx: int) -> Sequence[ClientUpdate | ClientFailure]:
         """Return the updates, or failures, of the clients whose last batch this was.
 
         The tensors of an update may be views that the next batch overwrites.
+
+        Args:
+            batch_idx: the number of the batch in the round.
         """
 
     def seconds(self) -> float:
@@ -148,22 +162,17 @@ class Engine(ABC):
         if success:
             self.states.update(self._trained)
         self._trained = {}
-        for optimizer in self.context.optimizers:
-            optimizer.zero_grad()
-            optimizer.state.clear()
 
     def close(self) -> None:  # noqa: B027
         """Give the optimizers back as they were; a second call does nothing."""
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
         """Return the state of every client, in a form that all engines share."""
-        return {client: {"local": s.local, "optimizers": s.optimizers} for client, s in self.states.items()}
+        return {client: dict(vars(state)) for client, state in self.states.items()}
 
     def load_state_dict(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Restore what :meth:`state_dict` gave."""
-        self.states = {
-            client: ClientState(dict(state["local"]), list(state["optimizers"])) for client, state in states.items()
-        }
+        self.states = {client: ClientState(**state) for client, state in states.items()}
 
 
 def threads_for(operations: float) -> AbstractContextManager[None]:

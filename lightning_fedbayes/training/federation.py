@@ -89,7 +89,11 @@ class Federation:
         return -1 if self.plan is None else self.plan.round
 
     def begin(self, plan: RoundPlan) -> None:
-        """Begin the round of ``plan``: the clients start from the global posterior."""
+        """Begin the round of ``plan``: the clients start from the global posterior.
+
+        That is the module's present one: what hooks have changed since the last round holds.
+        """
+        self.take_over()
         collective, module = self.server.collective, self.engine.model.module
         self.plan = plan
         self.share = share_of(plan, collective.rank, collective.size)
@@ -102,6 +106,13 @@ class Federation:
         self._received, self._waiting, self._sent = 0, [], {}
         self._keeps_clients = bool(getattr(module, "needs_client_posteriors", False))
         self.engine.begin_round(self.share)
+
+    def take_over(self) -> None:
+        """Make the module's present parameters and buffers the global model, if a hook has changed them."""
+        model = self.engine.model
+        if model.has_changed():
+            model.remember_global()
+            self.server.posterior, self.server.buffers = model.read_posterior().clone(), model.federated_buffers
 
     def receive(self, results: Sequence[ClientUpdate | ClientFailure]) -> list[ClientOutcome]:
         """Bring the clients' updates to the server. Returns the outcomes that are known.

@@ -68,6 +68,16 @@ class ResidentModel:
         self.global_parameters = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.global_buffers = self._read_buffers([*self.buffer_names, *self._local_buffer_names])
 
+    def has_changed(self) -> bool:
+        """Return True if the module does not hold the global model, bit by bit."""
+        live = dict(self.module.named_buffers()) if self.global_buffers else {}
+        return not all(
+            torch.equal(tensor, now)
+            for held, present in ((self.global_parameters, self.parameters), (self.global_buffers, live))
+            for name, tensor in held.items()
+            for now in (present[name],)
+        )
+
     def load_global(self) -> None:
         """Copy the global model into the module."""
         self._restore_shapes()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,12 +17,14 @@ from lightning_fedbayes.errors import FedBayesError, PosteriorError
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan
 from lightning_fedbayes.seeding import derive_seed, seed_everything
-from lightning_fedbayes.training.client import Client, ClientState, parameters_of
+from lightning_fedbayes.training.client import Client, ClientState
 from lightning_fedbayes.training.context import Step, TrainingContext
 from lightning_fedbayes.training.engine import Engine
 from lightning_fedbayes.training.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.training.log import TrainingLog
 from lightning_fedbayes.training.model import ResidentModel
+from lightning_fedbayes.training.optimizers import ClientOptimizer, remade
+from lightning_fedbayes.training.snapshot import RoundState
 
 
 class SequentialEngine(Engine):
@@ -31,62 +35,99 @@ class SequentialEngine(Engine):
 
     Args:
         context, model, loader, keep_optimizer, seed: see :class:`~lightning_fedbayes.training.engine.Engine`.
+        is_alone: True if there is one client only, so that nothing has to be put back for the next one.
     """
 
     name: ClassVar[str] = "sequential"
 
     def __init__(
-        self, context: TrainingContext, model: ResidentModel, loader: FederatedLoader, **options: Any
+        self, context: TrainingContext, model: ResidentModel, loader: FederatedLoader, *, is_alone: bool = False,
+        **options: Any,
     ) -> None:
         log = TrainingLog(context.module, context.in_training_step)
         super().__init__(context, model, loader, log, **options)
         self._client: Client | None = None
         self._failure: Exception | None = None
         self._losses: list[Tensor] = []
+        self._is_alone = is_alone
+        self._state: RoundState | None = None
+        self._told: set[str] = set()
+        self._optimizers = [
+            ClientOptimizer(each, partial(remade, context.remake_optimizers, i, each), keep=self.keep_optimizer)
+            for i, each in enumerate(context.optimizers)
+        ]
 
     def num_batches(self, plan: RoundPlan) -> int:
         """Return one for each batch of each client."""
         return plan.num_batches if plan.cohort else 1
 
+    @property
+    def turn(self) -> tuple[int, int]:
+        """The client that trains now, and the number of its batch in the round."""
+        return self.plan.cohort[self._position], self._batch_idx - self.plan.starts[self._position]
+
+    def span(self, batch_idx: int) -> tuple[int, int]:
+        """Return the batches of the client's local epoch."""
+        if not self.plan.cohort:
+            return 0, 1
+        start, stop = self.plan.starts[self._position : self._position + 2]
+        length = (stop - start) // self.plan.local_epochs
+        first = batch_idx - (batch_idx - start) % length
+        return first, first + length
+
     def begin_round(self, plan: RoundPlan) -> None:
         """Prepare for the clients of ``plan``."""
         super().begin_round(plan)
         self._position = 0
+        self._steps = self.context.steps.total
+        self._steps_before = self._steps.completed
+        for optimizer in self._optimizers:
+            optimizer.begin_round()
+        self._state = None if self._is_alone else RoundState(self.model.module, self.model.global_buffers)
         if plan.cohort:
             self._seed_client()
 
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
         """At a client's first batch, load the global model and the client's state."""
+        self._batch_idx = batch_idx
         if not self.plan.cohort or batch_idx != self.plan.starts[self._position]:
             return ()
         client = self.client(self._position)
         self._client, self._failure, self._losses = client, None, []
         state = self.states.get(client.number, ClientState())
         self.model.load_client(state.local)
-        for i, optimizer in enumerate(self.context.optimizers):
-            optimizer.zero_grad()
-            optimizer.state.clear()
-            if state.optimizers:
-                parameters = parameters_of(optimizer)
-                optimizer.state.update({parameters[j]: _copy(kept) for j, kept in state.optimizers[i].items()})
+        if self._state is not None:
+            self._state.restore()
+        for i, optimizer in enumerate(self._optimizers):
+            kept = state.optimizers[i] if state.optimizers else {}
+            optimizer.reset(kept, state.options[i] if state.options else ())
         on_client_start = getattr(self.model.module, "on_client_start", None)
         if on_client_start is not None:
             try:
                 on_client_start(client)
             except Exception as error:
                 self._failure = error
+            if self._state is not None:
+                self._state.note_hook()
+        self._others_steps = self._steps.completed - self._steps_before
         self._start = time.perf_counter()
         return (client,)
 
     def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
-        """Take the loop's own step, unless the client has failed."""
+        """Take the loop's own step, unless the client has failed.
+
+        ``trainer.global_step`` is then what it would be if the other clients of the round had not trained.
+        """
         if self._failure is not None or not self.plan.cohort:
             return {}
         batch = self.log.batch = next(iter(kwargs.values()))
+        others = self._others_steps
+        self._steps.ready -= others
+        self._steps.completed -= others
         try:
             if isinstance(batch, FailedBatch):
                 raise batch.error
-            return step(optimizer, batch_idx, kwargs)
+            outputs = step(optimizer, batch_idx, kwargs)
         except (MisconfigurationException, FedBayesError):
             raise  # a mistake in the set-up, the same for every client
         except Exception as error:
@@ -94,26 +135,36 @@ class SequentialEngine(Engine):
                 raise  # the other processes wait for this one's gradient
             self._failure = error
             return {}
-
-    def end_batch(self, batch_idx: int, outputs: Any) -> Sequence[ClientUpdate | ClientFailure]:
-        """At a client's last batch, read its update."""
-        if not self.plan.cohort:
-            return ()
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        finally:
+            self._steps.ready += others
+            self._steps.completed += others
+        loss = outputs.get("loss")
         if isinstance(loss, Tensor):
             self._losses.append(loss)
-        if batch_idx + 1 != self.plan.starts[self._position + 1]:
+        return outputs
+
+    def end_batch(self, batch_idx: int) -> Sequence[ClientUpdate | ClientFailure]:
+        """At a client's last batch, read its update."""
+        if not self.plan.cohort or batch_idx + 1 != self.plan.starts[self._position + 1]:
             return ()
-        assert self._client is not None
-        client, error = self._client, self._failure
+        result = self._read_update()
         self._position += 1
         if self._position < len(self.plan.cohort):
             self._seed_client()
+        elif self._state is not None:
+            self._state.restore(keep_hooks=True)
+        return (result,)
+
+    def _read_update(self) -> ClientUpdate | ClientFailure:
+        """Return the update of the client that has just trained, and note what it keeps."""
+        assert self._client is not None
+        client, error = self._client, self._failure
         logged = self.log.end_client(client.number)
         if error is not None:
-            return (ClientFailure(client.number, error, client.num_examples, self.seconds()),)
+            return ClientFailure(client.number, error, client.num_examples, self.seconds())
         losses = [loss.flatten() for loss in self._losses]
-        metrics = {"train_loss": float(torch.cat(losses).mean()), **logged} if losses else logged
+        mean_loss = {"train_loss": float(torch.cat(losses).mean()) * self.context.accumulate} if losses else {}
+        metrics = {**mean_loss, **logged}
         mean = self.context.mean_over_processes
         if mean is not None:  # each process has seen its part of every batch
             device = self.context.device
@@ -121,20 +172,32 @@ class SequentialEngine(Engine):
         try:
             posterior, buffers = self.model.read_posterior(), self.model.read_buffers()
         except PosteriorError as unreadable:
-            return (ClientFailure(client.number, unreadable, client.num_examples, self.seconds()),)
-        self._trained[client.number] = self._read_state()
-        return (
-            ClientUpdate(client.number, client.num_examples, posterior, buffers, metrics, self.seconds()),
+            return ClientFailure(client.number, unreadable, client.num_examples, self.seconds())
+        kept = [optimizer.read() for optimizer in self._optimizers] if self.keep_optimizer else []
+        self._trained[client.number] = ClientState(
+            self.model.read_local(), [state for state, _ in kept], [changes for _, changes in kept]
         )
+        return ClientUpdate(client.number, client.num_examples, posterior, buffers, metrics, self.seconds())
 
-    def _read_state(self) -> ClientState:
-        """Return the state of the client that has just trained."""
-        optimizers = self.context.optimizers if self.keep_optimizer else []
-        kept = [
-            {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
-            for optimizer in optimizers
-        ]
-        return ClientState(self.model.read_local(), kept)
+    def end_round(self, *, success: bool) -> None:
+        """Put back what clients have changed in the module and its optimizers, and name it once."""
+        for optimizer in self._optimizers:
+            optimizer.reset()
+        if self._state is not None:
+            if self._position < len(self.plan.cohort):  # the round was cut short
+                self._state.restore(keep_hooks=True)
+            self._tell("Every client starts a round with the module's own {}: what training changes there is dropped.",
+                       self._state.dropped)
+            self._tell("Clients share {}, which training changes and which cannot be put back.", self._state.shared)
+        self._state = None
+        super().end_round(success=success)
+
+    def _tell(self, text: str, names: set[str]) -> None:
+        """Say ``text`` of those ``names`` of which nothing has been said yet."""
+        new = sorted(names - self._told)
+        self._told |= names
+        if new:
+            rank_zero_info(text.format(", ".join(f"self.{name}" for name in new)))
 
     def _seed_client(self) -> None:
         """Seed the global generators for the next client.
@@ -143,7 +206,3 @@ class SequentialEngine(Engine):
         """
         seed_everything(derive_seed(self.seed, "training", self.plan.round, self.plan.cohort[self._position]))
 
-
-def _copy(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of an optimizer's entries for one parameter, which the optimizer may write into."""
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in kept.items()}

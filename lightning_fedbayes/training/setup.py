@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -68,9 +69,12 @@ def make_engine(
     """
     name = settings.engine
     keep = settings.optimizer_state == "keep"
-    if name == "sequential":
-        return SequentialEngine(context, model, loader, keep_optimizer=keep, seed=settings.seed)
     names, sizes = loader.clients.names, loader.clients.sizes
+    one_by_one = partial(
+        SequentialEngine, context, model, loader, is_alone=len(sizes) == 1, keep_optimizer=keep, seed=settings.seed
+    )
+    if name == "sequential":
+        return one_by_one()
     cohort = choose_cohort(0, len(sizes), settings.fraction, settings.seed)
     largest = sorted(cohort * 2, key=lambda number: -sizes[number])[:: 2 if len(cohort) > 1 else 1]
     pair = [Client(number, names[number], sizes[number], 0, i, 2) for i, number in enumerate(largest[:2])]
@@ -91,7 +95,7 @@ def make_engine(
                 f"engine='vectorized' cannot be used: {reason}. Use engine='auto' or 'sequential'"
             ) from reason
         rank_zero_info(f"Engine: sequential, because {reason}.")
-        return SequentialEngine(context, model, loader, keep_optimizer=keep, seed=settings.seed)
+        return one_by_one()
     most = clients_that_fit(probed.bytes_per_client, STACK_BYTES.get(device, STACK_BYTES["cuda"]))
     at_once = settings.clients_at_once or most
     rank_zero_info(f"Engine: vectorized, {min(at_once, len(cohort))} clients at once.")

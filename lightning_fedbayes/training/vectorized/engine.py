@@ -103,13 +103,16 @@ class VectorizedEngine(Engine):
     def end_round(self, *, success: bool) -> None:
         """Drop the stack; if the round succeeded, keep the clients' states."""
         self._drop_stack()
+        for optimizer in self.context.optimizers:
+            optimizer.zero_grad()
+            optimizer.state.clear()
         super().end_round(success=success)
 
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
         """At the first batch of a chunk, stack its clients."""
         if not self.plan.cohort:
             return ()
-        chunk, groups = self._schedule.batches[batch_idx]
+        chunk, groups = self._batch = self._schedule.batches[batch_idx]
         if groups[0] is not chunk.groups[0]:
             return ()
         clients = [self.client(self._positions[number]) for number in chunk.clients]
@@ -152,7 +155,7 @@ class VectorizedEngine(Engine):
         """Take a few stacked steps in place of the loop's own ``step``. Returns the last outputs."""
         if not self.plan.cohort:
             return {}
-        _, groups = self._schedule.batches[batch_idx]
+        _, groups = self._batch
         steps = self.context.steps
         outputs: Outputs = None, {}
         with threads_for(self.probed.flops * max(len(group.slots) for group in groups)):
@@ -214,11 +217,11 @@ class VectorizedEngine(Engine):
                 self._batches[slot] += 1
         return losses, rest
 
-    def end_batch(self, batch_idx: int, outputs: Any) -> Sequence[ClientUpdate | ClientFailure]:
+    def end_batch(self, batch_idx: int) -> Sequence[ClientUpdate | ClientFailure]:
         """At the last batch of a chunk, read the updates of its clients."""
         if not self.plan.cohort:
             return ()
-        chunk, groups = self._schedule.batches[batch_idx]
+        chunk, groups = self._batch
         if groups[-1] is not chunk.groups[-1]:
             return ()
         stack, logged = self._stack, self.log.end_chunk(chunk.clients)

@@ -11,10 +11,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_fedbayes.training.client import parameters_of
+from lightning_fedbayes.training.optimizers import OptimizerState
 from lightning_fedbayes.training.vectorized.schedule import Slots, put_rows, slots_of, take_rows
-
-OptimizerState = dict[int, dict[str, Any]]
-"""State of an optimizer: number of the parameter → name → value."""
 
 
 class StackedOptimizer:

@@ -17,8 +17,9 @@ from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.private_torch import register_pytree_node, tree_leaves, tree_map
 from lightning_fedbayes.training.client import Client, ClientState, parameters_of
 from lightning_fedbayes.training.model import ResidentModel, Tensors
-from lightning_fedbayes.training.vectorized.dry_run import Snapshot
-from lightning_fedbayes.training.vectorized.optimizer import OptimizerState, StackedOptimizer
+from lightning_fedbayes.training.optimizers import OptimizerState
+from lightning_fedbayes.training.snapshot import Snapshot
+from lightning_fedbayes.training.vectorized.optimizer import StackedOptimizer
 from lightning_fedbayes.training.vectorized.schedule import Slots, put_rows, take_rows
 from lightning_fedbayes.training.vectorized.step import Attributes, StackedStep
 from lightning_fedbayes.training.vectorized.swap import ParameterSwap

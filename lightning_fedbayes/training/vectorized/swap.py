@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fedbayes.training.snapshot import ABSENT
+
 Location = tuple[dict[str, Tensor | None], str]
 """The dict of a module that holds a tensor, and the key there."""
-
-ABSENT = object()
-"""Value of an attribute that is not there."""
 
 
 class ParameterSwap:
