@@ -24,6 +24,7 @@ class Batching:
         local_epochs: passes over a client's data per round, E.
         fraction: share of the clients that take part in a round, C in (0, 1].
         seed: where all orders and cohorts come from.
+        limit: most batches of each client in a local epoch: a number (int), or a share of them (float), rounded down.
     """
 
     batch_size: int
@@ -32,6 +33,7 @@ class Batching:
     local_epochs: int = 1
     fraction: float = 1.0
     seed: int = 0
+    limit: int | float = 1.0
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,13 @@ def choose_cohort(round: int, clients: int, fraction: float, seed: int) -> tuple
 
 
 def batches_per_epoch(size: int, batching: Batching) -> int:
-    """Batches in one pass over ``size`` examples."""
-    return size // batching.batch_size if batching.drop_last else -(-size // batching.batch_size)
+    """Batches in one pass over ``size`` examples.
+
+    >>> [batches_per_epoch(10, Batching(batch_size=4, limit=limit)) for limit in (1.0, 0.8, 1)]
+    [3, 2, 1]
+    """
+    count = size // batching.batch_size if batching.drop_last else -(-size // batching.batch_size)
+    return min(count, batching.limit) if isinstance(batching.limit, int) else int(count * batching.limit)
 
 
 def client_order(round: int, client: int, size: int, batching: Batching) -> list[Tensor]:
@@ -136,6 +143,11 @@ def client_batches(round: int, client: int, size: int, batching: Batching) -> li
 def check_batches(names: Sequence[str], sizes: Sequence[int], batching: Batching) -> None:
     """Raise FederationError for a client that would never have a batch."""
     idle = [f"{n} ({s})" for n, s in zip(names, sizes, strict=True) if batches_per_epoch(s, batching) == 0]
+    if idle and batching.limit != 1.0:
+        raise FederationError(
+            f"limit_train_batches={batching.limit} leaves no batch to the clients {', '.join(idle)} (their numbers of "
+            "examples in brackets); give a number of batches of each client, or a larger share"
+        )
     if idle:
         raise FederationError(
             f"clients with fewer examples than one batch of {batching.batch_size}, and drop_last=True: "

@@ -220,7 +220,7 @@ class FederatedBayes(L.Callback):
             whole = plan_round(trainer.current_epoch, clients.sizes, batching)
             return share_of(whole, collective.rank, collective.size)
 
-        self._loader = federated_loader(loader, self.settings, plan, self._loop.part)
+        self._loader = federated_loader(loader, self.settings, plan, self._loop.part, **self._loop.limits)
         if before is not None:
             check_same_number(before.clients, self._loader.clients)
             if self._federation is not None:

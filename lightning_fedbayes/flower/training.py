@@ -198,7 +198,10 @@ class ClientTraining(L.Callback):
     def _plan(self, loader: Any) -> FederatedLoader:
         """The client's batches of this round, out of the user's ``loader``."""
         task, settings = self._task, self.settings
-        batching = batching_of(loader, local_epochs=settings.local_epochs, fraction=1.0, seed=task.seed)
+        assert self._loop is not None
+        batching = batching_of(
+            loader, local_epochs=settings.local_epochs, fraction=1.0, seed=task.seed, limit=self._loop.limits["limit"]
+        )
         clients = own_clients(loader.dataset, settings.partition, task.client, task.seed)
         check_batches(clients.names[-1:], clients.sizes[-1:], batching)
         count = settings.local_epochs * batches_per_epoch(clients.sizes[-1], batching)

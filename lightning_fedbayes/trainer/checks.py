@@ -53,17 +53,10 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
     made: Any = trainer  # whose annotations leave some attributes out
     if trainer.world_size > 1:
         yield from _reasons_of_several_processes(made)
-    if made.fast_dev_run:
-        yield f"fast_dev_run={made.fast_dev_run} stops inside a round; use max_epochs=1 and a small fraction"
-    elif made.overfit_batches:
+    if made.overfit_batches:
         yield (
             f"overfit_batches={made.overfit_batches} replaces the order of the clients' batches; give a small "
             "data set instead"
-        )
-    elif not _is_all(trainer.limit_train_batches):
-        yield (
-            f"limit_train_batches={trainer.limit_train_batches} would leave out the last clients of a round; use "
-            "fraction= or a smaller data set"
         )
     if trainer.max_steps != -1 and not made.fast_dev_run:
         yield f"max_steps={trainer.max_steps} stops inside a round; use max_epochs, the number of rounds"
@@ -71,11 +64,6 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
         yield (
             f"val_check_interval={trainer.val_check_interval} validates inside a round, when the module holds one "
             "client's model; use 1.0, and check_val_every_n_epoch for fewer validations"
-        )
-    if trainer.accumulate_grad_batches != 1:
-        yield (
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} would carry gradients from one client into "
-            "the next; use a larger batch size"
         )
     for callback in made.callbacks:
         name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in (*AVERAGING, *TUNING)), None)
@@ -86,7 +74,10 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
         elif name in TUNING:
             yield f"{name} trains on part of a round; tune on one client's data without FederatedBayes first"
         elif isinstance(callback, lightning_callbacks.GradientAccumulationScheduler) and callback.scheduling != {0: 1}:
-            yield "GradientAccumulationScheduler would carry gradients from one client into the next"
+            yield (
+                "GradientAccumulationScheduler changes the number of batches between two steps from round to round; "
+                "give accumulate_grad_batches= to the Trainer"
+            )
 
 
 def _reasons_of_several_processes(trainer: Any) -> Iterator[str]:

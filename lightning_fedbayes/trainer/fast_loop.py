@@ -25,6 +25,9 @@ from lightning_fedbayes.training.context import Step, loss_and_rest, takes_index
 TESTED = ("2.6",)
 """Versions of Lightning that the fast loop is compared with by the tests; with others Lightning's own loop runs."""
 
+OWN_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fedbayes")
+"""Packages whose callbacks leave weights, options and batches alone in their hooks of a batch."""
+
 STEP_HOOKS = (
     "on_before_zero_grad",
     "on_before_backward",
@@ -58,11 +61,13 @@ def is_tested() -> bool:
 def step_is_plain(trainer: L.Trainer) -> bool:
     """Return True if a step is only ``training_step``, backward and the optimizer's step, in full precision.
 
-    See :func:`step_obstacles`; gradients must not be clipped either.
+    See :func:`step_obstacles`; gradients must not be clipped or accumulated either. Lightning hands the optimizer a
+    closure that evaluates the loss; only an optimizer that is known not to look at it is called without.
     """
     return (
         type(trainer.precision_plugin) is Precision
         and not trainer.gradient_clip_val
+        and all(is_torchs_own(each) for each in trainer.optimizers)
         and next(step_obstacles(trainer), None) is None
     )
 
@@ -78,6 +83,8 @@ def step_obstacles(trainer: L.Trainer) -> Iterator[str]:
         yield f"{type(made.profiler).__name__} profiles the hooks"
     if made._detect_anomaly:
         yield "detect_anomaly=True"
+    if trainer.accumulate_grad_batches != 1:
+        yield f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
     if len(trainer.optimizers) != 1:
         yield f"there are {len(trainer.optimizers)} optimizers"
     yield from (f"{type(each).__name__} needs a closure" for each in trainer.optimizers if _needs_closure(each))
@@ -87,6 +94,22 @@ def step_obstacles(trainer: L.Trainer) -> Iterator[str]:
         owners.append((made.datamodule, BATCH_HOOKS[:3]))
     for owner, hooks in owners:
         yield from (f"{type(owner).__name__} has a hook {hook}" for hook in hooks if is_overridden(hook, owner))
+
+
+def stack_obstacles(trainer: L.Trainer) -> Iterator[str]:
+    """Yield :func:`step_obstacles`, and the callbacks with hooks of a batch, which would see those of all clients."""
+    yield from step_obstacles(trainer)
+    made: Any = trainer
+    for callback in made.callbacks:
+        for hook in ("on_train_batch_start", "on_train_batch_end"):
+            home = getattr(getattr(callback, hook), "__module__", "")  # a LambdaCallback's hook is the user's
+            if is_overridden(hook, callback) and home.split(".")[0] not in OWN_PACKAGES:
+                yield f"the callback {type(callback).__name__} has a hook {hook}, made for the batch of one client"
+
+
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """Return True for an optimizer of torch that takes its step after one evaluation of the loss, if any."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not _needs_closure(optimizer)
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

@@ -19,10 +19,11 @@ from lightning_fedbayes.trainer.fast_loop import (
     fast_advance,
     fast_step,
     is_tested,
+    stack_obstacles,
     step_is_plain,
-    step_obstacles,
 )
 from lightning_fedbayes.trainer.strategy import collective_of
+from lightning_fedbayes.trainer.watch import watched
 from lightning_fedbayes.training.context import TrainingContext
 from lightning_fedbayes.training.engine import Engine
 
@@ -51,6 +52,7 @@ class FitLoop:
         self._boundary: RoundBoundary | None = None
         self._number = 0  # of the batch in the round
         self._is_inside = False  # a batch is under way
+        self._most_steps, self._limit = self._epoch.max_steps, trainer.limit_train_batches
         self._steps_before = (0, 0)
 
     @property
@@ -69,10 +71,17 @@ class FitLoop:
     def replace_data(self, federate: Callable[[Any], Any]) -> None:
         """Let the Trainer train on what ``federate`` makes of the user's training loader, once the Trainer asks."""
         self._fit._data_source = FederatedSource(self._fit._data_source, federate)
+        self.trainer.limit_train_batches = 1.0  # Lightning's is of the epoch, the federation's of each client
 
     def setup_data(self) -> None:
         """Let the Trainer ask for its training loader now."""
         self._fit.setup_data()
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Most batches of each client, and most clients in a round: two with ``fast_dev_run``."""
+        made: Any = self.trainer
+        return {"limit": self._limit, "clients_in_a_round": 2 if made.fast_dev_run else None}
 
     @property
     def reloads_data(self) -> bool:
@@ -113,7 +122,8 @@ class FitLoop:
             steps=self._epoch.automatic_optimization.optim_progress.optimizer.step,
             in_training_step=lambda: module._current_fx_name == "training_step",
             training_step_marks=IN_TRAINING_STEP,
-            obstacles=lambda: step_obstacles(trainer),
+            obstacles=lambda: stack_obstacles(trainer),
+            watched=lambda: watched(trainer, module),
             clip_value=limit if limit and limit > 0 else None,
             clips_norm=trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE,
             mean_over_processes=trainer.strategy.reduce if isinstance(trainer.strategy, DDPStrategy) else None,
@@ -131,6 +141,7 @@ class FitLoop:
             end: called with it after the last hook of that batch.
         """
         self._engine = engine
+        self._most_steps, self._epoch.max_steps = self._epoch.max_steps, -1  # fast_dev_run counts batches of a client
         optimization = self._epoch.automatic_optimization
         is_fast = engine.takes_own_steps or step_is_plain(self.trainer)
         if not is_tested():
@@ -285,11 +296,13 @@ class FitLoop:
         """Give Trainer and module back as they were; a second call does nothing."""
         if isinstance(self._fit._data_source, FederatedSource):
             self._fit._data_source = self._fit._data_source.source
+            self.trainer.limit_train_batches = self._limit
         for name in ("advance", "on_advance_end", "update_lr_schedulers"):
             vars(self._epoch).pop(name, None)
         if self.trainer.progress_bar_callback is not None:
             vars(self.trainer.progress_bar_callback).pop("on_train_batch_end", None)
         vars(self._epoch.automatic_optimization).pop("run", None)
+        self._epoch.max_steps = self._most_steps
         vars(self.module).pop("on_save_checkpoint", None)
         if self._engine is not None:
             self._engine.close()

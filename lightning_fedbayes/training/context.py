@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import DoublePrecision, Precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
@@ -34,6 +35,7 @@ class TrainingContext:
         training_step_marks: attributes of the module that say so; a step that calls ``training_step`` itself sets them.
         obstacles: returns, in words, what must happen in a step besides ``training_step``, backward, clipping and the
             optimizer's step; nothing if these are all.
+        watched: inside it ``training_step`` raises CannotVectorize if it reads a position in the loop.
         clip_value: limit of the gradients, None for none.
         clips_norm: True if the norm of all gradients is limited, False if each entry is.
         mean_over_processes: averages a number over processes that train each client together (DDP); None for others.
@@ -48,10 +50,18 @@ class TrainingContext:
     in_training_step: Callable[[], bool]
     training_step_marks: Mapping[str, Any]
     obstacles: Callable[[], Iterable[str]]
+    watched: Callable[[], AbstractContextManager[None]]
     accumulate: int = 1
     clip_value: float | None = None
     clips_norm: bool = True
     mean_over_processes: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def is_coarse(self) -> bool:
+        """True if a step computes in half precision."""
+        half = (torch.float16, torch.bfloat16)
+        is_full = type(self.precision) in (Precision, DoublePrecision)
+        return not is_full or any(parameter.dtype in half for parameter in self.module.parameters())
 
 
 def takes_index(module: L.LightningModule) -> bool:

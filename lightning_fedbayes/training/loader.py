@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -243,7 +244,9 @@ def _loaded(batch: Any) -> Any:
     return batch
 
 
-def batching_of(loader: Any, *, local_epochs: int, fraction: float, seed: int) -> Batching:
+def batching_of(
+    loader: Any, *, local_epochs: int, fraction: float, seed: int, limit: int | float = 1.0
+) -> Batching:
     """Return the batching of the user's training loader: its batch size, shuffling and drop_last.
 
     Raises:
@@ -283,12 +286,13 @@ def batching_of(loader: Any, *, local_epochs: int, fraction: float, seed: int) -
         local_epochs=local_epochs,
         fraction=fraction,
         seed=seed,
+        limit=limit,
     )
 
 
 def federated_loader(
     loader: Any, settings: FederationSettings, plan: Callable[[Clients, Batching], RoundPlan],
-    part: tuple[int, int] = (0, 1),
+    part: tuple[int, int] = (0, 1), limit: int | float = 1.0, clients_in_a_round: int | None = None,
 ) -> FederatedLoader:
     """Deal the examples of the user's training ``loader`` out to clients.
 
@@ -297,14 +301,19 @@ def federated_loader(
         settings: the federation's; adversaries train on poisoned labels if that is their attack.
         plan: returns the plan of the current round, of the clients that this process trains.
         part: see :class:`FederatedLoader`.
+        limit: see :class:`~lightning_fedbayes.plan.Batching`.
+        clients_in_a_round: most clients in a round, for a trial run.
 
     Raises:
         FederationError, PartitionError: the loader, the partition or the sizes of the clients cannot be used.
     """
     batching = batching_of(
-        loader, local_epochs=settings.local_epochs, fraction=settings.fraction, seed=settings.seed
+        loader, local_epochs=settings.local_epochs, fraction=settings.fraction, seed=settings.seed, limit=limit
     )
     clients = clients_of(loader.dataset, settings.partition, settings.seed)
+    if clients_in_a_round is not None:
+        most = max(clients_in_a_round, settings.min_clients) / len(clients)
+        batching = replace(batching, fraction=min(batching.fraction, most))
     check_batches(clients.names, clients.sizes, batching)
     check_cohort(len(clients), settings.fraction, settings.min_clients)
     trained = poisoned(clients, assign(settings.attacks, clients.names, settings.seed))

@@ -67,6 +67,8 @@ class ClientOptimizer:
             for name in group.keys() - options.keys() - {"params"}:
                 del group[name]
             group.update(copy.deepcopy(options))
+        for name in _plain_attributes(optimizer).keys() - self._attributes.keys():
+            delattr(optimizer, name)
         vars(optimizer).update(self._attributes)
         if state:
             parameters = parameters_of(optimizer)
@@ -98,9 +100,10 @@ class ClientOptimizer:
 
 def has_own_state(optimizer: Optimizer) -> bool:
     """Return True if a new ``optimizer`` holds more than its groups and plain values."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return False  # Adagrad, which makes its state at once, makes it anew where it is missing
     extra = [value for name, value in vars(optimizer).items() if name not in _own_attributes()]
-    own_class = type(optimizer).__module__.startswith("torch.optim")
-    return bool(optimizer.state) or not (own_class or all(isinstance(value, PLAIN) for value in extra))
+    return bool(optimizer.state) or not all(isinstance(value, PLAIN) for value in extra)
 
 
 def _own_attributes() -> set[str]:

@@ -82,6 +82,8 @@ def make_engine(
     try:
         if name == "auto" and len(cohort) == 1:
             raise CannotVectorize("a round has one client")
+        if name == "auto" and context.is_coarse:
+            raise CannotVectorize("in half precision a stack rounds otherwise than each client alone")
         try:
             from lightning_fedbayes.training.vectorized import VectorizedEngine, probe  # here: only when it is used
         except ImportError as missing:

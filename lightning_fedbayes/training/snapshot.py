@@ -126,11 +126,8 @@ class RoundState:
             for path, each in module.named_modules()
             if type(each).__module__.split(".")[0] not in LIBRARIES and not isinstance(each, Metric)
         }
-        self._module, buffers = module, dict(module.named_buffers())
-        noise = {id(b) for each in module.modules() if isinstance(each, BaseVariationalLayer_) for b in each.buffers()}
-        others = {name: b for name, b in buffers.items() if name not in federated and id(b) not in noise}
-        metrics = {id(b) for each in module.modules() if isinstance(each, Metric) for b in each.buffers()}
-        self._buffers = {n: (b, version_of(b), b.clone()) for n, b in others.items() if id(b) not in metrics}
+        self._module, live = module, dict(module.named_buffers())
+        self._buffers = {n: (live[n], version_of(live[n]), live[n].clone()) for n in noted_buffers(module, federated)}
         self._by_hook: set[tuple[str, str]] = set()
         self.dropped: set[str] = set()
         self.shared: set[str] = set()
@@ -164,6 +161,13 @@ class RoundState:
                 self.dropped.add(name)
                 with torch.no_grad():
                     live[name].copy_(values)
+
+
+def noted_buffers(module: nn.Module, federated: Collection[str]) -> list[str]:
+    """Return the names of buffers that are not ``federated``, but for noise of bayesian-torch and torchmetrics."""
+    kinds = (BaseVariationalLayer_, Metric)
+    others = {id(buffer) for each in module.modules() if isinstance(each, kinds) for buffer in each.buffers()}
+    return [n for n, buffer in module.named_buffers() if n not in federated and id(buffer) not in others]
 
 
 @functools.cache

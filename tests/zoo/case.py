@@ -111,9 +111,9 @@ class Positions(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for config in trainer.lr_scheduler_configs:
-            for _ in range(self.first):
-                if not config.reduce_on_plateau:
-                    config.scheduler.step()
+            for done in range(1, self.first + 1):
+                if done % config.frequency == 0:
+                    config.scheduler.step()  # pyright: ignore[reportCallIssue]
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         seed_everything(derive_seed(0, "training", trainer.current_epoch, self.client))
@@ -128,7 +128,8 @@ def parts(case: Case, sizes: Sequence[int]) -> dict[str, Dataset]:
 
 def loader(case: Case, dataset: Dataset) -> DataLoader:
     """Return a loader of ``dataset`` in its own order, so that orders need no comparison."""
-    return DataLoader(dataset, **{"batch_size": 4, "shuffle": False, **case.loading})
+    own = torch.Generator()  # an iterator would draw a seed for its workers from the global one
+    return DataLoader(dataset, **{"batch_size": 4, "shuffle": False, "generator": own, **case.loading})
 
 
 def fit(case: Case, module: L.LightningModule, dataset: Dataset, callbacks: Sequence[L.Callback], rounds: int,

@@ -11,11 +11,9 @@ import numpy as np
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     EarlyStopping,
     GradientAccumulationScheduler,
     LambdaCallback,
-    LearningRateMonitor,
     ModelPruning,
     StochasticWeightAveraging,
     Timer,
@@ -84,7 +82,7 @@ def step_hook(self):
 
 
 add("Optimizers of torch", "a hook after the step", net(configure_optimizers=step_hook), vectorized=REFUSED)
-add("Optimizers of torch", "none", net(configure_optimizers=lambda self: None), sequential=REFUSED, vectorized=REFUSED)
+add("Optimizers of torch", "none", net(configure_optimizers=lambda self: None), vectorized=REFUSED)
 
 for name, made, options in [
     ("SAM, which needs a closure", own.Sam, {"vectorized": REFUSED}),
@@ -163,8 +161,8 @@ step(STEP, "current_epoch in the loss", lambda self, batch, batch_idx: self.loss
      vectorized=EQUAL)
 step(STEP, "max_epochs in the loss", lambda self, batch, batch_idx: self.loss(batch) / self.trainer.max_epochs,
      vectorized=EQUAL, rounds=1)
-step(STEP, "estimated_stepping_batches in the loss",
-     lambda self, batch, batch_idx: self.loss(batch) / self.trainer.estimated_stepping_batches, rounds=1)
+step(STEP, "log_every_n_steps in the loss",
+     lambda self, batch, batch_idx: self.loss(batch) / self.trainer.log_every_n_steps, vectorized=EQUAL)
 
 
 def rate_in_loss(self, batch, batch_idx):
@@ -251,7 +249,7 @@ def counts_in_closure():
     return net(training_step=training_step)()
 
 
-add(STEP, "a count in a closure, from 0 in every epoch", counts_in_closure, vectorized=EQUAL)
+add(STEP, "a count in a closure, from 0 in every epoch", counts_in_closure, vectorized=REFUSED)
 
 
 class Hidden(Net):
@@ -358,7 +356,7 @@ def evaluates_later(self, batch, batch_idx):
 
 
 add(STEP, "eval() of a BatchNorm at a step", lambda: net(training_step=evaluates_later)().__class__(
-    network(batch_norm=True)), vectorized=REFUSED)
+    network(batch_norm=True)), vectorized=REFUSED, loading={"drop_last": True})
 step(STEP, "control flow on data", lambda self, batch, batch_idx: self.loss(batch) * (
     2 if batch[0].mean() > 0 else 1))
 step(STEP, ".item()", lambda self, batch, batch_idx: self.loss(batch) * (1 + batch[0].abs().max().item()))
@@ -409,7 +407,7 @@ def gradient_penalty(self, batch, batch_idx):
     return loss + gradient.square().sum()
 
 
-step(STEP, "a gradient of its own", gradient_penalty, vectorized=None)
+step(STEP, "a gradient of its own", gradient_penalty)
 
 # -- networks ----------------------------------------------------------------------------------------------------------
 
@@ -512,9 +510,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "linear": (lambda: nn.Linear(FEATURES, CLASSES), {}),
     "three layers with in-place ReLU": (lambda: nn.Sequential(
         nn.Linear(FEATURES, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ELU(), nn.Linear(8, CLASSES)), {}),
-    "BatchNorm": (lambda: network(batch_norm=True), {}),
+    "BatchNorm": (lambda: network(batch_norm=True), {"loading": {"drop_last": True}}),
     "BatchNorm without statistics": (lambda: nn.Sequential(
-        nn.Linear(FEATURES, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, CLASSES)), {}),
+        nn.Linear(FEATURES, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, CLASSES)),
+        {"loading": {"drop_last": True}}),
     "LayerNorm": (lambda: nn.Sequential(nn.Linear(FEATURES, 5), nn.LayerNorm(5), nn.Linear(5, CLASSES)), {}),
     "GroupNorm": (lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.GroupNorm(2, 6), nn.Linear(6, CLASSES)), {}),
     "convolution and pooling": (lambda: image(
@@ -532,9 +531,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "GRU": (lambda: sequence(lambda: nn.GRU(2, 4, batch_first=True)), {"vectorized": REFUSED}),
     "a list of parameters": (Listed, {}),
     "spectral norm": (lambda: nn.Sequential(
-        parametrizations.spectral_norm(nn.Linear(FEATURES, 5)), nn.Linear(5, CLASSES)), {"vectorized": None}),
+        parametrizations.spectral_norm(nn.Linear(FEATURES, 5)), nn.Linear(5, CLASSES)), {"vectorized": REFUSED}),
     "weight norm": (lambda: nn.Sequential(
-        parametrizations.weight_norm(nn.Linear(FEATURES, 5)), nn.Linear(5, CLASSES)), {"vectorized": None}),
+        parametrizations.weight_norm(nn.Linear(FEATURES, 5)), nn.Linear(5, CLASSES)), {}),
     "activation checkpointing": (Checkpointed, {"vectorized": REFUSED}),
     "a count inside a layer": (Normalizer, {"vectorized": REFUSED}),
     "double precision": (lambda: nn.Sequential(
@@ -544,8 +543,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "complex parameters": (lambda: nn.Sequential(
         fb_cast(torch.complex64), nn.Linear(FEATURES, CLASSES, dtype=torch.complex64), Modulus()),
         {"sequential": REFUSED, "vectorized": REFUSED}),
-    "our Bayesian layers": (lambda: fb.bayesianize(network()), {"noisy": True}),
-    "our Flipout layers": (lambda: fb.bayesianize(network(), estimator="flipout"), {"noisy": True}),
+    "our Bayesian layers": (lambda: fb.bayesianize(network(), last=1), {"noisy": True}),
+    "our Flipout layers": (lambda: fb.bayesianize(network(), last=2, estimator="flipout"), {"noisy": True}),
 }
 
 
@@ -616,7 +615,7 @@ def unfreezes(self):
 add(HOOKS, "on_train_epoch_start unfreezes a layer", net(on_train_epoch_start=unfreezes), rounds=3)
 add(HOOKS, "on_train_epoch_start sets an attribute", net(
     on_train_epoch_start=lambda self: setattr(self, "beta", 1 / (1 + self.current_epoch)),
-    training_step=lambda self, batch, batch_idx: self.beta * self.loss(batch)), rounds=3)
+    training_step=lambda self, batch, batch_idx: self.beta * self.loss(batch)), rounds=3, vectorized=REFUSED)
 
 
 def resets(self, batch, batch_idx):
@@ -681,13 +680,11 @@ add(HOOKS, "transfer_batch_to_device", net(
     vectorized=REFUSED)
 
 
-def gradient_hook():
-    made = Net()
-    made.net[0].weight.register_hook(lambda gradient: 0.5 * gradient)
-    return made
+def gradient_hook(self):
+    self.net[0].weight.register_hook(lambda gradient: 0.5 * gradient)
 
 
-add(HOOKS, "a hook on a parameter's gradient", gradient_hook, vectorized=REFUSED)
+add(HOOKS, "a hook on a parameter's gradient", net(on_fit_start=gradient_hook), vectorized=REFUSED)
 
 
 def forward_hook():
@@ -760,8 +757,9 @@ for name, hooks, options in [
      {"vectorized": REFUSED}),
     ("on_after_backward changes gradients",
      {"on_after_backward": lambda self, trainer, module: halves_gradients(module)}, {"vectorized": REFUSED}),
-    ("on_before_zero_grad changes the weights",
-     {"on_before_zero_grad": lambda self, trainer, module, optimizer: scale(module, 0.9)}, {"vectorized": REFUSED}),
+    ("on_before_zero_grad sets the learning rate",
+     {"on_before_zero_grad": lambda self, trainer, module, optimizer: optimizer.param_groups[0].update(lr=0.05)},
+     {"vectorized": REFUSED}),
     ("freezes a layer in a step",
      {"on_train_batch_start": lambda self, trainer, module, batch, batch_idx: module.net[0].requires_grad_(
          batch_idx < 1)}, {"vectorized": REFUSED}),
@@ -781,8 +779,6 @@ class Ema(L.Callback):
 
 
 add(CALLBACKS, "a moving average of the weights beside the module", callbacks=lambda: [Ema()], vectorized=REFUSED)
-add(CALLBACKS, "LearningRateMonitor without a logger", callbacks=lambda: [LearningRateMonitor()], sequential=REFUSED,
-    vectorized=REFUSED)
 add(CALLBACKS, "EarlyStopping", callbacks=lambda: [EarlyStopping("val/loss")], validates=True)
 add(CALLBACKS, "Timer", callbacks=lambda: [Timer("00:01:00:00")])
 add(CALLBACKS, "LambdaCallback with a hook of the epoch", callbacks=lambda: [LambdaCallback(
@@ -809,6 +805,7 @@ for name, options, how in [
     ("accumulate_grad_batches=3", {"accumulate_grad_batches": 3}, {"vectorized": REFUSED}),
     ("limit_train_batches=2", {"limit_train_batches": 2}, {}),
     ("limit_train_batches=0.5", {"limit_train_batches": 0.5}, {}),
+    ("limit_train_batches=1", {"limit_train_batches": 1}, {}),
     ("detect_anomaly", {"detect_anomaly": True}, {"vectorized": REFUSED}),
     ("profiler='simple'", {"profiler": "simple"}, {"vectorized": REFUSED}),
     ("deterministic", {"deterministic": True}, {}),
@@ -858,5 +855,4 @@ add(DATA, "drop_last", loading={"drop_last": True})
 add(DATA, "two workers", loading={"num_workers": 2})
 add(DATA, "batches of one", loading={"batch_size": 1})
 add(DATA, "batches larger than any client", loading={"batch_size": 64})
-add(DATA, "two local epochs", federation={"local_epochs": 1}, rounds=1)
 

@@ -80,10 +80,10 @@ class Needs(Optimizer):
 
 
 class StarLbfgs(torch.optim.LBFGS):
-    """LBFGS behind ``*args``."""
+    """LBFGS behind ``**options``."""
 
-    def step(self, *args):
-        return super().step(*args)
+    def step(self, **options):
+        return super().step(options["closure"])
 
 
 class Descent(Optimizer):

@@ -161,38 +161,49 @@ class VectorizedEngine(Engine):
         with threads_for(self.probed.flops * max(len(group.slots) for group in groups)):
             for group, batch in zip(groups, self._batches_at_hand, strict=True):
                 steps.increment_ready()
-                outputs = self._train_group(group, batch, batch_idx)
+                outputs = self._train_group(group, batch)
                 steps.increment_completed()
         losses, rest = outputs
         return rest if losses is None else {"loss": losses.mean(), **rest}
 
-    def _train_group(self, group: Group, batch: StackedBatch, batch_idx: int) -> Outputs:
+    def _train_group(self, group: Group, batch: StackedBatch) -> Outputs:
         """Take one step of a group."""
         for slot, error in batch.failures.items():
             self._failures.setdefault(slot, error)
-        parts = [part for slots, data in batch.parts for part in self._parts(slots, data)]
+        parts = [part for slots, data in batch.parts for part in self._parts(slots, data, group.step)]
         if len(parts) > 1:
             group = replace(group, alone=False)
         outputs: Outputs = None, {}
         for slots, data in parts:
-            outputs = self._train(slots, data, group, batch_idx)
+            outputs = self._train(slots, data, group)
         return outputs
 
-    def _parts(self, slots: Slots, data: Any) -> Iterator[tuple[Slots, Any]]:
+    def _index(self, slot: int, step: int) -> int:
+        """Return the number of the batch in the client's local epoch."""
+        return step % (self._lengths[slot] // self.plan.local_epochs)
+
+    def _parts(self, slots: Slots, data: Any, step: int) -> Iterator[tuple[Slots, Any]]:
         """Yield the clients that have not failed, with their batches, in groups that can step together."""
         healthy = slots_of([slot for slot in slots if slot not in self._failures]) if self._failures else slots
         if self._stack is None or not healthy:
             return
-        for together in self._stack.optimizer.alike(healthy):
+        kinds = self._stack.optimizer.alike(healthy)
+        if self.probed.reads_index and self.plan.local_epochs > 1:
+            split = [(kind, {self._index(slot, step) for slot in kind}) for kind in kinds]
+            kinds = [
+                slots_of([slot for slot in kind if self._index(slot, step) == index])
+                for kind, indices in split for index in sorted(indices)
+            ]
+        for together in kinds:
             yield together, data if together == slots else rows_of_tree(data, [slots.index(slot) for slot in together])
 
-    def _train(self, slots: Slots, data: Any, group: Group, batch_idx: int) -> Outputs:
+    def _train(self, slots: Slots, data: Any, group: Group) -> Outputs:
         """Take one step of clients of one kind; if it fails, of one client at a time, to find those that fail."""
         assert self._stack is not None
         optimizer = self._stack.optimizer
         try:
             losses, rest = self._stack.forward_backward(
-                slots, data, group.step, batch_idx, alone=group.alone, clip=self._clip
+                slots, data, group.step, self._index(slots[0], group.step), alone=group.alone, clip=self._clip
             )
         except (MisconfigurationException, FedBayesError):
             raise  # an error in the set-up, the same for every client
@@ -201,7 +212,7 @@ class VectorizedEngine(Engine):
                 self._failures[slots[0]] = _explained(error)
                 return None, {}
             singles = [(range(slot, slot + 1), rows_of_tree(data, [row])) for row, slot in enumerate(slots)]
-            return [self._train(single, batch, group, batch_idx) for single, batch in singles][-1]
+            return [self._train(single, batch, group) for single, batch in singles][-1]
         try:
             optimizer.skip() if losses is None else optimizer.step()
         except Exception as error:  # some of them may have been stepped

@@ -199,7 +199,7 @@ def _last_batch_size(size: int, batching: Batching) -> int:
     """Return the number of examples in the last batch of an epoch."""
     if batching.drop_last:
         return batching.batch_size
-    return size - (batches_per_epoch(size, batching) - 1) * batching.batch_size
+    return min(batching.batch_size, size - (batches_per_epoch(size, batching) - 1) * batching.batch_size)
 
 
 @dataclass(frozen=True)
