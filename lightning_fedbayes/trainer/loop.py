@@ -117,7 +117,7 @@ class FitLoop:
             optimizers=trainer.optimizers,
             device=trainer.strategy.root_device,
             precision=trainer.precision_plugin,
-            remake_optimizers=lambda: _configure_optimizers(module.configure_optimizers())[0],
+            remake_optimizers=lambda: _configure_optimizers(module.configure_optimizers())[0],  # pyright: ignore
             accumulate=trainer.accumulate_grad_batches,
             steps=self._epoch.automatic_optimization.optim_progress.optimizer.step,
             in_training_step=lambda: module._current_fx_name == "training_step",
@@ -129,7 +129,7 @@ class FitLoop:
             mean_over_processes=trainer.strategy.reduce if isinstance(trainer.strategy, DDPStrategy) else None,
         )
 
-    def install(self, engine: Engine, begin: Callable[[int], None], end: Callable[[int], None]) -> None:
+    def install(self, engine: Engine, begin: Callable[[int], Any], end: Callable[[int], None]) -> None:
         """Let ``engine`` train on the loop's batches; by the fast loop where nothing but a plain step is needed.
 
         Hooks and ``training_step`` see a client's positions: its own ``batch_idx``, ``trainer.num_training_batches``
@@ -163,7 +163,7 @@ class FitLoop:
         self._epoch.advance = advance
         engine.log.install()
 
-    def _advance(self, fetcher: Any, inner: Advance, begin: Callable[[int], None], end: Callable[[int], None]) -> None:
+    def _advance(self, fetcher: Any, inner: Advance, begin: Callable[[int], Any], end: Callable[[int], None]) -> None:
         """Train on the next batch, at the client's own positions."""
         assert self._engine is not None
         progress, length = self._epoch.batch_progress, self._fit.max_batches
@@ -202,7 +202,7 @@ class FitLoop:
                 step(interval, update_plateau_schedulers)
 
         self._epoch.update_lr_schedulers = update_lr_schedulers
-        bar = self.trainer.progress_bar_callback
+        bar: Any = self.trainer.progress_bar_callback
         if bar is not None:
             show = bar.on_train_batch_end
             bar.on_train_batch_end = lambda *args: show(*args[:-1], self._number)

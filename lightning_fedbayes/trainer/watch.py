@@ -31,7 +31,7 @@ class WatchedTrainer:
         self._watched = trainer
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The Trainer's class, which some methods of a module ask for."""
         return type(self._watched)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -16,6 +17,7 @@ from lightning_fedbayes.exchange import ALONE, Collective
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.messages import ClientFailure, ClientOutcome, ClientUpdate
+from lightning_fedbayes.modules import BayesianModule
 from lightning_fedbayes.plan import RoundPlan, share_of
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.seeding import derive_seed, seed_everything
@@ -179,7 +181,7 @@ class Federation:
         if self._is_shared:
             self.engine.take_trained([each.trained for each in result.notes])
         if result.aggregate is not None:
-            self._load(result.aggregate, result.notes)
+            self._load(result.aggregate, result.notes, getattr(self.engine.model.module, "on_round_end", None))
         self._end(success=result.success)
         self.result = result
         return result
@@ -204,12 +206,12 @@ class Federation:
         self.engine.end_round(success=success)
         self.stage = "fused"
 
-    def _load(self, aggregate: Aggregate, notes: Sequence[ProcessNote]) -> None:
-        """Make ``aggregate`` the global model, and tell the module, if it has a hook ``on_round_end``."""
-        module = self.engine.model.module
+    def _load(
+        self, aggregate: Aggregate, notes: Sequence[ProcessNote], hook: Callable[..., None] | None
+    ) -> None:
+        """Make ``aggregate`` the global model, and call the ``hook``, if any, with it and the clients' updates."""
         with self.engine.threads():
             self.engine.model.load_posterior(aggregate.posterior, aggregate.buffers)
-        hook = getattr(module, "on_round_end", None)
         if hook is not None:
             device = next(iter(aggregate.posterior.mean.values())).device
             sent = {client: posterior for note in notes for client, posterior in sorted(note.sent.items())}
@@ -227,11 +229,14 @@ class Federation:
             return
 
         def score(candidate: Aggregate, notes: Sequence[ProcessNote]) -> float:
-            assert isinstance(model.module, L.LightningModule)
+            module = model.module
+            assert isinstance(module, L.LightningModule)
             if not batches:
                 batches.extend(self.held_out())
-            self._load(candidate, notes)
-            return held_out_loss(model.module, batches, auto.score, self.settings.seed, self.round)
+            # what our modules predict with; a user's own on_round_end is called once, with the rule that is chosen
+            note = partial(BayesianModule.on_round_end, module) if isinstance(module, BayesianModule) else None
+            self._load(candidate, notes, note)
+            return held_out_loss(module, batches, auto.score, self.settings.seed, self.round)
 
         with model.unchanged(), kept_attributes(model.module, "global_round"):
             yield score

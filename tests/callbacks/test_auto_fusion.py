@@ -130,6 +130,18 @@ def test_candidates_are_scored_by_the_predictions_they_would_make():
     assert bool(made.posterior.variance["network.0.weight"].any()) == (best == "gaussian_fit")
 
 
+def test_a_hook_of_the_user_is_called_once_in_a_round():
+    class Told(fb.HybridBayesianClassifier):
+        def on_round_end(self, posterior, clients):
+            super().on_round_end(posterior, clients)
+            self.told = [*getattr(self, "told", []), posterior]
+
+    module = Told(network(), bayesian_last=1)
+    made, _, _ = choosing(rounds=3, module=module)
+    assert len(module.told) == 3
+    assert module.told[-1] is made.posterior
+
+
 def test_score_is_the_nll_of_the_mean_prediction():
     torch.manual_seed(0)
     model = bayesian().eval()

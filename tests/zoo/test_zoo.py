@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from pathlib import Path
 
+import lightning as L
 import pytest
+from torch.utils.data import DataLoader
 
+import lightning_fedbayes as fb
 from lightning_fedbayes.errors import FedBayesError
-from tests.zoo.case import EQUAL, REFUSED, SIZES, Case, difference, federated, loop_of_plain_fits, plain
-from tests.zoo.cases import CASES
+from tests.federations import blobs
+from tests.zoo.case import EQUAL, REFUSED, SIZES, Case, Net, difference, federated, loop_of_plain_fits, plain
+from tests.zoo.cases import CASES, Counter
+from tests.zoo.page import page
 
 IDS = [f"{case.group}: {case.name}" for case in CASES]
 
@@ -29,6 +36,37 @@ def outcome(case: Case, engine: str, expected: str, reference, sizes=SIZES) -> N
 def test_there_are_many_and_each_stands_once():
     assert len(CASES) >= 120
     assert len(set(IDS)) == len(IDS)
+
+
+def test_the_page_of_the_documentation_is_made_from_them():
+    assert (Path(__file__).parents[2] / "docs" / "what_works.md").read_text() == page()
+
+
+def test_fast_dev_run_is_one_round_of_two_clients_with_one_batch_each():
+    federation = fb.FederatedBayes(fb.IIDPartition(5), engine="sequential")
+    trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", callbacks=[federation], enable_progress_bar=False)
+    trainer.fit(Net(), DataLoader(blobs(), 4))
+    assert [row["valid_clients"] for row in federation.history] == [2.0]
+    assert trainer.global_step == 2
+    assert trainer.max_steps == 1
+
+
+def test_what_is_put_back_and_what_is_shared_is_said_once_by_name(caplog):
+    class Both(Counter):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def training_step(self, batch, batch_idx):
+            self.seen.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    case = Case("", "", Both)
+    with caplog.at_level(logging.INFO):
+        federated(case, "sequential")
+    put_back = [line for line in caplog.messages if "the module's own self.steps: what training changes" in line]
+    shared = [line for line in caplog.messages if "Clients share self.seen" in line]
+    assert (len(put_back), len(shared)) == (1, 1)
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

@@ -263,10 +263,11 @@ def _noting(name: str) -> Any:
 
 
 for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow neg pos abs "
-    "lshift rlshift rshift rrshift and rand or ror xor rxor invert eq ne lt le gt ge bool int float index hash "
-    "format str repr round trunc ceil floor"
-).split():
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
+    *("divmod", "rdivmod", "pow", "rpow", "neg", "pos", "abs", "lshift", "rlshift", "rshift", "rrshift", "invert"),
+    *("and", "rand", "or", "ror", "xor", "rxor", "eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "index"),
+    *("hash", "format", "str", "repr", "round", "trunc", "ceil", "floor"),
+):
     setattr(_Index, f"__{_name}__", _noting(f"__{_name}__"))
 
 
@@ -381,7 +382,7 @@ def _check_closure(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         for p, gradient in zip(parameters_of(without), gradients):
             p.grad = gradient.clone()
         without.step()
-        with_closure.step(closure)
+        with_closure.step(closure)  # pyright: ignore
         pairs = zip(parameters_of(without), parameters_of(with_closure))
         if seen != [True] or not all(torch.equal(a, b) for a, b in pairs):
             raise CannotVectorize(f"{type(optimizer).__name__} uses the closure, which evaluates one client's loss")
