@@ -77,7 +77,9 @@ def step_obstacles(trainer: L.Trainer) -> Iterator[str]:
     made: Any = trainer
     if not is_tested():
         yield f"the fast loop is not tested with lightning {L.__version__}"
-    if type(trainer.strategy) not in (SingleDeviceStrategy, ClientParallelStrategy):
+    if type(trainer).__module__.startswith("pytorch_lightning"):
+        yield "the Trainer is of the package pytorch_lightning; take that of its twin, `import lightning as L`"
+    elif type(trainer.strategy) not in (SingleDeviceStrategy, ClientParallelStrategy):
         yield f"the strategy is {type(trainer.strategy).__name__}"
     if not isinstance(made.profiler, PassThroughProfiler):
         yield f"{type(made.profiler).__name__} profiles the hooks"
@@ -97,14 +99,23 @@ def step_obstacles(trainer: L.Trainer) -> Iterator[str]:
 
 
 def stack_obstacles(trainer: L.Trainer) -> Iterator[str]:
-    """Yield :func:`step_obstacles`, and the callbacks with hooks of a batch, which would see those of all clients."""
+    """Yield :func:`step_obstacles`, and the callbacks with hooks of a batch, which would see those of all clients.
+
+    A callback with a true attribute ``sees_stacks`` says that it leaves weights and options alone and can do with a list
+    of stacked batches.
+    """
     yield from step_obstacles(trainer)
     made: Any = trainer
     for callback in made.callbacks:
+        if getattr(callback, "sees_stacks", False):
+            continue
         for hook in ("on_train_batch_start", "on_train_batch_end"):
             home = getattr(getattr(callback, hook), "__module__", "")  # a LambdaCallback's hook is the user's
             if is_overridden(hook, callback) and home.split(".")[0] not in OWN_PACKAGES:
-                yield f"the callback {type(callback).__name__} has a hook {hook}, made for the batch of one client"
+                yield (
+                    f"the callback {type(callback).__name__} has a hook {hook}, and would see stacked batches of all "
+                    "clients; give it an attribute sees_stacks = True if it can use them"
+                )
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:

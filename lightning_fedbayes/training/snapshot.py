@@ -201,8 +201,8 @@ def fingerprint(value: Any, depth: int = 4) -> Any:
 
 
 def _is_opaque(value: Any) -> bool:
-    """Return True for classes and for objects of :data:`LIBRARIES`."""
-    return isinstance(value, type) or type(value).__module__.split(".")[0] in LIBRARIES
+    """Return True for classes, modules and objects of :data:`LIBRARIES`."""
+    return isinstance(value, type | nn.Module) or type(value).__module__.split(".")[0] in LIBRARIES
 
 
 def _generators(value: Any, depth: int = 4) -> Iterator[Any]:

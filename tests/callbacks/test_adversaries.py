@@ -285,6 +285,8 @@ class Crash(Exception):
 
 
 class Interrupt(L.Callback):
+    sees_stacks = True
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if (trainer.current_epoch, batch_idx) == (2, 1):
             raise Crash

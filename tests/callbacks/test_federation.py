@@ -317,6 +317,8 @@ def test_a_schedule_steps_once_per_round(options):
 
 def test_validation_draws_the_same_samples_whatever_was_drawn_before():
     class Draw(L.Callback):
+        sees_stacks = True
+
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if batch_idx + 1 == trainer.num_training_batches:
                 draws.append(torch.rand(3))

@@ -12,6 +12,8 @@ from tests.federations import Plain, federate, loader
 
 def descriptions(bar: L.Callback, read, engine="sequential", **settings) -> list[str]:
     class Spy(L.Callback):
+        sees_stacks = True
+
         def __init__(self) -> None:
             self.seen: list[str] = []
 

@@ -78,6 +78,8 @@ def federation(setting: str, engine: str = "vectorized") -> fb.FederatedBayes:
 class Interrupt(L.Callback):
     """Ends a run inside a round."""
 
+    sees_stacks = True
+
     def __init__(self, round: int, batch: int, how) -> None:
         self.round, self.batch, self.how = round, batch, how
 
@@ -161,6 +163,8 @@ def test_a_plateau_schedule_resumes_bit_by_bit(tmp_path):
 
 def test_a_checkpoint_by_a_callback_before_ours_at_the_last_batch_resumes(tmp_path):
     class Early(L.Callback):
+        sees_stacks = True
+
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if trainer.current_epoch == 2 and batch_idx + 1 == trainer.num_training_batches:
                 trainer.save_checkpoint(tmp_path / "early.ckpt")

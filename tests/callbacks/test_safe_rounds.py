@@ -179,6 +179,8 @@ def test_an_interrupted_round_leaves_the_last_global_model_and_a_clean_trainer(i
     fused = []
 
     class Stop(L.Callback):
+        sees_stacks = True
+
         def on_train_epoch_end(self, trainer, pl_module):
             fused.append(parameters(pl_module))
 
@@ -203,6 +205,8 @@ def test_stopping_inside_a_round_drops_it_and_validates_the_global_model(engine,
     seen = {}
 
     class Stop(L.Callback):
+        sees_stacks = True
+
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if trainer.current_epoch == 1 and batch_idx == 2:
                 trainer.should_stop = True

@@ -27,6 +27,7 @@ from lightning_fedbayes.training.model import ResidentModel
 from lightning_fedbayes.training.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.training.vectorized.optimizer import clip_norms, clip_values
 from lightning_fedbayes.training.vectorized.probe import ProbeResult
+from lightning_fedbayes.training.vectorized.reasons import explain
 from lightning_fedbayes.training.vectorized.schedule import (
     Group,
     Scheduler,
@@ -282,9 +283,8 @@ class VectorizedEngine(Engine):
 def _explained(error: Exception) -> Exception:
     """Return ``error``, or a CannotVectorize with the remedy if vmap refuses what it did not meet in the probe."""
     if isinstance(error, RuntimeError) and "vmap" in str(error):
-        reason = str(error).strip().split("\n")[0]
         return CannotVectorize(
-            f"training_step can no longer run for several clients at once: {reason} Use engine='sequential'"
+            f"training_step can no longer run for several clients at once: {explain(error)}. Use engine='sequential'"
         )
     return error
 

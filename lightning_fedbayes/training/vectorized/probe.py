@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from lightning_fedbayes.training.snapshot import Snapshot, noted_buffers
 from lightning_fedbayes.training.vectorized.dry_run import dry_run
 from lightning_fedbayes.training.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.training.vectorized.optimizer import set_parameters
+from lightning_fedbayes.training.vectorized.reasons import explain
 from lightning_fedbayes.training.vectorized.schedule import stack_batches
 from lightning_fedbayes.training.vectorized.stack import ClientStack, Layout, layout_of
 from lightning_fedbayes.training.vectorized.step import StackedStep
@@ -92,7 +94,8 @@ def probe(
         flops, allocations = FlopCounterMode(display=False), _Allocations()
         data = _first_batch(context, loader, clients)
         index = _Index(0)
-        with threads_for(0), context.watched():
+        with threads_for(0), context.watched(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of operations that are slow in a stack, or the same ones as in training
             with dry_run(module, optimizer):
                 torch.manual_seed(1)
                 stack = ClientStack(model, optimizer, step, clients, [ClientState()] * 2, frozenset(), {})
@@ -113,8 +116,7 @@ def probe(
     except CannotVectorize:
         raise
     except Exception as error:
-        reason = str(error).strip().split("\n")[0].rstrip(".")
-        raise CannotVectorize(f"a step cannot run for several clients at once: {reason}") from error
+        raise CannotVectorize(f"a step cannot run for several clients at once: {explain(error)}") from error
     finally:
         log.remove()
     own = sum(p.numel() * p.element_size() for p in parameters_of(optimizer))
@@ -274,6 +276,8 @@ for _name in (
 def _stacking_obstacles(context: TrainingContext, model: ResidentModel) -> Iterator[str]:
     """Yield the reasons why a stack cannot train this module, of those that a dry run would not show."""
     own = {id(p) for p in model.parameters.values()}
+    if not parameters_of(context.optimizers[0]):
+        yield "the optimizer has no parameters"
     for parameter in parameters_of(context.optimizers[0]):
         if id(parameter) not in own:
             yield "the optimizer holds a tensor that is no parameter of the module"

@@ -78,6 +78,8 @@ def test_the_module_holds_the_global_model_during_a_round_and_the_optimizer_its_
     seen = []
 
     class Spy(L.Callback):
+        sees_stacks = True
+
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if batch_idx + 1 < trainer.num_training_batches:
                 seen.append((trainer.current_epoch, parameters(pl_module)))

@@ -217,6 +217,7 @@ def test_a_pass_without_gradient_takes_none_from_the_next():
 
 def test_logged_values_agree():
     class Outputs(L.Callback):
+        sees_stacks = True
         seen: dict
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

@@ -179,7 +179,7 @@ class GradientNorms(L.Callback):
 
 REFUSED = {
     "metric": (Metric, {}, "changes self.accuracy."),
-    "branch": (Branch, {}, "data-dependent control flow"),
+    "branch": (Branch, {}, "decides by the value of a tensor: use torch.where, at line"),
     "keeps a tensor": (Keeps, {}, "changes self.losses"),
     "counts": (Counts, {}, "changes self.steps"),
     "numpy": (Mixup, {}, "draws from Python's or NumPy's generator"),
