@@ -152,7 +152,7 @@ class FederatedBayes(L.Callback):
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """One dict of figures per finished round, in order."""
+        """One dict of figures per finished round, in order; its "round" counts from 1."""
         return self.federation.server.history if self._restored is None else list(self._restored["history"])
 
     def described(self) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class FederationReport:
             self.records[client].weight = weight
         if result.aggregate is not None and result.aggregate.inferred:
             shares, excluded = dict(result.weights), dict(result.excluded)
-            self.reliabilities.append({"round": result.round, "shares": shares, "excluded": excluded})
+            self.reliabilities.append({"round": result.round + 1, "shares": shares, "excluded": excluded})
 
     def log_round(self, trainer: L.Trainer, figures: dict[str, float], training_names: set[str]) -> None:
         """Log a round's figures as ``federation/...``; other callbacks can monitor them.
@@ -136,13 +136,13 @@ class FederationReport:
 
         Args:
             trainer: at the end of a training epoch.
-            figures: name → value; "round", counted from 0, becomes the x-axis.
+            figures: name → value; "round", counted from 1, becomes the x-axis.
             training_names: names of the figures that the module has logged of its training per epoch.
         """
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
-        trainer.callback_metrics["round"] = torch.tensor(figures["round"] + 1)
-        row = {**named, "round": figures["round"] + 1, "epoch": trainer.current_epoch}
+        trainer.callback_metrics["round"] = torch.tensor(figures["round"])
+        row = {**named, "round": figures["round"], "epoch": trainer.current_epoch}
         for logger in trainer.loggers:
             logger.log_metrics(row, step=trainer.global_step - 1)  # the step of Lightning's own epoch-wise figures
             if isinstance(logger, WandbLogger):
@@ -191,15 +191,15 @@ class FederationReport:
             return
         names = self._clients.names
         rows = [
-            [each["round"] + 1, names[client], share, each["excluded"].get(client, "")]
+            [each["round"], names[client], share, each["excluded"].get(client, "")]
             for each in self.reliabilities
             for client, share in each["shares"].items()
         ]
         log_table(trainer, "federation/reliability_by_round", RELIABILITY_COLUMNS, rows, round=trainer.current_epoch)
-        table = torch.full((len(names), self.reliabilities[-1]["round"] + 1), torch.nan)
+        table = torch.full((len(names), self.reliabilities[-1]["round"]), torch.nan)
         for each in self.reliabilities:
             for client, share in each["shares"].items():
-                table[client, each["round"]] = share
+                table[client, each["round"] - 1] = share
         log_figure(trainer, "federation/reliability", plots.client_reliability(table, names), trainer.current_epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def log_choices(trainer: L.Trainer, history: Sequence[Mapping[str, float]]) -> N
     for row in scored:
         losses = candidate_losses(row)
         chosen = min((name for name in losses if math.isfinite(losses[name])), key=lambda name: losses[name])
-        rows.append([int(row["round"]) + 1, chosen, *(losses.get(name, math.nan) for name in names)])
+        rows.append([int(row["round"]), chosen, *(losses.get(name, math.nan) for name in names)])
     log_table(trainer, "federation/chosen_rules", ["round", "chosen", *names], rows, round=trainer.current_epoch)
 
 

@@ -104,7 +104,8 @@ def same(values, expected):
 
 
 def test_the_rounds_have_the_figures_of_the_federation(logged):
-    _, _, rounds = logged
+    _, federation, rounds = logged
+    assert [figures["round"] for figures in federation.history] == [1, 2, 3]
     assert len(rounds) == ROUNDS
     for figures in rounds:
         assert set(figures) >= VALIDATION | FEDERATION

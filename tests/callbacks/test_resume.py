@@ -234,7 +234,7 @@ def test_more_rounds_on_the_same_trainer_equal_all_rounds_at_once(tmp_path):
     made.fit_loop.max_epochs = 4
     made.fit(parts, loader())
     assert_equal(dict(whole.state_dict()), dict(parts.state_dict()))
-    assert [row["round"] for row in fed.history] == [0, 1, 2, 3]
+    assert [row["round"] for row in fed.history] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("setting", ["everything kept"])
