@@ -149,13 +149,40 @@ def rounds(curves: Mapping[str, Sequence[float]], ylabel: str) -> Figure:
         ylabel: name of the values, with their unit.
     """
     figure, axes = _figure()
+    _draw_rounds(axes, curves)
+    axes.set(xlabel="round", ylabel=ylabel, title=f"{ylabel} by round")
+    _legend(axes, len(curves))
+    return figure
+
+
+def round_panels(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
+    """Learning curves of several quantities on one page: a panel each, as :func:`rounds` draws one.
+
+    Args:
+        panels: name of the values → label → values of rounds 1, 2, …; at least one, all with the same labels.
+    """
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.0 * rows + 0.4), dpi=DPI, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, (name, curves) in zip(grid, panels.items()):
+        _style(axes)
+        _draw_rounds(axes, curves)
+        axes.set(xlabel="round", ylabel=name)
+    for axes in grid[len(panels) :]:
+        axes.remove()
+    grid[0].set_title("Learning curves, by round")
+    if max(map(len, panels.values())) > 1:
+        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _draw_rounds(axes: Axes, curves: Mapping[str, Sequence[float]]) -> None:
+    """Draw one line per label over the rounds, from 1."""
     for (label, values), style in zip(curves.items(), _line_styles(len(curves))):
         marker = "o" if len(values) <= 20 else None
         axes.plot(range(1, len(values) + 1), values, label=label, marker=marker, markersize=3.5, **style)
-    axes.set(xlabel="round", ylabel=ylabel, title=f"{ylabel} by round")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(axes, len(curves))
-    return figure
 
 
 def prediction_interval(x: Tensor, mean: Tensor, std: Tensor, target: tuple[Tensor, Tensor] | None = None) -> Figure:

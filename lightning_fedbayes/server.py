@@ -38,8 +38,8 @@ class RoundResult:
         aggregate: everything that the fusion gave; None if the round came to nothing.
         refusal: the reason why the rule could not fuse the updates; None if it could, or if there were too few.
         outcomes: one per client of the cohort that was heard of.
-        figures: diagnostics, counts, time and traffic, name → value: the round's row of the history, whose "round" counts
-            from 1.
+        figures: diagnostics, counts, time and traffic, name → value: the round's row of the history, whose
+            "round" counts from 1.
         notes: the note of each process (see :meth:`Server.finish`).
     """
 
