@@ -119,7 +119,7 @@ _ROOMS = (
     "adversaries", "callbacks", "data", "errors", "fusion", "layers", "messages", "modules", "partition", "plan",
     "posterior", "privacy", "server", "settings", "trainer",
 )
-"""Where the public names come from."""
+"""Rooms that the public names come from."""
 
 
 def __getattr__(name: str) -> Any:

@@ -312,7 +312,10 @@ class FederatedBayes(L.Callback):
                 pl_module.log("round", float(trainer.current_epoch + 1))
             if self.settings.privacy is not None:
                 pl_module.log_dict(self._given_away(self.settings.privacy))
-            self._report.log_round(trainer, self.history[-1], log.names)
+            assert self._loop is not None
+            self._report.log_round(
+                trainer, self.history[-1], log.names, self._loop.step_names, self._uncertainty.client_accuracy
+            )
 
     def _given_away(self, privacy: UpdatePrivacy) -> dict[str, float]:
         """Return the ε that the rounds so far have given away of a client."""
