@@ -101,7 +101,7 @@ def score(probs: Mapping[str, Tensor], data: fb.HospitalsDataModule) -> Tensor:
 
 def picture(mean: Tensor, error: Tensor) -> Figure:
     """Every method's scores at every hospital, with one standard error; both of shape (methods, 3, 5)."""
-    figure = Figure(figsize=(12.0, 3.75), dpi=plots.DPI, layout="constrained")
+    figure = plots.empty_figure(12.0, 3.75)
     for panel, (axes, name) in enumerate(zip(figure.subplots(1, len(SCORES)), SCORES)):
         for row, method in enumerate(METHODS):
             x = torch.arange(len(COLUMNS)) + 0.14 * (row - (len(METHODS) - 1) / 2)

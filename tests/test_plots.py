@@ -8,6 +8,7 @@ import torch
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
+import lightning_fedbayes as fb
 from lightning_fedbayes import plots
 
 X = torch.linspace(-2, 2, 30)
@@ -49,6 +50,15 @@ def test_renders_to_png_without_pyplot(build, monkeypatch):
     assert (pyplot.get_fignums(), dict(mpl.rcParams)) == before
     width = figure.get_figwidth() * figure.dpi
     assert width >= 500
+
+
+def test_a_notebook_shows_the_figure_of_a_split_once():
+    """IPython, without Matplotlib's own display, asks the value of a cell for these; a picture in two forms is one."""
+    table = fb.DirichletPartition(clients=3, alpha=0.5).split(torch.arange(60) % 4, seed=0)
+    shown = [form for form in ("png", "jpeg", "svg", "html") if hasattr(table.plot(), f"_repr_{form}_")
+             and getattr(table.plot(), f"_repr_{form}_")() is not None]
+    assert shown == ["png"]
+    assert table.plot()._repr_png_().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("build", FIGURES.values(), ids=FIGURES)

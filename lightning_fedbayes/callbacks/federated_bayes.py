@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
-from lightning_fedbayes.callbacks.wandb_account import go_offline_without_account
+from lightning_fedbayes.callbacks.wandb_account import prepare_wandb
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.plan import Batching, RoundPlan, plan_round, share_of
 from lightning_fedbayes.posterior import GaussianPosterior
@@ -123,7 +123,7 @@ class FederatedBayes(L.Callback):
             partition, local_epochs, fraction, fusion, weighting, engine, clients_at_once, prior, optimizer_state,
             buffers, local_parameters, min_clients, max_failed_rounds, adversaries, privacy, seed,
         )
-        go_offline_without_account()  # here: the Trainer starts its loggers before it calls any hook
+        prepare_wandb()  # here: the Trainer starts its loggers before it calls any hook
         self._federation: Federation | None = None
         self._restored: dict[str, Any] | None = None
         self._loop: FitLoop | None = None

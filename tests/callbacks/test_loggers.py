@@ -419,6 +419,7 @@ def test_without_an_account_wandb_logs_offline_and_asks_nothing(tmp_path):
     )
     assert finished.returncode == 0, finished.stderr
     assert "wandb sync" in finished.stdout + finished.stderr  # says how to upload it later
+    assert "anonymous" not in finished.stdout + finished.stderr  # which Lightning sets, not the user
     (path,) = (tmp_path / "work").rglob("offline-run-*/run-*.wandb")
     recorded = read_run(path)
     assert [row["round"] for row in entries(recorded.history, "val/accuracy")] == [1, 2]
