@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         DeepEnsembleRegressor,
         HybridBayesianClassifier,
         HybridBayesianRegressor,
+        with_kl,
     )
     from lightning_fedbayes.partition import ClassPartition, DirichletPartition, IIDPartition, SizesPartition
     from lightning_fedbayes.plan import RoundPlan
@@ -112,6 +113,7 @@ __all__ = [
     "noise_multiplier_for",
     "read_posterior",
     "register_fusion",
+    "with_kl",
     "with_mc_dropout",
 ]
 

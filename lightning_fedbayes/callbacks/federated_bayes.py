@@ -301,7 +301,7 @@ class FederatedBayes(L.Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round beside the validation's figures: it is their x-axis."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            pl_module.log("round", float(trainer.current_epoch + 1))
+            pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round's figures."""
@@ -309,7 +309,7 @@ class FederatedBayes(L.Callback):
             log = self.federation.engine.log
             log.end_round()
             if trainer.loggers:  # beside what the module logs of its training; it takes as long as a small step
-                pl_module.log("round", float(trainer.current_epoch + 1))
+                pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
             if self.settings.privacy is not None:
                 pl_module.log_dict(self._given_away(self.settings.privacy))
             assert self._loop is not None

@@ -12,11 +12,13 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fedbayes import plots
 from lightning_fedbayes.callbacks.loggers import log_figure, log_table, markdown_table
 from lightning_fedbayes.data.clients import Clients
+from lightning_fedbayes.layers import BayesianLayer, gaussian_parameters
+from lightning_fedbayes.layers.kl import KLWatch
 from lightning_fedbayes.messages import ClientOutcome
 from lightning_fedbayes.server import HELD_OUT_LOSS, RoundResult
 from lightning_fedbayes.training.client import Client
@@ -65,12 +67,15 @@ class FederationReport:
         self._clients = Clients((), ())
         self._with_axis: set[str] = set()
         self._told: set[str] = set()
+        self._unheld: list[str] = []
         self._losses: dict[int, float] = {}
         self._drawn: Tensor | None = None
 
     def start(self, trainer: L.Trainer, settings: dict[str, Any], clients: Clients) -> None:
         """Log the settings and the clients × classes heat map."""
         self._with_axis = set()
+        self._unheld = learnt_variances(trainer.lightning_module)
+        KLWatch.seen = False
         self.set_clients(clients)
         for logger in trainer.loggers:
             logger.log_hyperparams({"federation": settings})
@@ -126,7 +131,18 @@ class FederationReport:
         rank_zero_info(f"Round {round + 1}: client {name} is left out: {record.last_failure}")
 
     def fused(self, result: RoundResult) -> None:
-        """Note the clients' weights, and their reliabilities if the rule infers them; print a refusal of the rule."""
+        """Note the clients' weights, and their reliabilities if the rule infers them; print a refusal of the rule.
+
+        After the first round of a fit, print a line if the loss lacks the KL divergence.
+        """
+        if result.success and self._unheld and not KLWatch.seen:
+            rank_zero_info(
+                f"No KL divergence has been computed while the clients trained, but {self._unheld[0]} and "
+                f"{len(self._unheld) - 1} others are Gaussian: without it nothing keeps their variances from shrinking "
+                "to 0. Add fb.kl_divergence(self) / n to the loss, with n the client's number of examples, or train "
+                "fb.with_kl(module)"
+            )
+        self._unheld = []
         if result.refusal is not None:
             rank_zero_info(
                 f"Round {result.round + 1}: the old posterior stays, because the clients cannot be fused: "
@@ -264,6 +280,17 @@ class FederationReport:
         self.records = {client: ClientRecord(**record) for client, record in state["records"].items()}
         self.reliabilities = list(state["reliabilities"])
         self._told = set(state["told"])
+
+
+def learnt_variances(module: nn.Module) -> list[str]:
+    """Return the names of the Gaussian parameters whose variances are trained, without layers of bayesian-torch.
+
+    Those have a KL divergence of their own, which this package does not see.
+    """
+    parameters = gaussian_parameters(module)
+    if not all(isinstance(each.layer, BayesianLayer) for each in parameters.values()):
+        return []
+    return [name for name, each in parameters.items() if each.rho.requires_grad]
 
 
 def log_choices(trainer: L.Trainer, history: Sequence[Mapping[str, float]]) -> None:
