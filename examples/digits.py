@@ -51,7 +51,8 @@ def federate(fusion: str, arguments: argparse.Namespace) -> tuple[list[float], l
     )
     curve = Curves("val/nll")
     logger = WandbLogger(
-        project="fedbayes", group="digits", name=fusion, save_dir=arguments.output, offline=True
+        project="fedbayes", group="digits", name=fusion, version=f"{arguments.started}-{fusion}",
+        save_dir=arguments.output, offline=True,
     )
     trainer = L.Trainer(
         max_epochs=arguments.rounds,
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("outputs/digits"))
     arguments = parser.parse_args()
+    arguments.started = time.strftime("digits-%Y%m%d-%H%M%S")  # in the names of the runs
     arguments.output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # threads cost a network this small more than they gain
 
@@ -101,7 +103,7 @@ def main() -> None:
     table = markdown_table(COLUMNS, rows)
     (arguments.output / "table.md").write_text(f"{setting}\n\n{table}\n")
     print(f"\n{setting}\n\n{table}\n\nPictures, table and W&B runs: {arguments.output}")
-    print(f"View the runs with an account: wandb sync {arguments.output}/wandb/offline-run-*")
+    print(f"View the runs with an account: wandb sync {arguments.output}/wandb/offline-run-*-{arguments.started}-*")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Four hospitals learn to recognise heart disease: each alone, by FedAvg, and by fusing their posteriors.
 
-Run it with ``python examples/hospitals.py --data DIR``, where DIR holds the four processed files of the UCI heart
-disease data (``processed.cleveland.data`` and its sisters). Prints accuracy, NLL and ECE on the patients that each
-hospital held out, and writes the table and a picture to ``--output``. "alone" scores each hospital's patients by a
-network that saw this hospital only; "guess" knows nothing of a patient but the hospital. The ECE of a few dozen
-patients is biased upwards, except for a guess that is the same for all: compare it between networks only.
+Run it with ``python examples/hospitals.py --download``, which gets the UCI heart disease data (four small files), or
+with ``--data DIR``, where DIR holds ``processed.cleveland.data`` and its sisters. Prints accuracy, NLL and ECE on the
+patients that each hospital held out, and writes the table and a picture to ``--output``. "alone" scores each
+hospital's patients by a network that saw this hospital only; "guess" knows nothing of a patient but the hospital. The
+ECE of a few dozen patients is biased upwards, except for a guess that is the same for all: compare it between
+networks only.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def score(probs: Mapping[str, Tensor], data: fb.HospitalsDataModule) -> Tensor:
 
 def picture(mean: Tensor, error: Tensor) -> Figure:
     """Every method's scores at every hospital, with one standard error; both of shape (methods, 3, 5)."""
-    figure = Figure(figsize=(12.0, 3.75), dpi=plots.DPI, layout="constrained")
+    figure = plots.empty_figure(12.0, 3.75)
     for panel, (axes, name) in enumerate(zip(figure.subplots(1, len(SCORES)), SCORES)):
         for row, method in enumerate(METHODS):
             x = torch.arange(len(COLUMNS)) + 0.14 * (row - (len(METHODS) - 1) / 2)
@@ -119,11 +120,16 @@ def picture(mean: Tensor, error: Tensor) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=Path("outputs/data/heart-disease"), help="folder of the files")
+    parser.add_argument("--download", action="store_true", help="get the files that are not there")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path, default=Path("outputs/hospitals"))
     arguments = parser.parse_args()
+    try:
+        fb.HospitalsDataModule(arguments.data, download=arguments.download).prepare_data()
+    except fb.FederationError as error:
+        parser.error(str(error).replace("download=True", "--download"))
     arguments.output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # threads cost a network this small more than they gain
 

@@ -4,53 +4,58 @@
 >>> callback = fb.FederatedBayes(fb.DirichletPartition(clients=10, alpha=0.5), fusion="reverse_kl_barycenter")
 """
 
-from lightning_fedbayes.adversaries import (
-    ALittleIsEnough,
-    GaussianVector,
-    InnerProductManipulation,
-    LabelFlip,
-    NotANumber,
-    RandomUpdate,
-    ScaledUpdate,
-    SignFlip,
-)
-from lightning_fedbayes.callbacks import ExamplePrivacy, FederatedBayes, UncertaintyReport
-from lightning_fedbayes.data import (
-    CIFAR10DataModule,
-    ClientDatasets,
-    DiabetesDataModule,
-    DigitsDataModule,
-    FashionMNISTDataModule,
-    HospitalsDataModule,
-    MNISTDataModule,
-    SVHNDataModule,
-    UCIDataModule,
-)
-from lightning_fedbayes.errors import (
-    ConversionError,
-    FedBayesError,
-    FederationError,
-    FusionError,
-    PartitionError,
-    PosteriorError,
-)
-from lightning_fedbayes.fusion import AutoFusion, Reliability, available_fusions, fuse, register_fusion
-from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior, with_mc_dropout
-from lightning_fedbayes.messages import ClientFailure, ClientUpdate
-from lightning_fedbayes.modules import (
-    BayesianLinearRegression,
-    BayesianModule,
-    DeepEnsembleRegressor,
-    HybridBayesianClassifier,
-    HybridBayesianRegressor,
-)
-from lightning_fedbayes.partition import ClassPartition, DirichletPartition, IIDPartition, SizesPartition
-from lightning_fedbayes.plan import RoundPlan
-from lightning_fedbayes.posterior import GaussianPosterior
-from lightning_fedbayes.privacy import UpdatePrivacy, epsilon_of, noise_multiplier_for
-from lightning_fedbayes.server import RoundResult, Server
-from lightning_fedbayes.settings import FederationSettings
-from lightning_fedbayes.trainer import ClientParallelStrategy
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
+    from lightning_fedbayes.adversaries import (
+        ALittleIsEnough,
+        GaussianVector,
+        InnerProductManipulation,
+        LabelFlip,
+        NotANumber,
+        RandomUpdate,
+        ScaledUpdate,
+        SignFlip,
+    )
+    from lightning_fedbayes.callbacks import ExamplePrivacy, FederatedBayes, UncertaintyReport
+    from lightning_fedbayes.data import (
+        CIFAR10DataModule,
+        ClientDatasets,
+        DiabetesDataModule,
+        DigitsDataModule,
+        FashionMNISTDataModule,
+        HospitalsDataModule,
+        MNISTDataModule,
+        SVHNDataModule,
+        UCIDataModule,
+    )
+    from lightning_fedbayes.errors import (
+        ConversionError,
+        FedBayesError,
+        FederationError,
+        FusionError,
+        PartitionError,
+        PosteriorError,
+    )
+    from lightning_fedbayes.fusion import AutoFusion, Reliability, available_fusions, fuse, register_fusion
+    from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior, with_mc_dropout
+    from lightning_fedbayes.messages import ClientFailure, ClientUpdate
+    from lightning_fedbayes.modules import (
+        BayesianLinearRegression,
+        BayesianModule,
+        DeepEnsembleRegressor,
+        HybridBayesianClassifier,
+        HybridBayesianRegressor,
+        with_kl,
+    )
+    from lightning_fedbayes.partition import ClassPartition, DirichletPartition, IIDPartition, SizesPartition
+    from lightning_fedbayes.plan import RoundPlan
+    from lightning_fedbayes.posterior import GaussianPosterior
+    from lightning_fedbayes.privacy import UpdatePrivacy, epsilon_of, noise_multiplier_for
+    from lightning_fedbayes.server import RoundResult, Server
+    from lightning_fedbayes.settings import FederationSettings
+    from lightning_fedbayes.trainer import ClientParallelStrategy
 
 __all__ = [
     "ALittleIsEnough",
@@ -108,5 +113,35 @@ __all__ = [
     "noise_multiplier_for",
     "read_posterior",
     "register_fusion",
+    "with_kl",
     "with_mc_dropout",
 ]
+
+_ROOMS = (
+    "adversaries", "callbacks", "data", "errors", "fusion", "layers", "messages", "modules", "partition", "plan",
+    "posterior", "privacy", "server", "settings", "trainer",
+)
+"""Rooms that the public names come from."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a room, when it is first used: ``fedbayes --help`` needs neither torch nor Lightning."""
+    found = None
+    if name in __all__:
+        rooms = (import_module(f"{__name__}.{room}") for room in _ROOMS)
+        found = next(vars(room)[name] for room in rooms if name in vars(room))
+    elif not name.startswith("_"):
+        try:
+            found = import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    if found is None:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """Return the names of this module, those that are not imported yet among them."""
+    return sorted({*globals(), *__all__})

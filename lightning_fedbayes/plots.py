@@ -1,11 +1,14 @@
 """Matplotlib figures from tensors, for metrics, partitions and callbacks.
 
-Figures are made without pyplot: they need no display and are freed with their last reference.
+Figures are made without pyplot: they need no display and are freed with their last reference. A notebook shows a figure
+that is the value of a cell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,20 @@ SEQUENTIAL = LinearSegmentedColormap.from_list("white_to_blue", ["#FFFFFF", "#9C
 DPI = 120
 
 
+def empty_figure(width: float, height: float) -> Figure:
+    """Return a figure of ``width`` × ``height`` inches that a notebook shows although pyplot has not been imported."""
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    vars(figure)["_repr_png_"] = partial(_png, figure)  # W&B knows no subclasses of Matplotlib's figure
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    """Return a figure as a PNG file. IPython asks for it only where Matplotlib's own display is not active."""
+    file = BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
 def calibration_diagram(confidence: Tensor, accuracy: Tensor, counts: Tensor, ece: Tensor | float) -> Figure:
     """Calibration diagram (also called reliability diagram): accuracy against confidence, above the number of examples.
 
@@ -36,7 +53,7 @@ def calibration_diagram(confidence: Tensor, accuracy: Tensor, counts: Tensor, ec
     at, height, number = (np.atleast_1d(_array(values)) for values in (confidence, accuracy, counts))
     width, full = 1 / len(number), number > 0
     left = np.arange(len(number)) * width
-    figure = Figure(figsize=(5.0, 5.0), dpi=DPI, layout="constrained")
+    figure = empty_figure(5.0, 5.0)
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     _style(axes)
     _style(below)
@@ -149,13 +166,40 @@ def rounds(curves: Mapping[str, Sequence[float]], ylabel: str) -> Figure:
         ylabel: name of the values, with their unit.
     """
     figure, axes = _figure()
+    _draw_rounds(axes, curves)
+    axes.set(xlabel="round", ylabel=ylabel, title=f"{ylabel} by round")
+    _legend(axes, len(curves))
+    return figure
+
+
+def round_panels(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
+    """Learning curves of several quantities on one page: a panel each, as :func:`rounds` draws one.
+
+    Args:
+        panels: name of the values → label → values of rounds 1, 2, …; at least one, all with the same labels.
+    """
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = empty_figure(4.2 * columns, 3.0 * rows + 0.4)
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, (name, curves) in zip(grid, panels.items()):
+        _style(axes)
+        _draw_rounds(axes, curves)
+        axes.set(xlabel="round", ylabel=name)
+    for axes in grid[len(panels) :]:
+        axes.remove()
+    grid[0].set_title("Learning curves, by round")
+    if max(map(len, panels.values())) > 1:
+        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _draw_rounds(axes: Axes, curves: Mapping[str, Sequence[float]]) -> None:
+    """Draw one line per label over the rounds, from 1."""
     for (label, values), style in zip(curves.items(), _line_styles(len(curves))):
         marker = "o" if len(values) <= 20 else None
         axes.plot(range(1, len(values) + 1), values, label=label, marker=marker, markersize=3.5, **style)
-    axes.set(xlabel="round", ylabel=ylabel, title=f"{ylabel} by round")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(axes, len(curves))
-    return figure
 
 
 def prediction_interval(x: Tensor, mean: Tensor, std: Tensor, target: tuple[Tensor, Tensor] | None = None) -> Figure:
@@ -206,7 +250,7 @@ def prediction_intervals(mean: Tensor, low: Tensor, high: Tensor, target: Tensor
 
 def _figure(width: float = 5.0, height: float = 3.75) -> tuple[Figure, Axes]:
     """Return an empty figure of ``width`` × ``height`` inches in the style of this module."""
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    figure = empty_figure(width, height)
     axes = figure.add_subplot()
     _style(axes)
     return figure, axes

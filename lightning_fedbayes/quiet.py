@@ -12,6 +12,23 @@ LOGGERS = ("lightning.pytorch", "lightning.fabric", "wandb")
 
 
 @contextmanager
+def without_banners(level: int = logging.WARNING) -> Iterator[None]:
+    """Let Lightning and W&B log nothing below ``level``; restore their levels at the end.
+
+    When to use it: around a Trainer that is one of many and would introduce itself each time.
+    """
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(level)
+    try:
+        yield
+    finally:
+        for logger, before in zip(loggers, levels):
+            logger.setLevel(before)
+
+
+@contextmanager
 def quietly() -> Iterator[None]:
     """Switch warnings off and let Lightning and W&B log errors only; restore both at the end.
 
@@ -20,18 +37,12 @@ def quietly() -> Iterator[None]:
     >>> with quietly():
     ...     warnings.warn("nobody sees this")
     """
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    levels = [logger.level for logger in loggers]
     silent = os.environ.get("WANDB_SILENT")
     os.environ.setdefault("WANDB_SILENT", "true")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), without_banners(logging.ERROR):
         warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
         try:
             yield
         finally:
-            for logger, level in zip(loggers, levels):
-                logger.setLevel(level)
             if silent is None:
                 os.environ.pop("WANDB_SILENT", None)

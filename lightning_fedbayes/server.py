@@ -38,7 +38,8 @@ class RoundResult:
         aggregate: everything that the fusion gave; None if the round came to nothing.
         refusal: the reason why the rule could not fuse the updates; None if it could, or if there were too few.
         outcomes: one per client of the cohort that was heard of.
-        figures: diagnostics, counts, time and traffic, name → value: the round's row of the history.
+        figures: diagnostics, counts, time and traffic, name → value: the round's row of the history, whose
+            "round" counts from 1.
         notes: the note of each process (see :meth:`Server.finish`).
     """
 
@@ -106,7 +107,7 @@ class Server:
         posterior, buffers: the global model after the last round.
         rounds: number of the round after the last finished one.
         failed_rounds: number of rounds in a row, up to the last, that came to nothing.
-        history: one dict of figures per finished round, in order.
+        history: one dict of figures per finished round, in order; its "round" counts from 1.
         accepted: client → number of rounds that were done when its last update counted; missing if none has.
 
     Raises:
@@ -215,7 +216,7 @@ class Server:
         if aggregate is not None:
             self.accepted |= {outcome.client: self.rounds for outcome in valid}
         figures = {
-            "round": float(self._plan.round),
+            "round": float(self.rounds),
             **({} if aggregate is None else aggregate.metrics),
             **{f"{HELD_OUT_LOSS}{name}": loss for name, loss in losses.items()},
             **self._figures(outcomes, valid, 0 if aggregate is None else len(aggregate.excluded)),

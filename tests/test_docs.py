@@ -30,7 +30,6 @@ BLOCKS = [
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
 ]
 NOT_RUN = {
-    "docs/flower.md": "an app for clients on machines of their own; examples/flower is run by tests/flower",
     "docs/processes.md": "starts processes; tests/trainer does",
 }
 """Page → why it has code marked ``py`` in place of ``python``."""
@@ -40,6 +39,8 @@ ROOMS = (
     "modules", "partition", "privacy", "training",
 )
 WORDS_OF_THE_README = 800
+COLUMNS_OF_CODE = 88
+"""Widest line of code on a page of the site; what is wider is cut off."""
 KEY = re.compile(r"(?<![\w\]`])\[([A-Z][\w-]*)\](?![(\[:])")
 """A reference to a source in a text without code."""
 CITED = re.compile(r"([A-Z][\w'’-]+)(?: et al\.)?,? \(?((?:19|20)\d\d)\b")
@@ -60,6 +61,12 @@ def test_code_runs(block, tmp_path, monkeypatch, capsys):
 
 def test_only_code_with_an_excuse_is_not_run():
     assert {page for page in PAGES if re.search(r"^```py$", (ROOT / page).read_text(), re.MULTILINE)} == set(NOT_RUN)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_code_is_cut_off_at_the_right_edge(page):
+    blocks = re.findall(r"^```\w+\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert not [line for block in blocks for line in block.splitlines() if len(line) > COLUMNS_OF_CODE]
 
 
 def test_the_page_of_rules_names_every_rule_and_alias():

@@ -8,6 +8,7 @@ import torch
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
+import lightning_fedbayes as fb
 from lightning_fedbayes import plots
 
 X = torch.linspace(-2, 2, 30)
@@ -28,6 +29,9 @@ FIGURES = {
     "accuracy_of_clients": lambda: plots.client_accuracy(torch.tensor([0.9, torch.nan, 0.5, 0.7])),
     "empty_heatmap": lambda: plots.client_heatmap(torch.zeros(2, 2).long(), (0, 1)),
     "rounds": lambda: plots.rounds({f"rule {i}": [0.1 * i, float("nan"), 0.5] for i in range(9)}, "accuracy"),
+    "panels_of_rounds": lambda: plots.round_panels(
+        {f"metric {i}": {"a": [0.1, float("nan"), 0.5], "b": [0.2, 0.3, 0.4 * i]} for i in range(5)}),
+    "one_panel": lambda: plots.round_panels({"accuracy": {"a": [0.1]}}),
     "interval": lambda: plots.prediction_interval(X.flip(0), X.flip(0) ** 3, X.abs(), (X, X**3)),
     "intervals": lambda: plots.prediction_intervals(X.flip(0), X.flip(0) - 1, X.flip(0) + 1, X.flip(0) + 0.7 * X),
     "interval_alone": lambda: plots.prediction_interval(X, X**3, X.abs()),
@@ -46,6 +50,15 @@ def test_renders_to_png_without_pyplot(build, monkeypatch):
     assert (pyplot.get_fignums(), dict(mpl.rcParams)) == before
     width = figure.get_figwidth() * figure.dpi
     assert width >= 500
+
+
+def test_a_notebook_shows_the_figure_of_a_split_once():
+    """IPython, without Matplotlib's own display, asks the value of a cell for these; a picture in two forms is one."""
+    table = fb.DirichletPartition(clients=3, alpha=0.5).split(torch.arange(60) % 4, seed=0)
+    shown = [form for form in ("png", "jpeg", "svg", "html") if hasattr(table.plot(), f"_repr_{form}_")
+             and getattr(table.plot(), f"_repr_{form}_")() is not None]
+    assert shown == ["png"]
+    assert table.plot()._repr_png_().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("build", FIGURES.values(), ids=FIGURES)
@@ -71,6 +84,14 @@ def test_curves_are_the_given_points_and_told_apart():
     styles = {(line.get_color(), line.get_linestyle()) for line in FIGURES["rounds"]().axes[0].lines}
     assert len(styles) == 9
     assert list(FIGURES["rounds"]().axes[0].lines[0].get_xdata()) == [1, 2, 3]
+
+
+def test_a_page_of_rounds_has_a_panel_per_metric_and_one_legend():
+    figure = FIGURES["panels_of_rounds"]()
+    assert [axes.get_ylabel() for axes in figure.axes] == [f"metric {i}" for i in range(5)]
+    assert list(figure.axes[4].lines[1].get_ydata()) == pytest.approx([0.2, 0.3, 1.6])
+    assert [text.get_text() for text in figure.legends[0].texts] == ["a", "b"]
+    assert not FIGURES["one_panel"]().legends
 
 
 def test_heatmap_writes_the_counts():

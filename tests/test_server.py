@@ -129,7 +129,7 @@ def test_a_restored_server_goes_on_as_the_first_would_have(fusion, tmp_path):
     round_of(again, *some(2), number=2, score=loss)
     assert_same(again.posterior, whole.posterior)
     assert again.accepted == whole.accepted
-    assert [row["round"] for row in again.history] == [0, 1, 2]
+    assert [row["round"] for row in again.history] == [1, 2, 3]
 
 
 def test_of_several_rules_the_one_of_the_least_finite_loss_is_taken():
@@ -151,7 +151,7 @@ def test_figures_of_a_round():
     )
     figures = result.figures
     assert figures["train_loss"] == pytest.approx(1.75)
-    assert (figures["round"], figures["valid_clients"], figures["failed_clients"]) == (0, 2, 1)
+    assert (figures["round"], figures["valid_clients"], figures["failed_clients"]) == (1, 2, 1)
     assert figures["megabytes_up"] == pytest.approx(2 * 6 * 4 / 1e6)
     assert server.history == [figures]
 

@@ -27,7 +27,7 @@ from benchmarks.images.report import Finished, choices, common_settings, failure
 from benchmarks.images.settings import Settings
 from benchmarks.images.store import Store
 from benchmarks.images.study import Study, only, read_study
-from lightning_fedbayes.callbacks.wandb_account import go_offline_without_account
+from lightning_fedbayes.callbacks.wandb_account import prepare_wandb
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.quiet import quietly
 
@@ -86,7 +86,7 @@ def train(
 
 def wandb_run(study: Study, cell: Settings, options: argparse.Namespace, folder: Path) -> WandbLogger:
     """Start the W&B run of a cell, in the group of its study."""
-    go_offline_without_account()
+    prepare_wandb()
     folder.mkdir(parents=True, exist_ok=True)
     group, name = f"{study.name}_{options.budget}", slug(cell, study.factors)
     logger = WandbLogger(project=options.wandb, group=group, name=name, save_dir=folder)

@@ -65,7 +65,7 @@ def single_examples(bayesian: bool, privacy: ExamplePrivacy | None, seed: int) -
     torch.manual_seed(seed)
     model = fb.HybridBayesianClassifier(
         mlp(64, 10, hidden=[32]),
-        bayesian_last=2 if bayesian else None,
+        bayesian_last=2 if bayesian else 0,
         estimator="flipout",
         learning_rate=0.01,
         kl_weight=0.05,

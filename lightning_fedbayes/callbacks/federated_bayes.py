@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
-from lightning_fedbayes.callbacks.wandb_account import go_offline_without_account
+from lightning_fedbayes.callbacks.wandb_account import prepare_wandb
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.plan import Batching, RoundPlan, plan_round, share_of
 from lightning_fedbayes.posterior import GaussianPosterior
@@ -123,7 +123,7 @@ class FederatedBayes(L.Callback):
             partition, local_epochs, fraction, fusion, weighting, engine, clients_at_once, prior, optimizer_state,
             buffers, local_parameters, min_clients, max_failed_rounds, adversaries, privacy, seed,
         )
-        go_offline_without_account()  # here: the Trainer starts its loggers before it calls any hook
+        prepare_wandb()  # here: the Trainer starts its loggers before it calls any hook
         self._federation: Federation | None = None
         self._restored: dict[str, Any] | None = None
         self._loop: FitLoop | None = None
@@ -152,7 +152,7 @@ class FederatedBayes(L.Callback):
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """One dict of figures per finished round, in order."""
+        """One dict of figures per finished round, in order; its "round" counts from 1."""
         return self.federation.server.history if self._restored is None else list(self._restored["history"])
 
     def described(self) -> dict[str, Any]:
@@ -301,7 +301,7 @@ class FederatedBayes(L.Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round beside the validation's figures: it is their x-axis."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            pl_module.log("round", float(trainer.current_epoch + 1))
+            pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round's figures."""
@@ -309,10 +309,13 @@ class FederatedBayes(L.Callback):
             log = self.federation.engine.log
             log.end_round()
             if trainer.loggers:  # beside what the module logs of its training; it takes as long as a small step
-                pl_module.log("round", float(trainer.current_epoch + 1))
+                pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
             if self.settings.privacy is not None:
                 pl_module.log_dict(self._given_away(self.settings.privacy))
-            self._report.log_round(trainer, self.history[-1], log.names)
+            assert self._loop is not None
+            self._report.log_round(
+                trainer, self.history[-1], log.names, self._loop.step_names, self._uncertainty.client_accuracy
+            )
 
     def _given_away(self, privacy: UpdatePrivacy) -> dict[str, float]:
         """Return the ε that the rounds so far have given away of a client."""

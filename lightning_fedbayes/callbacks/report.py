@@ -10,13 +10,15 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fedbayes import plots
 from lightning_fedbayes.callbacks.loggers import log_figure, log_table, markdown_table
 from lightning_fedbayes.data.clients import Clients
+from lightning_fedbayes.layers import BayesianLayer, gaussian_parameters
+from lightning_fedbayes.layers.kl import KLWatch
 from lightning_fedbayes.messages import ClientOutcome
 from lightning_fedbayes.server import HELD_OUT_LOSS, RoundResult
 from lightning_fedbayes.training.client import Client
@@ -25,6 +27,11 @@ CLIENT_COLUMNS = (
     "client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds", "megabytes_up",
     "last_failure",
 )
+MOST_CURVES = 20
+"""Most clients that get a curve each; of more, quantiles are logged."""
+QUANTILES = (0.1, 0.5, 0.9)
+ZERO = ("failed_clients", "failed_rounds", "excluded_clients")
+"""Figures whose curves begin in the first round in which they are not 0."""
 RELIABILITY_COLUMNS = ("round", "client", "reliability", "left_out")
 
 
@@ -59,10 +66,16 @@ class FederationReport:
         self.reliabilities: list[dict[str, Any]] = []
         self._clients = Clients((), ())
         self._with_axis: set[str] = set()
+        self._told: set[str] = set()
+        self._unheld: list[str] = []
+        self._losses: dict[int, float] = {}
+        self._drawn: Tensor | None = None
 
     def start(self, trainer: L.Trainer, settings: dict[str, Any], clients: Clients) -> None:
         """Log the settings and the clients × classes heat map."""
         self._with_axis = set()
+        self._unheld = learnt_variances(trainer.lightning_module)
+        KLWatch.seen = False
         self.set_clients(clients)
         for logger in trainer.loggers:
             logger.log_hyperparams({"federation": settings})
@@ -110,6 +123,7 @@ class FederationReport:
         if outcome.error is None:
             record.megabytes_up = outcome.num_bytes / 1e6
             record.train_loss = outcome.metrics.get("train_loss", math.nan)
+            self._losses[outcome.client] = record.train_loss
             return
         record.failures += 1
         record.last_failure = f"{type(outcome.error).__name__}: {outcome.error}"
@@ -117,7 +131,18 @@ class FederationReport:
         rank_zero_info(f"Round {round + 1}: client {name} is left out: {record.last_failure}")
 
     def fused(self, result: RoundResult) -> None:
-        """Note the clients' weights, and their reliabilities if the rule infers them; print a refusal of the rule."""
+        """Note the clients' weights, and their reliabilities if the rule infers them; print a refusal of the rule.
+
+        After the first round of a fit, print a line if the loss lacks the KL divergence.
+        """
+        if result.success and self._unheld and not KLWatch.seen:
+            rank_zero_info(
+                f"No KL divergence has been computed while the clients trained, but {self._unheld[0]} and "
+                f"{len(self._unheld) - 1} others are Gaussian: without it nothing keeps their variances from shrinking "
+                "to 0. Add fb.kl_divergence(self) / n to the loss, with n the client's number of examples, or train "
+                "fb.with_kl(module)"
+            )
+        self._unheld = []
         if result.refusal is not None:
             rank_zero_info(
                 f"Round {result.round + 1}: the old posterior stays, because the clients cannot be fused: "
@@ -127,26 +152,69 @@ class FederationReport:
             self.records[client].weight = weight
         if result.aggregate is not None and result.aggregate.inferred:
             shares, excluded = dict(result.weights), dict(result.excluded)
-            self.reliabilities.append({"round": result.round, "shares": shares, "excluded": excluded})
+            self.reliabilities.append({"round": result.round + 1, "shares": shares, "excluded": excluded})
 
-    def log_round(self, trainer: L.Trainer, figures: dict[str, float], training_names: set[str]) -> None:
-        """Log a round's figures as ``federation/...``; other callbacks can monitor them.
+    def log_round(
+        self,
+        trainer: L.Trainer,
+        figures: dict[str, float],
+        training_names: set[str],
+        step_names: set[str],
+        accuracy: Tensor | None,
+    ) -> None:
+        """Log a round's figures as ``federation/...``, which other callbacks can monitor, and the clients' curves.
 
-        They go to the loggers directly: ``self.log`` costs 0.3 ms each, as much as a step of a small network.
+        They go to the loggers directly: ``self.log`` costs 0.3 ms each, as much as a step of a small network. Charts
+        that would tell nothing are left out (:meth:`_worth_a_chart`), except in the file of a CSVLogger.
 
         Args:
             trainer: at the end of a training epoch.
-            figures: name → value; "round", counted from 0, becomes the x-axis.
+            figures: name → value; "round", counted from 1, becomes the x-axis.
             training_names: names of the figures that the module has logged of its training per epoch.
+            step_names: names of those that it has logged of single steps, whose x-axis stays the step.
+            accuracy: accuracy of the global model for each client, by the last validation; None if unknown.
         """
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
-        trainer.callback_metrics["round"] = torch.tensor(figures["round"] + 1)
-        row = {**named, "round": figures["round"] + 1, "epoch": trainer.current_epoch}
+        trainer.callback_metrics["round"] = torch.tensor(figures["round"])
+        shown = {f"federation/{name}": figures[name] for name in self._worth_a_chart(figures)}
+        curves = self._client_curves(accuracy)
+        place = {"round": figures["round"], "epoch": trainer.current_epoch}
+        names = (training_names | set(trainer.callback_metrics) | set(curves)) - step_names - {"round"}
         for logger in trainer.loggers:
+            row = {**(named if isinstance(logger, CSVLogger) else shown), **curves, **place}
             logger.log_metrics(row, step=trainer.global_step - 1)  # the step of Lightning's own epoch-wise figures
             if isinstance(logger, WandbLogger):
-                self._draw_over_rounds(logger, training_names | set(trainer.callback_metrics) - {"round"})
+                self._draw_over_rounds(logger, names)
+
+    def _worth_a_chart(self, figures: dict[str, float]) -> list[str]:
+        """Return the names without counts that have always been 0, and without traffic down that has equalled that up.
+
+        Once a figure has been logged it is logged in every round.
+        """
+        constant = {name for name in ZERO if figures[name] == 0}
+        if figures["megabytes_down"] == figures["megabytes_up"]:
+            constant.add("megabytes_down")
+        self._told |= set(figures) - constant - {"round"}
+        return [name for name in figures if name in self._told]
+
+    def _client_curves(self, accuracy: Tensor | None) -> dict[str, float]:
+        """Return the round's accuracy and training loss of each client, or quantiles of them if there are many."""
+        values: dict[str, dict[int, float]] = {"client_train_loss": self._losses}
+        if accuracy is not None and accuracy is not self._drawn:  # there has been a validation in this round
+            values["client_accuracy"] = dict(enumerate(accuracy.tolist()))
+        self._drawn, self._losses = accuracy, {}
+        curves: dict[str, float] = {}
+        for name, of_clients in values.items():
+            known = {client: value for client, value in of_clients.items() if math.isfinite(value)}
+            if len(self.records) <= MOST_CURVES:
+                curves |= {f"{name}/{self._clients.names[client]}": value for client, value in known.items()}
+            elif known:
+                levels = torch.tensor(list(known.values())).quantile(torch.tensor(QUANTILES))
+                curves |= {
+                    f"{name}/quantile_{100 * level:.0f}": float(value) for level, value in zip(QUANTILES, levels)
+                }
+        return curves
 
     def _draw_over_rounds(self, logger: WandbLogger, names: set[str]) -> None:
         """Make the round the x-axis of these figures in W&B.
@@ -191,26 +259,38 @@ class FederationReport:
             return
         names = self._clients.names
         rows = [
-            [each["round"] + 1, names[client], share, each["excluded"].get(client, "")]
+            [each["round"], names[client], share, each["excluded"].get(client, "")]
             for each in self.reliabilities
             for client, share in each["shares"].items()
         ]
         log_table(trainer, "federation/reliability_by_round", RELIABILITY_COLUMNS, rows, round=trainer.current_epoch)
-        table = torch.full((len(names), self.reliabilities[-1]["round"] + 1), torch.nan)
+        table = torch.full((len(names), self.reliabilities[-1]["round"]), torch.nan)
         for each in self.reliabilities:
             for client, share in each["shares"].items():
-                table[client, each["round"]] = share
+                table[client, each["round"] - 1] = share
         log_figure(trainer, "federation/reliability", plots.client_reliability(table, names), trainer.current_epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the records and reliabilities, for a checkpoint."""
         records = {client: vars(record).copy() for client, record in self.records.items()}
-        return {"records": records, "reliabilities": list(self.reliabilities)}
+        return {"records": records, "reliabilities": list(self.reliabilities), "told": sorted(self._told)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
         self.records = {client: ClientRecord(**record) for client, record in state["records"].items()}
         self.reliabilities = list(state["reliabilities"])
+        self._told = set(state["told"])
+
+
+def learnt_variances(module: nn.Module) -> list[str]:
+    """Return the names of the Gaussian parameters whose variances are trained, without layers of bayesian-torch.
+
+    Those have a KL divergence of their own, which this package does not see.
+    """
+    parameters = gaussian_parameters(module)
+    if not all(isinstance(each.layer, BayesianLayer) for each in parameters.values()):
+        return []
+    return [name for name, each in parameters.items() if each.rho.requires_grad]
 
 
 def log_choices(trainer: L.Trainer, history: Sequence[Mapping[str, float]]) -> None:
@@ -223,7 +303,7 @@ def log_choices(trainer: L.Trainer, history: Sequence[Mapping[str, float]]) -> N
     for row in scored:
         losses = candidate_losses(row)
         chosen = min((name for name in losses if math.isfinite(losses[name])), key=lambda name: losses[name])
-        rows.append([int(row["round"]) + 1, chosen, *(losses.get(name, math.nan) for name in names)])
+        rows.append([int(row["round"]), chosen, *(losses.get(name, math.nan) for name in names)])
     log_table(trainer, "federation/chosen_rules", ["round", "chosen", *names], rows, round=trainer.current_epoch)
 
 

@@ -1,11 +1,13 @@
-"""Weights & Biases without an account: log offline, ask nothing."""
+"""Weights & Biases without an account: log offline, ask nothing, warn of nothing that Lightning does."""
 
 from __future__ import annotations
 
 import configparser
 import netrc
 import os
+from contextlib import redirect_stderr
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -13,12 +15,27 @@ DECIDED = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 """Environment variables by which a user has said how to log."""
 
 
+ANONYMOUS = "The anonymous setting has no effect and will be removed in a future version."
+"""Warning of wandb 0.31 about an argument that Lightning's WandbLogger always passes."""
+
+
 @cache
+def prepare_wandb() -> None:
+    """Log offline without an account, and keep a warning back that is not about anything that a user has written.
+
+    Called when the callback is made, since the Trainer starts its loggers before it calls any hook.
+    """
+    go_offline_without_account()
+    import wandb
+
+    with redirect_stderr(StringIO()):  # what wandb has said once it does not repeat
+        wandb.termwarn(ANONYMOUS, repeat=False)
+
+
 def go_offline_without_account() -> None:
     """Set ``WANDB_MODE=offline`` unless it is set already or an account is configured.
 
-    Without an account ``wandb.init`` asks on a terminal and fails elsewhere. Called when the callback is made, since
-    the Trainer starts its loggers before it calls any hook of a callback. It must not ask wandb itself
+    Without an account ``wandb.init`` asks on a terminal and fails elsewhere. It must not ask wandb itself
     (``wandb.login``): that would fix wandb's settings before the variable is set.
     """
     if any(name in os.environ for name in DECIDED) or has_account(server()):

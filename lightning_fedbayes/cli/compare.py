@@ -1,4 +1,7 @@
-"""``fedbayes compare``: train one configuration with several fusion rules."""
+"""``fedbayes compare``: train one configuration with several fusion rules.
+
+Imports that take seconds stand where they are needed: help and mistakes in the options need none of them.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,10 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from lightning_fedbayes.callbacks.loggers import markdown_table
 from lightning_fedbayes.cli import results
-from lightning_fedbayes.cli.federation import FederationCLI
-from lightning_fedbayes.cli.messages import Options
+from lightning_fedbayes.cli.messages import Options, check_file
 from lightning_fedbayes.cli.results import METRICS, Run, draw, read_curves
 from lightning_fedbayes.errors import FedBayesError, nearest
-from lightning_fedbayes.fusion import get_rule, rule_name
 from lightning_fedbayes.quiet import quietly
 
 DESCRIPTION = """\
@@ -41,6 +41,7 @@ def compare(arguments: list[str]) -> int:
             options.refuse(change)
     if values.seeds < 1:
         raise FedBayesError(f"--seeds {values.seeds}: give at least 1")
+    check_file(values.config)
     fusions = _names(values.fusion)
     settings = ["--config", str(values.config), *changes]
     folder = values.output or Path("outputs", "compare", values.config.stem)
@@ -72,19 +73,16 @@ def _names(fusion: str) -> list[str]:
     names = [name.strip() for name in fusion.split(",") if name.strip()]
     if not names:
         raise FedBayesError("--fusion names no fusion rule: give some, separated by commas, such as fedavg,rklb")
+    from lightning_fedbayes.fusion import get_rule, rule_name
+
     return list(dict.fromkeys(name if name == "auto" else rule_name(get_rule(name)) for name in names))
-
-
-class _Description(FederationCLI):
-    """Parser that reads and checks a configuration without making its objects."""
-
-    def instantiate_classes(self) -> None:
-        """Do nothing."""
 
 
 def _described(settings: list[str]) -> tuple[int, dict[str, Any]]:
     """Return the first seed, and the configuration that all runs of a comparison share, with every default."""
-    cli = _Description(settings, run=False)
+    from lightning_fedbayes.cli.federation import DescribedFederation
+
+    cli = DescribedFederation(settings, run=False)
     configuration = yaml.safe_load(cli.parser.dump(cli.config, format="yaml"))
     del configuration["federation"]["fusion"], configuration["trainer"]["logger"]
     return configuration.pop("seed_everything"), configuration
@@ -102,6 +100,8 @@ def _done(folder: Path, configuration: dict[str, Any]) -> list[Run]:
 
 def _train(settings: list[str], fusion: str, seed: int, folder: Path) -> Run:
     """Train one federation; its logger writes below ``folder``."""
+    from lightning_fedbayes.cli.federation import FederationCLI
+
     logger = {
         "class_path": "lightning.pytorch.loggers.CSVLogger",
         "init_args": {"save_dir": str(folder), "name": fusion, "version": f"seed_{seed}"},
@@ -119,6 +119,8 @@ def _train(settings: list[str], fusion: str, seed: int, folder: Path) -> Run:
 
 def _report(folder: Path, runs: list[Run], metric: str | None) -> None:
     """Print the table; save the table and the picture."""
+    from lightning_fedbayes.callbacks.loggers import markdown_table
+
     text = markdown_table(*results.table(runs))
     (folder / "table.md").write_text(f"{text}\n")
     print(f"{text}\n\nResults: {folder}")

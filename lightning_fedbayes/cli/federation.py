@@ -10,8 +10,11 @@ import lightning as L
 import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
+from lightning_fedbayes import adversaries, data, fusion, modules, partition  # noqa: F401 (classes to find by name)
 from lightning_fedbayes.callbacks import FederatedBayes
+from lightning_fedbayes.callbacks.uncertainty import bring_report
 from lightning_fedbayes.cli.messages import class_help, explain, one_line, option_names, short_help
+from lightning_fedbayes.data.clients import clients_of
 from lightning_fedbayes.errors import FedBayesError
 
 LOGGER = {
@@ -19,6 +22,8 @@ LOGGER = {
 }
 """Default logger; ``fedbayes plot`` reads its files."""
 PREDICTIONS = "predictions.pt"
+NO_SCORES = ("train/", "federation/")
+"""Beginnings of the names of figures that are not shown after a fit."""
 CLASSES: dict[str, type] = {"model": L.LightningModule, "data": L.LightningDataModule}
 
 
@@ -119,11 +124,41 @@ class FederationCLI(LightningCLI):
         torch.save([getattr(batch, "_asdict", lambda batch=batch: batch)() for batch in batches], folder / PREDICTIONS)
         print(f"Predictions: {folder / PREDICTIONS} (a list of batches, for torch.load)")
 
+    def before_validate(self) -> None:
+        """Let the clients' figures be shown as after a fit, which alone makes the clients."""
+        callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        federation = next(each for each in callbacks if isinstance(each, FederatedBayes))
+        self.datamodule.prepare_data()
+        self.datamodule.setup("fit")
+        examples = self.datamodule.train_dataloader().dataset
+        clients = clients_of(examples, federation.settings.partition, federation.settings.seed)
+        bring_report(self.trainer, beside=federation).set_clients(clients.sizes, clients.counts, clients.classes)
+
+    before_test = before_validate
+
     def after_fit(self) -> None:
-        """Print the folder of the results."""
+        """Print the last scores, and the folder of the results."""
+        if not self.trainer.is_global_zero:
+            return
+        scores = {
+            name: float(value)
+            for name, value in self.trainer.callback_metrics.items()
+            if name != "round" and not name.startswith(NO_SCORES)
+        }
+        if scores:
+            width = max(map(len, scores))
+            lines = [f"  {name.ljust(width)}  {value:.4g}" for name, value in sorted(scores.items())]
+            print("\n".join([f"Scores after round {self.trainer.current_epoch}:", *lines]))
         folder = getattr(self.trainer.logger, "log_dir", None)
-        if folder is not None and self.trainer.is_global_zero:
+        if folder is not None:
             print(f"Results: {folder} (fedbayes plot {folder} draws the learning curves)")
+
+
+class DescribedFederation(FederationCLI):
+    """Parser that reads and checks a configuration without making its objects."""
+
+    def instantiate_classes(self) -> None:
+        """Do nothing."""
 
 
 def _own_error(error: BaseException | None) -> FedBayesError | None:

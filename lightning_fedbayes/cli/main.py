@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from lightning_fedbayes.cli.messages import Options, check_file
 from lightning_fedbayes.errors import FedBayesError, nearest
 
 OVERVIEW = """\
@@ -61,11 +63,13 @@ def _run(arguments: list[str]) -> int:
     command, *rest = arguments
     if command not in COMMANDS:
         raise FedBayesError(f"unknown command '{command}': {nearest(command, COMMANDS)}")
-    # late imports: jsonargparse is an optional dependency
+    # late imports: torch and Lightning take seconds, and jsonargparse is an optional dependency
     if command == "rules":
-        from lightning_fedbayes.cli.rules import rules
+        Options("rules", "List every fusion rule: its name, its aliases, what it does, what it needs.").parse(rest)
+        from lightning_fedbayes.cli.rules import listing
 
-        return rules(rest)
+        print(listing())
+        return 0
     if command == "plot":
         from lightning_fedbayes.cli.results import plot
 
@@ -76,7 +80,17 @@ def _run(arguments: list[str]) -> int:
         from lightning_fedbayes.cli.compare import compare
 
         return compare(rest)
+    _check_files(rest)
     from lightning_fedbayes.cli.federation import FederationCLI
 
     FederationCLI(arguments)
     return 0
+
+
+def _check_files(arguments: Sequence[str]) -> None:
+    """Raise FedBayesError for a YAML file that is not there: at once, not after seconds of imports."""
+    for position, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        file = value or "".join(arguments[position + 1 : position + 2])
+        if name == "--config" and file.endswith((".yaml", ".yml")):
+            check_file(Path(file))

@@ -8,6 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_fedbayes.errors import FedBayesError, nearest
@@ -34,6 +35,12 @@ class Options(argparse.ArgumentParser):
         """Raise FedBayesError for an unknown ``argument``, with the nearest known one."""
         known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
         raise FedBayesError(f"{self.prog}: unknown argument '{argument}': {nearest(argument, known)}")
+
+
+def check_file(config: Path) -> None:
+    """Raise FedBayesError if there is no such YAML file."""
+    if not config.is_file():
+        raise FedBayesError(f"config: File does not exist: {config}")
 
 
 PLUMBING = ("Given value", "Subtypes:", "Errors:", "Does not validate", "- Expected a <class 'NoneType'>")

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fedbayes import plots
 from lightning_fedbayes.cli.messages import Options
 from lightning_fedbayes.errors import FedBayesError
 
@@ -19,6 +18,8 @@ FILE = "results.json"
 """Runs of a comparison, as :func:`save` writes them."""
 METRICS = "metrics.csv"
 """Metrics of one run, as a CSVLogger writes them."""
+PICTURE = "learning_curves.png"
+"""Page that ``fedbayes plot`` draws."""
 AXES = ("epoch", "step", "round")
 
 Curves = dict[str, list[float]]
@@ -147,15 +148,17 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def plot(arguments: list[str]) -> int:
-    """Draw every validation metric of a folder by round and print the files."""
-    options = Options("plot", "Draw every validation metric by round, as PNG files beside the figures.")
+    """Draw every validation metric of a folder by round, on one page, and print its file."""
+    options = Options("plot", f"Draw every validation metric by round on one page, {PICTURE} in the folder of the run.")
     options.add_argument("run", metavar="RUN", type=Path, help="folder of a CSVLogger (metrics.csv) or of a comparison")
     folder: Path = options.parse(arguments).run
     by_metric = curves_of(folder)
     if not by_metric:
         raise FedBayesError(f"{folder} holds no validation metrics ('val/...'): the run ended before its first one")
-    for metric, curves in by_metric.items():
-        print(draw(folder, metric, curves))
+    from lightning_fedbayes import plots  # here: Matplotlib takes longer to import than a mistake to be found
+
+    plots.round_panels({_spoken(metric): curves for metric, curves in by_metric.items()}).savefig(folder / PICTURE)
+    print(folder / PICTURE)
     return 0
 
 
@@ -178,7 +181,18 @@ def curves_of(folder: Path) -> dict[str, Curves]:
 
 def draw(folder: Path, metric: str, curves: Mapping[str, Sequence[float]]) -> Path:
     """Save a picture of ``metric`` by round, one line per label; return its file."""
+    from lightning_fedbayes import plots
+
     file = folder / f"{metric.replace('/', '_')}_by_round.png"
-    name = metric.removeprefix("val/")
-    plots.rounds(curves, f"validation {name.upper() if len(name) <= 4 else name.replace('_', ' ')}").savefig(file)
+    plots.rounds(curves, _spoken(metric)).savefig(file)
     return file
+
+
+def _spoken(metric: str) -> str:
+    """Return the name of a metric in a picture.
+
+    >>> _spoken("val/nll"), _spoken("val/client_accuracy")
+    ('validation NLL', 'validation client accuracy')
+    """
+    name = metric.removeprefix("val/")
+    return f"validation {name.upper() if len(name) <= 4 else name.replace('_', ' ')}"

@@ -6,7 +6,7 @@ import inspect
 import textwrap
 from collections.abc import Sequence
 
-from lightning_fedbayes.cli.messages import Options, plain
+from lightning_fedbayes.cli.messages import plain
 from lightning_fedbayes.fusion import FusionRule, SumRule, available_fusions, get_rule, rule_name
 from lightning_fedbayes.fusion.alpha import AlphaBarycenter
 from lightning_fedbayes.fusion.inferred import InferredRule
@@ -24,13 +24,6 @@ FAMILIES: dict[str, tuple[type[FusionRule], ...]] = {
 }
 """Title → base classes; a rule belongs to the first family with one of its base classes."""
 OTHER = "others"
-
-
-def rules(arguments: list[str]) -> int:
-    """Print :func:`listing`."""
-    Options("rules", "List every fusion rule: its name, its aliases, what it does, what it needs.").parse(arguments)
-    print(listing())
-    return 0
 
 
 def listing(names: Sequence[str] | None = None, width: int = 110) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
+from urllib.request import urlopen
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from lightning_fedbayes.seeding import generator
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 """Names of the clients; their files are ``processed.<name>.data``."""
+
+SOURCE = "https://archive.ics.uci.edu/ml/machine-learning-databases/heart-disease"
+"""Folder of the files at the UCI Machine Learning Repository."""
 
 MISSING = -9.0
 """The number that means a missing value, besides the text ``?``, as the description of the data says."""
@@ -150,6 +154,25 @@ def stratified_split(labels: Tensor, fraction: float, seed: int, client: int) ->
     return (~in_test).nonzero().flatten(), test.sort().values
 
 
+def download_file(address: str, path: Path) -> None:
+    """Download a file; an interrupted download leaves none.
+
+    Raises:
+        FederationError: the network does not give it.
+    """
+    try:
+        with urlopen(address, timeout=60) as answer:
+            content = answer.read()
+    except OSError as error:
+        raise FederationError(
+            f"{address} cannot be downloaded ({error}); get it by hand and save it as {path}"
+        ) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_bytes(content)
+    unfinished.replace(path)
+
+
 class HospitalsDataModule(SplitDataModule):
     """Heart disease at four hospitals, one client each: 303 patients of Cleveland, 294 Hungarian, 123 Swiss, 200 of VA.
 
@@ -181,13 +204,15 @@ class HospitalsDataModule(SplitDataModule):
         batch_size: examples per batch.
         test_fraction: share of each hospital's patients that is held out, strictly between 0 and 1.
         seed: seed of the split.
+        download: get the files that are missing from the UCI Machine Learning Repository, in ``prepare_data``.
 
     Attributes:
         train_sets, test_sets: hospital → its training and test examples; known after ``setup``.
 
     Raises:
         FederationError: a hospital's file is missing, malformed (with line and column), or too small to be split; all
-            before training: a missing file at once, the rest in ``setup``.
+            before training: a missing file at once (with ``download`` in ``prepare_data``, if it cannot be got), the
+            rest in ``setup``.
 
     Source: A. Janosi, W. Steinbrunn, M. Pfisterer, R. Detrano, *Heart Disease*, UCI Machine Learning Repository, 1988.
     The authors ask publications to name these investigators.
@@ -200,7 +225,12 @@ class HospitalsDataModule(SplitDataModule):
     test_sets: dict[str, TensorDataset]
 
     def __init__(
-        self, directory: str | Path, batch_size: int = 16, test_fraction: float = 0.2, seed: int = 0
+        self,
+        directory: str | Path,
+        batch_size: int = 16,
+        test_fraction: float = 0.2,
+        seed: int = 0,
+        download: bool = False,
     ) -> None:
         super().__init__(batch_size)
         if not 0 < test_fraction < 1:
@@ -212,13 +242,20 @@ class HospitalsDataModule(SplitDataModule):
         self.save_hyperparameters(logger=False)
         self.files = {hospital: Path(directory) / f"processed.{hospital}.data" for hospital in HOSPITALS}
         for hospital, path in self.files.items():
-            if not path.is_file():
+            if not download and not path.is_file():
                 raise FederationError(
                     f"the patients of {hospital} are missing: there is no file {path}; give the directory that holds "
-                    "the four processed files"
+                    f"the four processed files, get them from {SOURCE}, or pass download=True"
                 )
         self.test_fraction = test_fraction
         self.seed = seed
+        self.download = download
+
+    def prepare_data(self) -> None:
+        """Download the files that are missing, if ``download`` is set."""
+        for path in self.files.values():
+            if self.download and not path.is_file():
+                download_file(f"{SOURCE}/{path.name}", path)
 
     def setup(self, stage: str | None = None) -> None:
         """Read, check, split, encode and standardise the data, the same way for every stage."""

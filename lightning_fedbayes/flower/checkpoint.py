@@ -50,7 +50,7 @@ class ServerState:
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """One dict of figures per finished round, in order."""
+        """One dict of figures per finished round, in order; its "round" counts from 1."""
         return self.server["history"]
 
     def save(self, path: Path) -> None:

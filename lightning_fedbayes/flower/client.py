@@ -19,6 +19,7 @@ from lightning_fedbayes.flower.training import ClientTraining, Task
 from lightning_fedbayes.flower.wire import from_arrays, to_arrays
 from lightning_fedbayes.partition import Partition
 from lightning_fedbayes.privacy import UpdatePrivacy, check_no_buffers
+from lightning_fedbayes.quiet import without_banners
 from lightning_fedbayes.settings import BufferPolicy, FederationSettings, OptimizerPolicy, PriorPolicy
 from lightning_fedbayes.training.model import ResidentModel
 
@@ -163,11 +164,12 @@ class _MessageHandler:
 
     def _with_trainer(self, use: Callable[[L.Trainer], Any]) -> Any:
         """Return ``use(trainer)`` for the resident Trainer; a Trainer that an error has left is not used again."""
-        if self._trainer is None:
-            callbacks = [*self.options.get("callbacks", []), self.training]
-            self._trainer = L.Trainer(**{**self.options, "callbacks": callbacks, "num_sanity_val_steps": 0})
-        trainer, self._trainer = self._trainer, None
-        result = use(trainer)
+        with without_banners():  # the log of a run is the server's; a client's would repeat itself in every message
+            if self._trainer is None:
+                callbacks = [*self.options.get("callbacks", []), self.training]
+                self._trainer = L.Trainer(**{**self.options, "callbacks": callbacks, "num_sanity_val_steps": 0})
+            trainer, self._trainer = self._trainer, None
+            result = use(trainer)
         self._trainer = trainer
         return result
 

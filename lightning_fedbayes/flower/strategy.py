@@ -250,7 +250,7 @@ class FusionStrategy(Strategy):
         if result.refusal is not None:
             rank_zero_info(f"The old posterior stays, because the clients cannot be fused: {result.refusal}")
         arrays = to_arrays(result.posterior, result.buffers) if result.success else None
-        return arrays, MetricRecord({**result.figures, "round": float(server_round)})
+        return arrays, MetricRecord({**result.figures})
 
     def _read(self, server_round: int, replies: Iterable[Message]) -> dict[int, ClientUpdate | ClientFailure]:
         """Return the update, or the failure, of every client that was asked."""

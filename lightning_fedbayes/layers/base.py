@@ -24,7 +24,7 @@ from lightning_fedbayes.layers.functional import (
     inverse_softplus_std,
     softplus_std,
 )
-from lightning_fedbayes.layers.kl import SMALL, joined_kl_sum
+from lightning_fedbayes.layers.kl import SMALL, KLWatch, joined_kl_sum
 from lightning_fedbayes.layers.priors import NormalPrior, Prior, choose_prior, map_tensors
 
 RELATIVE_STD = 0.1
@@ -115,6 +115,7 @@ class BayesianLayer(BaseVariationalLayer_):
 
     def kl_loss(self) -> Tensor:
         """KL(q‖p) of the layer from its prior: the **sum** over its parameters, in nats. Returns a scalar."""
+        KLWatch.note()
         return sum_kl(self.gaussian_parameters())
 
     def _apply(self, fn: Any, recurse: bool = True) -> BayesianLayer:

@@ -7,7 +7,7 @@ The closed form takes a few passes over the parameters where autograd takes doze
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,22 @@ from lightning_fedbayes.layers.functional import softplus_std
 SMALL = 2**14
 """Number of entries below which an operation on a tensor costs mainly the call, and above which mainly the pass over
 memory. Small parameters are concatenated for their KL, whose gradient is autograd's; large ones use the closed form."""
+
+
+class KLWatch:
+    """Note of whether this process has computed the KL divergence of a layer or network, for advice on losses.
+
+    Attributes:
+        seen: True once it has; whoever wants to know of a stretch of time sets it to False before.
+    """
+
+    seen: ClassVar[bool] = False
+
+    @classmethod
+    def note(cls) -> None:
+        """Note that one is computed; not inside ``torch.compile``, which would have to compile anew."""
+        if not torch.compiler.is_compiling():
+            cls.seen = True
 
 
 def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float) -> Tensor:

@@ -14,6 +14,7 @@ from lightning_fedbayes.errors import PosteriorError
 from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, check_estimator, sum_kl
 from lightning_fedbayes.layers.dropout import MCDropout
 from lightning_fedbayes.layers.functional import Estimator
+from lightning_fedbayes.layers.kl import KLWatch
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters, gaussian_parameters_of
 from lightning_fedbayes.layers.priors import NormalPrior
 from lightning_fedbayes.posterior import GaussianPosterior
@@ -33,6 +34,7 @@ def kl_divergence(module: nn.Module) -> Tensor:
     >>> kl_divergence(nn.Linear(2, 1))
     tensor(0.)
     """
+    KLWatch.note()
     if has_torch_function((module,)):
         return handle_torch_function(kl_divergence, (module,), module)
     parameters = gaussian_parameters(module)

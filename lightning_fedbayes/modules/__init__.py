@@ -1,5 +1,6 @@
 """LightningModules with Bayesian layers, and ready networks."""
 
+from lightning_fedbayes.modules.added_kl import with_kl
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
 from lightning_fedbayes.modules.classifier import ClassPrediction, HybridBayesianClassifier
 from lightning_fedbayes.modules.deep_ensemble import DeepEnsembleRegressor
@@ -31,4 +32,5 @@ __all__ = [
     "outputs_with",
     "resnet20",
     "sample_outputs",
+    "with_kl",
 ]

@@ -26,7 +26,7 @@ from lightning_fedbayes.metrics.functional import (
     predictive_entropy,
 )
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
-from lightning_fedbayes.modules.networks import Init, hybrid
+from lightning_fedbayes.modules.networks import Init, hybrid, layers_to_convert
 from lightning_fedbayes.modules.predictive import Predictive
 
 
@@ -58,8 +58,8 @@ class HybridBayesianClassifier(BayesianModule):
 
     Args:
         network: maps inputs to logits of shape (batch, classes).
-        bayesian_last: the last n linear or convolutional layers become Bayesian; None takes ``network`` as it is,
-            Bayesian layers included.
+        bayesian_last: the last n linear or convolutional layers become Bayesian; 0 takes ``network`` as it is. None is
+            1, or 0 if ``network`` has Bayesian layers or Monte Carlo dropout already.
         estimator: see :func:`~lightning_fedbayes.bayesianize`, as are the next four.
         prior_std: standard deviation of the Gaussian prior; 1 by default.
         prior: any other prior.
@@ -68,7 +68,8 @@ class HybridBayesianClassifier(BayesianModule):
         samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive: see :class:`BayesianModule`.
 
     Raises:
-        ConversionError: the network has fewer layers to convert than asked for.
+        ConversionError: the network has fewer layers to convert than asked for, or an argument of the conversion is
+            given for a network that is taken as it is.
 
     >>> model = HybridBayesianClassifier(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), bayesian_last=1)
     >>> import torch
@@ -94,7 +95,9 @@ class HybridBayesianClassifier(BayesianModule):
         predictive: Predictive = "layers",
     ) -> None:
         super().__init__(
-            hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std),
+            hybrid(
+                network, layers_to_convert(network, bayesian_last), estimator, prior_std, prior, init, posterior_std
+            ),
             samples=samples,
             kl_weight=kl_weight,
             warmup_rounds=warmup_rounds,

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from lightning_fedbayes.errors import ConversionError, FedBayesError
 from lightning_fedbayes.layers import Estimator, Prior, bayesianize
+from lightning_fedbayes.layers.base import check_estimator
+from lightning_fedbayes.modules.sampling import is_stochastic
 
 
 def mlp(features: int, outputs: int, hidden: Sequence[int] = (50,)) -> nn.Sequential:
@@ -147,6 +149,11 @@ def resnet20(channels: int = 3, classes: int = 10) -> nn.Sequential:
 Init = Literal["fresh", "pretrained"]
 
 
+def layers_to_convert(network: nn.Module, bayesian_last: int | None) -> int | None:
+    """Return ``bayesian_last``; for None the last layer, or None if ``network`` is Bayesian, or drops out, already."""
+    return 1 if bayesian_last is None and not is_stochastic(network) else bayesian_last
+
+
 def hybrid(
     network: nn.Module,
     bayesian_last: int | None,
@@ -173,9 +180,11 @@ def hybrid(
             init=init,
             posterior_std=posterior_std,
         )
+    check_estimator(estimator)
     given = {"prior_std": prior_std, "prior": prior, "posterior_std": posterior_std}
     ignored = [f"{name}={value}" for name, value in given.items() if value is not None]
     ignored += [f"init='{init}'"] if init != "fresh" else []
+    ignored += [f"estimator='{estimator}'"] if estimator != "local_reparameterization" else []
     if ignored:
         raise ConversionError(
             f"{', '.join(ignored)} without bayesian_last: the network is taken as it is, so they would change nothing. "

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_fedbayes.adversaries import UpdateAttack
@@ -152,7 +153,9 @@ def check_schedulers(trainer: L.Trainer) -> None:
 
 
 def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise FederationError if a checkpoint's clients hold other data than those at hand.
+    """Raise FederationError if a checkpoint's clients hold other data than those at hand, or other local parameters.
+
+    Other settings may change from one round to the next; one line says which have.
 
     Args:
         trainer: which may reload data of other sizes during a fit.
@@ -161,12 +164,17 @@ def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], setting
     """
     made: Any = trainer
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
-    names = (*names, "privacy")
+    names = (*names, "privacy", "local_parameters")
     if settings["privacy"] != "None":
         names = (*names, "fraction")  # ε counts all rounds as if they were alike
     changed = [f"{name}={settings[name]} (was {stored[name]})" for name in names if stored[name] != settings[name]]
     if changed:
         raise FederationError(
             f"the checkpoint is of another federation: {', '.join(changed)}. Resume with the same data, partition, "
-            "seed and privacy; or start a new federation from its weights alone, with load_from_checkpoint"
+            "seed, privacy and local parameters; or start a new federation from its weights alone, with "
+            "load_from_checkpoint"
         )
+    told = [f"{name}={value} (was {stored[name]})" for name, value in settings.items()
+            if stored[name] != value and name not in (*names, "client_sizes")]
+    if told:
+        rank_zero_info(f"Resuming with other settings than those of the checkpoint: {', '.join(told)}")

@@ -226,6 +226,11 @@ class FitLoop:
 
         self._epoch.on_advance_end = on_advance_end
 
+    @property
+    def step_names(self) -> set[str]:
+        """Names under which loggers have got figures of single training steps in this round."""
+        return set(self._epoch._results.metrics(on_step=True)["log"])
+
     # -- counters ------------------------------------------------------------------------------------------------------
 
     def begin_round(self) -> None:

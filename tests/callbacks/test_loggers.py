@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
@@ -23,11 +23,14 @@ ROUNDS, CLIENTS = 3, 3
 VALIDATION = {"val/accuracy", "val/nll", "val/ece", "val/brier", "val/entropy", "val/aleatoric", "val/epistemic",
               "val/client_accuracy", "val/worst_client_accuracy", "val/retained_area_entropy",
               "val/retained_area_aleatoric", "val/retained_area_epistemic"}
-FEDERATION = {"federation/seconds", "federation/megabytes_up", "federation/megabytes_down",
-              "federation/posterior_variance", "federation/disagreement", "federation/effective_clients",
-              "federation/failed_clients", "federation/train_loss"}
+CONSTANT = {"federation/megabytes_down", "federation/failed_clients", "federation/failed_rounds",
+            "federation/excluded_clients"}
+FEDERATION = {"federation/seconds", "federation/megabytes_up", "federation/posterior_variance",
+              "federation/disagreement", "federation/effective_clients", "federation/train_loss"}
+OF_CLIENTS = {f"client_{figure}/{client}" for figure in ("accuracy", "train_loss") for client in range(CLIENTS)}
 TRAINING = {"train/nll", "train/kl", "train/kl_factor"}
 SCALARS = VALIDATION | FEDERATION | TRAINING
+STEP = "train/loss_of_a_step"
 IMAGES = {"federation/clients_by_class": 0, "val/calibration": ROUNDS, "val/accuracy_retained": ROUNDS}
 SETTINGS = {"clients": CLIENTS, "fusion": "reverse_kl_barycenter", "weighting": "train_size", "seed": 7,
             "local_epochs": 1, "fraction": 1.0, "engine": "vectorized", "prior": "fixed", "buffers": "average",
@@ -48,6 +51,15 @@ class Recorder(L.Callback):
         self.validations.append(scores)
 
 
+class Model(fb.HybridBayesianClassifier):
+    """Logs a figure of every step, too."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log(STEP, loss)
+        return loss
+
+
 def federate(loggers):
     """A small federation over the digits; returns its callback and the figures of each round."""
     torch.manual_seed(0)
@@ -57,10 +69,10 @@ def federate(loggers):
                   for part, n in ((digits.train, 150), (digits.validation, 100)))
     federation = fb.FederatedBayes(fb.DirichletPartition(clients=CLIENTS, alpha=0.5), seed=7)
     recorder = Recorder()
-    model = fb.HybridBayesianClassifier(mlp(64, 10, (12,)), bayesian_last=1, learning_rate=0.01)
+    model = Model(mlp(64, 10, (12,)), bayesian_last=1, learning_rate=0.01)
     trainer = L.Trainer(
         max_epochs=ROUNDS, accelerator="cpu", logger=loggers, callbacks=[federation, recorder],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
     )
     trainer.fit(model, DataLoader(train, 16, shuffle=True), DataLoader(val, 64))
     rounds = [
@@ -104,10 +116,11 @@ def same(values, expected):
 
 
 def test_the_rounds_have_the_figures_of_the_federation(logged):
-    _, _, rounds = logged
+    _, federation, rounds = logged
+    assert [figures["round"] for figures in federation.history] == [1, 2, 3]
     assert len(rounds) == ROUNDS
     for figures in rounds:
-        assert set(figures) >= VALIDATION | FEDERATION
+        assert set(figures) >= VALIDATION | FEDERATION | CONSTANT
         assert figures["federation/failed_clients"] == 0
         assert figures["federation/seconds"] > 0
         assert figures["federation/posterior_variance"] > 0
@@ -143,18 +156,37 @@ def test_wandb_config_has_the_settings_of_federation_and_model(run):
     assert recorded.config["estimator"] == "local_reparameterization"
 
 
-@pytest.mark.parametrize("name", sorted(SCALARS))
+def test_the_figures_of_the_clients_are_those_of_the_round(run, logged):
+    _, federation, rounds = logged
+    sizes = federation.clients.sizes
+    for figure, of_round in (("accuracy", "val/client_accuracy"), ("train_loss", "federation/train_loss")):
+        curves = [[row[f"client_{figure}/{k}"] for row in entries(run[1].history, f"client_{figure}/{k}")]
+                  for k in range(CLIENTS)]
+        means = [math.fsum(n * value for n, value in zip(sizes, values)) / sum(sizes) for values in zip(*curves)]
+        assert same(means, [figures[of_round] for figures in rounds])
+
+
+def test_wandb_has_no_charts_that_tell_nothing(run):
+    assert not any(name in row for row in run[1].history for name in CONSTANT)
+
+
+def test_wandb_draws_figures_of_steps_over_the_steps(run):
+    assert run[1].axes(STEP) == {"trainer/global_step"}
+    assert [row["trainer/global_step"] for row in entries(run[1].history, STEP)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", sorted(SCALARS | OF_CLIENTS))
 def test_wandb_history_has_every_figure_beside_its_round(run, logged, name):
     rows = entries(run[1].history, name)
     assert [row["round"] for row in rows] == [1, 2, 3]
-    if name not in TRAINING:
+    if name not in TRAINING | OF_CLIENTS:
         assert same([row[name] for row in rows], [figures[name] for figures in logged[2]])
 
 
 def test_wandb_draws_every_figure_over_the_rounds(run):
     """W&B takes any pattern that matches: a name has the round as its axis if no pattern says otherwise."""
-    axes = {name: run[1].axes(name) for name in SCALARS}
-    assert axes == {name: {"round"} for name in SCALARS}
+    axes = {name: run[1].axes(name) for name in SCALARS | OF_CLIENTS}
+    assert axes == {name: {"round"} for name in SCALARS | OF_CLIENTS}
 
 
 def test_wandb_keys_are_either_numbers_or_media(run):
@@ -220,7 +252,7 @@ def read_csv(path):
         return list(csv.reader(file))
 
 
-@pytest.mark.parametrize("name", sorted(SCALARS))
+@pytest.mark.parametrize("name", sorted(SCALARS | CONSTANT))
 def test_csv_has_every_figure_beside_its_round(csv_folder, logged, name):
     head, *lines = read_csv(csv_folder / "metrics.csv")
     rows = [dict(zip(head, line, strict=True)) for line in lines]
@@ -290,6 +322,67 @@ def test_tensorboard_has_the_table_of_clients(events, logged):
     assert [int(row.split("|")[2]) for row in rows] == list(logged[1].clients.sizes)
 
 
+# -- many clients, and clients that fail -------------------------------------------------------------------------------
+
+
+class Charts(Logger):
+    """Keeps the rows that it is given."""
+
+    name, version = "charts", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append(metrics)
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        pass
+
+
+class Failing(fb.HybridBayesianClassifier):
+    """Fails at client 3 in the second round."""
+
+    def on_client_start(self, client):
+        super().on_client_start(client)
+        if (client.number, client.round) == (3, 1):
+            raise RuntimeError("no power")
+
+
+def charts_of(clients, model=fb.HybridBayesianClassifier):
+    """The rows of the rounds of a federation with ``clients``."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(200, 4), torch.randint(0, 2, (200,)))
+    charts = Charts()
+    trainer = L.Trainer(
+        max_epochs=3, accelerator="cpu", logger=charts, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, check_val_every_n_epoch=2, callbacks=[fb.FederatedBayes(fb.IIDPartition(clients))],
+    )
+    trainer.fit(model(mlp(4, 2), bayesian_last=1), DataLoader(data, 8), DataLoader(data, 200))
+    return [row for row in charts.rows if "federation/seconds" in row]
+
+
+def test_many_clients_are_a_band_of_quantiles():
+    for row in charts_of(21):
+        losses = [row[f"client_train_loss/quantile_{level}"] for level in (10, 50, 90)]
+        assert losses == sorted(losses)
+        assert losses[0] < row["federation/train_loss"] < losses[2]
+        assert ("client_accuracy/quantile_50" in row) == (row["round"] == 2)  # of which alone is a validation
+        assert not any(name.endswith("/20") for name in row)
+    assert "client_train_loss/19" in charts_of(20)[0]
+
+
+def test_counts_of_failures_are_drawn_from_the_first_failure_on():
+    rows = charts_of(5, Failing)
+    assert [row.get("federation/failed_clients") for row in rows] == [None, 1, 0]
+    assert [row.get("federation/failed_rounds") for row in rows] == [None, None, None]
+    assert [row.get("federation/megabytes_down", 0) > row["federation/megabytes_up"] for row in rows] == [
+        False, True, False
+    ]
+    assert ["client_train_loss/3" in row for row in rows] == [True, False, True]
+
+
 # -- no logger, no account ---------------------------------------------------------------------------------------------
 
 
@@ -326,6 +419,7 @@ def test_without_an_account_wandb_logs_offline_and_asks_nothing(tmp_path):
     )
     assert finished.returncode == 0, finished.stderr
     assert "wandb sync" in finished.stdout + finished.stderr  # says how to upload it later
+    assert "anonymous" not in finished.stdout + finished.stderr  # which Lightning sets, not the user
     (path,) = (tmp_path / "work").rglob("offline-run-*/run-*.wandb")
     recorded = read_run(path)
     assert [row["round"] for row in entries(recorded.history, "val/accuracy")] == [1, 2]

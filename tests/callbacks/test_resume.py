@@ -238,7 +238,7 @@ def test_more_rounds_on_the_same_trainer_equal_all_rounds_at_once(tmp_path):
     made.fit_loop.max_epochs = 4
     made.fit(parts, loader())
     assert_equal(dict(whole.state_dict()), dict(parts.state_dict()))
-    assert [row["round"] for row in fed.history] == [0, 1, 2, 3]
+    assert [row["round"] for row in fed.history] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("setting", ["everything kept"])
@@ -292,3 +292,35 @@ def test_a_checkpoint_of_another_federation_is_refused(tmp_path, options, messag
     other = fb.FederatedBayes(fb.SizesPartition(sizes), fraction=0.6, **{"seed": 3, **options})
     with pytest.raises(fb.FederationError, match=f"another federation: .*{message}.*load_from_checkpoint"):
         federate(module, other, ROUNDS + 1, loader(), ckpt_path=tmp_path / "one.ckpt")
+
+
+def test_local_parameters_cannot_change_between_runs(tmp_path):
+    module, _, made = run(tmp_path, "plain")
+    made.save_checkpoint(tmp_path / "one.ckpt")
+    other = fb.FederatedBayes(
+        fb.SizesPartition((30, 25, 15, 12, 8)), fraction=0.6, seed=3, local_parameters=["network.6.*"]
+    )
+    with pytest.raises(fb.FederationError, match=r"local_parameters=\['network.6.\*'\] \(was \[\]\)"):
+        federate(module, other, ROUNDS + 1, loader(), ckpt_path=tmp_path / "one.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, None),
+        ({"fusion": "conflation"}, "fusion=conflation (was reverse_kl_barycenter), weighting=none (was train_size)"),
+        ({"fraction": 0.8, "weighting": "equal"}, "fraction=0.8 (was 0.6), weighting=equal (was train_size)"),
+        ({"local_epochs": 2, "optimizer_state": "keep", "buffers": "frozen"},
+         "local_epochs=2 (was 1), optimizer_state=keep (was reset), buffers=frozen (was average)"),
+    ],
+)
+def test_other_settings_of_a_resumed_run_are_told_in_one_line(tmp_path, caplog, changed, told):
+    module, _, made = run(tmp_path, "plain")
+    made.save_checkpoint(tmp_path / "one.ckpt")
+    options = {"fraction": 0.6, "seed": 3, "engine": "vectorized"} | changed
+    other = fb.FederatedBayes(fb.SizesPartition((30, 25, 15, 12, 8)), **options)
+    with caplog.at_level("INFO"):
+        federate(module, other, ROUNDS + 1, loader(), ckpt_path=tmp_path / "one.ckpt")
+    lines = [line for line in caplog.messages if "other settings" in line]
+    assert lines == ([] if told is None else [f"Resuming with other settings than those of the checkpoint: {told}"])
+    assert len(other.history) == ROUNDS + 1

@@ -49,9 +49,11 @@ def test_a_comparison_from_start_to_end(elsewhere, capsys):
     assert first.curves == read_curves(folder / "runs" / "weighted_average" / "seed_0" / "metrics.csv")
 
     assert main(["plot", "here"]) == 0
-    drawn = capsys.readouterr().out.split()
-    assert "here/val_accuracy_by_round.png" in drawn
-    assert all((elsewhere / file).is_file() for file in drawn)
+    assert capsys.readouterr().out == "here/learning_curves.png\n"
+    assert (folder / "learning_curves.png").stat().st_size > 20000
+    assert {each.name for each in folder.iterdir()} == {
+        "learning_curves.png", "results.json", "runs", "table.md", "val_nll_by_round.png"
+    }
     assert main(["plot", "here/runs/weighted_average/seed_0"]) == 0
     alone = curves_of(folder / "runs" / "weighted_average" / "seed_0")
     assert alone["val/nll"] == {"nll": first.curves["val/nll"]}

@@ -1,9 +1,11 @@
 """Four hospitals: encoding, missing values, splits of files made on the spot, and what is said of damaged ones."""
 
 import importlib.util
+import io
 import random
 import sys
 from pathlib import Path
+from urllib.error import URLError
 
 import lightning as L
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.data import HospitalsDataModule, clients_of
+from lightning_fedbayes.data import hospitals as source
 from lightning_fedbayes.data.hospitals import (
     COLUMNS,
     HOSPITALS,
@@ -193,6 +196,40 @@ def test_other_tables_missing_hospitals_and_fractions(folder, tmp_path):
         HospitalsDataModule(folder)
     with pytest.raises(FederationError, match="test_fraction is 1; it lies strictly between"):
         HospitalsDataModule(folder, test_fraction=1)
+
+
+def test_missing_files_and_no_others_are_downloaded(folder, monkeypatch):
+    missing = folder / "processed.va.data"
+    content, asked = missing.read_bytes(), []
+    missing.unlink()
+    monkeypatch.setattr(source, "urlopen", lambda address, timeout: asked.append(address) or io.BytesIO(content))
+    data = HospitalsDataModule(folder, download=True)
+    assert not asked
+    data.prepare_data()
+    data.setup()
+    assert asked == [f"{source.SOURCE}/processed.va.data"]
+    assert missing.read_bytes() == content
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_a_download_that_fails_leaves_no_file_and_says_what_to_do(tmp_path, monkeypatch):
+    def unreachable(address, timeout):
+        raise URLError("no network")
+
+    monkeypatch.setattr(source, "urlopen", unreachable)
+    data = HospitalsDataModule(tmp_path / "new", download=True)
+    with pytest.raises(FederationError, match=r"https://.*cleveland.data cannot be downloaded \(.*no network.*by hand"):
+        data.prepare_data()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_example_says_at_once_where_the_data_are(example, tmp_path, monkeypatch, capsys):
+    options = ["--data", str(tmp_path / "none"), "--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["hospitals.py", *options])
+    with pytest.raises(SystemExit):
+        example.main()
+    assert f"get them from {source.SOURCE}, or pass --download" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")

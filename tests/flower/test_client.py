@@ -31,7 +31,7 @@ REFUSALS = {
     ),
     "a schedule of a metric": (lambda: client_apps(make=Plateau), "ReduceLROnPlateau follows a validation metric"),
     "a Trainer that cuts rounds": (
-        lambda: [client_app(hybrid(), BlobData(), trainer={"limit_train_batches": 0.5})] * 4, "limit_train_batches=0.5"
+        lambda: [client_app(hybrid(), BlobData(), trainer={"max_steps": 1})] * 4, "max_steps=1 stops inside a round"
     ),
 }
 

@@ -13,7 +13,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 
 from lightning_fedbayes import HybridBayesianClassifier, bayesianize
 from lightning_fedbayes.errors import ConversionError
-from lightning_fedbayes.layers import MCDropout, NormalPrior
+from lightning_fedbayes.layers import MCDropout, NormalPrior, with_mc_dropout
 from lightning_fedbayes.modules import mlp
 
 from .helpers import labelled, loader, trainer
@@ -48,10 +48,9 @@ def test_aleatoric_and_epistemic_make_the_variance_of_the_label():
     assert torch.allclose(prediction.aleatoric + prediction.epistemic, trace, atol=1e-6)
 
 
-@pytest.mark.parametrize("last", [None, 0])
-def test_a_deterministic_network_has_no_epistemic_uncertainty(last):
+def test_a_deterministic_network_has_no_epistemic_uncertainty():
     network = mlp(6, 3, (5,))
-    model = HybridBayesianClassifier(network, bayesian_last=last)
+    model = HybridBayesianClassifier(network, bayesian_last=0)
     x = torch.randn(8, 6)
     prediction = model.predict_step(x)
     assert torch.equal(prediction.epistemic, torch.zeros(8))
@@ -173,6 +172,27 @@ def test_it_learns():
 def test_the_networks_own_bayesian_layers_are_kept():
     network = bayesianize(mlp(6, 3, (5,)), last=1, estimator="flipout")
     assert HybridBayesianClassifier(network).network is network
+    dropout = with_mc_dropout(mlp(6, 3, (5,)), 0.1)
+    assert HybridBayesianClassifier(dropout).network is dropout
+
+
+def test_a_hybrid_classifier_is_hybrid_unless_it_is_told_otherwise():
+    for last, kind in ((None, "LinearLocalReparameterization"), (0, "Linear")):
+        network = HybridBayesianClassifier(mlp(6, 3), last).network
+        assert [type(layer).__name__ for layer in network] == ["Linear", "ReLU", kind]
+    flipout = HybridBayesianClassifier(mlp(6, 3), estimator="flipout").network[-1]
+    assert type(flipout).__name__ == "LinearFlipout"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"estimator": "flipout"}, "estimator='flipout' without bayesian_last: the network is taken as it is"),
+     ({"estimator": "flipot"}, "unknown estimator 'flipot'.*flipout"),
+     ({"prior_std": 2.0}, "prior_std=2.0 without bayesian_last")],
+)
+def test_an_argument_of_a_conversion_that_is_not_made_is_refused(options, message):
+    with pytest.raises(ConversionError, match=message):
+        HybridBayesianClassifier(bayesianize(mlp(6, 3), last=1), **options)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import lightning as L
@@ -153,8 +154,11 @@ def run(
     )
     held_out = DataLoader(classes(48, 77), batch_size=16, shuffle=shuffled)
     loader = DataLoader(clients(sizes, broken), batch_size=batch_size, shuffle=True)
-    trainer.fit(module, loader, held_out, ckpt_path=resume)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader, held_out, ckpt_path=resume)
     return {
+        "warnings": [str(warning.message) for warning in told],
         "posterior": federation.posterior.state_dict(),
         "buffers": dict(module.named_buffers()),
         "history": federation.history,

@@ -88,6 +88,7 @@ def test_ddp_splits_the_batches_of_each_client(several, alone):
         for part in ("mean", "variance"):
             torch.testing.assert_close(result["posterior"][part], expected["posterior"][part], rtol=1e-4, atol=1e-6)
         assert result["steps"] == expected["steps"]
+        assert not [text for text in result["warnings"] if "'round'" in text]  # which the callback logs
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,0 +1,95 @@
+"""The KL divergence in the loss of a LightningModule that was written without one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+
+from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.layers import kl_divergence
+
+
+def with_kl(module: L.LightningModule, kl_weight: float = 1.0) -> L.LightningModule:
+    r"""Return a copy of ``module`` to whose training loss the KL divergence of its Bayesian layers is added.
+
+    .. math:: \mathcal L + \frac{\beta}{n}\, KL(q\|p)
+
+    with the loss :math:`\mathcal L` that ``training_step`` returns, a mean over the batch, and n the number of training
+    examples: of the client whose turn it is in a federation, of the data set otherwise. The copy is of a subclass of
+    the module's class, with the same attributes, hooks and names of parameters.
+
+    When to use it: after :func:`~lightning_fedbayes.bayesianize` of a module of your own whose ``training_step`` you do
+    not want to change. Write :func:`~lightning_fedbayes.kl_divergence` into a loss of your own for anything else, such
+    as a warm-up or a figure of the KL in the log.
+
+    Args:
+        module: its ``training_step`` returns the loss, or a dict with "loss".
+        kl_weight: tempering factor β; 1 is the ELBO, smaller a cold posterior.
+
+    Raises:
+        FedBayesError: ``kl_weight`` is negative, or ``module`` adds its KL already; in training, data without a length,
+            or a ``training_step`` that returns something else.
+
+    Source: [BA-BFL] eq. (3); [FBDL] eq. (6).
+
+    >>> class Own(L.LightningModule):
+    ...     def training_step(self, batch, batch_idx):
+    ...         return batch.mean()
+    >>> type(with_kl(Own())).__name__
+    'OwnWithKL'
+    """
+    if not kl_weight >= 0:
+        raise FedBayesError(f"kl_weight={kl_weight}: give at least 0")
+    if hasattr(module, "kl_examples"):
+        raise FedBayesError(f"{type(module).__name__} has the KL divergence in its loss already")
+    changed: Any = copy.deepcopy(module)
+    changed.__class__ = _class_with_kl(type(module))
+    changed.kl_weight, changed.kl_examples = kl_weight, None
+    return changed
+
+
+def _class_with_kl(kind: Any) -> type[L.LightningModule]:
+    """Return the subclass of ``kind`` that :func:`with_kl` makes."""
+
+    class WithKL(kind):
+        @functools.wraps(kind.training_step)  # Lightning reads the names of its arguments
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return _plus_kl(self, super().training_step(*args, **kwargs))
+
+        def on_train_start(self) -> None:
+            dataset: Any = getattr(self.trainer.train_dataloader, "dataset", None)
+            self.kl_examples = len(dataset) if hasattr(dataset, "__len__") else None
+            super().on_train_start()
+
+        def on_client_start(self, client: Any) -> None:
+            self.kl_examples = client.num_examples
+            own = getattr(super(), "on_client_start", None)
+            if own is not None:
+                own(client)
+
+    WithKL.__name__ = WithKL.__qualname__ = f"{kind.__name__}WithKL"
+    return WithKL
+
+
+def _plus_kl(module: Any, output: Any) -> Any:
+    """Add the KL per example to what a ``training_step`` returns; None stays None."""
+    if output is None:
+        return None
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise FedBayesError(
+            f"training_step of {type(module).__name__} returns {type(output).__name__} without a loss to add the KL "
+            'divergence to: return the loss, or a dict with "loss"'
+        )
+    if module.kl_examples is None:
+        raise FedBayesError(
+            f"{type(module).__name__} does not know the number of training examples that the KL is divided by: train "
+            "on a data set with a length, or add fb.kl_divergence(self) / n to the loss yourself"
+        )
+    loss = loss + module.kl_weight / module.kl_examples * kl_divergence(module)
+    return {**output, "loss": loss} if isinstance(output, Mapping) else loss
