@@ -176,13 +176,13 @@ def test_functions_that_give_no_weights_are_named(values, words):
 @pytest.mark.parametrize(("wrong", "right"), [("train_sizes", "train_size"), ("equals", "equal"),
                                               ("max_discrepency", "max_discrepancy")])
 def test_unknown_name_gets_the_nearest(wrong, right):
-    with pytest.raises(FusionError, match=rf"unknown weighting '{wrong}': did you mean '{right}'\?.*distance_l2"):
+    with pytest.raises(FusionError, match=rf"weighting='{wrong}': did you mean '{right}'\?.*distance_l2"):
         client_weights(wrong, facts_of([normal([0.0])]))
 
 
 @pytest.mark.parametrize("wrong", [None, 3, [0.5, 0.5], {"a": 1.0}], ids=repr)
 def test_what_is_neither_name_nor_function_is_refused(wrong):
-    with pytest.raises(FusionError, match="unknown weighting"):
+    with pytest.raises(FusionError, match="weighting=.*give one of"):
         check_weighting(wrong)
 
 

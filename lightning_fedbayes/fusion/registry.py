@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, nearest
+from lightning_fedbayes.errors import FusionError, check_choice, check_flag, check_kind, check_strings, nearest, shown
 from lightning_fedbayes.fusion.rule import FusionRule
 from lightning_fedbayes.posterior import GaussianPosterior
 
@@ -49,10 +49,15 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
     >>> unregister_fusion("first_client")
     """
 
+    remedy = "give a string, the name by which users choose the rule"
+    check_kind("name", name, str, remedy, error=FusionError)
+    aliases = check_strings("aliases", aliases, remedy, error=FusionError)
+
     def register(rule: Registered) -> Registered:
         usable = issubclass(rule, FusionRule) if isinstance(rule, type) else callable(rule)
         if not usable:
-            raise FusionError(f"cannot register {rule!r} as '{name}': a rule is a FusionRule subclass or a function")
+            remedy = "a rule is a FusionRule subclass or a function"
+            raise FusionError(f"cannot register {shown(rule)} as '{name}': {remedy}")
         keys = (name, *aliases)
         for i, key in enumerate(keys):
             if key in _RULES or key in _ALIASES or key in keys[:i]:
@@ -65,8 +70,13 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
 
 
 def unregister_fusion(name: str) -> None:
-    """Remove the rule ``name`` and its aliases."""
-    _RULES.pop(name)
+    """Remove the rule ``name`` and its aliases.
+
+    Raises:
+        FusionError: there is none; the message gives the nearest.
+    """
+    check_choice("name", name, _RULES, error=FusionError)
+    del _RULES[name]
     for alias in [alias for alias, target in _ALIASES.items() if target == name]:
         del _ALIASES[alias]
 
@@ -77,6 +87,7 @@ def available_fusions(aliases: bool = False) -> list[str]:
     >>> available_fusions()[:2]
     ['alpha_barycenter', 'conflation']
     """
+    check_flag("aliases", aliases, error=FusionError)
     return sorted([*_RULES, *_ALIASES] if aliases else _RULES)
 
 
@@ -104,4 +115,4 @@ def get_rule(rule: str | FusionRule | FuseFunction) -> FusionRule:
         return registered() if isinstance(registered, type) else FunctionRule(registered)
     if callable(rule) and not isinstance(rule, type):
         return FunctionRule(rule)
-    raise FusionError(f"{rule!r} is no fusion rule: give a name, a FusionRule object or a function")
+    raise FusionError(f"{shown(rule)} is no fusion rule: give a name, a FusionRule object or a function")
