@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from itertools import repeat
 from typing import Any, ClassVar
 
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from lightning_fedbayes.errors import FedBayesError, PosteriorError, check_kind, check_strings, shown
 
+MOST_ROWS = 20
+"""Tensors in the table of a notebook."""
 MOST_AT_ONCE = 2**22
 """Entries of a stack up to which its rows are flattened at once, which takes 64 MiB."""
 
@@ -54,6 +57,24 @@ class GaussianPosterior:
                     f"variance of '{name}' is negative at {int((variance < 0).sum())} of {variance.numel()} entries "
                     f"(minimum {variance.min():.3g}); a variance is at least 0, and 0 means deterministic"
                 )
+
+    def __repr__(self) -> str:
+        gaussian = sum(not is_zero(variance) for variance in self.variance.values())
+        types = sorted({f"{str(mean.dtype).removeprefix('torch.')} on {mean.device}" for mean in self.mean.values()})
+        return (f"GaussianPosterior({self.num_parameters:,} parameters in {len(self.mean)} tensors, {gaussian} of them "
+                f"Gaussian; {', '.join(types)})")
+
+    def _repr_html_(self) -> str:
+        """Return a table of the tensors for a notebook: shape, root mean square of the mean, range of σ."""
+        rows = []
+        for name in self.names[:MOST_ROWS]:
+            mean, std = self.mean[name].detach().double(), self.variance[name].detach().double().sqrt()
+            spread = "–" if is_zero(self.variance[name]) else f"{std.min():.3g} to {std.max():.3g}"
+            size = f"{mean.square().mean().sqrt():.3g}" if mean.numel() else "–"
+            rows.append((escape(name), "×".join(map(str, mean.shape)) or "scalar", size, spread))
+        more = f"<p>… and {len(self.mean) - MOST_ROWS} more tensors</p>" if len(self.mean) > MOST_ROWS else ""
+        head = ("tensor", "shape", "root mean square of μ", "σ")
+        return f"<p>{escape(repr(self))}</p>{html_table(head, rows)}{more}"
 
     @classmethod
     def point_mass(cls, mean: Mapping[str, Tensor]) -> GaussianPosterior:
@@ -229,6 +250,17 @@ class GaussianPosterior:
         check_parameters("mean", mean)
         check_kind("variance", stored, Mapping, "give name → tensor", error=PosteriorError)
         return cls(dict(mean), {name: stored[name] if name in stored else zeros_like(m) for name, m in mean.items()})
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of HTML; cells are escaped by the caller.
+
+    >>> html_table(("a",), [("1",)])
+    '<table><tr><th>a</th></tr><tr><td>1</td></tr></table>'
+    """
+    lines = ["".join(f"<th>{each}</th>" for each in head)]
+    lines += ["".join(f"<td>{each}</td>" for each in row) for row in rows]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def gaussian_kl(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ def client_weights(weighting: str | CohortWeights, facts: Sequence[ClientFacts])
 def normalised(values: Sequence[float] | Tensor, weighting: str | CohortWeights, count: int) -> list[float]:
     """Check the weights that ``weighting`` gave for ``count`` clients, and scale them to sum to 1."""
     name = weighting if isinstance(weighting, str) else getattr(weighting, "__name__", "your function")
-    weights = as_weights(values, f"weighting {name} gave ")
+    weights = as_weights(values, f"weighting {name}: ")
     if len(weights) != count:
         raise FusionError(f"weighting {name} gave {len(weights)} weights for {count} clients; give one per client")
     if not bool(weights.sum() > 0):

@@ -131,6 +131,12 @@ class FederatedBayes(L.Callback):
         self._report = FederationReport()
         self._uncertainty = UncertaintyReport()
 
+    def __repr__(self) -> str:
+        default, known = FederationSettings().described(), self.settings.described()
+        changed = ", ".join(f"{name}={value!r}" if name not in ("partition", "privacy") else f"{name}={value}"
+                            for name, value in known.items() if value != default[name] or name == "fusion")
+        return f"FederatedBayes({changed})"
+
     @property
     def federation(self) -> Federation:
         """The running federation, or the last one."""

@@ -14,6 +14,30 @@ from lightning_fedbayes.posterior import GaussianPosterior
 FuseFunction = Callable[[Sequence[GaussianPosterior], Tensor, "GaussianPosterior | None"], GaussianPosterior]
 Registered = TypeVar("Registered")
 
+_OF_CLIENTS = (
+    "it changes how clients train, not how their posteriors are fused: put its term into your training_step, and fuse "
+    "with 'weighted_average'"
+)
+_OF_SERVERS = (
+    "it is an optimizer of the server, which is no fusion rule and not part of this package yet; "
+    "'weighted_average' is its average without the step"
+)
+ALGORITHMS = {
+    **dict.fromkeys(("fedprox", "moon", "feddyn", "ditto", "feddecorr", "fedlc"), _OF_CLIENTS),
+    **dict.fromkeys(("fedadam", "fedyogi", "fedadagrad", "fedavgm", "fedopt", "mime"), _OF_SERVERS),
+    "scaffold": "it keeps control variates at clients and server, which is no fusion rule; 'weighted_average' fuses "
+                "without them",
+    "fednova": "it divides updates by the clients' numbers of steps, which is no fusion rule; 'weighted_average' with "
+               "weighting='equal' does not favour clients that take many",
+    "fedper": "it is an argument of the federation: fusion='weighted_average', local_parameters=['head.*']",
+    "fedrep": "it is an argument of the federation: fusion='weighted_average', local_parameters=['head.*']",
+    "fedbn": "it is an argument of the federation: fusion='weighted_average', local_parameters with the patterns of "
+             "the normalisation layers, and buffers='local'",
+    "pvi": "clients keep a site (a factor of the posterior) in it, which is no fusion rule; nearest are "
+           "fusion='dwc' or 'conflation' with prior='global'",
+}
+"""Known algorithm that is no fusion rule, in lower case without hyphens → what to do instead."""
+
 _RULES: dict[str, type[FusionRule] | FuseFunction] = {}
 _ALIASES: dict[str, str] = {}
 
@@ -110,7 +134,9 @@ def get_rule(rule: str | FusionRule | FuseFunction) -> FusionRule:
     if isinstance(rule, str):
         name = _ALIASES.get(rule, rule)
         if name not in _RULES:
-            raise FusionError(f"unknown fusion rule '{rule}': {nearest(rule, available_fusions(aliases=True))}")
+            help = ALGORITHMS.get(rule.lower().replace("-", "").replace("_", ""))
+            help = help or nearest(rule, available_fusions(aliases=True))
+            raise FusionError(f"unknown fusion rule '{rule}': {help}")
         registered = _RULES[name]
         return registered() if isinstance(registered, type) else FunctionRule(registered)
     if callable(rule) and not isinstance(rule, type):

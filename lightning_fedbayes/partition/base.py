@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_fedbayes import plots
 from lightning_fedbayes.errors import LARGEST, PartitionError, check_at_least, check_kind, shown
-from lightning_fedbayes.posterior import check_tensor
+from lightning_fedbayes.posterior import check_tensor, html_table
 from lightning_fedbayes.seeding import derive_seed
 
 Array = NDArray[Any]
@@ -66,7 +66,21 @@ class Split:
         """Number of examples of each client."""
         return tuple(len(client) for client in self.indices)
 
+    def __repr__(self) -> str:
+        classes = f" of {len(self.classes)} classes" if self.classes else ""
+        return (f"Split({len(self.sizes)} clients, {sum(self.sizes):,} examples{classes}, {min(self.sizes):,} to "
+                f"{max(self.sizes):,} per client)")
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        head, *rows = self._table()
+        return html_table(head, rows)
+
     def __str__(self) -> str:
+        return _align(self._table())
+
+    def _table(self) -> list[list[str]]:
+        """Return the rows of the printed table: a head, the clients, and the sums."""
         totals = torch.tensor(self.sizes).unsqueeze(1)
         parts = totals if self.counts is None else torch.cat([self.counts, totals], dim=1)
         body = torch.cat([parts, parts.sum(0, keepdim=True)]).tolist()
@@ -76,8 +90,7 @@ class Split:
         table += [
             [name, *_abbreviate(list(map(str, row[:-1])), MAX_COLUMNS), str(row[-1])] for name, row in zip(rows, body)
         ]
-        table = [table[0], *_abbreviate(table[1:-1], MAX_ROWS), table[-1]]
-        return _align(table)
+        return [table[0], *_abbreviate(table[1:-1], MAX_ROWS), table[-1]]
 
     def plot(self) -> Figure:
         """Draw a heat map of clients × classes, or of the sizes if there are no class labels."""

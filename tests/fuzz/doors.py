@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import adversaries, aggregation, data, fusion, layers, metrics, modules, plan, privacy, weighting
+from lightning_fedbayes import adversaries, aggregation, data, fusion, layers, metrics, modules, plan, weighting
 from lightning_fedbayes.data import ClientDatasets, clients_of, labels_of
 from lightning_fedbayes.metrics import functional
 from lightning_fedbayes.partition.base import Split, counts_table
@@ -191,7 +191,8 @@ DOORS = {
     # settings and the callback
     "FederationSettings": (fb.FederationSettings, SETTINGS),
     "FederatedBayes": (fb.FederatedBayes, SETTINGS),
-    "UpdatePrivacy": (fb.UpdatePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5, "widen_posterior": True}),
+    "UpdatePrivacy": (
+        fb.UpdatePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5, "widen_posterior": True}),
     "ExamplePrivacy": (fb.ExamplePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}),
     "AutoFusion": (fb.AutoFusion, {"candidates": ["linear_pool", "conflation"], "score": None}),
     "register_fusion": (registered, {"name": "a_rule_of_a_test", "aliases": ("its_other_name",)}),
@@ -201,7 +202,7 @@ DOORS = {
     "unregister_fusion": (unregistered, {"name": "a_rule_of_a_test"}),
     "epsilon_of": (fb.epsilon_of, {"noise_multiplier": 1.0, "delta": 1e-5, "rounds": 2, "fraction": 1.0}),
     "noise_multiplier_for": (
-        fb.noise_multiplier_for, {"epsilon": 8.0, "delta": 1e-5, "rounds": 2, "fraction": 1.0}),
+        fb.noise_multiplier_for, {"epsilon": 8.0, "delta": 1e-5, "rounds": 2}),  # fraction: as that of epsilon_of
     "UpdatePrivacy.figures": (
         fb.UpdatePrivacy().figures, {"rounds": 2, "fraction": 1.0, "most_rounds_of_a_client": None}),
     "UpdatePrivacy.send": (
@@ -379,7 +380,8 @@ DOORS = {
 
 VALUES = SimpleNamespace(
     numbers=[None, True, False, 0, -1, 1, 2, 3, 7, 0.0, 0.5, 1.0, 2.5, -1.5, float("nan"), float("inf"),
-             -float("inf"), 5e-324, 1e-30, 1e308, 2**70, -(2**70), 10**400, 1j, np.float64(0.5), np.float32(0.5), np.int64(2)],
+             -float("inf"), 5e-324, 1e-30, 1e308, 2**70, -(2**70), 10**400, 1j, np.float64(0.5), np.float32(0.5),
+             np.int64(2)],
     words=["", "x", "mean", "all", "é\ud800", "a" * 300, b"x", "../..", "\0"],
     lists=[[], [1], [0.5, 0.5], ["x"], [None], [[1, [2]]], [float("nan"), 1.0], [True, False], (), (1, 2), (0,),
            [10**400], {}, {"a": 1}, {1: 2}, {"w": None}, set(), {1, 2}, range(3)],
@@ -387,7 +389,8 @@ VALUES = SimpleNamespace(
     arrays=[np.array(2), np.array([1.0, 2.0]), np.array(["a"]), np.array([None]), np.zeros((0, 3)),
             np.zeros((2, 2, 2)), np.array([1, 2], dtype=np.uint8)],
     tensors=[torch.tensor(2), torch.tensor(0.5), torch.tensor([1.0, 2.0]), torch.tensor([[float("nan")]]),
-             torch.empty(0), torch.zeros(2, device="meta"), torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex64),
+             torch.empty(0), torch.zeros(2, device="meta"), torch.eye(2).to_sparse(),
+             torch.ones(2, dtype=torch.complex64),
              torch.ones(2, requires_grad=True), torch.tensor([1, 2]), torch.tensor([True, False]),
              torch.zeros(2, 3), torch.zeros(2, 2, 2), torch.ones(2, dtype=torch.bfloat16)],
     values=[posterior(), update(), network(), bayesian(), nn.ReLU(), table(4), fb.IIDPartition(2), fb.SignFlip([0]),
