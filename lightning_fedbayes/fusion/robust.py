@@ -53,9 +53,9 @@ class GeometricMedian(GramRule):
     uses_weights: ClassVar[bool] = True
 
     def __init__(self, smoothing: float = 1e-6, tolerance: float = 1e-9, max_iterations: int = 1000) -> None:
-        for name, value in (("smoothing", smoothing), ("tolerance", tolerance), ("max_iterations", max_iterations)):
-            if not value > 0:
-                raise FusionError(f"geometric_median: {name} must be positive, got {value}")
+        check_number("geometric_median: smoothing", smoothing, "(0, inf)", error=FusionError)
+        check_number("geometric_median: tolerance", tolerance, "(0, inf)", error=FusionError)
+        check_at_least("geometric_median: max_iterations", max_iterations, 1, error=FusionError)
         self.smoothing = smoothing
         self.tolerance = tolerance
         self.max_iterations = max_iterations

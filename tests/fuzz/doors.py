@@ -113,11 +113,14 @@ def linear_regression(inputs, targets, prior_std, noise, at, samples):
 
 def registered(name, aliases):
     decorate = fb.register_fusion(name, aliases)
+    if name == "a_rule_of_a_test" and name in fb.available_fusions():
+        fusion.unregister_fusion(name)
     decorate(lambda posteriors, weights, previous: posteriors[0])
     fusion.unregister_fusion(name)
 
 
 def unregistered(name):
+    """Unregister; the rule of the test is there whatever call came before."""
     if "a_rule_of_a_test" not in fb.available_fusions():
         fb.register_fusion("a_rule_of_a_test")(lambda posteriors, weights, previous: posteriors[0])
     fusion.unregister_fusion(name)
@@ -160,6 +163,7 @@ def rules():
     arguments = {
         "AlphaBarycenter": {"alpha": 0.5},
         "DistributedWeightConsolidation": {"min_precision": 1e-3},
+        "GeometricMedian": {"smoothing": 1e-6, "tolerance": 1e-6, "max_iterations": 5},
         "InverseCovarianceMLE": {"latent": 1, "memory": 1.0, "floor": 1e-2, "tolerance": 1e-6, "max_iterations": 5},
         "InverseCovarianceVB": {"latent": 1, "memory": 1.0, "floor": 1e-3},
         "InverseVarianceMLE": {"memory": 1.0, "floor": 1e-2, "tolerance": 1e-6, "max_iterations": 5},

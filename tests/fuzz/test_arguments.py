@@ -28,7 +28,7 @@ NO_DOORS = {
     "Regressor", "ReliabilityRule", "SplitDataModule", "SumRule", "TensorDataModule", "UpdateAttack",
     # without arguments of their own; ClientParallelStrategy hands its on to Lightning
     "AleatoricUncertainty", "BrierScore", "ClientParallelStrategy", "CoordinateMedian", "DeterminantSharpness",
-    "EnsembleCRPS", "EpistemicUncertainty", "GaussianCRPS", "GaussianFit", "GaussianNLL", "GeometricMedian",
+    "EnsembleCRPS", "EpistemicUncertainty", "GaussianCRPS", "GaussianFit", "GaussianNLL",
     "HellingerBarycenter", "LinearPool", "LogVarianceAverage", "MutualInformation", "NegativeLogLikelihood",
     "ReverseKLBarycenter", "UncertaintyReport", "WassersteinBarycenter", "WeightedAverage", "WeightedConflation",
     "WeightedSum", "Conflation",
