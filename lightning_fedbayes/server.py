@@ -182,7 +182,8 @@ class Server:
                     aggregation.add(update)
             except FusionError as refusal:
                 error = refusal
-        size, metrics = (update.num_bytes, update.metrics) if isinstance(update, ClientUpdate) else (0, {})
+        metrics = update.metrics if isinstance(update, ClientUpdate) else {}
+        size = update.num_bytes if isinstance(update, ClientUpdate) and error is None else 0
         outcome = ClientOutcome(update.client, error, update.seconds, update.num_examples, size, metrics)
         self._outcomes[update.client] = outcome
         return outcome

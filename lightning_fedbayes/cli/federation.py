@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fedbayes.callbacks import FederatedBayes
 from lightning_fedbayes.cli.messages import class_help, explain, one_line, option_names, short_help
@@ -108,6 +109,15 @@ class FederationCLI(LightningCLI):
             if own is None:
                 raise
             raise own from error
+
+    def instantiate_trainer(self, **arguments: Any) -> L.Trainer:
+        """Make the Trainer; raise FedBayesError with one line for a value of ``trainer`` that Lightning refuses."""
+        try:
+            return super().instantiate_trainer(**arguments)
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            if isinstance(error, FedBayesError):
+                raise
+            raise FedBayesError(f"trainer: {one_line(str(error))}") from error
 
     def predict(self, model: L.LightningModule, **arguments: Any) -> None:
         """Predict, and save the module's output for each batch."""

@@ -13,7 +13,7 @@ from lightning_fedbayes.flower.wire import from_arrays, read_update, to_arrays
 from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import begun, posterior, update
 
-PROBABILISTIC = {"w"}
+PROBABILISTIC = {"w", "b"}
 ARRAYS = st.sampled_from([
     np.zeros((1, 2), np.float32), np.ones((1, 2), np.float16), np.ones((1, 2)), np.asfortranarray(np.ones((2, 3))),
     np.full((1, 2), np.nan, np.float32), np.full((1, 2), 1e-45, np.float32), -np.ones((1, 2), np.float32),
@@ -45,10 +45,10 @@ def replies(draw):
     elif how == "bytes":
         cut = draw(st.integers(0, len(arrays[key].data)))
         data = arrays[key].data[:cut] + draw(st.binary(max_size=6))
-        arrays[key] = Array("float32", [1, 2], "numpy.ndarray", data)
+        arrays[key] = Array(dtype="float32", shape=[1, 2], stype="numpy.ndarray", data=data)
     elif how == "header":
-        arrays[key] = Array(draw(st.text(max_size=5)), [draw(st.integers(-3, 9))], draw(st.text(max_size=5)),
-                            arrays[key].data)
+        arrays[key] = Array(dtype=draw(st.text(max_size=5)), shape=[draw(st.integers(-3, 9))],
+                            stype=draw(st.text(max_size=5)), data=arrays[key].data)
     elif how == "missing":
         del arrays[key]
     elif how == "key":
