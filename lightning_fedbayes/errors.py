@@ -74,7 +74,7 @@ def shown(value: Any) -> str:
 
 def is_whole(value: Any) -> bool:
     """Return whether ``value`` is a whole number; a bool, a float and a tensor are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def is_number(value: Any) -> bool:

@@ -66,7 +66,8 @@ def from_arrays(arrays: ArrayRecord, who: str) -> tuple[GaussianPosterior, dict[
         if not stored.flags.c_contiguous:
             raise FusionError(f"{who}: array '{key}' is not in the order of rows that to_arrays sends")
         if kind != "buffer" and value.dtype != torch.float32:
-            raise FusionError(f"{who}: array '{key}' is {value.dtype}; means and variances are floating-point, in float32")
+            why = "means and variances are floating-point numbers, in float32"
+            raise FusionError(f"{who}: array '{key}' is {value.dtype}; {why}")
         parts[kind][name] = value
     orphans = sorted(parts["variance"].keys() - parts["mean"].keys())
     if orphans:

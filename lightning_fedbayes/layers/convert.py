@@ -14,7 +14,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_fedbayes.errors import (
     ConversionError,
-    FedBayesError,
     check_at_least,
     check_choice,
     check_flag,
@@ -95,7 +94,7 @@ def bayesianize(
     check_estimator(estimator)
     check_init(init, delta, posterior_std)
     check_flag("bayesian_bias", bayesian_bias, error=ConversionError)
-    check_module("network", network)
+    check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
     choose_prior(0.0, None, prior_std, prior)
     s = 1.0 if prior_std is None else prior_std
 
@@ -165,11 +164,6 @@ def choose(
         raise ConversionError(f"no layer is an instance of {[kind.__name__ for kind in wanted]}; "
                               f"the network has {', '.join(present)}")
     return found
-
-
-def check_module(name: str, value: Any, *, error: type[FedBayesError] = ConversionError) -> None:
-    """Raise ``error`` unless an argument is a module."""
-    check_kind(name, value, nn.Module, "give a torch.nn.Module", error=error)
 
 
 def choose_last(candidates: dict[str, nn.Module], last: int) -> dict[str, nn.Module]:

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
-from lightning_fedbayes.errors import ConversionError, check_number
-from lightning_fedbayes.layers.convert import affine_kind, candidate_modules, check_module
+from lightning_fedbayes.errors import ConversionError, check_kind, check_number
+from lightning_fedbayes.layers.convert import affine_kind, candidate_modules
 
 CHILD = "mc_dropout"
 """Name of the submodule that a layer gets for the dropout of its output."""
@@ -77,7 +77,7 @@ def with_mc_dropout(network: nn.Module, rate: float = 0.2) -> nn.Module:
       (2): Linear(in_features=8, out_features=2, bias=True)
     )
     """
-    check_module("network", network)
+    check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
     copied = copy.deepcopy(network)
     candidates = candidate_modules(copied)
     layers = {name: module for name, module in candidates.items() if affine_kind(module) is not None}

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.flower import FusionStrategy
 from lightning_fedbayes.flower.checkpoint import ServerState
 from lightning_fedbayes.flower.wire import from_arrays, read_update, to_arrays
 from tests.fuzz import EXAMPLES, many, only_own_errors
-from tests.fuzz.doors import begun, posterior, update
+from tests.fuzz.doors import FUNCTIONS, POOL, begun, posterior, update
 
 PROBABILISTIC = {"w", "b"}
 ARRAYS = st.sampled_from([
@@ -60,6 +61,24 @@ def replies(draw):
     else:
         metrics["train_loss"] = draw(NUMBERS)
     return reply(ArrayRecord(arrays), metrics, config)
+
+
+GOOD_STRATEGY = {
+    "fusion": "linear_pool", "weighting": "equal", "fraction": 1.0, "min_clients": 1, "wait_for": 2,
+    "max_failed_rounds": 3, "evaluate": False, "checkpoint": None, "seed": 0,
+}
+
+
+@given(name=st.sampled_from(sorted(GOOD_STRATEGY)), value=st.sampled_from(POOL))
+@many("strategies")
+def any_strategy(name, value):
+    if not (name in FUNCTIONS and callable(value)):
+        with only_own_errors():
+            FusionStrategy(**{**GOOD_STRATEGY, name: value})
+
+
+def test_a_strategys_arguments_are_refused_with_errors_of_the_package():
+    any_strategy()
 
 
 ran = 0
