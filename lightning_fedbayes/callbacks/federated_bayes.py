@@ -132,10 +132,11 @@ class FederatedBayes(L.Callback):
         self._uncertainty = UncertaintyReport()
 
     def __repr__(self) -> str:
-        default, known = FederationSettings().described(), self.settings.described()
-        changed = ", ".join(f"{name}={value!r}" if name not in ("partition", "privacy") else f"{name}={value}"
-                            for name, value in known.items() if value != default[name] or name == "fusion")
-        return f"FederatedBayes({changed})"
+        default, described = vars(FederationSettings()), self.settings.described()
+        chosen = [name for name, value in vars(self.settings).items() if name == "fusion" or value != default[name]]
+        texts = {name: repr(described.get(name, getattr(self.settings, name))) for name in chosen}
+        texts |= {name: described[name] for name in chosen if name in ("partition", "privacy")}  # texts already
+        return f"FederatedBayes({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
     @property
     def federation(self) -> Federation:

@@ -44,12 +44,12 @@ def replies(draw):
     if how == "array":
         arrays[key] = Array(draw(ARRAYS))
     elif how == "bytes":
-        cut = draw(st.integers(0, len(arrays[key].data)))
+        cut = draw(st.integers(1, len(arrays[key].data)))
         data = arrays[key].data[:cut] + draw(st.binary(max_size=6))
-        arrays[key] = Array(dtype="float32", shape=[1, 2], stype="numpy.ndarray", data=data)
+        arrays[key] = Array(dtype="float32", shape=(1, 2), stype="numpy.ndarray", data=data)
     elif how == "header":
-        arrays[key] = Array(dtype=draw(st.text(max_size=5)), shape=[draw(st.integers(-3, 9))],
-                            stype=draw(st.text(max_size=5)), data=arrays[key].data)
+        arrays[key] = Array(dtype=draw(st.text(min_size=1, max_size=5)), shape=(draw(st.integers(-3, 9)),),
+                            stype=draw(st.text(min_size=1, max_size=5)), data=arrays[key].data)
     elif how == "missing":
         del arrays[key]
     elif how == "key":
