@@ -9,7 +9,7 @@ from lightning_fedbayes.errors import FedBayesError
 
 EXAMPLES = {
     "arguments": 3600, "posteriors": 800, "data sets": 300, "labels": 200, "wire": 300, "states": 150,
-    "strategies": 200, "YAML": 150,
+    "strategies": 200, "YAML": 40,
 }
 """Number of examples of each kind."""
 SECONDS = 20
