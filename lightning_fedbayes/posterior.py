@@ -184,9 +184,10 @@ class GaussianPosterior:
             PosteriorError: another shape, or a negative variance.
         """
         for kind, vector in (("mean", mean), ("variance", variance)):
-            if kind == "variance" and vector is None:
+            if vector is None and kind == "variance":
                 continue
             check_tensor(kind, vector)
+            assert vector is not None
             if vector.shape != (self.num_parameters,):
                 raise PosteriorError(f"{kind} has shape {tuple(vector.shape)}; give one of ({self.num_parameters},)")
         means, variances, start = {}, {}, 0

@@ -8,8 +8,8 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fedbayes.callbacks import FederatedBayes
 from lightning_fedbayes.cli.messages import class_help, explain, one_line, option_names, short_help

@@ -16,7 +16,7 @@ from lightning_fedbayes.metrics.functional.utilities import check_predictive, su
 from lightning_fedbayes.posterior import check_tensor
 
 
-def as_owner(client: Tensor | int, like: Tensor) -> Tensor:
+def as_owner(client: Any, like: Tensor) -> Tensor:
     """Return the client of each example as a vector like ``like``; raise FedBayesError if it is no whole number."""
     if is_whole(client):
         check_at_least("client", client, 0, error=FedBayesError)

@@ -196,7 +196,7 @@ class BayesianLinearRegression:
         """
         try:
             return torch.linalg.cholesky(self.precision)
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             raise FedBayesError(
                 f"the precision is not positive definite in double precision, with prior_std={self.prior_std:g} and a "
                 f"noise variance of {self.noise_variance:g}: standardise the inputs, or give values nearer to 1"
