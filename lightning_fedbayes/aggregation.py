@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.errors import FusionError, check_kind
 from lightning_fedbayes.exchange import ALONE, Collective, Reduction, merge_statistics
 from lightning_fedbayes.exchange.reduction import Statistics
 from lightning_fedbayes.fusion import Fused, FusionAccumulator, FusionRule, RuleState, SumRule
@@ -16,8 +16,8 @@ from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
 from lightning_fedbayes.fusion.averages import add_disagreement
 from lightning_fedbayes.fusion.distributed import fuse_distributed
 from lightning_fedbayes.fusion.rule import add
-from lightning_fedbayes.messages import ClientUpdate
-from lightning_fedbayes.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.messages import ClientUpdate, check_mapping
+from lightning_fedbayes.posterior import GaussianPosterior, check_posterior, is_zero
 from lightning_fedbayes.weighting import (
     PER_CLIENT,
     ClientFacts,
@@ -91,6 +91,9 @@ class Aggregation:
         state: RuleState | None = None,
         collective: Collective = ALONE,
     ) -> None:
+        check_kind("rule", rule, FusionRule, "give a rule object, such as get_rule('conflation')", error=FusionError)
+        check_posterior(previous, "previous", error=FusionError)
+        check_mapping("buffers", {} if buffers is None else buffers, Tensor)
         self.rule = rule
         self.state = rule.init() if state is None else state
         self.weighting = weighting
@@ -115,6 +118,7 @@ class Aggregation:
             FusionError: names or shapes are not those of the global model, or a value is not finite. The round is as
                 it was before.
         """
+        check_kind("update", update, ClientUpdate, "give a ClientUpdate", error=FusionError)
         who = f"client {update.client}"
         check_structure(update.posterior, self.previous, who)
         if update.posterior.names != self.previous.names:
@@ -339,5 +343,7 @@ def _as_real(buffer: Tensor) -> Tensor:
 
 
 def _alike(first: Tensor | None, second: Tensor | None) -> bool:
-    """Return True if both tensors are there and agree in shape and dtype."""
-    return first is not None and second is not None and (first.shape, first.dtype) == (second.shape, second.dtype)
+    """Return True if both tensors are there, dense, and agree in shape and dtype."""
+    if first is None or second is None or second.is_meta or second.layout != torch.strided:
+        return False
+    return (first.shape, first.dtype) == (second.shape, second.dtype)

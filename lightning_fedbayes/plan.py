@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.errors import LARGEST, FederationError, check_at_least, check_number, is_whole, shown
 from lightning_fedbayes.seeding import generator
 
 
@@ -46,12 +46,21 @@ class RoundPlan:
         starts: the number of batches before each client's first one, and of all: shape (cohort + 1,). A server that
             leaves training to others needs none.
         local_epochs: passes of each client over its batches.
+
+    Raises:
+        FederationError: a number of another kind.
     """
 
     round: int
     cohort: tuple[int, ...]
     starts: tuple[int, ...] = (0,)
     local_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        check_at_least("round", self.round, -1)  # before the first
+        for name, values in (("cohort", self.cohort), ("starts", self.starts)):
+            if not isinstance(values, tuple) or not all(map(is_whole, values)):
+                raise FederationError(f"{name}={shown(values)}: give a tuple of whole numbers, such as (0, 1, 2)")
 
     @property
     def num_batches(self) -> int:
@@ -108,6 +117,10 @@ def choose_cohort(round: int, clients: int, fraction: float, seed: int) -> tuple
     >>> choose_cohort(0, clients=4, fraction=1.0, seed=0)
     (0, 1, 2, 3)
     """
+    check_at_least("round", round, 0)
+    check_at_least("clients", clients, 1)
+    check_number("fraction", fraction, "(0, 1]")
+    check_at_least("seed", seed, -LARGEST)
     size = cohort_size(clients, fraction)
     if size >= clients:
         return tuple(range(clients))

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import PosteriorError
+from lightning_fedbayes.errors import FedBayesError, PosteriorError, check_kind, check_strings, shown
 
+MOST_ROWS = 20
+"""Tensors in the table of a notebook."""
 MOST_AT_ONCE = 2**22
 """Entries of a stack up to which its rows are flattened at once, which takes 64 MiB."""
 
@@ -29,7 +32,7 @@ class GaussianPosterior:
         variance: the same names → tensors of variances :math:`\sigma^2` of the same shapes, none negative.
 
     Raises:
-        PosteriorError: names differ, shapes differ, or a variance is negative.
+        PosteriorError: names or shapes differ, a value is no dense floating-point tensor, or a variance is negative.
 
     >>> q = GaussianPosterior({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.25, 0.0])})
     >>> q.num_parameters, q.names
@@ -41,7 +44,11 @@ class GaussianPosterior:
     _flat: ClassVar[tuple[Tensor, Tensor] | None] = None  # of a row of a stack: what flatten gives
 
     def __post_init__(self) -> None:
-        check_same_structure(self.mean, self.variance, "mean", "variance")
+        check_moments(self.mean, self.variance)
+        self._check_not_negative()
+
+    def _check_not_negative(self) -> None:
+        """Raise PosteriorError if a variance is negative."""
         for name, variance in self.variance.items():
             if is_zero(variance):
                 continue
@@ -51,9 +58,28 @@ class GaussianPosterior:
                     f"(minimum {variance.min():.3g}); a variance is at least 0, and 0 means deterministic"
                 )
 
+    def __repr__(self) -> str:
+        gaussian = sum(not is_zero(variance) for variance in self.variance.values())
+        types = sorted({f"{str(mean.dtype).removeprefix('torch.')} on {mean.device}" for mean in self.mean.values()})
+        return (f"GaussianPosterior({self.num_parameters:,} parameters in {len(self.mean)} tensors, {gaussian} of them "
+                f"Gaussian; {', '.join(types)})")
+
+    def _repr_html_(self) -> str:
+        """Return a table of the tensors for a notebook: shape, root mean square of the mean, range of σ."""
+        rows = []
+        for name in self.names[:MOST_ROWS]:
+            mean, std = self.mean[name].detach().double(), self.variance[name].detach().double().sqrt()
+            spread = "–" if is_zero(self.variance[name]) else f"{std.min():.3g} to {std.max():.3g}"
+            size = f"{mean.square().mean().sqrt():.3g}" if mean.numel() else "–"
+            rows.append((escape(name), "×".join(map(str, mean.shape)) or "scalar", size, spread))
+        more = f"<p>… and {len(self.mean) - MOST_ROWS} more tensors</p>" if len(self.mean) > MOST_ROWS else ""
+        head = ("tensor", "shape", "root mean square of μ", "σ")
+        return f"<p>{escape(repr(self))}</p>{html_table(head, rows)}{more}"
+
     @classmethod
     def point_mass(cls, mean: Mapping[str, Tensor]) -> GaussianPosterior:
         """The deterministic parameters ``mean`` as a posterior of variance 0."""
+        check_parameters("mean", mean)
         return cls._of_checked(
             dict(mean), {name: zeros_like(value) for name, value in mean.items()}, is_point_mass=True
         )
@@ -91,7 +117,7 @@ class GaussianPosterior:
     def clone(self) -> GaussianPosterior:
         """A copy that shares no memory with this posterior."""
         variance = {name: zeros_like(v) if is_zero(v) else v.detach().clone() for name, v in self.variance.items()}
-        return GaussianPosterior({name: value.detach().clone() for name, value in self.mean.items()}, variance)
+        return self._of_checked({name: value.detach().clone() for name, value in self.mean.items()}, variance)
 
     def unbind(self) -> list[GaussianPosterior]:
         """The posteriors of several clients, views of this one, whose tensors have a first dimension of clients.
@@ -127,7 +153,7 @@ class GaussianPosterior:
         """This posterior on another device."""
         variance = {n: zeros_like(self.mean[n].to(device)) if is_zero(v) else v.to(device)
                     for n, v in self.variance.items()}
-        return GaussianPosterior({name: value.to(device) for name, value in self.mean.items()}, variance)
+        return self._of_checked({name: value.to(device) for name, value in self.mean.items()}, variance)
 
     def flatten(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """Mean and variance as two vectors of shape (P,), in the order of :attr:`names`; not to be written into."""
@@ -140,9 +166,12 @@ class GaussianPosterior:
 
     def ordered(self, names: Sequence[str]) -> GaussianPosterior:
         """This posterior with its parameters in the order of ``names``, so that flat vectors of two of them align."""
-        if self.names == tuple(names):
+        names = check_strings("names", names, "give each name once", error=PosteriorError)
+        if self.names == names:
             return self
-        return GaussianPosterior({n: self.mean[n] for n in names}, {n: self.variance[n] for n in names})
+        if set(self.names) != set(names):
+            raise PosteriorError(f"names={shown(names)}: give each of {', '.join(self.names)} once")
+        return self._of_checked({n: self.mean[n] for n in names}, {n: self.variance[n] for n in names})
 
     def unflatten(self, mean: Tensor, variance: Tensor | None) -> GaussianPosterior:
         """The inverse of :meth:`flatten`, with this posterior's names, shapes and dtypes.
@@ -150,7 +179,17 @@ class GaussianPosterior:
         Args:
             mean: shape (P,).
             variance: shape (P,), or None for a point mass. A tensor whose variances are all 0 takes no memory.
+
+        Raises:
+            PosteriorError: another shape, or a negative variance.
         """
+        for kind, vector in (("mean", mean), ("variance", variance)):
+            if vector is None and kind == "variance":
+                continue
+            check_tensor(kind, vector)
+            assert vector is not None
+            if vector.shape != (self.num_parameters,):
+                raise PosteriorError(f"{kind} has shape {tuple(vector.shape)}; give one of ({self.num_parameters},)")
         means, variances, start = {}, {}, 0
         for name, like in self.mean.items():
             stop = start + like.numel()
@@ -161,7 +200,9 @@ class GaussianPosterior:
             else:
                 variances[name] = part.view(like.shape).to(like.dtype, copy=True).to(like.device)
             start = stop
-        return GaussianPosterior(means, variances)
+        posterior = self._of_checked(means, variances)
+        posterior._check_not_negative()
+        return posterior
 
     def kl(self, other: GaussianPosterior) -> Tensor:
         r"""Kullback–Leibler divergence :math:`\mathrm{KL}(q\|p)` of this posterior q from ``other`` p, in nats.
@@ -173,6 +214,7 @@ class GaussianPosterior:
 
         Returns: a float64 scalar.
         """
+        check_posterior(other, "the other")
         check_same_structure(self.mean, other.mean, "this posterior", "the other")
         mean, variance = self.flatten()
         other_mean, other_variance = other.ordered(self.names).flatten()
@@ -180,6 +222,7 @@ class GaussianPosterior:
 
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """One draw of all parameters: name → tensor of the parameter's shape."""
+        check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=PosteriorError)
         draw = {}
         for name, mean in self.mean.items():
             variance = self.variance[name]
@@ -197,10 +240,28 @@ class GaussianPosterior:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Mapping[str, Tensor]]) -> GaussianPosterior:
-        """The posterior that :meth:`state_dict` stored."""
-        stored = state["variance"]
-        return cls(dict(state["mean"]),
-                   {name: stored[name] if name in stored else zeros_like(m) for name, m in state["mean"].items()})
+        """The posterior that :meth:`state_dict` stored.
+
+        Raises:
+            PosteriorError: it is no such state; the message says which part is wrong.
+        """
+        if not isinstance(state, Mapping) or not {"mean", "variance"} <= state.keys():
+            raise PosteriorError(f"{shown(state)} is no state of a posterior: give what state_dict() returned")
+        mean, stored = state["mean"], state["variance"]
+        check_parameters("mean", mean)
+        check_kind("variance", stored, Mapping, "give name → tensor", error=PosteriorError)
+        return cls(dict(mean), {name: stored[name] if name in stored else zeros_like(m) for name, m in mean.items()})
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of HTML; cells are escaped by the caller.
+
+    >>> html_table(("a",), [("1",)])
+    '<table><tr><th>a</th></tr><tr><td>1</td></tr></table>'
+    """
+    lines = ["".join(f"<th>{each}</th>" for each in head)]
+    lines += ["".join(f"<td>{each}</td>" for each in row) for row in rows]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def gaussian_kl(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:
@@ -244,20 +305,67 @@ def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat(parts).to(dtype) if parts else torch.zeros(0, dtype=dtype)
 
 
+def check_tensor(name: str, value: Any, *, error: type[FedBayesError] = PosteriorError) -> None:
+    """Raise ``error`` unless an argument is a dense tensor with values: no array, not sparse, not of device "meta"."""
+    if not isinstance(value, Tensor):
+        raise error(f"{name}={shown(value)}: give a torch.Tensor")
+    if not _is_dense(value):
+        raise error(f"{name} is a tensor of layout {value.layout} on {value.device}: give a dense one that has values")
+
+
+def _is_dense(value: Any) -> bool:
+    """Return whether ``value`` is a tensor that has its values in order."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+
+
+def check_parameters(kind: str, values: Any, *, error: type[FedBayesError] = PosteriorError) -> None:
+    """Raise ``error`` unless ``values`` maps names to dense floating-point tensors on one device."""
+    if not isinstance(values, Mapping):
+        raise error(f"{kind}={shown(values)}: give a dict, parameter name → tensor")
+    for name, value in values.items():
+        if not isinstance(name, str):
+            raise error(f"{kind}: {shown(name)} is no name of a parameter: give a string")
+        if not _is_dense(value) or not value.is_floating_point():  # the message is written only if it is needed
+            check_tensor(f"{kind} of '{name}'", value, error=error)
+            raise error(f"{kind} of '{name}' is of {value.dtype}: give real floating-point numbers")
+
+
+def check_moments(mean: Any, variance: Any, who: str = "", *, error: type[FedBayesError] = PosteriorError) -> None:
+    """Raise ``error`` unless two mappings hold tensors of the same names and shapes on one device."""
+    prefix = who and f"{who}: "
+    check_parameters(f"{prefix}mean", mean, error=error)
+    check_parameters(f"{prefix}variance", variance, error=error)
+    check_same_structure(mean, variance, f"{prefix}mean", f"{prefix}variance", error=error)
+    devices = {value.device for each in (mean, variance) for value in each.values()}
+    if len(devices) > 1:
+        raise error(f"{prefix}tensors are on {', '.join(sorted(map(str, devices)))}: bring all to one device")
+
+
+def check_posterior(posterior: Any, who: str, *, error: type[FedBayesError] = PosteriorError) -> None:
+    """Raise ``error`` unless ``posterior`` is a GaussianPosterior that nobody has broken since it was made.
+
+    For the doors through which a posterior comes in; values are not read (see ``check_finite`` of the fusion).
+    """
+    if not isinstance(posterior, GaussianPosterior):
+        raise error(f"{who}: {shown(posterior)} is no GaussianPosterior: make one of mean and variance")
+    check_moments(posterior.mean, posterior.variance, who, error=error)
+
+
 def check_same_structure(
-    first: Mapping[str, Tensor], second: Mapping[str, Tensor], first_name: str, second_name: str
+    first: Mapping[str, Tensor], second: Mapping[str, Tensor], first_name: str, second_name: str,
+    *, error: type[FedBayesError] = PosteriorError,
 ) -> None:
-    """Raise PosteriorError unless two mappings have the same names and, under each name, the same shape."""
+    """Raise ``error`` unless two mappings have the same names and, under each name, the same shape."""
     if first.keys() != second.keys():
         missing, extra = sorted(first.keys() - second.keys()), sorted(second.keys() - first.keys())
-        raise PosteriorError(
+        raise error(
             f"{first_name} and {second_name} name different parameters: "
             f"only {first_name} has {missing or 'none'}, only {second_name} has {extra or 'none'}; "
             "all clients must train the same network"
         )
     for name, value in first.items():
         if value.shape != second[name].shape:
-            raise PosteriorError(
+            raise error(
                 f"'{name}' has shape {tuple(value.shape)} in {first_name} but {tuple(second[name].shape)} in "
                 f"{second_name}; all clients must train the same network"
             )

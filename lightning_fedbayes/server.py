@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fedbayes.aggregation import Admitted, Aggregate, Aggregation
-from lightning_fedbayes.errors import FederationError, FusionError, check_at_least, sendable
+from lightning_fedbayes.errors import FederationError, FusionError, check_at_least, check_kind, sendable
 from lightning_fedbayes.exchange import ALONE, Collective
 from lightning_fedbayes.fusion import FusionRule, RuleState, get_rule
 from lightning_fedbayes.fusion.auto import AutoFusion, names_of
-from lightning_fedbayes.messages import ClientFailure, ClientOutcome, ClientUpdate
+from lightning_fedbayes.messages import ClientFailure, ClientOutcome, ClientUpdate, check_mapping
 from lightning_fedbayes.plan import RoundPlan
-from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.posterior import GaussianPosterior, check_posterior
 from lightning_fedbayes.weighting import CohortWeights, check_probabilistic, check_weighting
 
 HELD_OUT_LOSS = "held_out_loss/"
@@ -125,6 +125,8 @@ class Server:
         max_failed_rounds: int = 3,
         collective: Collective = ALONE,
     ) -> None:
+        check_posterior(posterior, "posterior")
+        check_mapping("buffers", {} if buffers is None else buffers, Tensor)
         check_weighting(weighting)
         check_probabilistic(weighting, posterior)
         check_at_least("min_clients", min_clients, 1)
@@ -149,6 +151,7 @@ class Server:
 
     def begin(self, plan: RoundPlan) -> None:
         """Begin the round of ``plan``; an unfinished one is forgotten."""
+        check_kind("plan", plan, RoundPlan, "give a RoundPlan(round, cohort)")
         self._plan = plan
         self._outcomes = {}
         self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
@@ -166,7 +169,9 @@ class Server:
         or if its client is not in the cohort or has sent one already. ``outcome.error`` says why. The tensors are read
         here: they may be overwritten afterwards.
         """
-        assert self._plan is not None, "call begin first"
+        check_kind("update", update, ClientUpdate | ClientFailure, "give a ClientUpdate or a ClientFailure")
+        if self._plan is None:
+            raise FederationError("no round has begun: call begin(RoundPlan(round, cohort)) before admit")
         error = update.error if isinstance(update, ClientFailure) else None
         if update.client not in self._plan.cohort or update.client in self._outcomes:
             known = "has been heard in this round" if update.client in self._outcomes else "is not in the cohort"
@@ -178,7 +183,8 @@ class Server:
                     aggregation.add(update)
             except FusionError as refusal:
                 error = refusal
-        size, metrics = (update.num_bytes, update.metrics) if isinstance(update, ClientUpdate) else (0, {})
+        metrics = update.metrics if isinstance(update, ClientUpdate) else {}
+        size = update.num_bytes if isinstance(update, ClientUpdate) and error is None else 0
         outcome = ClientOutcome(update.client, error, update.seconds, update.num_examples, size, metrics)
         self._outcomes[update.client] = outcome
         return outcome
@@ -196,7 +202,8 @@ class Server:
             FederationError: as many rounds in a row as ``max_failed_rounds`` came to nothing. The state is that after
                 the round.
         """
-        assert self._plan is not None, "call begin first"
+        if self._plan is None:
+            raise FederationError("no round has begun: call begin(RoundPlan(round, cohort)) before finish")
         reports = self.collective.all_gather(self._report(note))
         outcomes = tuple(outcome for report in reports for outcome in report.outcomes)
         if self.collective.size > 1:
@@ -323,7 +330,12 @@ class Server:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave. A rule that the stored federation did not have starts anew."""
+        """Restore what :meth:`state_dict` gave. A rule that the stored federation did not have starts anew.
+
+        Raises:
+            FederationError, PosteriorError: it is no such state; the message says which part is wrong.
+        """
+        check_state(state)
         device = next(iter(self.posterior.mean.values())).device
         self.posterior = GaussianPosterior.from_state_dict(state["posterior"]).to(device)
         self.buffers = {name: value.to(device) for name, value in state["buffers"].items()}
@@ -341,3 +353,14 @@ def candidates(fusion: str | FusionRule | AutoFusion) -> dict[str, FusionRule]:
         return dict(zip(fusion.names, fusion.rules, strict=True))
     rule = get_rule(fusion)
     return {next(names_of([rule])): rule}
+
+
+def check_state(state: Any) -> None:
+    """Raise FederationError unless ``state`` has the parts of :meth:`Server.state_dict`."""
+    check_kind("state", state, Mapping, "give what Server.state_dict() returned")
+    kinds = {"posterior": Mapping, "buffers": Mapping, "history": list, "accepted": Mapping, "rule_states": Mapping}
+    for name, kind in kinds.items():
+        check_kind(f"state['{name}']", state.get(name), kind, "give what Server.state_dict() returned")
+    for name in ("rounds", "failed_rounds"):
+        check_at_least(f"state['{name}']", state.get(name), 0)
+    check_mapping("state['buffers']", state["buffers"], Tensor)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Literal, get_args
 
 from lightning_fedbayes.adversaries import Attack
-from lightning_fedbayes.errors import FederationError, check_at_least, check_choice
+from lightning_fedbayes.errors import (
+    LARGEST,
+    FederationError,
+    check_at_least,
+    check_choice,
+    check_number,
+    check_strings,
+    shown,
+)
 from lightning_fedbayes.fusion import FusionRule, rule_name
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.partition import Partition
@@ -56,7 +63,7 @@ class FederationSettings:
 
     def __post_init__(self) -> None:
         """Check every argument and bring it into one form."""
-        if self.fusion == "auto":
+        if isinstance(self.fusion, str) and self.fusion == "auto":
             self._set("fusion", AutoFusion())
         elif not isinstance(self.fusion, AutoFusion):
             self._set("fusion", next(iter(candidates(self.fusion).values())))
@@ -71,8 +78,8 @@ class FederationSettings:
         check_choice("prior", self.prior, get_args(PriorPolicy))
         check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerPolicy))
         check_choice("buffers", self.buffers, get_args(BufferPolicy))
-        patterns = (self.local_parameters,) if isinstance(self.local_parameters, str) else tuple(self.local_parameters)
-        self._set("local_parameters", patterns)
+        check_at_least("seed", self.seed, -LARGEST)
+        self._set("local_parameters", check_patterns(self.local_parameters))
         self._set("adversaries", attacks_of(self.adversaries))
         check_privacy(self.privacy)
 
@@ -108,8 +115,12 @@ class FederationSettings:
 
 def check_fraction(fraction: float) -> None:
     """Raise FederationError unless the share of clients in a round lies in (0, 1]."""
-    if not isinstance(fraction, Real) or not 0 < fraction <= 1:
-        raise FederationError(f"fraction={fraction!r}: the share of clients in a round lies in (0, 1]")
+    check_number("fraction", fraction, "(0, 1]", why="it is the share of clients in a round")
+
+
+def check_patterns(local_parameters: Any) -> tuple[str, ...]:
+    """Return the patterns of local parameters; raise FederationError unless they are one string or several."""
+    return check_strings("local_parameters", local_parameters, "give patterns of names, such as ['head.*']")
 
 
 def check_cohort(clients: int, fraction: float, min_clients: int) -> None:
@@ -126,7 +137,7 @@ def check_partition(partition: Any) -> None:
     """Raise FederationError unless ``partition`` is None or can split."""
     if partition is not None and not isinstance(partition, Partition):
         raise FederationError(
-            f"partition={partition!r} is no Partition: give one, such as IIDPartition(clients=10), or None if the "
+            f"partition={shown(partition)} is no Partition: give one, such as IIDPartition(clients=10), or None if the "
             "data set is a ClientDatasets"
         )
 
@@ -138,7 +149,7 @@ def attacks_of(adversaries: Any) -> tuple[Attack, ...]:
     wrong = [each for each in attacks if not isinstance(each, Attack)]
     if wrong:
         raise FederationError(
-            f"adversaries: {wrong[0]!r} is no attack: give one, such as SignFlip(clients=0.3), or a list of attacks"
+            f"adversaries: {shown(wrong[0])} is no attack: give one, such as SignFlip(clients=0.3), or a list"
         )
     return tuple(attacks)
 
@@ -147,6 +158,6 @@ def check_privacy(privacy: Any) -> None:
     """Raise FederationError unless ``privacy`` is None or an UpdatePrivacy."""
     if privacy is not None and not isinstance(privacy, UpdatePrivacy):
         raise FederationError(
-            f"privacy={privacy!r} is no UpdatePrivacy: give UpdatePrivacy(clip=1.0, noise_multiplier=1.0), or None; an "
-            "ExamplePrivacy is a callback of the Trainer, beside FederatedBayes"
+            f"privacy={shown(privacy)} is no UpdatePrivacy: give UpdatePrivacy(clip=1.0, noise_multiplier=1.0), or "
+            "None; an ExamplePrivacy is a callback of the Trainer, beside FederatedBayes"
         )

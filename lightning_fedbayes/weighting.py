@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, nearest
+from lightning_fedbayes.errors import FusionError, check_choice, check_kind
+from lightning_fedbayes.fusion.accumulator import as_weights
 from lightning_fedbayes.messages import ClientUpdate
 from lightning_fedbayes.posterior import GaussianPosterior, gaussian_kl
 
@@ -148,6 +149,9 @@ def client_weights(weighting: str | CohortWeights, facts: Sequence[ClientFacts])
         FusionError: unknown name, or weights of the wrong number, negative, not finite, or all 0.
     """
     check_weighting(weighting)
+    check_kind("facts", facts, Sequence, "give the ClientFacts of every client", error=FusionError)
+    for each in facts:
+        check_kind("facts", each, ClientFacts, "give the ClientFacts of every client", error=FusionError)
     if callable(weighting):
         values = weighting(facts)
     elif weighting in PER_COHORT:
@@ -160,14 +164,9 @@ def client_weights(weighting: str | CohortWeights, facts: Sequence[ClientFacts])
 def normalised(values: Sequence[float] | Tensor, weighting: str | CohortWeights, count: int) -> list[float]:
     """Check the weights that ``weighting`` gave for ``count`` clients, and scale them to sum to 1."""
     name = weighting if isinstance(weighting, str) else getattr(weighting, "__name__", "your function")
-    try:
-        weights = torch.as_tensor(values, dtype=torch.float64).reshape(-1)
-    except (TypeError, ValueError, RuntimeError):
-        raise FusionError(f"weighting {name} gave {values!r}; give a sequence of weights, one per client") from None
+    weights = as_weights(values, f"weighting {name}: ")
     if len(weights) != count:
         raise FusionError(f"weighting {name} gave {len(weights)} weights for {count} clients; give one per client")
-    if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
-        raise FusionError(f"weighting {name} gave {weights.tolist()}; weights must be finite and at least 0")
     if not bool(weights.sum() > 0):
         raise FusionError(f"weighting {name} gave only zeros; at least one client needs a positive weight")
     return (weights / weights.sum()).tolist()
@@ -177,7 +176,7 @@ def check_weighting(weighting: str | CohortWeights) -> None:
     """Raise FusionError, with the nearest name, unless ``weighting`` is known or a function."""
     known = isinstance(weighting, str) and (weighting in PER_CLIENT or weighting in PER_COHORT)
     if not callable(weighting) and not known:
-        raise FusionError(f"unknown weighting '{weighting}': {nearest(str(weighting), [*PER_CLIENT, *PER_COHORT])}")
+        check_choice("weighting", weighting, [*PER_CLIENT, *PER_COHORT], error=FusionError)
 
 
 def check_probabilistic(weighting: str | CohortWeights, posterior: GaussianPosterior) -> None:
@@ -204,5 +203,5 @@ def effective_clients(weights: Sequence[float]) -> float:
     >>> effective_clients([0.5, 0.5]), effective_clients([1.0, 0.0])
     (2.0, 1.0)
     """
-    values = torch.as_tensor(weights, dtype=torch.float64)
+    values = as_weights(weights)
     return float(values.sum() ** 2 / values.square().sum())

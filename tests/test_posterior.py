@@ -283,3 +283,21 @@ def test_rows_of_a_stack_are_the_posteriors_of_its_clients(most, certain, monkey
         assert row.num_bytes == alone.num_bytes
         assert row.is_point_mass == alone.is_point_mass == certain
         assert row.clone().mean["matrix"].data_ptr() != row.mean["matrix"].data_ptr()
+
+
+# --- in a notebook ---
+
+
+def test_repr_is_one_line_whatever_the_size():
+    q = GaussianPosterior({f"layer{k}": torch.zeros(300, 300) for k in range(60)},
+                          {f"layer{k}": torch.ones(300, 300) if k else torch.zeros(300, 300) for k in range(60)})
+    assert repr(q) == "GaussianPosterior(5,400,000 parameters in 60 tensors, 60 of them Gaussian; float32 on cpu)"
+    assert "1 tensors, 0 of them Gaussian" in repr(GaussianPosterior.point_mass({"w": torch.zeros(3)}))
+
+
+def test_notebooks_show_a_table_of_tensors():
+    q = GaussianPosterior({"<w>": torch.full((2, 3), 2.0), "b": torch.zeros(())},
+                          {"<w>": torch.full((2, 3), 0.25), "b": zeros_like(torch.zeros(()))})
+    table = q._repr_html_()
+    assert "<td>&lt;w&gt;</td><td>2×3</td><td>2</td><td>0.5 to 0.5</td>" in table
+    assert "<td>b</td><td>scalar</td><td>0</td><td>–</td>" in table

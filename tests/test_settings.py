@@ -59,3 +59,10 @@ def test_the_callback_makes_the_same_value():
     assert made.described() == by_hand.described()
     names = [field.name for field in dataclasses.fields(made) if field.name != "fusion"]
     assert [getattr(made, name) for name in names] == [getattr(by_hand, name) for name in names]
+
+
+def test_the_callback_prints_what_was_chosen():
+    assert repr(fb.FederatedBayes()) == "FederatedBayes(fusion='reverse_kl_barycenter')"
+    chosen = repr(fb.FederatedBayes(fb.IIDPartition(4), fusion="conflation", adversaries=fb.SignFlip([0]), seed=3))
+    assert chosen == ("FederatedBayes(partition=IIDPartition(clients=4), fusion='conflation', "
+                      "adversaries=['SignFlip(clients=(0,), scale=1.0)'], seed=3)")

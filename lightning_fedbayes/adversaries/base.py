@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FederationError, FusionError, nearest
+from lightning_fedbayes.errors import (
+    LARGEST,
+    FederationError,
+    FusionError,
+    check_at_least,
+    check_kind,
+    check_number,
+    check_strings,
+    nearest,
+    shown,
+)
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.seeding import generator
 
@@ -92,17 +101,18 @@ class Attack(ABC):
     clients: Attackers
 
     def __post_init__(self) -> None:
+        name = type(self).__name__
         if isinstance(self.clients, float):
-            if not 0 < self.clients <= 1:
-                raise FederationError(f"{self}: the share of clients that attack must be in (0, 1]")
+            check_number(f"{name}: clients", self.clients, "(0, 1]", why="it is the share of clients that attack")
             return
-        if not isinstance(self.clients, Sequence) or isinstance(self.clients, str) or not self.clients:
+        if not isinstance(self.clients, Sequence) or isinstance(self.clients, str | bytes) or not self.clients:
             raise FederationError(
-                f"{self}: give a share of the clients, such as 0.3, or a list of their numbers or names, such as [0, 2]"
+                f"{name}: clients={shown(self.clients)}: give a share of the clients, such as 0.3, or a list of their "
+                "numbers or names, such as [0, 2]"
             )
         wrong = [each for each in self.clients if isinstance(each, bool) or not isinstance(each, int | str)]
         if wrong:
-            raise FederationError(f"{self}: {wrong[0]!r} is neither the number nor the name of a client")
+            raise FederationError(f"{name}: {shown(wrong[0])} is neither the number nor the name of a client")
         object.__setattr__(self, "clients", tuple(self.clients))
 
 
@@ -145,12 +155,6 @@ class UpdateAttack(Attack):
         """
 
 
-def check_number(attack: Attack, name: str, value: float, *, positive: bool = False) -> None:
-    """Raise FederationError unless ``value`` is finite and, if asked, above 0."""
-    if not math.isfinite(value) or (positive and value <= 0):
-        raise FederationError(f"{attack}: {name} is a finite number{' above 0' if positive else ''}, not {value}")
-
-
 def assign(attacks: Sequence[Attack], names: Sequence[str], seed: int) -> dict[int, tuple[Attack, ...]]:
     """Return the attacks of every client that attacks, in the order of ``attacks``.
 
@@ -168,11 +172,15 @@ def assign(attacks: Sequence[Attack], names: Sequence[str], seed: int) -> dict[i
         FederationError: an unknown name, a number that no client has, a share of less than half a client, or shares
             that need more clients than there are.
     """
-    if not attacks:
+    check_kind("attacks", attacks, Sequence, "give a list of attacks")
+    check_at_least("seed", seed, -LARGEST)
+    names = check_strings("names", names, "give the name of every client")
+    if not attacks or not names:
         return {}
     order = torch.randperm(len(names), generator=generator(seed, "adversaries")).tolist()
     assigned: dict[int, tuple[Attack, ...]] = {}
     for attack in attacks:
+        check_kind("an attack", attack, Attack, "give one, such as SignFlip(clients=0.3)")
         if isinstance(attack.clients, Sequence):
             chosen = list(dict.fromkeys(_number(attack, client, names) for client in attack.clients))
         else:

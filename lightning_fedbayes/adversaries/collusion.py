@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_fedbayes.adversaries.base import Attackers, Knowledge, UpdateAttack, check_number
+from lightning_fedbayes.adversaries.base import Attackers, Knowledge, UpdateAttack
+from lightning_fedbayes.errors import check_at_least, check_number
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ALittleIsEnough(UpdateAttack):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.z is not None:
-            check_number(self, "z", self.z)
+            check_number("ALittleIsEnough: z", self.z)
 
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
         """Return honest mean − z × honest standard deviation."""
@@ -62,6 +63,8 @@ def largest_unnoticed_shift(cohort: int, adversaries: int) -> float:
     >>> largest_unnoticed_shift(cohort=51, adversaries=12)
     0.361
     """
+    check_at_least("cohort", cohort, 1)
+    check_at_least("adversaries", adversaries, 0, cohort)
     honest = cohort - adversaries
     if honest <= 1:
         return 0.0
@@ -94,7 +97,7 @@ class InnerProductManipulation(UpdateAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "epsilon", self.epsilon, positive=True)
+        check_number("InnerProductManipulation: epsilon", self.epsilon, "(0, inf)")
 
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
         """Return μ_o − ε × mean of the honest updates."""

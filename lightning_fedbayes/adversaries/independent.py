@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.adversaries.base import Attack, Attackers, Knowledge, UpdateAttack, check_number
-from lightning_fedbayes.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.adversaries.base import Attack, Attackers, Knowledge, UpdateAttack
+from lightning_fedbayes.errors import LARGEST, FederationError, check_at_least, check_kind, check_number
+from lightning_fedbayes.posterior import GaussianPosterior, check_tensor, is_zero
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,24 @@ def flip_labels(labels: Tensor, classes: Sequence[int]) -> Tensor:
 
     Args:
         labels: integers, any shape; those that are not among ``classes`` stay as they are.
-        classes: ascending.
+        classes: whole numbers, ascending.
+
+    Raises:
+        FederationError: labels that are no integers, or no classes.
 
     Returns: shape and dtype of ``labels``.
 
     >>> flip_labels(torch.tensor([2, 5, 9, 2]), classes=(2, 5, 9))
     tensor([9, 5, 2, 9])
     """
+    check_tensor("labels", labels, error=FederationError)
+    if labels.is_floating_point() or labels.is_complex():
+        raise FederationError(f"labels are of {labels.dtype}: give integers")
+    check_kind("classes", classes, list | tuple | range, "give the classes, ascending")
+    for each in classes:
+        check_at_least("a class", each, -LARGEST)
+    if not classes:
+        return labels
     ascending = torch.tensor(classes, dtype=torch.int64, device=labels.device)
     given = labels.to(torch.int64)
     place = torch.searchsorted(ascending, given).clamp_max(len(ascending) - 1)
@@ -68,7 +80,7 @@ class SignFlip(UpdateAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "scale", self.scale, positive=True)
+        check_number("SignFlip: scale", self.scale, "(0, inf)")
 
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
         """Return μ_o − s (μ − μ_o)."""
@@ -95,7 +107,7 @@ class ScaledUpdate(UpdateAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "factor", self.factor)
+        check_number("ScaledUpdate: factor", self.factor)
 
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
         """Return μ_o + f (μ − μ_o)."""
@@ -143,7 +155,7 @@ class GaussianVector(UpdateAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "std", self.std, positive=True)
+        check_number("GaussianVector: std", self.std, "(0, inf)")
 
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
         """Return a draw of N(0, s²) per parameter."""

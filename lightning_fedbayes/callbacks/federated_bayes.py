@@ -131,6 +131,13 @@ class FederatedBayes(L.Callback):
         self._report = FederationReport()
         self._uncertainty = UncertaintyReport()
 
+    def __repr__(self) -> str:
+        default, described = vars(FederationSettings()), self.settings.described()
+        chosen = [name for name, value in vars(self.settings).items() if name == "fusion" or value != default[name]]
+        texts = {name: repr(described.get(name, getattr(self.settings, name))) for name in chosen}
+        texts |= {name: described[name] for name in chosen if name in ("partition", "privacy")}  # texts already
+        return f"FederatedBayes({', '.join(f'{name}={text}' for name, text in texts.items())})"
+
     @property
     def federation(self) -> Federation:
         """The running federation, or the last one."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from lightning_fedbayes import adversaries, data, fusion, modules, partition  # noqa: F401 (classes to find by name)
@@ -113,6 +114,15 @@ class FederationCLI(LightningCLI):
             if own is None:
                 raise
             raise own from error
+
+    def instantiate_trainer(self, **arguments: Any) -> L.Trainer:
+        """Make the Trainer; raise FedBayesError with one line for a value of ``trainer`` that Lightning refuses."""
+        try:
+            return super().instantiate_trainer(**arguments)
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            if isinstance(error, FedBayesError):
+                raise
+            raise FedBayesError(f"trainer: {one_line(str(error))}") from error
 
     def predict(self, model: L.LightningModule, **arguments: Any) -> None:
         """Predict, and save the module's output for each batch."""

@@ -10,20 +10,28 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.errors import FederationError, PartitionError, check_kind, nearest, shown
 from lightning_fedbayes.partition import Partition, counts_table
+from lightning_fedbayes.partition.base import LabelSource, as_labels
 
 LABEL_ATTRIBUTES = ("targets", "labels", "y")
 
 
-def labels_of(dataset: Dataset[Any]) -> Tensor | None:
+def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | None:
     """Integer class label of every example, or None if finding out would need loading the examples.
 
     Looks for an attribute ``targets``, ``labels`` or ``y`` (torchvision's data sets have one), takes the last tensor
     of a TensorDataset, and looks into Subset and ConcatDataset. Examples are never loaded, so no image is decoded.
     Anything but one integer per example (continuous targets, masks, names) is None.
+
+    Args:
+        dataset: map-style.
+        source: where to find them instead; see :class:`~lightning_fedbayes.partition.base.LabelPartition`.
+
+    Raises:
+        PartitionError: ``source`` is no column, or does not give one number per example.
 
     Returns: integers, shape (examples,), in the order of the data set; or None.
 
@@ -31,6 +39,9 @@ def labels_of(dataset: Dataset[Any]) -> Tensor | None:
     >>> labels_of(Subset(data, [3, 2]))
     tensor([1, 2])
     """
+    check_dataset("dataset", dataset)
+    if source is not None:
+        return _labels_from(dataset, source)
     if isinstance(dataset, Subset):
         labels = labels_of(dataset.dataset)
         return None if labels is None else labels[torch.as_tensor(dataset.indices, dtype=torch.int64)]
@@ -45,6 +56,49 @@ def labels_of(dataset: Dataset[Any]) -> Tensor | None:
         if labels is not None:
             return labels
     return None
+
+
+def _labels_from(dataset: Any, source: LabelSource) -> Tensor:
+    """Return the labels that the user has named; see :func:`labels_of`."""
+    if isinstance(source, str):
+        values = _column(dataset, source)
+    else:
+        values = source(dataset) if callable(source) else source
+    labels = as_labels(values)  # pyright: ignore[reportArgumentType]
+    if labels.shape != (len(dataset),):
+        raise PartitionError(
+            f"labels={shown(source)} are of shape {tuple(labels.shape)}, and there are {len(dataset)} examples; give "
+            "one integer for each"
+        )
+    return labels
+
+
+def _column(dataset: Any, name: str) -> Any:
+    """Return the values of a column: an attribute of the data set, or of its examples, which are then read once."""
+    if isinstance(dataset, Subset):
+        return as_labels(_column(dataset.dataset, name))[torch.as_tensor(dataset.indices, dtype=torch.int64)]
+    if isinstance(dataset, ConcatDataset):
+        return torch.cat([as_labels(_column(part, name)) for part in dataset.datasets])
+    if name in (getattr(dataset, "column_names", None) or ()):  # a data set of Hugging Face
+        return dataset[name]
+    if hasattr(dataset, name):
+        return getattr(dataset, name)
+    return [_entry(dataset[number], name) for number in range(len(dataset))]
+
+
+def _entry(example: Any, name: str) -> int:
+    """Return the label in one example, a dict or an object such as a graph; raise PartitionError if there is none."""
+    if isinstance(example, Mapping):
+        known, value = example.keys(), example.get(name)
+    else:
+        known, value = dir(example), getattr(example, name, None)
+    if value is None:
+        known = [each for each in map(str, known) if not each.startswith("_")]
+        raise PartitionError(
+            f"labels='{name}': neither the data set nor its examples, each a {type(example).__name__}, have that "
+            f"column: {nearest(name, known)}"
+        )
+    return int(as_labels([value]).reshape(-1)[0])
 
 
 def _as_labels(values: Any, length: int) -> Tensor | None:
@@ -67,6 +121,9 @@ class ClientDatasets(ConcatDataset):
     Args:
         datasets: client name → its map-style data set.
 
+    Raises:
+        FederationError: no dict of names and map-style data sets, or an empty one.
+
     >>> from torch.utils.data import TensorDataset
     >>> a, b = TensorDataset(torch.zeros(3, 2)), TensorDataset(torch.zeros(5, 2))
     >>> ClientDatasets({"north": a, "south": b}).names
@@ -74,8 +131,23 @@ class ClientDatasets(ConcatDataset):
     """
 
     def __init__(self, datasets: Mapping[str, Dataset]) -> None:
+        if not isinstance(datasets, Mapping) or not datasets:
+            raise FederationError(f"datasets={shown(datasets)}: give a dict, client name → map-style data set")
+        for name, dataset in datasets.items():
+            check_dataset(f"the data set of client {name}", dataset)
+            if not isinstance(name, str):
+                raise FederationError(f"{shown(name)} is no name of a client: give a string")
         super().__init__(list(datasets.values()))
         self.names = tuple(datasets)
+
+
+def check_dataset(name: str, dataset: Any) -> None:
+    """Raise FederationError unless a data set is map-style: it has a length and examples by number."""
+    by_number = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and getattr(dataset, "ndim", 1)
+    if isinstance(dataset, IterableDataset | type | str | Mapping) or not by_number:
+        raise FederationError(
+            f"{name}: {shown(dataset)} is no map-style data set, with a length and examples by number; give one"
+        )
 
 
 @dataclass(frozen=True)
@@ -116,6 +188,8 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
             that no client has.
         PartitionError: the partition cannot be made (see there).
     """
+    check_dataset("the training data", dataset)
+    check_kind("partition", partition, Partition | None, "give one, such as IIDPartition(10)", error=PartitionError)
     if partition is None:
         if not isinstance(dataset, ConcatDataset):
             raise FederationError(
@@ -133,7 +207,7 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
                 f"the training data are a ClientDatasets of {len(dataset.names)} clients, and there is a partition "
                 f"({partition}): drop the partition, or give a plain ConcatDataset to deal all examples out anew"
             )
-        split = partition.split(labels_of(dataset), seed, num_examples=len(dataset))  # pyright: ignore[reportArgumentType]
+        split = partition.split(labels_of(dataset, partition.labels), seed, num_examples=len(dataset))  # pyright: ignore[reportArgumentType]
         datasets = tuple(Subset(dataset, indices.tolist()) for indices in split.indices)
         names = tuple(str(k) for k in range(len(datasets)))
         counts, classes = split.counts, split.classes

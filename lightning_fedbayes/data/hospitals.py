@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_fedbayes.data.clients import ClientDatasets
-from lightning_fedbayes.data.splits import SplitDataModule
+from lightning_fedbayes.data.splits import SplitDataModule, check_seed
 from lightning_fedbayes.data.tables import Table, read_table, standardisation_of
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.errors import FederationError, check_number, check_path
 from lightning_fedbayes.seeding import generator
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
@@ -233,12 +233,10 @@ class HospitalsDataModule(SplitDataModule):
         download: bool = False,
     ) -> None:
         super().__init__(batch_size)
-        if not 0 < test_fraction < 1:
-            raise FederationError(
-                f"test_fraction is {test_fraction}; it lies strictly between 0 and 1, so that every hospital has "
-                "patients to train on and to test with"
-            )
-        directory = str(directory)  # a path would keep checkpoints from loading with weights_only
+        check_number("test_fraction", test_fraction, "(0, 1)", why="both parts need patients")
+        check_seed(seed)
+        # a path would keep checkpoints from loading with weights_only
+        directory = str(check_path("directory", directory))
         self.save_hyperparameters(logger=False)
         self.files = {hospital: Path(directory) / f"processed.{hospital}.data" for hospital in HOSPITALS}
         for hospital, path in self.files.items():

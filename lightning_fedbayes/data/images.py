@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_fedbayes.data.image_files import LabelledImages, find_files, join, read_cifar, read_idx_images, read_svhn
-from lightning_fedbayes.data.splits import SplitDataModule, stratified_order
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.data.splits import SplitDataModule, check_seed, stratified_order
+from lightning_fedbayes.errors import FederationError, check_at_least, check_flag, check_number, check_path
 from lightning_fedbayes.seeding import generator
 
 WHITE = 255
@@ -106,14 +106,15 @@ class ImageDataModule(SplitDataModule):
         download: bool = False,
     ) -> None:
         super().__init__(batch_size)
-        if validation_fraction is not None and not 0 < validation_fraction < 1:
-            raise FederationError(
-                f"validation_fraction is {validation_fraction}; it lies strictly between 0 and 1, or is None to "
-                "validate with the test part"
-            )
-        if examples is not None and examples < 2:
-            raise FederationError(f"examples={examples}: give at least one for each class, or None for all")
-        directory = str(directory)  # a path would keep checkpoints from loading with weights_only
+        if validation_fraction is not None:
+            why = "None validates with the test part"
+            check_number("validation_fraction", validation_fraction, "(0, 1)", why=why)
+        if examples is not None:
+            check_at_least("examples", examples, 2, why="each class needs one; None is all")
+        check_seed(seed)
+        check_flag("download", download)
+        # a path would keep checkpoints from loading with weights_only
+        directory = str(check_path("directory", directory))
         self.save_hyperparameters(logger=False)
         self.directory = Path(directory)
         self.validation_fraction = validation_fraction

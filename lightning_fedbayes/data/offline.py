@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fedbayes.data.splits import TensorDataModule
 from lightning_fedbayes.data.tables import standardisation_of
+from lightning_fedbayes.errors import check_flag
 
 
 class DigitsDataModule(TensorDataModule):
@@ -36,6 +37,7 @@ class DigitsDataModule(TensorDataModule):
         self, batch_size: int = 16, validation_fraction: float = 0.2, seed: int = 0, images: bool = False
     ) -> None:
         super().__init__(batch_size, validation_fraction, seed)
+        check_flag("images", images)
         self.save_hyperparameters(logger=False)
         self.images = images
 

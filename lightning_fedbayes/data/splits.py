@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.errors import check_at_least, check_number
 
 EVALUATION_BATCH = 256
 """Least number of examples per evaluation batch: scores do not depend on it, and large batches cost less."""
@@ -28,6 +28,7 @@ class SplitDataModule(L.LightningDataModule):
 
     def __init__(self, batch_size: int) -> None:
         super().__init__()
+        check_at_least("batch_size", batch_size, 1)
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -67,11 +68,8 @@ class TensorDataModule(SplitDataModule):
 
     def __init__(self, batch_size: int, validation_fraction: float, seed: int) -> None:
         super().__init__(batch_size)
-        if not 0 < validation_fraction < 1:
-            raise FederationError(
-                f"validation_fraction is {validation_fraction}; it lies strictly between 0 and 1, so that there is "
-                "something to train on and something to validate with"
-            )
+        check_number("validation_fraction", validation_fraction, "(0, 1)", why="both parts need examples")
+        check_seed(seed)
         self.validation_fraction = validation_fraction
         self.seed = seed
 
@@ -79,6 +77,11 @@ class TensorDataModule(SplitDataModule):
     def test(self) -> TensorDataset:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The validation examples."""
         return self.validation
+
+
+def check_seed(seed: int) -> None:
+    """Raise FederationError unless ``seed`` is a whole number that seeds NumPy too."""
+    check_at_least("seed", seed, 0, 2**32 - 1)
 
 
 def stratified_order(labels: Tensor, draws: torch.Generator) -> Tensor:

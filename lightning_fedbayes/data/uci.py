@@ -9,9 +9,9 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lightning_fedbayes.data.splits import SplitDataModule
+from lightning_fedbayes.data.splits import SplitDataModule, check_seed
 from lightning_fedbayes.data.tables import read_table, standardisation_of
-from lightning_fedbayes.errors import FederationError, nearest
+from lightning_fedbayes.errors import FederationError, check_at_least, check_choice, check_number, check_path
 
 
 def available_datasets(directory: str | Path) -> tuple[str, ...]:
@@ -20,7 +20,7 @@ def available_datasets(directory: str | Path) -> tuple[str, ...]:
     Raises:
         FederationError: there is no such directory, or no data set in it.
     """
-    directory = Path(directory)
+    directory = check_path("directory", directory)
     if not directory.is_dir():
         raise FederationError(f"there is no directory {directory}; give the one that holds a folder per data set")
     names = tuple(sorted(path.parents[1].name for path in directory.glob("*/data/data.txt")))
@@ -134,18 +134,17 @@ class UCIDataModule(SplitDataModule):
     ) -> None:
         super().__init__(batch_size)
         known = available_datasets(directory)
-        if dataset not in known:
-            raise FederationError(f"{directory} holds no data set {dataset!r}: {nearest(dataset, known)}")
-        if validation_fraction is not None and not 0 < validation_fraction < 1:
-            raise FederationError(
-                f"validation_fraction is {validation_fraction}; it lies strictly between 0 and 1, or is None to "
-                "validate with the test split"
-            )
+        check_choice("dataset", dataset, known)
+        if validation_fraction is not None:
+            why = "None validates with the test split"
+            check_number("validation_fraction", validation_fraction, "(0, 1)", why=why)
+        check_seed(seed)
         directory = str(directory)  # a path would keep checkpoints from loading with weights_only
         self.save_hyperparameters(logger=False)
         self.folder = Path(directory) / dataset / "data"
         self.num_features = read_table(self.folder / "index_features.txt").values.numel()
         self.num_splits = int(read_table(self.folder / "n_splits.txt").values.flatten()[0])
+        check_at_least("split", split, 0)
         if split not in range(self.num_splits):
             raise FederationError(
                 f"split={split}: {dataset} has {self.num_splits} splits, numbered 0 to {self.num_splits - 1}"

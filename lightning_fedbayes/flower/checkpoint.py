@@ -70,7 +70,7 @@ class ServerState:
         try:
             state = cls(**torch.load(path, map_location="cpu", weights_only=True))
             GaussianPosterior.from_state_dict(state.server["posterior"])
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
+        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, OSError, ValueError) as error:
             raise FederationError(
                 f"{path} is no checkpoint of a Flower server: {error}; give checkpoint= a path of its own"
             ) from error

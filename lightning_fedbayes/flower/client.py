@@ -14,7 +14,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.errors import FederationError, check_kind, check_path
 from lightning_fedbayes.flower.training import ClientTraining, Task
 from lightning_fedbayes.flower.wire import from_arrays, to_arrays
 from lightning_fedbayes.partition import Partition
@@ -77,6 +77,8 @@ def client_app(
         FederationError: an argument cannot be used, something is to be kept and there is no ``state_folder``, or
             buffers would leave the client beside what ``privacy`` protects.
     """
+    check_kind("module", module, L.LightningModule, "give a LightningModule")
+    check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
     settings = FederationSettings(
         partition, local_epochs=local_epochs, prior=prior, optimizer_state=optimizer_state, buffers=buffers,
         local_parameters=local_parameters, privacy=privacy,
@@ -89,7 +91,7 @@ def client_app(
         )
     if privacy is not None:
         check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
-    folder = Path(state_folder) if keeps and state_folder else None
+    folder = check_path("state_folder", state_folder) if keeps else None
     handler = _MessageHandler(module, datamodule, settings, folder, trainer or {})
     app = ClientApp()
     app.query()(handler.introduce)

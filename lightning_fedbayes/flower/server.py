@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import lightning as L
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
+from lightning_fedbayes.errors import check_at_least, check_choice, check_kind, check_number
 from lightning_fedbayes.flower.strategy import FusionStrategy
 from lightning_fedbayes.flower.wire import to_arrays
-from lightning_fedbayes.settings import BufferPolicy
+from lightning_fedbayes.settings import BufferPolicy, check_patterns
 from lightning_fedbayes.training.model import ResidentModel
 
 
@@ -23,7 +25,9 @@ def initial_arrays(
         module: the network.
         buffers, local_parameters: tensors that stay at the clients; see :class:`~lightning_fedbayes.FederatedBayes`.
     """
-    model = ResidentModel(module, local_parameters, buffers)
+    check_kind("module", module, L.LightningModule, "give a LightningModule")
+    check_choice("buffers", buffers, get_args(BufferPolicy))
+    model = ResidentModel(module, check_patterns(local_parameters), buffers)
     return to_arrays(model.read_posterior(), model.federated_buffers)
 
 
@@ -51,7 +55,13 @@ def server_app(
         rounds: number of rounds, those in the checkpoint among them.
         timeout: seconds that a round waits for its clients.
         buffers, local_parameters: those of :func:`~lightning_fedbayes.flower.client_app`.
+
+    Raises:
+        FederationError: an argument cannot be used.
     """
+    check_kind("strategy", strategy, FusionStrategy, "give a FusionStrategy")
+    check_at_least("rounds", rounds, 1)
+    check_number("timeout", timeout, "(0, inf)")
     arrays = initial_arrays(module, buffers=buffers, local_parameters=local_parameters)
     app = ServerApp()
 

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_fedbayes.errors import FederationError, FusionError, check_at_least
+from lightning_fedbayes.errors import LARGEST, FederationError, FusionError, check_at_least, check_flag, check_path
 from lightning_fedbayes.flower.checkpoint import ServerState
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import (
@@ -91,13 +91,15 @@ class FusionStrategy(Strategy):
         ):
             check_at_least(name, value, 1)
         check_cohort(wait_for, fraction, min_clients)
+        check_flag("evaluate", evaluate)
+        check_at_least("seed", seed, -LARGEST)
         self.weighting = weighting
         self.fraction = fraction
         self.min_clients = min_clients
         self.wait_for = wait_for
         self.max_failed_rounds = max_failed_rounds
         self.evaluate = evaluate
-        self.checkpoint = None if checkpoint is None else Path(checkpoint)
+        self.checkpoint = None if checkpoint is None else check_path("checkpoint", checkpoint)
         self.seed = seed
         self.server: Server | None = None
         self._federation = ""

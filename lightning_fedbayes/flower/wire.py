@@ -10,10 +10,12 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, PosteriorError
+from lightning_fedbayes.errors import FusionError, PosteriorError, check_at_least, is_whole
 from lightning_fedbayes.messages import ClientUpdate
 from lightning_fedbayes.posterior import GaussianPosterior
 
+MOST_EXAMPLES = 2**31 - 1
+"""More examples than a client has; a smaller lie is a matter of the weighting."""
 KINDS = ("mean", "variance", "buffer")
 """Kinds of arrays; a key is the kind, a slash and the parameter's or buffer's name."""
 
@@ -48,8 +50,8 @@ def from_arrays(arrays: ArrayRecord, who: str) -> tuple[GaussianPosterior, dict[
     Returns: the posterior, float32, and the buffers in the dtype they were sent in.
 
     Raises:
-        FusionError: an array of another kind, one that cannot be read, a mean or variance that is no real number or
-            negative, or a variance without a mean.
+        FusionError: an array of another kind or order, one that cannot be read, a mean or variance that is not
+            float32 or a negative variance, or a variance without a mean.
     """
     parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
     for key, array in arrays.items():
@@ -57,13 +59,15 @@ def from_arrays(arrays: ArrayRecord, who: str) -> tuple[GaussianPosterior, dict[
         if kind not in parts:
             raise FusionError(f"{who}: array '{key}' is none of {', '.join(f'{known}/…' for known in KINDS)}")
         try:
-            value = torch.from_numpy(array.numpy())
+            stored = array.numpy()
+            value = torch.from_numpy(stored)
         except Exception as error:  # bytes of a stranger: NumPy raises what it likes
             raise FusionError(f"{who}: array '{key}' cannot be read: {error}") from None
-        if kind != "buffer":
-            if not value.is_floating_point():
-                raise FusionError(f"{who}: array '{key}' is {value.dtype}; means and variances are floating-point")
-            value = value.to(torch.float32)
+        if not stored.flags.c_contiguous:
+            raise FusionError(f"{who}: array '{key}' is not in the order of rows that to_arrays sends")
+        if kind != "buffer" and value.dtype != torch.float32:
+            why = "means and variances are floating-point numbers, in float32"
+            raise FusionError(f"{who}: array '{key}' is {value.dtype}; {why}")
         parts[kind][name] = value
     orphans = sorted(parts["variance"].keys() - parts["mean"].keys())
     if orphans:
@@ -103,7 +107,7 @@ def read_update(reply: Message, client: int, server_round: int, probabilistic: s
     metrics = read_metrics(reply, who)
     arrays, config = reply.content.get("arrays"), reply.content.get("config")
     answered = config.get("server-round") if isinstance(config, ConfigRecord) else None
-    if answered != server_round:
+    if not is_whole(answered) or answered != server_round:
         raise FusionError(f"{who}: its reply is of round {answered}, and this is round {server_round}")
     if not isinstance(arrays, ArrayRecord):
         raise FusionError(f"{who}: its reply has no arrays")
@@ -114,7 +118,7 @@ def read_update(reply: Message, client: int, server_round: int, probabilistic: s
             f"{who}: it must send the variances of the probabilistic parameters and of no others; wrong are "
             f"{', '.join(wrong)}"
         )
-    count = examples_of(metrics, who)
+    count = examples_of(metrics, who, least=1)
     return ClientUpdate(client, count, posterior, buffers, {n: v for n, v in metrics.items() if n != "num-examples"})
 
 
@@ -133,13 +137,12 @@ def read_metrics(reply: Message, who: str) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if name == "num-examples" or math.isfinite(value)}
 
 
-def examples_of(metrics: dict[str, float], who: str) -> int:
+def examples_of(metrics: dict[str, float], who: str, least: int = 0) -> int:
     """Return the number of examples that a client says it has.
 
     Raises:
-        FusionError: it is no whole number of at least 0.
+        FusionError: it is no whole number, less than ``least`` or more than :data:`MOST_EXAMPLES`.
     """
     count = metrics.get("num-examples")
-    if not isinstance(count, int) or count < 0:
-        raise FusionError(f"{who}: num-examples={count}; it must be a whole number of at least 0")
-    return count
+    check_at_least(f"{who}: num-examples", count, least, MOST_EXAMPLES, error=FusionError)
+    return int(count)  # pyright: ignore[reportArgumentType]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, PosteriorError
+from lightning_fedbayes.errors import FusionError, check_number, shown
 from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
 from lightning_fedbayes.fusion.rule import Cohort, FusionRule, Statistics, SumRule
-from lightning_fedbayes.posterior import GaussianPosterior, check_same_structure, zeros_like
+from lightning_fedbayes.posterior import GaussianPosterior, check_posterior, check_same_structure, zeros_like
 
 
 class FusionAccumulator:
@@ -38,6 +39,7 @@ class FusionAccumulator:
                 "pass previous=..."
             )
         if previous is not None:
+            check_posterior(previous, "previous", error=FusionError)
             check_finite(previous, *previous.flatten(), "previous posterior")
         self.rule = rule
         self.previous = previous
@@ -56,14 +58,14 @@ class FusionAccumulator:
             FusionError: names or shapes differ from those before, a value is not finite, or the weight is negative
                 or not finite. The clients added before are kept as they were.
         """
-        if not (math.isfinite(weight) and weight >= 0):
-            raise FusionError(f"client {self.count}: weight {weight} is not a finite number of at least 0")
+        who = f"client {self.count}"
+        check_number(f"{who}: weight", weight, "[0, inf)", error=FusionError)
         like = self.previous if self.previous is not None else self._like
+        check_structure(posterior, posterior if like is None else like, who)
         if like is not None:
-            check_structure(posterior, like, f"client {self.count}")
             posterior = posterior.ordered(like.names)
         mean, variance = posterior.flatten()
-        check_finite(posterior, mean, variance, f"client {self.count}")
+        check_finite(posterior, mean, variance, who)
         self.add_checked(self.count, posterior, mean, variance, weight)
 
     def add_checked(
@@ -159,6 +161,8 @@ def fuse(
     resolved = get_rule(rule)
     accumulator = FusionAccumulator(resolved, previous)
     values = None if weights is None else _weight_values(weights)
+    if not isinstance(posteriors, Iterable) or hasattr(posteriors, "shape"):
+        raise FusionError(f"posteriors={shown(posteriors)}: give the clients' posteriors")
     for k, posterior in enumerate(posteriors):
         if values is not None and k >= len(values):
             raise FusionError(f"{len(values)} weights for more than {len(values)} posteriors; give one per client")
@@ -170,22 +174,31 @@ def fuse(
 
 def _weight_values(weights: Sequence[float] | Tensor) -> list[float]:
     """Return the clients' weights as floats of which the largest is 1; raise FusionError if they cannot be used."""
-    values = torch.as_tensor(weights, dtype=torch.float64).reshape(-1).tolist()
-    wrong = [value for value in values if not (math.isfinite(value) and value >= 0)]
-    if wrong:
-        raise FusionError(f"weights must be finite and at least 0, got {wrong[0]} among {values}")
+    values = as_weights(weights).tolist()
     if values and sum(values) == 0:
         raise FusionError(f"weights sum to 0: {values}; at least one client needs a positive weight")
     largest = max(values, default=1.0)
     return [value / largest for value in values]
 
 
-def check_structure(posterior: GaussianPosterior, like: GaussianPosterior, who: str) -> None:
-    """Raise FusionError unless ``posterior`` has the names and shapes of ``like``."""
+def as_weights(weights: Any, who: str = "") -> Tensor:
+    """Return weights as a float64 vector, shape (clients,); raise FusionError unless they are finite and at least 0."""
     try:
-        check_same_structure(like.mean, posterior.mean, "the global model", who)
-    except PosteriorError as error:
-        raise FusionError(str(error)) from None
+        if "complex" in str(getattr(weights, "dtype", "")):  # torch would drop the imaginary part
+            raise TypeError
+        values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().reshape(-1)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's words for what is no sequence of numbers
+        raise FusionError(f"{who}weights={shown(weights)}; give a sequence of weights, one per client") from None
+    if not bool((torch.isfinite(values) & (values >= 0)).all()):
+        wrong = next(each for each in values.tolist() if not (math.isfinite(each) and each >= 0))
+        raise FusionError(f"{who}weights must be finite and at least 0, got {wrong} among {shown(values.tolist())}")
+    return values
+
+
+def check_structure(posterior: GaussianPosterior, like: GaussianPosterior, who: str) -> None:
+    """Raise FusionError unless ``posterior`` is a sound one, with the names and shapes of ``like``."""
+    check_posterior(posterior, who, error=FusionError)
+    check_same_structure(like.mean, posterior.mean, "the global model", who, error=FusionError)
 
 
 def check_finite(posterior: GaussianPosterior, mean: Tensor, variance: Tensor, who: str) -> None:

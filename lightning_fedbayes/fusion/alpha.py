@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.errors import FusionError, check_number
 from lightning_fedbayes.fusion.averages import LinearPool
 from lightning_fedbayes.fusion.products import ReverseKLBarycenter
 from lightning_fedbayes.fusion.registry import register_fusion
@@ -56,8 +56,7 @@ class AlphaBarycenter(FusionRule):
     by_columns: ClassVar[bool] = True
 
     def __init__(self, alpha: float = 0.5) -> None:
-        if not math.isfinite(alpha):
-            raise FusionError(f"alpha_barycenter: alpha={alpha} is not a finite number")
+        check_number("alpha_barycenter: alpha", alpha, error=FusionError)
         self.alpha = alpha
 
     def fuse(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.errors import FusionError, check_kind
 from lightning_fedbayes.fusion.registry import get_rule, rule_name
 from lightning_fedbayes.fusion.rule import FusionRule
 
@@ -42,6 +42,8 @@ class AutoFusion:
     """
 
     def __init__(self, candidates: Sequence[str | FusionRule] = CANDIDATES, score: Score | None = None) -> None:
+        why = "give a list of rules"
+        check_kind("candidates", candidates, list | tuple, why, error=FusionError)
         self.rules = tuple(get_rule(candidate) for candidate in candidates)
         self.names = tuple(names_of(self.rules))
         self.score = score

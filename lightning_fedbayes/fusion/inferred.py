@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.errors import FusionError, check_number
 from lightning_fedbayes.fusion.distances import centred_products, consensus, near_clients
 from lightning_fedbayes.fusion.gram import combine, fused_by_shares, gram_of, squared_distances
 from lightning_fedbayes.fusion.rule import Cohort, Fused, ReliabilityRule, RuleState
@@ -37,9 +37,8 @@ class InferredRule(ReliabilityRule):
     by_columns: ClassVar[bool] = True
 
     def __init__(self, memory: float = 1.0) -> None:
-        if not 0 <= memory <= 1:
-            raise FusionError(f"memory={memory}: the discount of earlier rounds lies in [0, 1]")
-        self.memory = memory
+        check_number("memory", memory, "[0, 1]", error=FusionError, why="it is the discount of earlier rounds")
+        self.memory = float(memory)
 
     @abstractmethod
     def infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:

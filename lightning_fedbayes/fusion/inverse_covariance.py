@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.errors import FusionError, check_at_least, check_number
 from lightning_fedbayes.fusion.distances import (
     centred_products,
     consensus,
@@ -34,10 +34,8 @@ class _InverseCovariance(InferredRule):
 
     def __init__(self, latent: int, memory: float, floor: float) -> None:
         super().__init__(memory)
-        if latent < 0:
-            raise FusionError(f"latent={latent}: give the number of latent features, at least 0")
-        if not floor > 0:
-            raise FusionError(f"floor must be positive, got {floor}")
+        check_at_least("latent", latent, 0, error=FusionError)
+        check_number("floor", floor, "(0, inf)", error=FusionError)
         self.latent = latent
         self.floor = floor
 
@@ -146,6 +144,8 @@ class InverseCovarianceMLE(_InverseCovariance):
         max_iterations: int = 100,
     ) -> None:
         super().__init__(latent, memory, floor)
+        check_number("tolerance", tolerance, "[0, inf)", error=FusionError)
+        check_at_least("max_iterations", max_iterations, 1, error=FusionError)
         self.tolerance = tolerance
         self.max_iterations = max_iterations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.errors import FusionError, check_at_least, check_number
 from lightning_fedbayes.fusion.distances import (
     consensus,
     gram_about_last,
@@ -25,9 +25,9 @@ class _InverseVariance(InferredRule):
         self, memory: float = 1.0, floor: float = 0.01, tolerance: float = 1e-10, max_iterations: int = 1000
     ) -> None:
         super().__init__(memory)
-        for name, value in (("floor", floor), ("tolerance", tolerance), ("max_iterations", max_iterations)):
-            if not value > 0:
-                raise FusionError(f"{name} must be positive, got {value}")
+        check_number("floor", floor, "(0, inf)", error=FusionError)
+        check_number("tolerance", tolerance, "(0, inf)", error=FusionError)
+        check_at_least("max_iterations", max_iterations, 1, error=FusionError)
         self.floor = floor
         self.tolerance = tolerance
         self.max_iterations = max_iterations

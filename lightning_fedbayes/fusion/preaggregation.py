@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.errors import FusionError, check_at_least, check_number
 from lightning_fedbayes.fusion.averages import WeightedAverage
 from lightning_fedbayes.fusion.columns import columns, weighted_sum
 from lightning_fedbayes.fusion.gram import (
@@ -121,10 +120,8 @@ class NearestNeighbourMixing(Preaggregation):
 
     def __init__(self, then: str | FusionRule = "geometric_median", byzantine: int | None = None) -> None:
         super().__init__(then)
-        if byzantine is not None and byzantine < 0:
-            raise FusionError(
-                f"nearest_neighbour_mixing: byzantine must be a number of clients, at least 0, got {byzantine}"
-            )
+        if byzantine is not None:
+            check_at_least("nearest_neighbour_mixing: byzantine", byzantine, 0, error=FusionError)
         self.byzantine = byzantine
 
     def mix(self, gram: Gram) -> tuple[Tensor, Tensor]:
@@ -172,10 +169,9 @@ class NormClipping(Preaggregation):
 
     def __init__(self, then: str | FusionRule = "weighted_average", radius: float | None = None) -> None:
         super().__init__(then)
-        if radius is not None and not (radius > 0 and math.isfinite(radius)):
-            raise FusionError(
-                f"norm_clipping: radius must be positive and finite, got {radius}; None takes the median of the norms"
-            )
+        if radius is not None:
+            why = "None takes the median of the norms"
+            check_number("norm_clipping: radius", radius, "(0, inf)", error=FusionError, why=why)
         self.radius = radius
 
     def mix(self, gram: Gram) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.errors import FusionError, check_number
 from lightning_fedbayes.fusion.registry import register_fusion
 from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add, add_product
 from lightning_fedbayes.posterior import GaussianPosterior
@@ -143,8 +143,9 @@ class DistributedWeightConsolidation(_ProductRule):
     needs_previous: ClassVar[bool] = True
 
     def __init__(self, min_precision: float | None = None) -> None:
-        if min_precision is not None and not min_precision > 0:
-            raise FusionError(f"dwc: min_precision must be positive, got {min_precision}; None turns the floor off")
+        if min_precision is not None:
+            why = "None turns the floor off"
+            check_number("dwc: min_precision", min_precision, "(0, inf)", error=FusionError, why=why)
         self.min_precision = min_precision
 
     def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:

@@ -7,12 +7,36 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, nearest
+from lightning_fedbayes.errors import FusionError, check_choice, check_flag, check_kind, check_strings, nearest, shown
 from lightning_fedbayes.fusion.rule import FusionRule
 from lightning_fedbayes.posterior import GaussianPosterior
 
 FuseFunction = Callable[[Sequence[GaussianPosterior], Tensor, "GaussianPosterior | None"], GaussianPosterior]
 Registered = TypeVar("Registered")
+
+_OF_CLIENTS = (
+    "it changes how clients train, not how their posteriors are fused: put its term into your training_step, and fuse "
+    "with 'weighted_average'"
+)
+_OF_SERVERS = (
+    "it is an optimizer of the server, which is no fusion rule and not part of this package yet; "
+    "'weighted_average' is its average without the step"
+)
+ALGORITHMS = {
+    **dict.fromkeys(("fedprox", "moon", "feddyn", "ditto", "feddecorr", "fedlc"), _OF_CLIENTS),
+    **dict.fromkeys(("fedadam", "fedyogi", "fedadagrad", "fedavgm", "fedopt", "mime"), _OF_SERVERS),
+    "scaffold": "it keeps control variates at clients and server, which is no fusion rule; 'weighted_average' fuses "
+                "without them",
+    "fednova": "it divides updates by the clients' numbers of steps, which is no fusion rule; 'weighted_average' with "
+               "weighting='equal' does not favour clients that take many",
+    "fedper": "it is an argument of the federation: fusion='weighted_average', local_parameters=['head.*']",
+    "fedrep": "it is an argument of the federation: fusion='weighted_average', local_parameters=['head.*']",
+    "fedbn": "it is an argument of the federation: fusion='weighted_average', local_parameters with the patterns of "
+             "the normalisation layers, and buffers='local'",
+    "pvi": "clients keep a site (a factor of the posterior) in it, which is no fusion rule; nearest are "
+           "fusion='dwc' or 'conflation' with prior='global'",
+}
+"""Known algorithm that is no fusion rule, in lower case without hyphens → what to do instead."""
 
 _RULES: dict[str, type[FusionRule] | FuseFunction] = {}
 _ALIASES: dict[str, str] = {}
@@ -49,10 +73,15 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
     >>> unregister_fusion("first_client")
     """
 
+    remedy = "give a string, the name by which users choose the rule"
+    check_kind("name", name, str, remedy, error=FusionError)
+    aliases = check_strings("aliases", aliases, remedy, error=FusionError)
+
     def register(rule: Registered) -> Registered:
         usable = issubclass(rule, FusionRule) if isinstance(rule, type) else callable(rule)
         if not usable:
-            raise FusionError(f"cannot register {rule!r} as '{name}': a rule is a FusionRule subclass or a function")
+            remedy = "a rule is a FusionRule subclass or a function"
+            raise FusionError(f"cannot register {shown(rule)} as '{name}': {remedy}")
         keys = (name, *aliases)
         for i, key in enumerate(keys):
             if key in _RULES or key in _ALIASES or key in keys[:i]:
@@ -65,8 +94,13 @@ def register_fusion(name: str, aliases: Sequence[str] = ()) -> Callable[[Registe
 
 
 def unregister_fusion(name: str) -> None:
-    """Remove the rule ``name`` and its aliases."""
-    _RULES.pop(name)
+    """Remove the rule ``name`` and its aliases.
+
+    Raises:
+        FusionError: there is none; the message gives the nearest.
+    """
+    check_choice("name", name, _RULES, error=FusionError)
+    del _RULES[name]
     for alias in [alias for alias, target in _ALIASES.items() if target == name]:
         del _ALIASES[alias]
 
@@ -77,6 +111,7 @@ def available_fusions(aliases: bool = False) -> list[str]:
     >>> available_fusions()[:2]
     ['alpha_barycenter', 'conflation']
     """
+    check_flag("aliases", aliases, error=FusionError)
     return sorted([*_RULES, *_ALIASES] if aliases else _RULES)
 
 
@@ -99,9 +134,11 @@ def get_rule(rule: str | FusionRule | FuseFunction) -> FusionRule:
     if isinstance(rule, str):
         name = _ALIASES.get(rule, rule)
         if name not in _RULES:
-            raise FusionError(f"unknown fusion rule '{rule}': {nearest(rule, available_fusions(aliases=True))}")
+            help = ALGORITHMS.get(rule.lower().replace("-", "").replace("_", ""))
+            help = help or nearest(rule, available_fusions(aliases=True))
+            raise FusionError(f"unknown fusion rule '{rule}': {help}")
         registered = _RULES[name]
         return registered() if isinstance(registered, type) else FunctionRule(registered)
     if callable(rule) and not isinstance(rule, type):
         return FunctionRule(rule)
-    raise FusionError(f"{rule!r} is no fusion rule: give a name, a FusionRule object or a function")
+    raise FusionError(f"{shown(rule)} is no fusion rule: give a name, a FusionRule object or a function")

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.errors import FusionError, check_at_least, check_number
 from lightning_fedbayes.fusion.columns import columns
 from lightning_fedbayes.fusion.gram import Gram, GramRule, squared_distances_to
 from lightning_fedbayes.fusion.registry import register_fusion
@@ -53,9 +53,9 @@ class GeometricMedian(GramRule):
     uses_weights: ClassVar[bool] = True
 
     def __init__(self, smoothing: float = 1e-6, tolerance: float = 1e-9, max_iterations: int = 1000) -> None:
-        for name, value in (("smoothing", smoothing), ("tolerance", tolerance), ("max_iterations", max_iterations)):
-            if not value > 0:
-                raise FusionError(f"geometric_median: {name} must be positive, got {value}")
+        check_number("geometric_median: smoothing", smoothing, "(0, inf)", error=FusionError)
+        check_number("geometric_median: tolerance", tolerance, "(0, inf)", error=FusionError)
+        check_at_least("geometric_median: max_iterations", max_iterations, 1, error=FusionError)
         self.smoothing = smoothing
         self.tolerance = tolerance
         self.max_iterations = max_iterations
@@ -123,10 +123,10 @@ class MultiKrum(GramRule):
     """
 
     def __init__(self, byzantine: int | None = None, keep: int | None = None) -> None:
-        if byzantine is not None and byzantine < 0:
-            raise FusionError(f"krum: byzantine must be a number of clients, at least 0, got {byzantine}")
-        if keep is not None and keep < 1:
-            raise FusionError(f"krum: keep must be a number of clients, at least 1, got {keep}")
+        if byzantine is not None:
+            check_at_least("krum: byzantine", byzantine, 0, error=FusionError)
+        if keep is not None:
+            check_at_least("krum: keep", keep, 1, error=FusionError)
         self.byzantine = byzantine
         self.keep = keep
 
@@ -258,10 +258,11 @@ class TrimmedMean(_CoordinateRule):
     """
 
     def __init__(self, trim: float = 0.1) -> None:
-        if isinstance(trim, int) and trim < 0:
-            raise FusionError(f"trimmed_mean: trim={trim} is not a number of clients; give at least 0")
-        if not isinstance(trim, int) and not 0 <= trim < 0.5:
-            raise FusionError(f"trimmed_mean: trim={trim} is not in [0, 0.5); as a number of clients give an integer")
+        if isinstance(trim, int):
+            check_at_least("trimmed_mean: trim", trim, 0, error=FusionError)
+        else:
+            why = "as a number of clients give an integer"
+            check_number("trimmed_mean: trim", trim, "[0, 0.5)", error=FusionError, why=why)
         self.trim = trim
 
     def dropped(self, count: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
-from lightning_fedbayes.errors import ConversionError, nearest
+from lightning_fedbayes.errors import ConversionError, check_at_least, check_choice, check_flag, check_number, shown
 from lightning_fedbayes.layers import functional
 from lightning_fedbayes.layers.functional import (
     ESTIMATORS,
@@ -25,7 +25,7 @@ from lightning_fedbayes.layers.functional import (
     softplus_std,
 )
 from lightning_fedbayes.layers.kl import SMALL, KLWatch, joined_kl_sum
-from lightning_fedbayes.layers.priors import NormalPrior, Prior, choose_prior, map_tensors
+from lightning_fedbayes.layers.priors import FLOAT32, NormalPrior, Prior, choose_prior, map_tensors
 
 RELATIVE_STD = 0.1
 """Initial σ of a weight, as a part of the standard deviation of its deterministic initialisation: the variance of an
@@ -155,6 +155,10 @@ class BayesianAffine(BayesianLayer):
     ) -> None:
         super().__init__()
         prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
+        check_number("posterior_mu_init", posterior_mu_init, FLOAT32, error=ConversionError)
+        if posterior_rho_init is not None:
+            check_number("posterior_rho_init", posterior_rho_init, FLOAT32, error=ConversionError)
+        check_flag("bayesian_bias", bayesian_bias, error=ConversionError)
         self._estimator: Estimator = self.default_estimator
         self.weight_name = weight_name
         weight, bias = cast("Tensor", template.weight), cast("Tensor | None", template.bias)
@@ -293,8 +297,27 @@ def random_signs(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.rsub(torch.randint(0, 2, shape, dtype=like.dtype, device=like.device), 1, alpha=2)
 
 
+def check_template(bias: Any, device: Any, dtype: Any, **sizes: Any) -> None:
+    """Raise ConversionError unless a deterministic layer can be made of these arguments.
+
+    Args:
+        bias: True or False.
+        device, dtype: where and in which floating-point type torch can make tensors; None for the default.
+        sizes: name → number of features or channels.
+    """
+    for name, size in sizes.items():
+        check_at_least(name, size, 1, 2**31 - 1, error=ConversionError)
+    check_flag("bias", bias, error=ConversionError)
+    try:
+        made = torch.empty(0, device=device, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError) as error:  # torch's words for a device or a dtype that it has not
+        given = f"device={shown(device)}, dtype={shown(dtype)}"
+        raise ConversionError(f"{given}: torch makes no such tensor: {error}") from None
+    if not made.is_floating_point():
+        raise ConversionError(f"dtype={shown(dtype)}: the parameters of a layer are floating-point numbers")
+
+
 def check_estimator(name: str) -> Estimator:
     """Return ``name`` if it is an estimator, else raise ConversionError."""
-    if name not in ESTIMATORS:
-        raise ConversionError(f"unknown estimator '{name}'; {nearest(name, ESTIMATORS)}")
+    check_choice("estimator", name, ESTIMATORS, error=ConversionError)
     return cast("Estimator", name)

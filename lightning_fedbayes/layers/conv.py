@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fedbayes.errors import ConversionError
-from lightning_fedbayes.layers.base import BayesianAffine
+from lightning_fedbayes.errors import ConversionError, check_at_least, check_choice, shown
+from lightning_fedbayes.layers.base import BayesianAffine, check_template
 from lightning_fedbayes.layers.functional import (
     Estimator,
     FlipoutNoise,
@@ -29,6 +29,40 @@ CONVOLVE: dict[type[nn.Module], Any] = {
     nn.ConvTranspose1d: F.conv_transpose1d, nn.ConvTranspose2d: F.conv_transpose2d,
     nn.ConvTranspose3d: F.conv_transpose3d,
 }
+
+
+ORDER = "pass all arguments after kernel_size by keyword: their order in bayesian-torch differs from layer to layer"
+
+
+def check_sizes(name: str, size: Any, dims: int, least: int) -> None:
+    """Raise ConversionError unless ``size`` is a whole number, at least ``least``, or a tuple of one per dimension."""
+    if isinstance(size, tuple) and len(size) != dims:
+        raise ConversionError(f"{name}={shown(size)}: give a whole number, or {dims} of them; {ORDER}")
+    for each in size if isinstance(size, tuple) else (size,):
+        check_at_least(name, each, least, 2**31 - 1, error=ConversionError, why=ORDER)
+
+
+def check_groups(in_channels: int, out_channels: int, groups: int) -> None:
+    """Raise ConversionError unless the groups divide the channels."""
+    for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
+        if channels % groups:
+            raise ConversionError(f"{name}={channels} is no multiple of groups={groups}; {ORDER}")
+
+
+def check_geometry(
+    dims: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any, padding_mode: Any, *, transposed: bool
+) -> None:
+    """Raise ConversionError unless these are the arguments of a convolution in ``dims`` dimensions."""
+    for name, size in (("kernel_size", kernel_size), ("stride", stride), ("dilation", dilation)):
+        check_sizes(name, size, dims, 1)
+    if isinstance(padding, str) and not transposed:
+        check_choice("padding", padding, ("same", "valid"), error=ConversionError)
+        if padding == "same" and stride not in (1, (1,) * dims):
+            raise ConversionError(f"padding='same' needs stride=1, not {stride}")
+    else:
+        check_sizes("padding", padding, dims, 0)
+    modes = ("zeros",) if transposed else ("zeros", "reflect", "replicate", "circular")
+    check_choice("padding_mode", padding_mode, modes, error=ConversionError)
 
 
 class BayesianConv(BayesianAffine):
@@ -50,11 +84,6 @@ class BayesianConv(BayesianAffine):
         self.stride: tuple[int, ...] = template.stride
         self.padding: str | tuple[int, ...] = template.padding
         self.dilation: tuple[int, ...] = template.dilation
-        if any(step < 1 for step in self.dilation):
-            raise ConversionError(
-                f"dilation={self.dilation} must be at least 1; pass all arguments after kernel_size by keyword: the "
-                "order of bayesian-torch's arguments differs from layer to layer"
-            )
         self.groups: int = template.groups
         self.padding_mode: str = template.padding_mode
 
@@ -116,6 +145,9 @@ class Convolution(BayesianConv):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_template(bias, device, dtype, in_channels=in_channels, out_channels=out_channels, groups=groups)
+        check_geometry(self.dims, kernel_size, stride, padding, dilation, padding_mode, transposed=False)
+        check_groups(in_channels, out_channels, groups)
         template = self.deterministic(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device,
             dtype)
@@ -201,6 +233,10 @@ class TransposedConvolution(BayesianConv):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_template(bias, device, dtype, in_channels=in_channels, out_channels=out_channels, groups=groups)
+        check_geometry(self.dims, kernel_size, stride, padding, dilation, padding_mode, transposed=True)
+        check_groups(in_channels, out_channels, groups)
+        check_sizes("output_padding", output_padding, self.dims, 0)
         template: Any = self.deterministic(
             in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
             padding_mode, device, dtype)

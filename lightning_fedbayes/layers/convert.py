@@ -12,11 +12,21 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_fedbayes.errors import ConversionError, nearest
+from lightning_fedbayes.errors import (
+    ConversionError,
+    check_at_least,
+    check_choice,
+    check_flag,
+    check_kind,
+    check_number,
+    check_strings,
+    nearest,
+    shown,
+)
 from lightning_fedbayes.layers import conv, linear
 from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, check_estimator, default_weight_std
 from lightning_fedbayes.layers.functional import Estimator, inverse_softplus_std
-from lightning_fedbayes.layers.priors import NormalPrior, Prior, check_std
+from lightning_fedbayes.layers.priors import NormalPrior, Prior, check_std, choose_prior
 from lightning_fedbayes.layers.reparameterized import Reparameterized, root_mean_square
 from lightning_fedbayes.private_torch import has_backward_hook, has_forward_hook
 
@@ -83,8 +93,9 @@ def bayesianize(
     """
     check_estimator(estimator)
     check_init(init, delta, posterior_std)
-    if prior is not None and prior_std is not None:
-        raise ConversionError(f"give prior or prior_std={prior_std}, not both")
+    check_flag("bayesian_bias", bayesian_bias, error=ConversionError)
+    check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
+    choose_prior(0.0, None, prior_std, prior)
     s = 1.0 if prior_std is None else prior_std
 
     def convert(layer: nn.Module) -> BayesianLayer:
@@ -127,17 +138,17 @@ def choose(
     """The modules to convert by name, each once; raises ConversionError where the choice makes no sense."""
     if sum(choice is not None for choice in (last, names, types)) != 1:
         raise ConversionError(
-            f"give exactly one of last, names and types (got last={last}, names={names}, types={types}): which layers "
-            "become Bayesian is the choice that defines the model"
+            f"give exactly one of last, names and types (got last={shown(last)}, names={shown(names)}, "
+            f"types={shown(types)}): which layers become Bayesian is the choice that defines the model"
         )
     candidates = candidate_modules(network)
     if last is not None:
-        if isinstance(last, bool) or not isinstance(last, int):
-            raise ConversionError(f"last={last!r} must be a whole number: how many layers become Bayesian")
+        check_at_least("last", last, 0, error=ConversionError, why="it is how many layers become Bayesian")
         return choose_last(candidates, last)
     if names is not None:
-        if isinstance(names, str) or not names:
-            raise ConversionError(f"names={names!r} must be a list of one or more module names, such as ['fc1']")
+        remedy = "give a list of one or more module names, such as ['fc1']"
+        if isinstance(names, str) or not check_strings("names", names, remedy, error=ConversionError):
+            raise ConversionError(f"names={shown(names)}: {remedy}")
         known = dict(network.named_modules(remove_duplicate=False))
         for name in names:
             if name not in known:
@@ -146,7 +157,7 @@ def choose(
     assert types is not None
     wanted = tuple(types) if isinstance(types, Sequence) else (types,)
     if not wanted or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in wanted):
-        raise ConversionError(f"types={types} must be classes of modules, such as (nn.Linear, nn.Conv2d)")
+        raise ConversionError(f"types={shown(types)} must be classes of modules, such as (nn.Linear, nn.Conv2d)")
     found = {name: module for name, module in candidates.items() if isinstance(module, wanted)}
     if not found:
         present = sorted({type(module).__name__ for module in candidates.values()})
@@ -157,8 +168,6 @@ def choose(
 
 def choose_last(candidates: dict[str, nn.Module], last: int) -> dict[str, nn.Module]:
     """The last ``last`` linear or convolutional layers."""
-    if last < 0:
-        raise ConversionError(f"last={last} must be at least 0")
     if last == 0:
         return {}
     already = [name for name, module in candidates.items() if isinstance(module, BaseVariationalLayer_)]
@@ -246,12 +255,10 @@ def check_disjoint(chosen: dict[str, nn.Module]) -> None:
 
 def check_init(init: str, delta: float, posterior_std: float | None) -> None:
     """Raise ConversionError for an unknown ``init``, or arguments that contradict it."""
-    if init not in ("fresh", "pretrained"):
-        raise ConversionError(f"unknown init '{init}'; {nearest(init, ('fresh', 'pretrained'))}")
+    check_choice("init", init, ("fresh", "pretrained"), error=ConversionError)
     if init == "pretrained" and posterior_std is not None:
-        raise ConversionError(f"posterior_std={posterior_std} is for init='fresh'; 'pretrained' takes delta")
-    if not delta > 0:
-        raise ConversionError(f"delta={delta} must be positive")
+        raise ConversionError(f"posterior_std={shown(posterior_std)} is for init='fresh'; 'pretrained' takes delta")
+    check_number("delta", delta, "(0, inf)", error=ConversionError)
     if posterior_std is not None:
         check_std("posterior_std", posterior_std)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
-from lightning_fedbayes.errors import ConversionError
+from lightning_fedbayes.errors import ConversionError, check_kind, check_number
 from lightning_fedbayes.layers.convert import affine_kind, candidate_modules
 
 CHILD = "mc_dropout"
@@ -33,8 +33,7 @@ class MCDropout(nn.Module):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        if not 0 <= p < 1:
-            raise ConversionError(f"dropout probability p={p} is not in [0, 1)")
+        check_number("p", p, "[0, 1)", error=ConversionError, why="it is the probability of dropout")
         self.p = p
         self.mean_only = False
 
@@ -78,6 +77,7 @@ def with_mc_dropout(network: nn.Module, rate: float = 0.2) -> nn.Module:
       (2): Linear(in_features=8, out_features=2, bias=True)
     )
     """
+    check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
     copied = copy.deepcopy(network)
     candidates = candidate_modules(copied)
     layers = {name: module for name, module in candidates.items() if affine_kind(module) is not None}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fedbayes.layers.base import BayesianAffine
+from lightning_fedbayes.layers.base import BayesianAffine, check_template
 from lightning_fedbayes.layers.functional import Estimator
 from lightning_fedbayes.layers.priors import Prior
 
@@ -57,6 +57,7 @@ class LinearReparameterization(BayesianAffine):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_template(bias, device, dtype, in_features=in_features, out_features=out_features)
         super().__init__(nn.Linear(in_features, out_features, bias, device, dtype), "weight", prior_mean,
                          prior_variance, prior_std, prior, posterior_mu_init, posterior_rho_init, bayesian_bias)
         self.in_features = in_features

@@ -13,11 +13,11 @@ import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
-from lightning_fedbayes.errors import PosteriorError, nearest
+from lightning_fedbayes.errors import PosteriorError, check_kind, check_strings, nearest
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.functional import inverse_softplus_std
 from lightning_fedbayes.layers.priors import NormalPrior, Prior
-from lightning_fedbayes.posterior import GaussianPosterior, zeros_like
+from lightning_fedbayes.posterior import GaussianPosterior, check_posterior, zeros_like
 
 T = TypeVar("T")
 
@@ -100,6 +100,7 @@ def gaussian_parameters(module: nn.Module) -> dict[str, GaussianParameter]:
     """
     parameters: dict[str, GaussianParameter] = {}
     seen: set[tuple[int, int]] = set()
+    check_kind("module", module, nn.Module, "give a torch.nn.Module", error=PosteriorError)
     for path, layer in module.named_modules():
         if not isinstance(layer, BaseVariationalLayer_):
             continue
@@ -131,6 +132,7 @@ class PosteriorView:
 
     def __init__(self, module: nn.Module, exclude: Collection[str] = ()) -> None:
         gaussian = gaussian_parameters(module)
+        exclude = check_strings("exclude", exclude, "give names of parameters", error=PosteriorError)
         by_mean = {id(each.mean): (name, each) for name, each in gaussian.items()}
         seen = {id(each.rho) for each in gaussian.values()}
         entries: dict[str, GaussianParameter | tuple[nn.Module, str]] = {}
@@ -175,6 +177,7 @@ class PosteriorView:
         Raises:
             PosteriorError: names or shapes are not this module's.
         """
+        check_posterior(posterior, "posterior")
         self._check(posterior)
         for name, entry in self._entries.items():
             mean = posterior.mean[name]

@@ -9,13 +9,17 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import ConversionError
+from lightning_fedbayes.errors import ConversionError, check_number, is_number, shown
 from lightning_fedbayes.layers.kl import gaussian_kl_sum
+from lightning_fedbayes.posterior import GaussianPosterior, check_tensor
+
+FLOAT32 = "(-1e38, 1e38)"
+"""Interval of the numbers that a parameter of single precision can hold."""
 
 
 class Prior(Protocol):
@@ -45,7 +49,14 @@ class NormalPrior:
     std: float | Tensor = 1.0
 
     def __post_init__(self) -> None:
-        check_std("std", self.std)
+        if isinstance(self.std, Tensor):
+            check_tensor("std of a prior", self.std, error=ConversionError)
+        else:
+            check_std("std", self.std)
+        if isinstance(self.mean, Tensor):
+            check_tensor("mean of a prior", self.mean, error=ConversionError)
+        else:
+            check_number("mean of a prior", self.mean, FLOAT32, error=ConversionError)
 
     @property
     def is_scalar(self) -> bool:
@@ -100,8 +111,7 @@ class ScaleMixturePrior:
     def __post_init__(self) -> None:
         check_std("std1", self.std1)
         check_std("std2", self.std2)
-        if not 0 <= self.weight <= 1:
-            raise ConversionError(f"weight={self.weight} of a scale mixture prior is not in [0, 1]")
+        check_number("weight of a scale mixture prior", self.weight, "[0, 1]", error=ConversionError)
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
         """A one-draw Monte Carlo estimate; the noise is drawn from torch's global generator."""
@@ -141,19 +151,24 @@ def choose_prior(
         ConversionError: the arguments describe more than one prior, or one that is no distribution.
     """
     if prior is not None:
-        if prior_variance is not None or prior_std is not None or prior_mean != 0:
+        if isinstance(prior, GaussianPosterior):
+            raise ConversionError("prior is a GaussianPosterior, of a whole network: set_prior(network, posterior)")
+        if not callable(getattr(prior, "kl", None)):
+            raise ConversionError(f"prior={shown(prior)} is no prior: give one, such as NormalPrior(0.0, 1.0)")
+        if prior_variance is not None or prior_std is not None or not (is_number(prior_mean) and prior_mean == 0):
             raise ConversionError("prior= is a whole prior: give no prior_mean, prior_variance or prior_std beside it")
         return prior
+    check_number("prior_mean", prior_mean, FLOAT32, error=ConversionError)
     if prior_std is None:
-        if prior_variance is not None and not prior_variance > 0:
-            raise ConversionError(f"prior_variance={prior_variance} must be positive")
+        if prior_variance is not None:
+            check_number("prior_variance", prior_variance, "(0, 1e38)", error=ConversionError)
         return NormalPrior(prior_mean, math.sqrt(1.0 if prior_variance is None else prior_variance))
     if prior_variance is not None:
-        raise ConversionError(f"give prior_variance={prior_variance} or prior_std={prior_std}, not both")
+        raise ConversionError(f"give prior_variance={shown(prior_variance)} or prior_std={shown(prior_std)}, not both")
+    check_std("prior_std", prior_std)
     return NormalPrior(prior_mean, prior_std)
 
 
-def check_std(name: str, std: float | Tensor) -> None:
-    """Raise ConversionError for a number that is no standard deviation; tensors are not read."""
-    if not isinstance(std, Tensor) and not 0 < std < math.inf:
-        raise ConversionError(f"{name}={std} of a prior must be a positive, finite standard deviation")
+def check_std(name: str, std: Any) -> None:
+    """Raise ConversionError unless an argument is a number that can be a standard deviation."""
+    check_number(name, std, "(0, 1e38)", error=ConversionError, why="it is a standard deviation")

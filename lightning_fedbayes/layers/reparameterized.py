@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import Parameter
 
-from lightning_fedbayes.errors import ConversionError
+from lightning_fedbayes.errors import ConversionError, check_kind
 from lightning_fedbayes.layers.base import RELATIVE_STD, BayesianLayer, GaussianParameter, draw
 from lightning_fedbayes.layers.functional import inverse_softplus_std
 from lightning_fedbayes.layers.priors import Prior, check_std, choose_prior
@@ -56,6 +56,7 @@ class Reparameterized(BayesianLayer):
     ) -> None:
         super().__init__()
         prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
+        check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             raise ConversionError(f"{type(module).__name__} is lazy: run it on one batch before it is wrapped")
         if any(isinstance(inner, BaseVariationalLayer_) for inner in module.modules()):

@@ -10,14 +10,14 @@ from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from lightning_fedbayes.errors import PosteriorError
+from lightning_fedbayes.errors import ConversionError, PosteriorError, check_kind, check_strings
 from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, check_estimator, sum_kl
 from lightning_fedbayes.layers.dropout import MCDropout
 from lightning_fedbayes.layers.functional import Estimator
 from lightning_fedbayes.layers.kl import KLWatch
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters, gaussian_parameters_of
 from lightning_fedbayes.layers.priors import NormalPrior
-from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.posterior import GaussianPosterior, check_posterior
 
 
 def kl_divergence(module: nn.Module) -> Tensor:
@@ -59,7 +59,10 @@ def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: C
         PosteriorError: a Gaussian parameter is missing, has another shape, or has a variance of 0: the KL divergence
             from a point mass is infinite.
     """
+    exclude = check_strings("exclude", exclude, "give names of parameters", error=PosteriorError)
     parameters = {name: each for name, each in gaussian_parameters(module).items() if name not in exclude}
+    if posterior is not None:
+        check_posterior(posterior, "posterior")
     if posterior is None:
         for parameter in parameters.values():
             parameter.replace_prior(None)
@@ -95,6 +98,7 @@ def mean_only(module: nn.Module) -> Iterator[None]:
     ...     layer(torch.ones(3))
     tensor([1., 1., 1.])
     """
+    check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
     switched = [m for m in module.modules() if isinstance(m, BayesianLayer | MCDropout)]
     before = [m.mean_only for m in switched]
     foreign = [each for m in module.modules() if isinstance(m, BaseVariationalLayer_)
@@ -129,6 +133,7 @@ def use_estimator(module: nn.Module, name: Estimator) -> Iterator[None]:
         ConversionError: ``name`` is no estimator.
     """
     name = check_estimator(name)
+    check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
     switched = [m for m in module.modules() if isinstance(m, BayesianAffine)]
     before: list[Estimator] = [m.estimator for m in switched]
     try:

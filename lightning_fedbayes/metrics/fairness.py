@@ -11,8 +11,23 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fedbayes import plots
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.errors import FedBayesError, check_at_least, is_whole
 from lightning_fedbayes.metrics.functional.utilities import check_predictive, sum_by_index
+from lightning_fedbayes.posterior import check_tensor
+
+
+def as_owner(client: Any, like: Tensor) -> Tensor:
+    """Return the client of each example as a vector like ``like``; raise FedBayesError if it is no whole number."""
+    if is_whole(client):
+        check_at_least("client", client, 0, error=FedBayesError)
+        return torch.full_like(like, int(client), dtype=torch.int64)
+    check_tensor("client", client, error=FedBayesError)
+    if client.dtype not in (torch.int64, torch.int32) or client.shape not in ((), like.shape):
+        raise FedBayesError(
+            f"client has shape {tuple(client.shape)} and dtype {client.dtype}; give one whole number per example, "
+            f"shape {tuple(like.shape)}, or one for all"
+        )
+    return client.to(like.device).expand_as(like)
 
 
 class ClientAccuracy(Metric):
@@ -41,8 +56,7 @@ class ClientAccuracy(Metric):
 
     def __init__(self, clients: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if clients < 1:
-            raise FedBayesError(f"clients is {clients}; a federation has at least 1")
+        check_at_least("clients", clients, 1, error=FedBayesError)
         self.clients = clients
         self.add_state("counts", torch.zeros(clients, dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("hits", torch.zeros(clients, dtype=torch.int64), dist_reduce_fx="sum")
@@ -56,7 +70,7 @@ class ClientAccuracy(Metric):
             client: number of the client that each example belongs to, shape (batch,), or one for all.
         """
         hit = check_predictive(probs, target).argmax(1) == target
-        owner = torch.as_tensor(client, device=hit.device).expand_as(hit)
+        owner = as_owner(client, hit)
         if hit.numel() and not 0 <= int(owner.min()) <= int(owner.max()) < self.clients:
             raise FedBayesError(
                 f"client ranges from {owner.min()} to {owner.max()}, but there are {self.clients} clients, "

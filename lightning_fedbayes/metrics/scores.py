@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_fedbayes.errors import FedBayesError, check_number
 from lightning_fedbayes.metrics.functional.scores import (
     brier_score,
     determinant_sharpness,
@@ -161,6 +162,7 @@ class IntervalCoverage(ExampleMean):
     """
 
     def __init__(self, level: float = 0.95, **kwargs: Any) -> None:
+        check_number("level", level, "(0, 1)", error=FedBayesError, why="it is the probability of an interval")
         super().__init__(f"interval_coverage_{level}".replace(".", "_"), **kwargs)
         self.level = level
 

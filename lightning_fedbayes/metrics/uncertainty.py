@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fedbayes import plots
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.errors import FedBayesError, check_flag
 from lightning_fedbayes.metrics.functional.uncertainty import (
     aleatoric_uncertainty,
     area_of_groups,
@@ -39,6 +39,7 @@ class PredictiveEntropy(ExampleMean):
     """
 
     def __init__(self, normalize: bool = True, **kwargs: Any) -> None:
+        check_flag("normalize", normalize, error=FedBayesError)
         super().__init__(f"predictive_entropy_{'normalized' if normalize else 'nats'}", **kwargs)
         self.normalize = normalize
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.errors import FedBayesError, check_at_least, check_kind, check_number, shown
 from lightning_fedbayes.layers import kl_divergence, mean_only
 from lightning_fedbayes.modules.predictive import GlobalRound, Predictive, check_predictive, sample_with
 from lightning_fedbayes.posterior import GaussianPosterior
@@ -65,11 +65,13 @@ class BayesianModule(L.LightningModule):
         predictive: Predictive = "layers",
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("samples", samples, 1), ("kl_weight", kl_weight, 0), ("warmup_rounds", warmup_rounds, 0)
-        ):
-            if not value >= least:
-                raise FedBayesError(f"{name}={value}: give at least {least}")
+        check_kind("network", network, nn.Module, "give a torch.nn.Module", error=FedBayesError)
+        check_at_least("samples", samples, 1, error=FedBayesError)
+        check_number("kl_weight", kl_weight, "[0, inf)", error=FedBayesError)
+        check_at_least("warmup_rounds", warmup_rounds, 0, error=FedBayesError)
+        check_number("learning_rate", learning_rate, "[0, inf)", error=FedBayesError)
+        if optimizer is not None and not callable(optimizer):
+            raise FedBayesError(f"optimizer={shown(optimizer)}: give a function, such as partial(SGD, lr=0.01)")
         check_predictive(predictive, network)
         self.network = network
         self.predictive: Predictive = predictive

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.errors import FedBayesError, check_kind
 from lightning_fedbayes.modules.regressor import RegressionPrediction, Regressor
 
 MIN_VARIANCE = 1e-6
@@ -78,8 +78,12 @@ class DeepEnsembleRegressor(Regressor):
         learning_rate: float = 1e-3,
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
     ) -> None:
-        if not networks:
+        why = "give a list of modules, at least one"
+        check_kind("networks", networks, Sequence | nn.ModuleList, why, error=FedBayesError)
+        if not len(networks):
             raise FedBayesError("networks is empty: an ensemble has at least one member")
+        for network in networks:
+            check_kind("a network", network, nn.Module, "give a torch.nn.Module", error=FedBayesError)
         for number, network in enumerate(networks):
             twins = [other for other in range(number) if _begin_alike(networks[other], network)]
             if twins:

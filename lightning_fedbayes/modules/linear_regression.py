@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,8 +10,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FedBayesError, nearest
+from lightning_fedbayes.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
 from lightning_fedbayes.modules.regressor import RegressionPrediction
+from lightning_fedbayes.posterior import check_tensor
 
 NoiseEstimate = Literal["evidence", "target"]
 
@@ -86,12 +86,13 @@ class BayesianLinearRegression:
                 noise that is not positive, or an unknown ``noise``. An estimate of the noise is made when it is
                 first needed, so that clients too small for one can still be conflated.
         """
-        if not prior_std > 0:
-            raise FedBayesError(f"prior_std={prior_std}: the prior has a positive standard deviation")
-        if isinstance(noise, str) and noise not in get_args(NoiseEstimate):
-            raise FedBayesError(f"noise='{noise}': {nearest(noise, get_args(NoiseEstimate))}, or give a variance")
-        if not isinstance(noise, str) and not 0 < noise < math.inf:
-            raise FedBayesError(f"noise={noise}: the noise has a positive, finite variance")
+        check_number("prior_std", prior_std, "(0, 1e100)", error=FedBayesError, why="it is a standard deviation")
+        if isinstance(noise, str):
+            check_choice("noise", noise, get_args(NoiseEstimate), error=FedBayesError)
+        else:
+            check_number("noise", noise, "(0, 1e100)", error=FedBayesError, why="it is a variance")
+        check_real("inputs", inputs)
+        check_real("targets", targets)
         targets = targets.unsqueeze(1) if targets.ndim == 1 else targets
         if inputs.ndim != 2 or targets.ndim != 2 or len(inputs) != len(targets) or not len(inputs):
             raise FedBayesError(
@@ -125,10 +126,12 @@ class BayesianLinearRegression:
 
         Source: [FBDL] eq. (17), with full covariance.
         """
+        check_kind("models", models, Sequence, "give one per client", error=FedBayesError)
         if not models:
             raise FedBayesError("there are no models to conflate: give one per client")
         first = models[0]
         for number, model in enumerate(models):
+            check_kind(f"model {number}", model, BayesianLinearRegression, "give fitted models", error=FedBayesError)
             for name in ("prior_std", "noise"):
                 if getattr(model, name) != getattr(first, name):
                     raise FedBayesError(
@@ -186,8 +189,18 @@ class BayesianLinearRegression:
 
     @cached_property
     def _root(self) -> Tensor:
-        """Lower triangular L with LLᵀ = Λ."""
-        return torch.linalg.cholesky(self.precision)
+        """Lower triangular L with LLᵀ = Λ.
+
+        Raises:
+            FedBayesError: the precision is not positive definite in double precision.
+        """
+        try:
+            return torch.linalg.cholesky(self.precision)
+        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+            raise FedBayesError(
+                f"the precision is not positive definite in double precision, with prior_std={self.prior_std:g} and a "
+                f"noise variance of {self.noise_variance:g}: standardise the inputs, or give values nearer to 1"
+            ) from None
 
     @property
     def mean(self) -> Tensor:
@@ -216,6 +229,8 @@ class BayesianLinearRegression:
 
         Source: Bishop (2006) eq. (3.58); [FedAG] eq. (6) with full covariance.
         """
+        check_real("inputs", inputs)
+        check_at_least("samples", samples, 0, error=FedBayesError)
         features, targets = len(self.gram) - 1, self.moment.shape[1]
         if inputs.ndim != 2 or inputs.shape[1] != features:
             raise FedBayesError(f"inputs {tuple(inputs.shape)}: the model was fitted to (examples, {features})")
@@ -229,6 +244,13 @@ class BayesianLinearRegression:
         fields = (mean, aleatoric + epistemic, aleatoric, epistemic, draws)
         dtype = torch.result_type(inputs, 1.0)
         return RegressionPrediction(*(field.to(dtype) for field in fields))
+
+
+def check_real(name: str, values: Tensor) -> None:
+    """Raise FedBayesError unless ``values`` is a dense tensor of real numbers."""
+    check_tensor(name, values, error=FedBayesError)
+    if values.is_complex():
+        raise FedBayesError(f"{name} is of {values.dtype}: give real numbers")
 
 
 def _with_bias(inputs: Tensor) -> Tensor:

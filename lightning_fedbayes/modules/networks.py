@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedbayes.errors import ConversionError, FedBayesError
+from lightning_fedbayes.errors import ConversionError, FedBayesError, check_at_least, check_kind
 from lightning_fedbayes.layers import Estimator, Prior, bayesianize
 from lightning_fedbayes.layers.base import check_estimator
 from lightning_fedbayes.modules.sampling import is_stochastic
@@ -26,7 +26,10 @@ def mlp(features: int, outputs: int, hidden: Sequence[int] = (50,)) -> nn.Sequen
     >>> [layer.out_features for layer in mlp(64, 10) if isinstance(layer, nn.Linear)]
     [50, 10]
     """
+    check_kind("hidden", hidden, Sequence, "give the width of each hidden layer, such as (50,)", error=FedBayesError)
     widths = [features, *hidden]
+    for name, width in (("features", features), ("outputs", outputs), *(("a hidden width", each) for each in hidden)):
+        check_at_least(name, width, 1, error=FedBayesError)
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
@@ -46,6 +49,8 @@ def lenet(channels: int = 1, classes: int = 10, size: int = 28) -> nn.Sequential
     Raises:
         FedBayesError: the images are too small.
     """
+    for name, value in (("channels", channels), ("classes", classes), ("size", size)):
+        check_at_least(name, value, 1, error=FedBayesError)
     side = ((size - 4) // 2 - 4) // 2
     if side < 1:
         raise FedBayesError(f"size={size}: nothing is left of images smaller than 16×16 after two convolutions")
@@ -127,6 +132,8 @@ def resnet20(channels: int = 3, classes: int = 10) -> nn.Sequential:
     >>> sum(parameter.numel() for parameter in resnet20().parameters())
     269722
     """
+    check_at_least("channels", channels, 1, error=FedBayesError)
+    check_at_least("classes", classes, 1, error=FedBayesError)
     widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
     blocks = [ResidualBlock(a, b, stride=1 if a == b else 2) for a, b in pairwise(widths)]
     network = nn.Sequential(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fedbayes.errors import FedBayesError, nearest
+from lightning_fedbayes.errors import FedBayesError, check_choice
 from lightning_fedbayes.modules.sampling import (
     draws_from_clients,
     draws_from_posterior,
@@ -51,8 +51,7 @@ class GlobalRound:
 
 def check_predictive(predictive: str, network: nn.Module) -> None:
     """Raise FedBayesError unless ``predictive`` is known and the network allows it."""
-    if predictive not in PREDICTIVES:
-        raise FedBayesError(f"predictive='{predictive}': {nearest(predictive, PREDICTIVES)}")
+    check_choice("predictive", predictive, PREDICTIVES, error=FedBayesError)
     if predictive == "closed_form":
         linear_layer(network)
 

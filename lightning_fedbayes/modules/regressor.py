@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanSquaredError, MetricCollection
 
-from lightning_fedbayes.errors import FedBayesError, nearest
+from lightning_fedbayes.errors import FedBayesError, check_at_least, check_choice, check_number
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.metrics import DeterminantSharpness, GaussianCRPS, GaussianNLL, IntervalCoverage
@@ -193,10 +193,10 @@ class HybridBayesianRegressor(Regressor):
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
         predictive: Predictive = "layers",
     ) -> None:
-        if not noise_std > 0:
-            raise FedBayesError(f"noise_std={noise_std}: the noise has a positive standard deviation")
-        if noise not in NOISES:
-            raise FedBayesError(f"noise='{noise}': {nearest(noise, NOISES)}")
+        check_number("noise_std", noise_std, "(0, inf)", error=FedBayesError, why="it is a standard deviation")
+        check_choice("noise", noise, NOISES, error=FedBayesError)
+        if targets is not None:
+            check_at_least("targets", targets, 1, error=FedBayesError)
         super().__init__(
             hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std),
             samples=samples,

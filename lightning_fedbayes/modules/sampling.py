@@ -10,11 +10,11 @@ import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
-from lightning_fedbayes.errors import PosteriorError
+from lightning_fedbayes.errors import FedBayesError, PosteriorError, check_at_least, check_kind
 from lightning_fedbayes.layers import MCDropout, mean_only
 from lightning_fedbayes.layers.conv import BayesianConv
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
-from lightning_fedbayes.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.posterior import GaussianPosterior, check_posterior, check_same_structure, check_tensor, is_zero
 
 ParameterSets = dict[str, Tensor]
 """Name in the posterior → values of shape (sets, *shape)."""
@@ -32,6 +32,9 @@ def draws_from_posterior(
         draws: number of draws M.
         generator: source of the noise; None: the global one.
     """
+    check_posterior(posterior, "posterior")
+    check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=FedBayesError)
+    check_at_least("draws", draws, 1, error=FedBayesError)
     sets = {}
     for name, mean in posterior.mean.items():
         values = mean.expand(draws, *mean.shape)
@@ -47,6 +50,12 @@ def draws_from_clients(clients: Sequence[GaussianPosterior]) -> ParameterSets:
 
     [FedAG] calls this the non-parametric bootstrap.
     """
+    check_kind("clients", clients, Sequence, "give the clients' posteriors, at least one", error=FedBayesError)
+    if not clients:
+        raise FedBayesError("there are no clients to draw: give their posteriors, at least one")
+    for number, client in enumerate(clients):
+        check_posterior(client, f"client {number}")
+        check_same_structure(clients[0].mean, client.mean, "client 0", f"client {number}")
     parts = [client.sample() for client in clients]
     return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
@@ -110,6 +119,7 @@ more draws per pass save nothing."""
 
 def is_stochastic(network: nn.Module) -> bool:
     """Return whether two passes through ``network`` in evaluation mode can differ."""
+    check_kind("network", network, nn.Module, "give a torch.nn.Module", error=FedBayesError)
     return any(isinstance(module, BaseVariationalLayer_ | MCDropout) for module in network.modules())
 
 
@@ -129,6 +139,9 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
 
     Returns: shape (S, batch, *); (1, batch, *) for a network without randomness.
     """
+
+    check_at_least("samples", samples, 1, error=FedBayesError)
+    check_tensor("inputs", inputs, error=FedBayesError)
 
     def forward() -> Tensor:
         output = network(inputs)

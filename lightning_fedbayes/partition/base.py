@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,13 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from lightning_fedbayes import plots
-from lightning_fedbayes.errors import PartitionError
+from lightning_fedbayes.errors import LARGEST, PartitionError, check_at_least, check_kind, shown
+from lightning_fedbayes.posterior import check_tensor, html_table
 from lightning_fedbayes.seeding import derive_seed
 
 Array = NDArray[Any]
+LabelSource = str | Sequence[int] | Callable[[Any], Any] | Tensor | None
+"""Where a partition's labels come from: a column's name, a label per example, a function of the data set."""
 MAX_ROWS, MAX_COLUMNS = 20, 12
 """Of a printed split; longer ones are abbreviated."""
 
@@ -48,7 +51,12 @@ class Split:
     @classmethod
     def from_indices(cls, indices: Sequence[Any], labels: Tensor | None = None) -> Split:
         """Make a split from any sequence of index lists; count the classes if the labels are integers."""
-        ordered = tuple(torch.as_tensor(client, dtype=torch.int64).sort().values for client in indices)
+        remedy = "give a list of indices for each client"
+        check_kind("indices", indices, list | tuple, remedy, error=PartitionError)
+        if not indices:
+            raise PartitionError(f"indices={shown(indices)}: {remedy}")
+        ordered = tuple(as_labels(client).to(torch.int64).flatten().sort().values for client in indices)
+        labels = None if labels is None else as_labels(labels)
         if labels is None or not is_class_label(labels):
             return cls(ordered)
         return cls(ordered, *counts_table(ordered, labels))
@@ -58,7 +66,21 @@ class Split:
         """Number of examples of each client."""
         return tuple(len(client) for client in self.indices)
 
+    def __repr__(self) -> str:
+        classes = f" of {len(self.classes)} classes" if self.classes else ""
+        return (f"Split({len(self.sizes)} clients, {sum(self.sizes):,} examples{classes}, {min(self.sizes):,} to "
+                f"{max(self.sizes):,} per client)")
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        head, *rows = self._table()
+        return html_table(head, rows)
+
     def __str__(self) -> str:
+        return _align(self._table())
+
+    def _table(self) -> list[list[str]]:
+        """Return the rows of the printed table: a head, the clients, and the sums."""
         totals = torch.tensor(self.sizes).unsqueeze(1)
         parts = totals if self.counts is None else torch.cat([self.counts, totals], dim=1)
         body = torch.cat([parts, parts.sum(0, keepdim=True)]).tolist()
@@ -68,8 +90,7 @@ class Split:
         table += [
             [name, *_abbreviate(list(map(str, row[:-1])), MAX_COLUMNS), str(row[-1])] for name, row in zip(rows, body)
         ]
-        table = [table[0], *_abbreviate(table[1:-1], MAX_ROWS), table[-1]]
-        return _align(table)
+        return [table[0], *_abbreviate(table[1:-1], MAX_ROWS), table[-1]]
 
     def plot(self) -> Figure:
         """Draw a heat map of clients × classes, or of the sizes if there are no class labels."""
@@ -91,10 +112,20 @@ def counts_table(indices: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, tup
     (tensor([[1, 1],
             [0, 1]]), (5, 9))
     """
+    labels = as_labels(labels)
     if not is_class_label(labels):
         raise PartitionError(
             f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; counting needs one integer per example"
         )
+    check_kind("indices", indices, list | tuple, "give a vector of indices for each client", error=PartitionError)
+    if not indices:
+        raise PartitionError("there are no indices to count: give a vector of them for each client")
+    for client in indices:
+        check_tensor("indices", client, error=PartitionError)
+        if client.numel() and not 0 <= int(client.min()) <= int(client.max()) < len(labels):
+            raise PartitionError(
+                f"indices from {int(client.min())} to {int(client.max())} of {len(labels)} examples; they count from 0"
+            )
     classes, inverse = torch.unique(labels.detach().cpu(), return_inverse=True)
     counts = [torch.bincount(inverse[client], minlength=len(classes)) for client in indices]
     return torch.stack(counts), tuple(classes.tolist())
@@ -129,7 +160,12 @@ class Partition(ABC):
     """Base class of partitions: rules that deal the examples of one data set out to clients.
 
     For your own, subclass it and implement :meth:`deal`, or :meth:`LabelPartition.deal_classes` if it needs labels.
+
+    Attributes:
+        labels: where the labels come from if the data set does not say (see :class:`LabelPartition`); None here.
     """
+
+    labels: LabelSource = None
 
     def split(self, labels: Tensor | ArrayLike | None, seed: int, num_examples: int | None = None) -> Split:
         """Deal the examples out. The same arguments give the same split (with one version of NumPy).
@@ -142,6 +178,9 @@ class Partition(ABC):
         Raises:
             PartitionError: labels are missing or no integers, or the partition is impossible with these examples.
         """
+        check_at_least("seed", seed, -LARGEST, error=PartitionError)
+        if num_examples is not None:
+            check_at_least("num_examples", num_examples, 0, error=PartitionError)
         labels = None if labels is None else as_labels(labels)
         if labels is not None and num_examples not in (None, len(labels)):
             raise PartitionError(
@@ -169,14 +208,31 @@ class Partition(ABC):
 
 
 class LabelPartition(Partition):
-    """Base class of partitions that need integer labels, because they deal by class."""
+    """Base class of partitions that need integer labels, because they deal by class.
+
+    Attributes:
+        labels: where the class of every example is found, for data sets of dicts, graphs or sequences: the name of a
+            column (an attribute of the data set, or a key or an attribute of its examples, which are then all read
+            once); one integer per example; or a function of the data set that returns these. None: the data set's
+            attribute ``targets``, ``labels`` or ``y``, or the last tensor of a ``TensorDataset``.
+    """
+
+    def __post_init__(self) -> None:
+        """Bring ``labels`` into a form that compares and hashes."""
+        if self.labels is not None and not isinstance(self.labels, str) and not callable(self.labels):
+            object.__setattr__(self, "labels", tuple(as_labels(self.labels).tolist()))
+
+    def split(self, labels: Tensor | ArrayLike | None, seed: int, num_examples: int | None = None) -> Split:
+        """See :meth:`Partition.split`; without ``labels`` by those that the partition was given."""
+        return super().split(self.labels if labels is None and isinstance(self.labels, tuple) else labels, seed,
+                             num_examples)
 
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> Sequence[Array]:
         """Check the labels and call :meth:`deal_classes`."""
         if labels is None:
             raise PartitionError(
-                f"{type(self).__name__} deals by label, but the labels are unknown (None); give the data set an "
-                "integer attribute `targets` or `labels` with one entry per example, or use IIDPartition"
+                f"{type(self).__name__} deals by label, but the labels are unknown (None); give labels= a column's "
+                "name, one integer per example or a function of the data set; or use IIDPartition"
             )
         if not is_class_label(labels):
             raise PartitionError(
@@ -193,23 +249,27 @@ class LabelPartition(Partition):
 def as_labels(labels: Tensor | ArrayLike) -> Tensor:
     """Return labels (a list, an array or a tensor) as a tensor; raise PartitionError if they are no numbers."""
     try:
-        return torch.as_tensor(labels)
-    except (TypeError, ValueError, RuntimeError) as error:
+        values = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise PartitionError(
             f"labels of type {type(labels).__name__} cannot be read as numbers ({error}); give one integer per example"
         ) from None
+    check_tensor("labels", values, error=PartitionError)
+    if values.ndim == 0:
+        raise PartitionError(f"labels={shown(labels)}: give one integer per example")
+    return values
 
 
 def check_clients(clients: int) -> None:
     """Raise PartitionError unless ``clients`` is a whole number of at least 1."""
-    if clients < 1 or clients != int(clients):
-        raise PartitionError(f"clients is {clients}; a federation has a whole number of clients, at least 1")
+    check_at_least("clients", clients, 1, error=PartitionError)
 
 
 def check_enough(clients: int, num_examples: int | None) -> int:
     """Return the number of examples; raise PartitionError if it is unknown or less than the number of clients."""
     if num_examples is None:
         raise PartitionError("neither labels nor num_examples were given; pass one of them")
+    check_at_least("num_examples", num_examples, 0, error=PartitionError)
     if clients > num_examples:
         raise PartitionError(
             f"{clients} clients cannot share {num_examples} examples, since each needs at least one; "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from lightning_fedbayes.errors import PartitionError
+from lightning_fedbayes.errors import PartitionError, check_number, is_whole, shown
 from lightning_fedbayes.partition.base import Array, Partition, check_clients, check_enough
 
 
@@ -54,8 +55,11 @@ class SizesPartition(Partition):
     sizes: tuple[int | float, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sizes, Sequence) or isinstance(self.sizes, str | bytes) or not self.sizes:
+            raise PartitionError(f"sizes={shown(self.sizes)}: give a number or a fraction of examples for each client")
         object.__setattr__(self, "sizes", tuple(self.sizes))
-        check_clients(self.clients)
+        for size in self.sizes:
+            check_number("a size", size, error=PartitionError)
         if len({isinstance(size, float) for size in self.sizes}) > 1:
             raise PartitionError(
                 f"sizes {self.sizes} mix integers and floats; give all numbers of examples (integers) or all "
@@ -63,6 +67,8 @@ class SizesPartition(Partition):
             )
         if not all(size > 0 for size in self.sizes):
             raise PartitionError(f"sizes {self.sizes} must all be above 0; leave out clients that hold no data")
+        if not self.fractional and not all(map(is_whole, self.sizes)):
+            raise PartitionError(f"sizes {self.sizes}: give integers (numbers of examples) or floats (fractions)")
         if self.fractional and sum(self.sizes) > 1 + 1e-9:
             raise PartitionError(
                 f"fractions {self.sizes} sum to {sum(self.sizes):.6g}, but there is only 1 to share; "

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import numpy as np
 
-from lightning_fedbayes.errors import PartitionError, nearest
-from lightning_fedbayes.partition.base import Array, LabelPartition, check_clients, check_enough
+from lightning_fedbayes.errors import PartitionError, check_at_least, check_choice, check_flag, check_number
+from lightning_fedbayes.partition.base import Array, LabelPartition, LabelSource, check_clients, check_enough
+
+Per = Literal["label", "client"]
 
 MAX_REDRAWS = 1000
 MAX_ALPHA = 1e12
@@ -30,6 +31,7 @@ class ClassPartition(LabelPartition):
     Args:
         clients: number of clients K.
         classes_per_client: m, from 1 to the number of classes.
+        labels: where the classes are found; see :class:`~lightning_fedbayes.partition.base.LabelPartition`.
 
     Source: [FBDL] §3.1, after Li et al. (2022).
 
@@ -44,11 +46,12 @@ class ClassPartition(LabelPartition):
 
     clients: int
     classes_per_client: int = 2
+    labels: LabelSource = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_clients(self.clients)
-        if self.classes_per_client < 1:
-            raise PartitionError(f"classes_per_client is {self.classes_per_client}; a client holds at least 1 class")
+        check_at_least("classes_per_client", self.classes_per_client, 1, error=PartitionError)
 
     def deal_classes(self, labels: Array, generator: np.random.Generator) -> list[Array]:
         """Cut the classes into shards and deal these so that no client gets two of the same class."""
@@ -131,6 +134,7 @@ class DirichletPartition(LabelPartition):
         min_examples: least number of examples of a client with ``per="label"``. None: 10, but at most half an equal
             share (N // 2K, at least 1), since draws from small data would rarely give 10.
         balance: with ``per="label"``, give no more examples of later labels to a client that holds N/K.
+        labels: where the classes are found; see :class:`~lightning_fedbayes.partition.base.LabelPartition`.
 
     Sources: ``"label"``: [BA-BFL] §5; ``"client"``: [FBDL] §3.1.
 
@@ -141,21 +145,22 @@ class DirichletPartition(LabelPartition):
 
     clients: int
     alpha: float
-    per: Literal["label", "client"] = "label"
+    per: Per = "label"
     min_examples: int | None = None
     balance: bool = True
+    labels: LabelSource = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_clients(self.clients)
-        if not (self.alpha > 0 and math.isfinite(self.alpha)):
-            raise PartitionError(
-                f"alpha is {self.alpha}; the concentration of a Dirichlet distribution is above 0 and finite "
-                "(for equal proportions use IIDPartition)"
-            )
-        if self.per not in ("label", "client"):
-            raise PartitionError(f"per is '{self.per}'; {nearest(self.per, ['label', 'client'])}")
-        if self.min_examples is not None and self.min_examples < 1:
-            raise PartitionError(f"min_examples is {self.min_examples}; every client needs at least 1 example")
+        check_number(
+            "alpha", self.alpha, "(0, inf)", error=PartitionError,
+            why="it is the concentration of a Dirichlet distribution (for equal proportions use IIDPartition)",
+        )
+        check_choice("per", self.per, get_args(Per), error=PartitionError)
+        if self.min_examples is not None:
+            check_at_least("min_examples", self.min_examples, 1, error=PartitionError)
+        check_flag("balance", self.balance, error=PartitionError)
 
     def deal_classes(self, labels: Array, generator: np.random.Generator) -> list[Array]:
         """Draw the number of examples of each class and client, then the examples."""

@@ -18,7 +18,7 @@ from types import ModuleType
 
 import numpy as np
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.errors import FederationError, check_at_least, check_number
 
 ORDERS = (
     1.01, 1.02, 1.05, *(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 64), 64, 80, 96, 128, 192, 256, 384, 512
@@ -27,6 +27,8 @@ ORDERS = (
 
 LEAST_EPSILON = 1e-3
 """Smallest ε for which a noise is searched."""
+LEAST_NOISE = 1e-100
+"""Noise multiplier below which ε is larger than a float holds; one over it is the largest that is counted with."""
 
 Spent = list[tuple[float, float, int]]
 """Messages by kind: noise multiplier, sampling fraction, number of messages."""
@@ -59,8 +61,7 @@ def epsilon_of(noise_multiplier: float, delta: float, rounds: int, fraction: flo
     """
     check_noise(noise_multiplier)
     check_fraction(fraction)
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
-        raise FederationError(f"rounds={rounds}: give a number of rounds, at least 0")
+    check_at_least("rounds", rounds, 0)
     return epsilon_spent([(noise_multiplier, fraction, rounds)], delta)
 
 
@@ -70,7 +71,7 @@ def epsilon_spent(spent: Spent, delta: float) -> float:
     spent = [kind for kind in spent if kind[2] > 0]
     if not spent:
         return 0.0
-    if any(noise == 0 for noise, _, _ in spent):
+    if any(noise < LEAST_NOISE for noise, _, _ in spent):
         return math.inf
     divergence = sum(messages * renyi_divergence(noise, fraction) for noise, fraction, messages in spent)
     convert = import_opacus("opacus.accountants.analysis.rdp").get_privacy_spent
@@ -94,7 +95,7 @@ def noise_multiplier_for(epsilon: float, delta: float, rounds: int, fraction: fl
     result lies at most 1 % below ``epsilon``.
 
     Args:
-        epsilon: what may be given away, at least 0.001, in nats.
+        epsilon: what may be given away, from 0.001 to a million, in nats.
         delta, rounds, fraction: see :func:`epsilon_of`; at least one round.
 
     Raises:
@@ -106,10 +107,8 @@ def noise_multiplier_for(epsilon: float, delta: float, rounds: int, fraction: fl
     """
     check_delta(delta)
     check_fraction(fraction)
-    if not (math.isfinite(epsilon) and epsilon >= LEAST_EPSILON):
-        raise FederationError(f"epsilon={epsilon}: give a finite budget of at least {LEAST_EPSILON}")
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise FederationError(f"rounds={rounds}: give a number of rounds, at least 1")
+    check_number("epsilon", epsilon, f"[{LEAST_EPSILON}, 1e6]", why="it is the budget, in nats")
+    check_at_least("rounds", rounds, 1)
     search = import_opacus("opacus.accountants.utils").get_noise_multiplier
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Optimal order is the")
@@ -128,31 +127,24 @@ def noise_multiplier_for(epsilon: float, delta: float, rounds: int, fraction: fl
 
 def check_noise(noise_multiplier: float) -> None:
     """Raise FederationError unless ``noise_multiplier`` is a finite number of at least 0."""
-    if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
-        raise FederationError(
-            f"noise_multiplier={noise_multiplier}: give a finite number of at least 0; "
-            "noise_multiplier_for(epsilon, delta, rounds) finds one"
-        )
+    why = "noise_multiplier_for(epsilon, delta, rounds) finds one"
+    check_number("noise_multiplier", noise_multiplier, f"[0, {1 / LEAST_NOISE}]", why=why)
 
 
 def check_clip(clip: float) -> None:
     """Raise FederationError unless ``clip`` is a finite number above 0."""
-    if not (math.isfinite(clip) and clip > 0):
-        raise FederationError(f"clip={clip}: the longest L2 norm that is let through is a finite number above 0")
+    check_number("clip", clip, "(0, inf)", why="it is the longest L2 norm that is let through")
 
 
 def check_delta(delta: float) -> None:
     """Raise FederationError unless ``delta`` lies in (0, 1)."""
-    if not 0 < delta < 1:
-        raise FederationError(
-            f"delta={delta}: a probability strictly between 0 and 1, well below one over the number of those protected"
-        )
+    why = "it is a probability, well below one over the number of those protected"
+    check_number("delta", delta, "(0, 1)", why=why)
 
 
 def check_fraction(fraction: float) -> None:
     """Raise FederationError unless ``fraction`` lies in (0, 1]."""
-    if not 0 < fraction <= 1:
-        raise FederationError(f"fraction={fraction}: the share that takes part lies in (0, 1]")
+    check_number("fraction", fraction, "[1e-100, 1]", why="it is the share that takes part")
 
 
 def check_opacus() -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.errors import LARGEST, FederationError, FusionError, check_at_least, check_flag, check_kind
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.messages import ClientUpdate
-from lightning_fedbayes.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.posterior import GaussianPosterior, check_posterior, is_zero
 from lightning_fedbayes.privacy.accountant import check_clip, check_delta, check_noise, check_opacus, epsilon_of
 from lightning_fedbayes.seeding import generator
 
@@ -139,6 +139,7 @@ class UpdatePrivacy:
         check_clip(self.clip)
         check_noise(self.noise_multiplier)
         check_delta(self.delta)
+        check_flag("widen_posterior", self.widen_posterior)
         check_opacus()
 
     def send(self, update: ClientUpdate, previous: GaussianPosterior, seed: int, round: int) -> ClientUpdate:
@@ -154,6 +155,10 @@ class UpdatePrivacy:
             FusionError: names or shapes are not those of the global posterior.
             FederationError: the update has buffers.
         """
+        check_kind("update", update, ClientUpdate, "give a ClientUpdate")
+        check_posterior(previous, "the previous posterior", error=FusionError)
+        check_at_least("seed", seed, -LARGEST)
+        check_at_least("round", round, 0)
         check_structure(update.posterior, previous, f"client {update.client}")
         check_no_buffers(update.buffers)
         posterior = privatised(
@@ -181,6 +186,7 @@ class UpdatePrivacy:
             sees every message. Both for ``delta``; see :func:`~lightning_fedbayes.privacy.epsilon_of`.
         """
         most = rounds if most_rounds_of_a_client is None else most_rounds_of_a_client
+        check_at_least("most_rounds_of_a_client", most, 0)
         return {
             "privacy/epsilon": epsilon_of(self.noise_multiplier, self.delta, rounds, fraction),
             "privacy/epsilon_server": epsilon_of(self.noise_multiplier, self.delta, most),

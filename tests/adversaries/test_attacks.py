@@ -189,5 +189,5 @@ def test_labels_without_gaps_become_the_last_minus_themselves():
     ],
 )
 def test_invalid_strengths_are_refused(attack, options):
-    with pytest.raises(FederationError, match=f"{next(iter(options))} is a finite number"):
+    with pytest.raises(FederationError, match=f"{next(iter(options))}=.*give a finite number"):
         attack(0.5, **options)

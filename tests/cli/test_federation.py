@@ -57,6 +57,14 @@ def test_the_file_makes_the_federation_that_python_would():
     assert [layer.out_features for layer in made.model.network if hasattr(layer, "out_features")] == [50, 10]
 
 
+@pytest.mark.parametrize(("given", "labels"), [("diagnosis", "diagnosis"), ("[0, 1, 1]", (0, 1, 1))])
+def test_a_file_can_say_where_the_labels_are(given, labels):
+    made = FederationCLI(
+        ["--config", DIGITS, *QUICK, f"--federation.partition.init_args.labels={given}"], run=False)
+    federation = next(each for each in made.trainer.callbacks if isinstance(each, fb.FederatedBayes))
+    assert federation.settings.partition.labels == labels
+
+
 def test_one_seed_decides_everything():
     def made(seed):
         command = ["--config", DIGITS, "--trainer.logger=false", f"--seed_everything={seed}"]

@@ -1,11 +1,15 @@
 """Class labels without loading examples, and the clients that a partition or the parts of a data set make."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 
 from lightning_fedbayes import (
+    ClassPartition,
     ClientDatasets,
     DirichletPartition,
     FederationError,
@@ -180,3 +184,61 @@ def test_no_example_is_loaded():
     data = Untouchable(targets=FOUR_LABELS)
     assert clients_of(data, IIDPartition(3), seed=0).counts.sum() == 4
     assert clients_of(ConcatDataset([data] * 2), None, seed=0).counts.sum() == 8
+
+
+# --- labels that the data set does not show ---
+
+
+class Examples(list):
+    """A map-style data set of any examples."""
+
+
+PATIENTS = Examples({"image": torch.zeros(2), "diagnosis": number % 3} for number in range(60))
+GRAPHS = Examples(SimpleNamespace(nodes=torch.zeros(4), y=torch.tensor([number % 3])) for number in range(60))
+SEQUENCES = Examples((torch.zeros(number % 7 + 1), number % 3) for number in range(60))
+CLASSES = torch.arange(60) % 3
+
+
+@pytest.mark.parametrize(("dataset", "labels"), [
+    (PATIENTS, "diagnosis"),
+    (GRAPHS, "y"),
+    (SEQUENCES, CLASSES),
+    (SEQUENCES, CLASSES.numpy()),
+    (SEQUENCES, CLASSES.tolist()),
+    (SEQUENCES, lambda dataset: [label for _, label in dataset]),
+], ids=["column of dicts", "attribute of graphs", "tensor", "array", "list", "function"])
+@pytest.mark.parametrize("partition", [
+    partial(DirichletPartition, 3, 0.5), partial(ClassPartition, 3, 2),
+], ids=["Dirichlet", "classes"])
+def test_partitions_take_labels_from_where_they_are(dataset, labels, partition):
+    made = clients_of(dataset, partition(labels=labels), seed=0)
+    shown = partition().split(CLASSES, seed=0)
+    assert made.counts.equal(shown.counts)
+    assert [list(part.indices) for part in made.datasets] == [rows.tolist() for rows in shown.indices]
+
+
+def test_columns_are_found_in_parts_and_subsets_and_in_a_column_of_hugging_face():
+    half = Subset(PATIENTS, range(0, 60, 2))
+    assert labels_of(half, "diagnosis").tolist() == [number % 3 for number in range(0, 60, 2)]
+    assert len(labels_of(ConcatDataset([PATIENTS, half]), "diagnosis")) == 90
+    table = type("Table", (), {"column_names": ["label"], "__len__": lambda self: 2,
+                               "__getitem__": lambda self, key: {"label": [1, 0]}[key]})()
+    assert labels_of(table, "label").tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(("labels", "says"), [
+    ("diagnosys", "did you mean 'diagnosis'"),
+    ([0, 1], r"shape \(2,\), and there are 60 examples"),
+    (lambda dataset: "x", "cannot be read as numbers"),
+])
+def test_labels_that_cannot_be_are_named(labels, says):
+    with pytest.raises(PartitionError, match=says):
+        clients_of(PATIENTS, DirichletPartition(3, 0.5, labels=labels), seed=0)
+
+
+def test_partitions_with_labels_are_values():
+    first, second = (DirichletPartition(3, 0.5, labels=CLASSES) for _ in range(2))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert repr(first) == repr(DirichletPartition(3, 0.5)), "sixty thousand labels are no part of a log"
+    assert first.split(None, seed=0).sizes == DirichletPartition(3, 0.5).split(CLASSES, seed=0).sizes

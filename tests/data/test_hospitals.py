@@ -194,7 +194,7 @@ def test_other_tables_missing_hospitals_and_fractions(folder, tmp_path):
     (folder / "processed.hungarian.data").unlink()
     with pytest.raises(FederationError, match=r"the patients of hungarian are missing: there is no file .*hungarian"):
         HospitalsDataModule(folder)
-    with pytest.raises(FederationError, match="test_fraction is 1; it lies strictly between"):
+    with pytest.raises(FederationError, match="test_fraction=1: give a finite number in"):
         HospitalsDataModule(folder, test_fraction=1)
 
 

@@ -157,9 +157,9 @@ def test_setup_reads_once(tmp_path):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"validation_fraction": 1.0}, "strictly between 0 and 1, or is None"),
-    ({"validation_fraction": 0}, "strictly between 0 and 1, or is None"),
-    ({"examples": 0}, "examples=0: give at least one for each class"),
+    ({"validation_fraction": 1.0}, "in \\(0, 1\\); None"),
+    ({"validation_fraction": 0}, "in \\(0, 1\\); None"),
+    ({"examples": 0}, "examples=0: give at least 2; each class"),
     ({"examples": TRAIN + 1}, f"examples={TRAIN + 1}, but .* holds only {TRAIN} training images"),
     ({"examples": 7}, "no training example is of class .*: of 7 examples 1 are held out .* Raise examples"),
 ])

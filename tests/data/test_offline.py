@@ -115,5 +115,5 @@ def test_hyperparameters_are_stored_but_do_not_clash_with_a_models(tmp_path):
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.1, 20])
 def test_fraction_must_leave_both_parts_something(fraction):
-    with pytest.raises(FederationError, match="strictly between 0 and 1"):
+    with pytest.raises(FederationError, match="in \\(0, 1\\)"):
         DigitsDataModule(validation_fraction=fraction)

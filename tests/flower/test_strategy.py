@@ -134,7 +134,7 @@ def test_sizes_that_are_all_0_leave_the_posterior(caplog):
     result = run(LocalGrid(client_apps(), nothing), strategy, rounds=2)
     assert result.arrays == initial_arrays(hybrid())
     assert strategy.server.failed_rounds == 2
-    assert "nothing to fuse" in caplog.text
+    assert "num-examples=0: give at least 1" in caplog.text
 
 
 def test_a_round_in_which_all_fail_ends_well():

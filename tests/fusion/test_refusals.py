@@ -167,5 +167,5 @@ def test_dwc_of_a_deterministic_previous_and_probabilistic_clients():
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_floor_must_be_positive(value):
-    with pytest.raises(FusionError, match=r"min_precision must be positive.*None turns the floor off"):
+    with pytest.raises(FusionError, match=r"min_precision=.*above 0.*None turns the floor off"):
         DistributedWeightConsolidation(min_precision=value)

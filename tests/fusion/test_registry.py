@@ -1,5 +1,7 @@
 """Rules are found by name, and no name is given twice."""
 
+import re
+
 import pytest
 import torch
 
@@ -146,3 +148,13 @@ def test_names_are_sorted_and_every_rule_says_what_it_needs():
         assert isinstance(rule, FusionRule)
         assert get_rule(rule) is rule
         assert rule.needs_previous == isinstance(rule, DistributedWeightConsolidation | NormClipping)
+
+
+@pytest.mark.parametrize("name", ["fedprox", "FedProx", "scaffold", "fedadam", "fedyogi", "fedadagrad", "fedavgm",
+                                  "moon", "feddyn", "pvi", "FedBN"])
+def test_algorithms_that_are_no_rules_get_the_sentence_that_helps(name):
+    with pytest.raises(FusionError, match=f"unknown fusion rule '{name}': ") as caught:
+        fuse(name, [])
+    assert "did you mean" not in str(caught.value)
+    advised = set(re.findall(r"'(\w+)'", str(caught.value)))
+    assert advised & set(available_fusions(aliases=True)), "the sentence names a rule that exists"

@@ -200,12 +200,12 @@ def test_an_argument_of_a_conversion_that_is_not_made_is_refused(options, messag
     [
         ({"bayesian_last": 3}, "last=3, but only 2 layers can be converted"),
         ({"bayesian_last": -1}, "last=-1"),
-        ({"bayesian_last": 1, "estimator": "flip"}, "unknown estimator 'flip'.*flipout"),
-        ({"bayesian_last": 1, "init": "pre-trained"}, "unknown init 'pre-trained'.*pretrained"),
+        ({"bayesian_last": 1, "estimator": "flip"}, "estimator='flip'.*flipout"),
+        ({"bayesian_last": 1, "init": "pre-trained"}, "init='pre-trained'.*pretrained"),
         ({"bayesian_last": 1, "init": "pretrained", "posterior_std": 0.1}, "posterior_std=0.1"),
         ({"bayesian_last": 1, "posterior_std": 0.0}, "posterior_std=0.0"),
-        ({"bayesian_last": 1, "prior_std": -1.0}, "std=-1.0 of a prior"),
-        ({"bayesian_last": 1, "prior_std": 1.0, "prior": NormalPrior()}, "prior or prior_std=1.0, not both"),
+        ({"bayesian_last": 1, "prior_std": -1.0}, "prior_std=-1.0: .*standard deviation"),
+        ({"bayesian_last": 1, "prior_std": 1.0, "prior": NormalPrior()}, "give no .*prior_std"),
     ],
 )
 def test_arguments_of_the_conversion(options, message):

@@ -165,7 +165,7 @@ def test_several_loaders_are_scored_together():
 
 @pytest.mark.parametrize("noise_std", [0.0, -1.0, math.nan])
 def test_noise_has_a_positive_standard_deviation(noise_std):
-    with pytest.raises(FedBayesError, match=f"noise_std={noise_std}: the noise has a positive standard deviation"):
+    with pytest.raises(FedBayesError, match=f"noise_std={noise_std}: give a finite number above 0"):
         HybridBayesianRegressor(mlp(6, 1), noise_std=noise_std)
 
 

@@ -103,3 +103,12 @@ def test_labels_that_are_no_numbers_are_refused():
 def test_labels_that_are_no_classes_are_not_counted():
     with pytest.raises(PartitionError, match="one integer per example"):
         counts_table((torch.tensor([0]),), torch.tensor([0.5]))
+
+
+def test_repr_is_one_line_and_a_notebook_shows_the_table():
+    split = DirichletPartition(30, 0.5).split(balanced(), seed=0)
+    assert repr(split).startswith("Split(30 clients, 6,000 examples of 10 classes, ")
+    assert len(repr(split)) < 100
+    table = split._repr_html_()
+    assert table.count("<tr>") == len(str(split).splitlines())
+    assert table.startswith("<table><tr><th>client</th><th>0</th>")

@@ -27,18 +27,18 @@ def test_fractions_that_sum_to_one_use_all_examples():
 
 
 def test_half_a_client_is_refused():
-    with pytest.raises(PartitionError, match=r"clients is 2.5; .*whole number"):
+    with pytest.raises(PartitionError, match=r"clients=2.5: .*whole number"):
         IIDPartition(2.5).split(None, seed=0, num_examples=10)
 
 
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        (lambda: IIDPartition(0), "clients is 0.*at least 1"),
+        (lambda: IIDPartition(0), "clients=0.*at least 1"),
         (lambda: IIDPartition(5).split(None, 0, 4), "5 clients cannot share 4.*fewer clients"),
         (lambda: IIDPartition(5).split(None, 0), "pass one of them"),
         (lambda: IIDPartition(5).split(torch.zeros(7), 0, 8), "num_examples is 8.*7 labels"),
-        (lambda: SizesPartition(()), "clients is 0"),
+        (lambda: SizesPartition(()), r"sizes=\(\)"),
         (lambda: SizesPartition((3, 0.5)), "mix"),
         (lambda: SizesPartition((3, 0)), "above 0"),
         (lambda: SizesPartition((0.7, 0.5)), "sum to 1.2"),

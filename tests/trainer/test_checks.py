@@ -20,7 +20,7 @@ from tests.federations import Plain, assert_equal, blobs, federate, from_yaml, l
     ("options", "message"),
     [
         ({"fusion": "reverse_kl"}, "unknown fusion rule 'reverse_kl': did you mean 'reverse_kl_barycenter'"),
-        ({"weighting": "train-size"}, "unknown weighting 'train-size': did you mean 'train_size'"),
+        ({"weighting": "train-size"}, "weighting='train-size': did you mean 'train_size'"),
         ({"fraction": 0.0}, r"fraction=0.0.*\(0, 1\]"),
         ({"fraction": 1.5}, r"fraction=1.5"),
         ({"fraction": "0.5"}, r"fraction='0.5'"),

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FedBayesError
-from lightning_fedbayes.metrics.functional.utilities import check_vectors
+from lightning_fedbayes.errors import FedBayesError, check_number, shown
+from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_vectors
 
 Vector = Tensor | Sequence[float]
 
@@ -51,8 +51,7 @@ def worst_fraction_accuracy(accuracies: Vector, fraction: float = 0.1) -> Tensor
     >>> worst_fraction_accuracy(torch.tensor([0.9, 0.4, 0.6, 0.8]), fraction=0.5)
     tensor(0.5000)
     """
-    if not 0 < fraction <= 1:
-        raise FedBayesError(f"fraction is {fraction}; it must be above 0 and at most 1")
+    check_number("fraction", fraction, "(0, 1]", error=FedBayesError)
     accuracies = as_floats(accuracies)
     check_vectors(accuracies=accuracies)
     known = accuracies[~accuracies.isnan()]
@@ -62,5 +61,9 @@ def worst_fraction_accuracy(accuracies: Vector, fraction: float = 0.1) -> Tensor
 
 def as_floats(values: Vector) -> Tensor:
     """Return a list or a tensor of any numbers as a floating-point tensor."""
-    tensor = torch.as_tensor(values)
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's words for what is no sequence of numbers
+        raise FedBayesError(f"{shown(values)} cannot be read as numbers: give one per client") from None
+    check_numbers(values=tensor)
     return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())

@@ -7,10 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.errors import FedBayesError, check_number
 from lightning_fedbayes.metrics.functional.utilities import (
     at_least_float32,
     check_gaussian,
+    check_numbers,
     check_predictive,
     check_same_shape,
 )
@@ -122,8 +123,7 @@ def interval_coverage(mean: Tensor, variance: Tensor, target: Tensor, level: flo
     >>> interval_coverage(torch.zeros(2), torch.ones(2), torch.tensor([1.9, 2.0]))
     tensor([1., 0.])
     """
-    if not 0 < level < 1:
-        raise FedBayesError(f"level is {level}; the probability of an interval lies strictly between 0 and 1")
+    check_number("level", level, "(0, 1)", error=FedBayesError, why="it is the probability of an interval")
     check_gaussian(mean, variance, target)
     variance = at_least_float32(variance)
     half_width = math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.float64)).item() * variance.sqrt()
@@ -148,6 +148,9 @@ def ensemble_crps(samples: Tensor, target: Tensor) -> Tensor:
     >>> ensemble_crps(torch.tensor([[0.0], [2.0]]), torch.tensor([1.0]))
     tensor([0.])
     """
+    check_numbers(samples=samples, target=target)
+    if torch.bool in (samples.dtype, target.dtype):
+        raise FedBayesError("samples or target are of torch.bool: give numbers")
     if samples.ndim == 0 or len(samples) < 2:
         raise FedBayesError(
             f"samples has shape {tuple(samples.shape)}, but the fair CRPS needs at least 2 samples along the first "
@@ -180,6 +183,7 @@ def determinant_sharpness(covariance: Tensor) -> Tensor:
     >>> determinant_sharpness(torch.tensor([[4.0, 0.0], [0.0, 9.0]]))  # √(2 · 3)
     tensor(2.4495)
     """
+    check_numbers(covariance=covariance)
     if covariance.ndim < 2 or covariance.shape[-1] != covariance.shape[-2]:
         raise FedBayesError(
             f"covariance has shape {tuple(covariance.shape)}, but (*, d, d) is needed; "

@@ -11,6 +11,7 @@ import math
 from torch import Tensor
 from torch.special import digamma, entr
 
+from lightning_fedbayes.errors import FedBayesError, check_flag
 from lightning_fedbayes.metrics.functional.utilities import check_samples, check_vectors, sum_by_value
 
 
@@ -31,6 +32,7 @@ def predictive_entropy(probs: Tensor, normalize: bool = True) -> Tensor:
     >>> predictive_entropy(torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]))
     tensor([1., 0.])
     """
+    check_flag("normalize", normalize, error=FedBayesError)
     entropy = entr(check_samples(probs).mean(0)).sum(-1)
     return entropy / math.log(probs.shape[-1]) if normalize else entropy
 

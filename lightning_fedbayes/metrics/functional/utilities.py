@@ -5,11 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.errors import FedBayesError, check_at_least
+from lightning_fedbayes.posterior import check_tensor
+
+
+def check_numbers(**tensors: Tensor) -> None:
+    """Raise FedBayesError unless all ``tensors`` are dense tensors of real numbers."""
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor, error=FedBayesError)
+        if tensor.is_complex():
+            raise FedBayesError(f"{name} is of {tensor.dtype}: give real numbers")
 
 
 def check_samples(probs: Tensor) -> Tensor:
     """Return ``probs`` in at least float32; raise FedBayesError unless it is of shape (samples, batch, classes ≥ 2)."""
+    check_numbers(probs=probs)
     if probs.ndim != 3 or probs.shape[-1] < 2:
         raise FedBayesError(
             f"probs has shape {tuple(probs.shape)}, but one of (samples, batch, classes) with at least 2 classes is "
@@ -20,6 +30,7 @@ def check_samples(probs: Tensor) -> Tensor:
 
 def check_predictive(probs: Tensor, target: Tensor) -> Tensor:
     """Return ``probs`` in at least float32; raise FedBayesError unless (batch, classes), and ``target`` (batch,)."""
+    check_numbers(probs=probs, target=target)
     if probs.ndim != 2:
         raise FedBayesError(
             f"probs has shape {tuple(probs.shape)}, but the mean predictive of shape (batch, classes) is needed; "
@@ -35,6 +46,7 @@ def check_predictive(probs: Tensor, target: Tensor) -> Tensor:
 
 def check_same_shape(**tensors: Tensor) -> None:
     """Raise FedBayesError unless all ``tensors`` have one shape: (batch,) and (batch, 1) would broadcast to a table."""
+    check_numbers(**tensors)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -51,8 +63,7 @@ def check_vectors(**tensors: Tensor) -> None:
 
 def check_bins(bins: int) -> None:
     """Raise FedBayesError unless ``bins`` is at least 1."""
-    if bins < 1:
-        raise FedBayesError(f"bins is {bins}; at least 1 is needed")
+    check_at_least("bins", bins, 1, error=FedBayesError)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -63,6 +74,9 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 def check_gaussian(mean: Tensor, variance: Tensor, target: Tensor) -> None:
     """Raise FedBayesError unless all are of one shape and no variance is negative."""
     check_same_shape(mean=mean, variance=variance, target=target)
+    for name, tensor in (("mean", mean), ("variance", variance), ("target", target)):
+        if tensor.dtype == torch.bool:
+            raise FedBayesError(f"{name} is of torch.bool: give numbers")
     if bool((variance < 0).any()):
         raise FedBayesError(
             f"variance is negative at {int((variance < 0).sum())} of {variance.numel()} entries "

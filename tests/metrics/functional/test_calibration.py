@@ -67,5 +67,5 @@ def test_one_bin_gives_the_difference_of_accuracy_and_confidence():
 
 def test_no_bins_are_refused():
     for function in (F.adaptive_calibration_error, F.calibration_diagram):
-        with pytest.raises(FedBayesError, match="bins is 0"):
+        with pytest.raises(FedBayesError, match="bins=0"):
             function(torch.full((3, 2), 0.5), torch.zeros(3).long(), bins=0)

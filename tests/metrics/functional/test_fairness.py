@@ -23,5 +23,5 @@ def test_clients_without_examples_do_not_count():
 
 
 def test_a_fraction_of_no_clients_is_refused():
-    with pytest.raises(FedBayesError, match="fraction is 0"):
+    with pytest.raises(FedBayesError, match="fraction=0"):
         F.worst_fraction_accuracy(torch.ones(3), 0.0)

@@ -148,7 +148,7 @@ BATCH, SAMPLES = torch.full((3, 2), 0.5), torch.full((4, 3, 2), 0.5)
         (lambda: F.gaussian_nll(torch.zeros(3, 1), torch.ones(3, 1), torch.zeros(3)), r"target \(3,\).*equal"),
         (lambda: F.ensemble_crps(torch.zeros(1, 3), torch.zeros(3)), "at least 2 samples"),
         (lambda: F.ensemble_crps(torch.zeros(5, 3, 1), torch.zeros(3)), r"samples_but_first \(3, 1\)"),
-        (lambda: F.interval_coverage(torch.zeros(1), torch.ones(1), torch.zeros(1), 95), "level is 95"),
+        (lambda: F.interval_coverage(torch.zeros(1), torch.ones(1), torch.zeros(1), 95), "level=95"),
         (lambda: F.determinant_sharpness(torch.ones(3)), r"\(\*, d, d\).*diag_embed"),
         (lambda: F.determinant_sharpness(torch.diag(torch.tensor([1.0, -1.0]))), "1 of 1.*negative determinant"),
     ],

@@ -1,0 +1,144 @@
+"""Replies of a stranger: they count, or they are refused with an error of the package."""
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.flower import FusionStrategy
+from lightning_fedbayes.flower.checkpoint import ServerState
+from lightning_fedbayes.flower.wire import from_arrays, read_update, to_arrays
+from tests.fuzz import EXAMPLES, many, only_own_errors
+from tests.fuzz.doors import FUNCTIONS, POOL, begun, posterior, update
+
+PROBABILISTIC = {"w", "b"}
+ARRAYS = st.sampled_from([
+    np.zeros((1, 2), np.float32), np.ones((1, 2), np.float16), np.ones((1, 2)), np.asfortranarray(np.ones((2, 3))),
+    np.full((1, 2), np.nan, np.float32), np.full((1, 2), 1e-45, np.float32), -np.ones((1, 2), np.float32),
+    np.ones((1, 2), np.complex64), np.ones((1, 2), np.int64), np.zeros((0,), np.float32), np.array(1.0, np.float32),
+    np.array(["x"]), np.ones((1, 2), bool),
+])
+NUMBERS = st.sampled_from([0, 1, -1, 5, 2**31, 2**62, 1.5, float("nan"), float("inf")])
+
+
+def reply(arrays, metrics=None, config=None):
+    content = {"arrays": arrays, "metrics": MetricRecord({"num-examples": 5} if metrics is None else metrics),
+               "config": ConfigRecord({"server-round": 1} if config is None else config)}
+    question = Message(RecordDict({}), dst_node_id=1, message_type=MessageType.TRAIN)
+    return Message(RecordDict(content), reply_to=question)
+
+
+def good():
+    return to_arrays(posterior(1.0), {"running": torch.ones(2)})
+
+
+@st.composite
+def replies(draw):
+    """A good reply with an array, its bytes, a figure or the round replaced."""
+    arrays, metrics, config = dict(good()), {"num-examples": 5, "train_loss": 0.5}, {"server-round": 1}
+    key = draw(st.sampled_from(sorted(arrays)))
+    how = draw(st.sampled_from(["array", "bytes", "header", "missing", "key", "examples", "round", "metric"]))
+    if how == "array":
+        arrays[key] = Array(draw(ARRAYS))
+    elif how == "bytes":
+        cut = draw(st.integers(1, len(arrays[key].data)))
+        data = arrays[key].data[:cut] + draw(st.binary(max_size=6))
+        arrays[key] = Array(dtype="float32", shape=(1, 2), stype="numpy.ndarray", data=data)
+    elif how == "header":
+        arrays[key] = Array(dtype=draw(st.text(min_size=1, max_size=5)), shape=(draw(st.integers(-3, 9)),),
+                            stype=draw(st.text(min_size=1, max_size=5)), data=arrays[key].data)
+    elif how == "missing":
+        del arrays[key]
+    elif how == "key":
+        arrays[draw(st.sampled_from(["mean/", "variance/b", "x", "mean/__class__", "buffer/new"]))] = arrays[key]
+    elif how == "examples":
+        metrics["num-examples"] = draw(NUMBERS)
+    elif how == "round":
+        config = {"server-round": draw(st.sampled_from([0, 2, True, 1.0, "1", b"1", [1]]))}
+    else:
+        metrics["train_loss"] = draw(NUMBERS)
+    return reply(ArrayRecord(arrays), metrics, config)
+
+
+GOOD_STRATEGY = {
+    "fusion": "linear_pool", "weighting": "equal", "fraction": 1.0, "min_clients": 1, "wait_for": 2,
+    "max_failed_rounds": 3, "evaluate": False, "checkpoint": None, "seed": 0,
+}
+
+
+@given(name=st.sampled_from(sorted(GOOD_STRATEGY)), value=st.sampled_from(POOL))
+@many("strategies")
+def any_strategy(name, value):
+    if not (name in FUNCTIONS and callable(value)):
+        with only_own_errors():
+            FusionStrategy(**{**GOOD_STRATEGY, name: value})
+
+
+def test_a_strategys_arguments_are_refused_with_errors_of_the_package():
+    any_strategy()
+
+
+ran = 0
+
+
+@given(message=replies())
+@many("wire")
+def any_reply(message):
+    global ran
+    ran += 1
+    with only_own_errors():
+        server = begun()
+        outcome = server.admit(read_update(message, 0, 1, PROBABILISTIC))
+        server.admit(update(1))
+        server.finish()
+        if outcome.error is not None:
+            raise outcome.error
+
+
+def test_replies_are_used_or_refused_with_errors_of_the_package():
+    any_reply()
+    assert ran >= EXAMPLES["wire"]
+
+
+def test_the_good_reply_counts():
+    server = begun()
+    assert server.admit(read_update(reply(good()), 0, 1, PROBABILISTIC)).error is None
+
+
+@pytest.mark.parametrize(("metrics", "config", "says"), [
+    ({"num-examples": 0}, None, "num-examples=0.*at least 1"),
+    ({"num-examples": 2**62}, None, "num-examples.*at most"),
+    ({"num-examples": 1.0}, None, "num-examples=1.0.*whole number"),
+    (None, {"server-round": True}, "of round True"),
+])
+def test_figures_that_must_not_count_are_refused(metrics, config, says):
+    with pytest.raises(fb.FusionError, match=says):
+        read_update(reply(good(), metrics, config), 0, 1, PROBABILISTIC)
+
+
+@pytest.mark.parametrize(("array", "says"), [
+    (np.ones((1, 2), np.float16), "float16.*float32"),
+    (np.ones((1, 2), np.float64), "float64.*float32"),
+    (np.asfortranarray(np.ones((2, 3), np.float32)), "order"),
+])
+def test_arrays_that_no_client_of_ours_sends_are_refused(array, says):
+    with pytest.raises(fb.FusionError, match=says):
+        from_arrays(ArrayRecord({"mean/w": Array(array)}), "client 0")
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_checkpoint_is_named(tmp_path, kept):
+    path = tmp_path / "server.pt"
+    ServerState("name", 0, begun().state_dict()).save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(kept * len(whole))])
+    with pytest.raises(fb.FederationError, match=r"is no checkpoint of a Flower server.*path of its own"):
+        ServerState.load(path)
+
+
+def test_a_missing_checkpoint_is_named(tmp_path):
+    with pytest.raises(fb.FederationError, match="is no checkpoint of a Flower server"):
+        ServerState.load(tmp_path / "nowhere.pt")

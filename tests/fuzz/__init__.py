@@ -1,0 +1,41 @@
+"""Random bad input at every public door: an error of the package, or none, and never a hang."""
+
+import signal
+from contextlib import contextmanager
+
+from hypothesis import HealthCheck, settings
+
+from lightning_fedbayes.errors import FedBayesError
+
+EXAMPLES = {
+    "arguments": 3600, "posteriors": 800, "data sets": 300, "labels": 200, "wire": 300, "states": 150,
+    "strategies": 200, "YAML": 40,
+}
+"""Number of examples of each kind."""
+SECONDS = 20
+"""An example that takes longer hangs: the longest good call takes less than one."""
+
+
+def many(kind):
+    """Settings of ``EXAMPLES[kind]`` examples, the same in every run."""
+    return settings(
+        max_examples=EXAMPLES[kind], derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@contextmanager
+def only_own_errors():
+    """Let an error of the package pass; anything else, a time-out among it, fails the test."""
+    def stop(*_):
+        raise TimeoutError(f"no answer within {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    except FedBayesError:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

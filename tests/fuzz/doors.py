@@ -1,0 +1,406 @@
+"""Public doors: every callable that a user can give a wrong argument to, with a call that works."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes import adversaries, aggregation, data, fusion, layers, metrics, modules, plan, weighting
+from lightning_fedbayes.data import ClientDatasets, clients_of, labels_of
+from lightning_fedbayes.metrics import functional
+from lightning_fedbayes.partition.base import Split, counts_table
+
+LABELS = torch.arange(60) % 3
+PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1]])
+SAMPLES = torch.stack([PROBS, PROBS.flip(1)])
+TARGET = torch.tensor([0, 1])
+
+
+def posterior(shift=0.0, variance=0.25):
+    """A posterior of a Gaussian weight and a deterministic bias."""
+    return fb.GaussianPosterior(
+        {"w": torch.tensor([[1.0, 2.0]]) + shift, "b": torch.tensor([shift])},
+        {"w": torch.full((1, 2), variance), "b": torch.zeros(1)},
+    )
+
+
+def update(client=0, shift=0.0):
+    return fb.ClientUpdate(client, 5, posterior(shift), {"running": torch.ones(2)}, {"train_loss": 1.0}, 0.5)
+
+
+def network():
+    """Two linear layers, small and always the same."""
+    first, last = nn.Linear(2, 3), nn.Linear(3, 2)
+    nn.init.constant_(first.weight, 0.1)
+    return nn.Sequential(first, nn.ReLU(), last)
+
+
+def bayesian():
+    return fb.bayesianize(network(), last=1)
+
+
+def table(examples=60):
+    return TensorDataset(torch.zeros(examples, 2), torch.arange(examples) % 3)
+
+
+def entered(manager, *arguments, **options):
+    """Enter and leave a context manager."""
+    with manager(*arguments, **options):
+        pass
+
+
+def begun(**arguments):
+    """A server in the middle of a round."""
+    server = fb.Server(**{"posterior": posterior(), "buffers": {"running": torch.zeros(2)}, **arguments})
+    server.begin(fb.RoundPlan(0, (0, 1)))
+    return server
+
+
+def admit(client, num_examples, posterior, buffers, metrics, seconds):
+    """Admit a client's update: whatever is wrong with it must be an error of the package or an outcome with one."""
+    server = begun()
+    outcome = server.admit(fb.ClientUpdate(client, num_examples, posterior, buffers, metrics, seconds))
+    server.admit(update(1))
+    server.finish()
+    if outcome.error is not None:
+        raise outcome.error
+
+
+def accumulate(posterior, weight):
+    accumulator = fusion.FusionAccumulator(fusion.get_rule("linear_pool"))
+    accumulator.add(update().posterior)
+    accumulator.add(posterior, weight)
+    accumulator.compute()
+
+
+def aggregate(rule, weighting, previous, buffers, update):
+    round = aggregation.Aggregation(rule, weighting, previous, buffers)
+    round.add(update)
+    round.finish()
+
+
+def measure(metric, *arguments, **options):
+    """Make a metric, feed it one batch and read it."""
+    made = metric(*arguments, **options)
+    batch = {
+        metrics.ClientAccuracy: (PROBS, TARGET, TARGET), metrics.AccuracyRetained: (TARGET == 0, torch.rand(2)),
+        metrics.IntervalCoverage: (torch.zeros(2), torch.ones(2), torch.zeros(2)),
+        metrics.PredictiveEntropy: (SAMPLES,),
+    }.get(metric, (PROBS, TARGET))
+    made.update(*batch)
+    made.compute()
+
+
+def updated(metric, **batch):
+    """Feed a metric one batch and read it."""
+    metric.update(**batch)
+    metric.compute()
+
+
+def split(partition, **arguments):
+    made = partition(**arguments)
+    made.split(LABELS, seed=0)
+
+
+def linear_regression(inputs, targets, prior_std, noise, at, samples):
+    model = fb.BayesianLinearRegression.fit(inputs, targets, prior_std, noise)
+    fb.BayesianLinearRegression.conflate([model, model]).predict(at, samples)
+
+
+def registered(name, aliases):
+    decorate = fb.register_fusion(name, aliases)
+    if name == "a_rule_of_a_test" and name in fb.available_fusions():
+        fusion.unregister_fusion(name)
+    decorate(lambda posteriors, weights, previous: posteriors[0])
+    fusion.unregister_fusion(name)
+
+
+def unregistered(name):
+    """Unregister; the rule of the test is there whatever call came before."""
+    if "a_rule_of_a_test" not in fb.available_fusions():
+        fb.register_fusion("a_rule_of_a_test")(lambda posteriors, weights, previous: posteriors[0])
+    fusion.unregister_fusion(name)
+
+
+X, Y = torch.randn(8, 2, generator=torch.Generator().manual_seed(0)), torch.arange(8.0)
+THREE = [posterior(0.0), posterior(1.0), posterior(2.0)]
+CLIENTS = {"clients": [0]}
+CONVOLUTION = {
+    "in_channels": 2, "out_channels": 2, "kernel_size": 2, "stride": 1, "padding": 0, "dilation": 1, "groups": 1,
+}
+OF_LAYER = {
+    "prior_mean": 0.0, "prior_variance": None, "posterior_mu_init": 0.0, "posterior_rho_init": None, "bias": True,
+    "prior_std": None, "prior": None, "bayesian_bias": True, "device": None, "dtype": None,
+}
+OF_MODULE = {
+    "samples": 2, "kl_weight": 1.0, "warmup_rounds": 0, "learning_rate": 1e-3, "optimizer": None,
+    "predictive": "layers",
+}
+OF_HYBRID = {
+    "bayesian_last": 1, "estimator": "flipout", "prior_std": None, "prior": None, "init": "fresh",
+    "posterior_std": None, **OF_MODULE,
+}
+SETTINGS = {
+    "partition": None, "local_epochs": 1, "fraction": 1.0, "fusion": "linear_pool", "weighting": "equal",
+    "engine": "auto", "clients_at_once": None, "prior": "fixed", "optimizer_state": "reset", "buffers": "average",
+    "local_parameters": (), "min_clients": 1, "max_failed_rounds": 3, "adversaries": (), "privacy": None, "seed": 0,
+}
+
+
+class Plain(fb.BayesianModule):
+    """A module of one's own."""
+
+    def negative_log_likelihood(self, outputs, targets):
+        return outputs.sum()
+
+
+def rules():
+    """Every rule with arguments, fused, so that an argument that fails late is found too."""
+    arguments = {
+        "AlphaBarycenter": {"alpha": 0.5},
+        "DistributedWeightConsolidation": {"min_precision": 1e-3},
+        "GeometricMedian": {"smoothing": 1e-6, "tolerance": 1e-6, "max_iterations": 5},
+        "InverseCovarianceMLE": {"latent": 1, "memory": 1.0, "floor": 1e-2, "tolerance": 1e-6, "max_iterations": 5},
+        "InverseCovarianceVB": {"latent": 1, "memory": 1.0, "floor": 1e-3},
+        "InverseVarianceMLE": {"memory": 1.0, "floor": 1e-2, "tolerance": 1e-6, "max_iterations": 5},
+        "InverseVarianceVB": {"memory": 1.0, "floor": 1e-2, "tolerance": 1e-6, "max_iterations": 5},
+        "Krum": {"byzantine": 0},
+        "MultiKrum": {"byzantine": 0, "keep": 1},
+        "NearestNeighbourMixing": {"then": "linear_pool", "byzantine": 0},
+        "NormClipping": {"then": "linear_pool", "radius": 1.0},
+        "Reliability": {"by": "ivar_vb", "then": "linear_pool"},
+        "TrimmedMean": {"trim": 0.1},
+    }
+    return {name: (partial(fused, getattr(fusion, name)), given) for name, given in arguments.items()}
+
+
+def fused(kind, **arguments):
+    fb.fuse(kind(**arguments), THREE, previous=posterior(variance=1e3))
+
+
+def layer(kind, **arguments):
+    made = kind(**arguments)
+    made.kl_loss()
+
+
+def mixture(**arguments):
+    layers.ScaleMixturePrior(**arguments).kl(torch.zeros(2), torch.ones(2))
+
+
+DOORS = {
+    # settings and the callback
+    "FederationSettings": (fb.FederationSettings, SETTINGS),
+    "FederatedBayes": (fb.FederatedBayes, SETTINGS),
+    "UpdatePrivacy": (
+        fb.UpdatePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5, "widen_posterior": True}),
+    "ExamplePrivacy": (fb.ExamplePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}),
+    "AutoFusion": (fb.AutoFusion, {"candidates": ["linear_pool", "conflation"], "score": None}),
+    "register_fusion": (registered, {"name": "a_rule_of_a_test", "aliases": ("its_other_name",)}),
+    "available_fusions": (fb.available_fusions, {"aliases": True}),
+    "get_rule": (fusion.get_rule, {"rule": "linear_pool"}),
+    "rule_name": (fusion.rule_name, {"rule": "rklb"}),
+    "unregister_fusion": (unregistered, {"name": "a_rule_of_a_test"}),
+    "epsilon_of": (fb.epsilon_of, {"noise_multiplier": 1.0, "delta": 1e-5, "rounds": 2, "fraction": 1.0}),
+    "noise_multiplier_for": (
+        fb.noise_multiplier_for, {"epsilon": 8.0, "delta": 1e-5, "rounds": 2}),  # fraction: as that of epsilon_of
+    "UpdatePrivacy.figures": (
+        fb.UpdatePrivacy().figures, {"rounds": 2, "fraction": 1.0, "most_rounds_of_a_client": None}),
+    "UpdatePrivacy.send": (
+        fb.UpdatePrivacy().send,
+        {"update": fb.ClientUpdate(0, 5, posterior()), "previous": posterior(), "seed": 0, "round": 0}),
+    # partitions
+    "ClassPartition": (partial(split, fb.ClassPartition), {"clients": 3, "classes_per_client": 2, "labels": None}),
+    "DirichletPartition": (
+        partial(split, fb.DirichletPartition),
+        {"clients": 3, "alpha": 0.5, "per": "label", "min_examples": 1, "balance": True, "labels": None}),
+    "DirichletPartition per client": (
+        partial(split, fb.DirichletPartition), {"clients": 3, "alpha": 0.5, "per": "client"}),
+    "IIDPartition": (partial(split, fb.IIDPartition), {"clients": 3}),
+    "SizesPartition": (partial(split, fb.SizesPartition), {"sizes": (3, 4)}),
+    "ClassPartition.split": (fb.ClassPartition(3, 2).split, {"labels": LABELS, "seed": 0, "num_examples": 60}),
+    "IIDPartition.split": (fb.IIDPartition(3).split, {"labels": None, "seed": 0, "num_examples": 60}),
+    "Split.from_indices": (Split.from_indices, {"indices": [[0, 1], [2]], "labels": LABELS}),
+    "counts_table": (counts_table, {"indices": [torch.tensor([0]), torch.tensor([1])], "labels": LABELS}),
+    # data
+    "ClientDatasets": (ClientDatasets, {"datasets": {"north": table(3), "south": table(5)}}),
+    "clients_of": (clients_of, {"dataset": table(), "partition": fb.IIDPartition(3), "seed": 0}),
+    "labels_of": (labels_of, {"dataset": table(), "source": None}),
+    "available_datasets": (data.available_datasets, {"directory": "nowhere"}),
+    "DigitsDataModule": (
+        fb.DigitsDataModule, {"batch_size": 8, "validation_fraction": 0.2, "seed": 0, "images": False}),
+    "DiabetesDataModule": (fb.DiabetesDataModule, {"batch_size": 8, "validation_fraction": 0.2, "seed": 0}),
+    "UCIDataModule": (
+        fb.UCIDataModule,
+        {"directory": "nowhere", "dataset": "yacht", "split": 0, "batch_size": 8, "validation_fraction": None,
+         "seed": 0}),
+    "HospitalsDataModule": (
+        fb.HospitalsDataModule, {"directory": "nowhere", "batch_size": 8, "test_fraction": 0.2, "seed": 0}),
+    **{name: (
+        getattr(fb, name),
+        {"directory": "nowhere", "batch_size": 8, "validation_fraction": 0.1, "examples": None, "seed": 0,
+         "download": True},
+    ) for name in ("MNISTDataModule", "FashionMNISTDataModule", "CIFAR10DataModule", "SVHNDataModule")},
+    # posteriors and rules
+    "GaussianPosterior": (fb.GaussianPosterior, {"mean": posterior().mean, "variance": posterior().variance}),
+    "GaussianPosterior.point_mass": (fb.GaussianPosterior.point_mass, {"mean": posterior().mean}),
+    "GaussianPosterior.from_state_dict": (
+        fb.GaussianPosterior.from_state_dict, {"state": posterior().state_dict()}),
+    "GaussianPosterior.kl": (posterior().kl, {"other": posterior(1.0)}),
+    "GaussianPosterior.ordered": (posterior().ordered, {"names": ("b", "w")}),
+    "GaussianPosterior.unflatten": (
+        posterior().unflatten, {"mean": torch.zeros(3), "variance": torch.ones(3)}),
+    "GaussianPosterior.sample": (posterior().sample, {"generator": None}),
+    "fuse": (fb.fuse, {"rule": "linear_pool", "posteriors": THREE, "weights": [1.0, 2.0, 1.0], "previous": None}),
+    "fuse dwc": (fb.fuse, {"rule": "dwc", "posteriors": THREE, "weights": None, "previous": posterior(variance=1e3)}),
+    "FusionAccumulator.add": (accumulate, {"posterior": posterior(), "weight": 1.0}),
+    **rules(),
+    # the server
+    "Server": (begun, {
+        "posterior": posterior(), "buffers": {"running": torch.zeros(2)}, "fusion": "linear_pool",
+        "weighting": "equal", "min_clients": 1, "max_failed_rounds": 3}),
+    "Server.begin": (begun().begin, {"plan": fb.RoundPlan(0, (0, 1))}),
+    "Server.admit": (lambda update: begun().admit(update), {"update": update()}),
+    "Server.load_state_dict": (lambda state: begun().load_state_dict(state), {"state": begun().state_dict()}),
+    "ClientUpdate": (admit, {
+        "client": 0, "num_examples": 5, "posterior": posterior(), "buffers": {"running": torch.ones(2)},
+        "metrics": {"train_loss": 1.0}, "seconds": 0.5}),
+    "ClientFailure": (
+        lambda **arguments: begun().admit(fb.ClientFailure(**arguments)),
+        {"client": 0, "error": RuntimeError("x"), "num_examples": 3, "seconds": 0.1}),
+    "RoundPlan": (
+        lambda **arguments: begun().begin(fb.RoundPlan(**arguments)),
+        {"round": 0, "cohort": (0, 1), "starts": (0, 2, 3)}),
+    "Aggregation": (aggregate, {
+        "rule": fusion.get_rule("linear_pool"), "weighting": "equal", "previous": posterior(),
+        "buffers": {"running": torch.zeros(2)}, "update": update()}),
+    "client_weights": (
+        weighting.client_weights,
+        {"weighting": "train_size", "facts": [weighting.ClientFacts.of(update(), posterior())]}),
+    "effective_clients": (weighting.effective_clients, {"weights": [0.5, 0.5]}),
+    "choose_cohort": (plan.choose_cohort, {"round": 0, "clients": 4, "fraction": 0.5, "seed": 0}),
+    # attacks
+    "SignFlip": (fb.SignFlip, {**CLIENTS, "scale": 1.0}),
+    "ScaledUpdate": (fb.ScaledUpdate, {**CLIENTS, "factor": 2.0}),
+    "GaussianVector": (fb.GaussianVector, {**CLIENTS, "std": 1.0}),
+    "ALittleIsEnough": (fb.ALittleIsEnough, {**CLIENTS, "z": 1.0}),
+    "InnerProductManipulation": (fb.InnerProductManipulation, {**CLIENTS, "epsilon": 0.1}),
+    **{name: (getattr(fb, name), CLIENTS) for name in ("LabelFlip", "NotANumber", "RandomUpdate")},
+    "assign": (adversaries.assign, {"attacks": [fb.SignFlip(0.5)], "names": ["a", "b"], "seed": 0}),
+    "flip_labels": (adversaries.flip_labels, {"labels": LABELS, "classes": (0, 1, 2)}),
+    "largest_unnoticed_shift": (adversaries.largest_unnoticed_shift, {"cohort": 5, "adversaries": 1}),
+    # layers
+    "bayesianize": (fb.bayesianize, {
+        "network": network(), "last": 1, "names": None, "types": None, "estimator": "flipout", "prior_std": None,
+        "prior": None, "init": "fresh", "delta": 0.1, "posterior_std": None, "bayesian_bias": True}),
+    "bayesianize names": (fb.bayesianize, {"network": network(), "names": ["0"], "init": "pretrained", "delta": 0.1}),
+    "bayesianize types": (fb.bayesianize, {"network": network(), "types": [nn.Linear], "prior_std": 1.0}),
+    "with_mc_dropout": (fb.with_mc_dropout, {"network": network(), "rate": 0.2}),
+    "kl_divergence": (fb.kl_divergence, {"module": bayesian()}),
+    "read_posterior": (fb.read_posterior, {"module": bayesian(), "exclude": ()}),
+    "load_posterior": (
+        fb.load_posterior, {"module": bayesian(), "posterior": fb.read_posterior(bayesian()), "exclude": ()}),
+    "set_prior": (
+        layers.set_prior, {"module": bayesian(), "posterior": fb.read_posterior(bayesian()), "exclude": ()}),
+    "gaussian_parameters": (layers.gaussian_parameters, {"module": bayesian()}),
+    "mean_only": (partial(entered, layers.mean_only), {"module": bayesian()}),
+    "use_estimator": (partial(entered, layers.use_estimator), {"module": bayesian(), "name": "flipout"}),
+    "PosteriorView": (layers.PosteriorView, {"module": bayesian(), "exclude": ()}),
+    "MCDropout": (layers.MCDropout, {"p": 0.5}),
+    "NormalPrior": (layers.NormalPrior, {"mean": 0.0, "std": 1.0}),
+    "TiedMeanPrior": (layers.TiedMeanPrior, {"std": 1.0}),
+    "ScaleMixturePrior": (mixture, {"weight": 0.5, "std1": 1.0, "std2": 0.1}),
+    "Reparameterized": (partial(layer, layers.Reparameterized), {
+        "module": nn.LSTM(2, 2), "prior_mean": 0.0, "prior_variance": None, "prior_std": None, "prior": None,
+        "posterior_std": None}),
+    **{f"Linear{kind}": (
+        partial(layer, getattr(layers, f"Linear{kind}")), {"in_features": 2, "out_features": 2, **OF_LAYER}
+    ) for kind in ("Reparameterization", "LocalReparameterization", "Flipout")},
+    **{f"Conv{shape}Flipout": (
+        partial(layer, getattr(layers, f"Conv{shape}Flipout")),
+        {**CONVOLUTION, **({"output_padding": 0} if "Transpose" in shape else {}), **OF_LAYER, "padding_mode": "zeros"},
+    ) for shape in ("1d", "2d", "3d", "Transpose1d", "Transpose2d", "Transpose3d")},
+    # modules
+    "BayesianModule": (Plain, {"network": network(), **OF_MODULE}),
+    "HybridBayesianClassifier": (fb.HybridBayesianClassifier, {"network": network(), **OF_HYBRID}),
+    "HybridBayesianRegressor": (
+        fb.HybridBayesianRegressor,
+        {"network": network(), **OF_HYBRID, "noise": "learnt", "noise_std": 1.0, "targets": None}),
+    "DeepEnsembleRegressor": (
+        lambda **arguments: fb.DeepEnsembleRegressor(**arguments),
+        {"networks": [nn.Linear(2, 2), nn.Linear(2, 2)], "learning_rate": 1e-3, "optimizer": None}),
+    "BayesianLinearRegression": (linear_regression, {
+        "inputs": X, "targets": Y, "prior_std": 1.0, "noise": 0.1, "at": X, "samples": 2}),
+    "BayesianLinearRegression.conflate": (
+        fb.BayesianLinearRegression.conflate, {"models": [fb.BayesianLinearRegression.fit(X, Y)]}),
+    "mlp": (modules.mlp, {"features": 2, "outputs": 2, "hidden": (3,)}),
+    "lenet": (modules.lenet, {"channels": 1, "classes": 2, "size": 16}),
+    "resnet20": (modules.resnet20, {"channels": 1, "classes": 2}),
+    "draws_from_posterior": (
+        modules.draws_from_posterior, {"posterior": posterior(), "draws": 2, "generator": None}),
+    "draws_from_clients": (modules.draws_from_clients, {"clients": THREE}),
+    "is_stochastic": (modules.is_stochastic, {"network": bayesian()}),
+    "sample_outputs": (
+        lambda **arguments: modules.sample_outputs(inputs=X, **arguments), {"network": bayesian(), "samples": 2}),
+    # metrics
+    "AccuracyRetained": (partial(measure, metrics.AccuracyRetained), {"resolution": 10}),
+    "AdaptiveCalibrationError": (
+        partial(measure, metrics.AdaptiveCalibrationError), {"bins": 3, "resolution": 10}),
+    "CalibrationDiagram": (partial(measure, metrics.CalibrationDiagram), {"bins": 3}),
+    "ClientAccuracy": (partial(measure, metrics.ClientAccuracy), {"clients": 3}),
+    "IntervalCoverage": (partial(measure, metrics.IntervalCoverage), {"level": 0.9}),
+    "PredictiveEntropy": (partial(measure, metrics.PredictiveEntropy), {"normalize": True}),
+    "ClientAccuracy.update": (
+        lambda **batch: updated(metrics.ClientAccuracy(2), **batch),
+        {"probs": PROBS, "target": TARGET, "client": TARGET}),
+    "AccuracyRetained.update": (
+        lambda **batch: updated(metrics.AccuracyRetained(10), **batch),
+        {"correct": TARGET == 0, "uncertainty": torch.tensor([0.1, 0.2])}),
+    **{name: (getattr(functional, name), {"probs": PROBS, "target": TARGET})
+       for name in ("brier_score", "negative_log_likelihood")},
+    **{name: (getattr(functional, name), {"probs": PROBS, "target": TARGET, "bins": 3})
+       for name in ("calibration_diagram", "adaptive_calibration_error")},
+    **{name: (getattr(functional, name), {"probs": SAMPLES}) for name in (
+        "aleatoric_covariance", "aleatoric_uncertainty", "epistemic_covariance", "epistemic_uncertainty",
+        "mutual_information")},
+    "predictive_entropy": (functional.predictive_entropy, {"probs": SAMPLES, "normalize": True}),
+    **{name: (getattr(functional, name), {"mean": torch.zeros(2), "variance": torch.ones(2), "target": torch.ones(2)})
+       for name in ("gaussian_crps", "gaussian_nll")},
+    "interval_coverage": (
+        functional.interval_coverage,
+        {"mean": torch.zeros(2), "variance": torch.ones(2), "target": torch.ones(2), "level": 0.9}),
+    "ensemble_crps": (functional.ensemble_crps, {"samples": SAMPLES[:, :, 0], "target": torch.zeros(2)}),
+    "determinant_sharpness": (functional.determinant_sharpness, {"covariance": torch.eye(2)}),
+    **{name: (getattr(functional, name), {"correct": TARGET == 0, "uncertainty": torch.tensor([0.1, 0.2])})
+       for name in ("accuracy_retained_area", "accuracy_retained_curve")},
+    "weighted_accuracy": (functional.weighted_accuracy, {"accuracies": [0.5, 1.0], "weights": [1, 2]}),
+    "worst_fraction_accuracy": (functional.worst_fraction_accuracy, {"accuracies": [0.5, 1.0], "fraction": 0.5}),
+}
+"""Name → function and arguments that work; each argument is replaced by a bad one in turn."""
+
+
+VALUES = SimpleNamespace(
+    numbers=[None, True, False, 0, -1, 1, 2, 3, 7, 0.0, 0.5, 1.0, 2.5, -1.5, float("nan"), float("inf"),
+             -float("inf"), 5e-324, 1e-30, 1e308, 2**70, -(2**70), 10**400, 1j, np.float64(0.5), np.float32(0.5),
+             np.int64(2)],
+    words=["", "x", "mean", "all", "é\ud800", "a" * 300, b"x", "../..", "\0"],
+    lists=[[], [1], [0.5, 0.5], ["x"], [None], [[1, [2]]], [float("nan"), 1.0], [True, False], (), (1, 2), (0,),
+           [10**400], {}, {"a": 1}, {1: 2}, {"w": None}, set(), {1, 2}, range(3)],
+    objects=[object(), int, len, SimpleNamespace(shape=3), Exception("x")],
+    arrays=[np.array(2), np.array([1.0, 2.0]), np.array(["a"]), np.array([None]), np.zeros((0, 3)),
+            np.zeros((2, 2, 2)), np.array([1, 2], dtype=np.uint8)],
+    tensors=[torch.tensor(2), torch.tensor(0.5), torch.tensor([1.0, 2.0]), torch.tensor([[float("nan")]]),
+             torch.empty(0), torch.zeros(2, device="meta"), torch.eye(2).to_sparse(),
+             torch.ones(2, dtype=torch.complex64),
+             torch.ones(2, requires_grad=True), torch.tensor([1, 2]), torch.tensor([True, False]),
+             torch.zeros(2, 3), torch.zeros(2, 2, 2), torch.ones(2, dtype=torch.bfloat16)],
+    values=[posterior(), update(), network(), bayesian(), nn.ReLU(), table(4), fb.IIDPartition(2), fb.SignFlip([0]),
+            fusion.LinearPool(), fb.AutoFusion(), fb.RoundPlan(0, (0,)), layers.NormalPrior()],
+)
+"""Values by kind."""
+FUNCTIONS = {"rule", "then", "weighting", "score", "optimizer", "source", "labels", "fusion", "prior"}
+"""Arguments that take a function of the user, which may raise what it likes."""
+POOL = [value for kind in vars(VALUES).values() for value in kind]

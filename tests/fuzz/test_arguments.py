@@ -1,0 +1,90 @@
+"""Every argument of every public callable."""
+
+import inspect
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lightning_fedbayes as fb
+from lightning_fedbayes import adversaries, data, fusion, layers, metrics, modules
+from lightning_fedbayes.metrics import functional
+from tests.fuzz import EXAMPLES, many, only_own_errors
+from tests.fuzz.doors import DOORS, FUNCTIONS, POOL
+
+VALUES = st.one_of(
+    st.sampled_from(POOL), st.sampled_from(POOL), st.floats(), st.integers(-(2**70), 12),
+    st.text(max_size=8), st.lists(st.one_of(st.floats(), st.integers(-3, 9), st.text(max_size=3)), max_size=4),
+    st.dictionaries(st.text(max_size=3), st.sampled_from(POOL), max_size=3),
+    st.recursive(st.none() | st.booleans(), lambda inner: st.lists(inner, max_size=3) | st.tuples(inner), max_leaves=5),
+)
+NO_DOORS = {
+    # values that the package makes, and types
+    "CalibrationBins", "ClassPrediction", "Clients", "Cohort", "Estimator", "Fused", "GaussianParameter", "Gram",
+    "HonestMoments", "Knowledge", "Prior", "RegressionPrediction", "RetainedCurve", "RoundResult", "RuleState",
+    "Statistics", "gram_of", "outputs_with",
+    # base classes, which a user derives from: their subclasses are doors
+    "Attack", "BayesianLayer", "FusionRule", "GramRule", "ImageDataModule", "InferredRule", "Preaggregation",
+    "Regressor", "ReliabilityRule", "SplitDataModule", "SumRule", "TensorDataModule", "UpdateAttack",
+    # without arguments of their own; ClientParallelStrategy hands its on to Lightning
+    "AleatoricUncertainty", "BrierScore", "ClientParallelStrategy", "CoordinateMedian", "DeterminantSharpness",
+    "EnsembleCRPS", "EpistemicUncertainty", "GaussianCRPS", "GaussianFit", "GaussianNLL",
+    "HellingerBarycenter", "LinearPool", "LogVarianceAverage", "MutualInformation", "NegativeLogLikelihood",
+    "ReverseKLBarycenter", "UncertaintyReport", "WassersteinBarycenter", "WeightedAverage", "WeightedConflation",
+    "WeightedSum", "Conflation",
+    "FusionAccumulator",  # under the name of its method
+}
+ran = 0
+
+
+@st.composite
+def calls(draw):
+    """A door with one or two arguments replaced."""
+    door = draw(st.sampled_from(sorted(DOORS)))
+    function, good = DOORS[door]
+    names = draw(st.lists(st.sampled_from(sorted(good)), min_size=1, max_size=2, unique=True))
+    bad = {name: draw(VALUES) for name in names}
+    bad = {name: value for name, value in bad.items() if not (name in FUNCTIONS and callable(value))}
+    return door, function, {**good, **bad}
+
+
+@given(call=calls())
+@many("arguments")
+def bad_arguments(call):
+    global ran
+    ran += 1
+    _, function, arguments = call
+    with only_own_errors():
+        function(**arguments)
+
+
+def test_bad_arguments_are_refused_with_errors_of_the_package():
+    bad_arguments()
+    assert ran >= EXAMPLES["arguments"]
+
+
+def test_there_are_five_thousand_examples():
+    assert sum(EXAMPLES.values()) >= 5000
+
+
+@pytest.mark.parametrize("room", [fb, adversaries, data, functional, fusion, layers, metrics, modules],
+                         ids=lambda room: room.__name__)
+def test_every_public_callable_is_a_door(room):
+    """The list of doors is complete: what is left out is named, and why."""
+    known = {name.partition(" ")[0].partition(".")[0] for name in DOORS} | NO_DOORS
+    public = {name for name in room.__all__ if callable(getattr(room, name))}
+    errors = {name for name in public if inspect.isclass(getattr(room, name))
+              and issubclass(getattr(room, name), Exception)}
+    convolutions = {name for name in public if name.startswith("Conv") and name.endswith("Reparameterization")}
+    assert public - errors - convolutions <= known
+
+
+@pytest.mark.parametrize("door", sorted(DOORS))
+def test_the_good_call_of_every_door_works(door):
+    """Otherwise the fuzz would test one error message only."""
+    function, arguments = DOORS[door]
+    if "nowhere" in arguments.values() and not arguments.get("download"):
+        with pytest.raises(fb.FederationError, match="nowhere"):
+            function(**arguments)
+    else:
+        function(**arguments)
