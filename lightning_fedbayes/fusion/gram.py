@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
-from lightning_fedbayes.fusion.columns import columns, sample, weighted_sum
+from lightning_fedbayes.fusion.columns import columns, sample, weighted_median, weighted_sum
 from lightning_fedbayes.fusion.rule import Cohort, Fused, ReliabilityRule, RuleState
 from lightning_fedbayes.posterior import GaussianPosterior, zeros_like
 
@@ -187,13 +187,15 @@ def combine(
 
 
 def combine_variances(posteriors: Sequence[GaussianPosterior], coefficients: Tensor) -> Tensor:
-    r"""Return the average variance :math:`\sum_k a_k \sigma_k^2`, shape (P,), float64.
+    r"""Return the weighted median of the variances, entry by entry, shape (P,), float64.
+
+    An average would follow a client of any share that claims a huge variance.
 
     Args:
         posteriors: the K clients.
         coefficients: :math:`a`, shape (K,), float64, none negative, of sum 1.
     """
-    return weighted_sum([posterior.variance for posterior in posteriors], coefficients)
+    return weighted_median([posterior.variance for posterior in posteriors], coefficients)
 
 
 def squared_distances_to(products: Tensor, coefficients: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
 from lightning_fedbayes.fusion.averages import WeightedAverage
-from lightning_fedbayes.fusion.columns import columns, weighted_sum
+from lightning_fedbayes.fusion.columns import columns, weighted_medians, weighted_sum
 from lightning_fedbayes.fusion.gram import (
     Gram,
     GramRule,
@@ -46,6 +46,7 @@ class Preaggregation(FusionRule):
         self.then = get_rule(then)
         # attributes of this object, not of its class: they are those of the rule that fuses
         vars(self).update(uses_weights=self.then.uses_weights, by_columns=self.then.by_columns,
+                          resists=self.then.resists,
                           needs_previous=self.needs_previous or self.then.needs_previous)
 
     @abstractmethod
@@ -218,11 +219,14 @@ def mixed_gram(gram: Gram, coefficients: Tensor) -> Gram:
 def mixed(cohort: Cohort, means: Tensor, variances: Tensor) -> list[GaussianPosterior]:
     """Return the new clients, from the coefficients that :meth:`Preaggregation.mix` returns."""
     new_means = _mixed_rows(points_of(cohort.posteriors, cohort.previous), means)
-    new_variances = _mixed_rows([posterior.variance for posterior in cohort.posteriors], variances)
+    new_variances = _mixed_rows([posterior.variance for posterior in cohort.posteriors], variances, weighted_medians)
     return [GaussianPosterior(mean, variance) for mean, variance in zip(new_means, new_variances, strict=True)]
 
 
-def _mixed_rows(rows: Sequence[Mapping[str, Tensor]], coefficients: Tensor) -> list[dict[str, Tensor]]:
+def _mixed_rows(
+    rows: Sequence[Mapping[str, Tensor]], coefficients: Tensor,
+    combine: Callable[[Tensor, Tensor], Tensor] = lambda block, coefficients: coefficients.to(block.device) @ block,
+) -> list[dict[str, Tensor]]:
     """Return a combination of ``rows`` per row of ``coefficients``, with the names, shapes and dtypes of the first."""
     new: list[dict[str, Tensor]] = [{} for _ in coefficients]
     for name, like in rows[0].items():
@@ -230,7 +234,7 @@ def _mixed_rows(rows: Sequence[Mapping[str, Tensor]], coefficients: Tensor) -> l
         if all(is_zero(each[name]) for each in tensors):
             parts = [zeros_like(like)] * len(new)
         else:
-            blocks = [(coefficients.to(block.device) @ block).to(like.dtype) for block in columns(tensors)]
+            blocks = [combine(block, coefficients).to(like.dtype) for block in columns(tensors)]
             parts = torch.cat(blocks, 1).to(like.device).view(len(new), *like.shape).unbind(0)
         for row, part in zip(new, parts, strict=True):
             row[name] = part

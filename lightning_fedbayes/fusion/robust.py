@@ -197,6 +197,7 @@ class _CoordinateRule(FusionRule):
 
     uses_weights: ClassVar[bool] = False
     by_columns: ClassVar[bool] = True
+    resists: ClassVar[bool] = True
 
     @abstractmethod
     def dropped(self, count: int) -> int:
