@@ -16,7 +16,7 @@ from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
 from lightning_fedbayes.fusion.averages import add_disagreement
 from lightning_fedbayes.fusion.distributed import fuse_distributed
 from lightning_fedbayes.fusion.rule import add
-from lightning_fedbayes.guard import FEWEST, Guard
+from lightning_fedbayes.guard import FEWEST, Guard, Limits
 from lightning_fedbayes.messages import ClientUpdate
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.weighting import (
@@ -110,7 +110,7 @@ class Aggregation:
         self._held: list[ClientUpdate] = []
         self._weights: dict[int, float] = {}
         self._sizes: dict[int, Tensor] = {}
-        self._limits: Tensor | None = None
+        self._limits: Limits | None = None
         self._judge_at = FEWEST
         self._buffers: dict[str, Tensor] = {}
         self._previous_buffers = buffers
@@ -141,7 +141,7 @@ class Aggregation:
         if self._clips:
             assert self.guard is not None
             self._sizes[update.client] = self.guard.sizes(mean, variance)
-        if self._streams and not self._is_suspect(update.client):
+        if self._streams and not self._is_suspect(update.client, self._weights[update.client]):
             self._fuse(update, mean, variance, self._weights[update.client])
         else:
             buffers = {name: value.clone() for name, value in update.buffers.items()}
@@ -151,11 +151,11 @@ class Aggregation:
         if self._previous_buffers is None:
             self._previous_buffers = dict(update.buffers)
 
-    def _is_suspect(self, client: int) -> bool:
+    def _is_suspect(self, client: int, weight: float) -> bool:
         """Return True if the client must wait: its update may have to be clipped once all clients are known."""
         if not self._clips:
             return False
-        return self._limits is None or bool((self._sizes[client] > self._limits).any())
+        return self._limits is None or bool((self._sizes[client] > self._limits.of(weight)).any())
 
     def _judge(self) -> None:
         """Set the limits anew at 3, 6, 12, … clients of this process, and add the clients that need no longer wait.
@@ -168,11 +168,13 @@ class Aggregation:
         assert self.guard is not None
         self._judge_at *= 2
         self._limits = self.guard.limits(torch.stack(list(self._sizes.values())), list(self._weights.values()))
-        waiting = [update for update in self._held if self._is_suspect(update.client)]
-        for update in self._held:
-            if not self._is_suspect(update.client):
-                self._fuse(update, *update.posterior.flatten(), self._weights[update.client])
-        self._held = waiting
+        held, self._held = self._held, []
+        for update in held:
+            weight = self._weights[update.client]
+            if self._is_suspect(update.client, weight):
+                self._held.append(update)
+            else:
+                self._fuse(update, *update.posterior.flatten(), weight)
 
     def _check_buffers(self, buffers: Mapping[str, Tensor], who: str) -> None:
         """Raise FusionError unless ``buffers`` have the structure of those before and are finite wherever those are.
@@ -255,12 +257,12 @@ class Aggregation:
             clients = [client for each in everyone for client in each.clients]
             self._limits = self.guard.limits(sizes, [weights[client] for client in clients])
         for update in self._held:
-            mean, variance = update.posterior.flatten()
-            if self._is_suspect(update.client):
+            (mean, variance), weight = update.posterior.flatten(), weights[update.client]
+            if self._is_suspect(update.client, weight):
                 assert self.guard is not None and self._limits is not None
-                mean, variance = self.guard.clip(mean, variance, self._limits)
+                mean, variance = self.guard.clip(mean, variance, self._limits.of(weight))
                 update = replace(update, posterior=update.posterior.unflatten(mean, variance))
-            self._fuse(update, mean, variance, weights[update.client])
+            self._fuse(update, mean, variance, weight)
 
     def _merge(self, shares: Mapping[int, float], *others: Reduction) -> list[Statistics]:
         """Merge what all processes know of the clients' disagreement, their buffers, and ``others``."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from numbers import Real
 
 import torch
@@ -39,6 +40,23 @@ def check_influence(max_influence: float | None) -> None:
 def probabilistic_names(posterior: GaussianPosterior) -> frozenset[str]:
     """Return the names of the tensors that have a variance."""
     return frozenset(name for name, value in posterior.variance.items() if not is_zero(value) and bool(value.any()))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest sizes of an update that are allowed.
+
+    Args:
+        sizes: those of a client of mean weight, shape (4, tensors).
+        weight: the mean weight.
+    """
+
+    sizes: Tensor
+    weight: float
+
+    def of(self, weight: float) -> Tensor:
+        """Return the limits of a client: what counts is size times weight, so a light one may be larger."""
+        return self.sizes * max(1.0, self.weight / weight) if weight > 0 else torch.full_like(self.sizes, math.inf)
 
 
 class Guard:
@@ -113,25 +131,27 @@ class Guard:
         least, most = (torch.stack([each[i] for each in extremes]) for i in (0, 1))
         return torch.stack([shift, self._norms(difference.div_(ratio)), 1 / least, most]).cpu()
 
-    def limits(self, sizes: Tensor, weights: Sequence[float]) -> Tensor:
-        """Return the largest sizes that are allowed, shape (4, tensors).
+    def limits(self, sizes: Tensor, weights: Sequence[float]) -> Limits:
+        r"""Return the largest sizes that are allowed.
 
-        They are ``max_influence`` times the weighted medians over the clients. A tensor that most clients leave alone
-        has the median step per parameter of the whole update instead; nothing is bounded if that is 0, too, or if
-        there are fewer than three clients.
+        They are ``max_influence`` times the weighted medians over the clients. Lengths may be
+        :math:`1 + 2 / \sqrt n` times as large for a tensor of n entries, since those of short vectors scatter, and a
+        tensor that most clients leave alone may move as far per entry as the whole network does. Nothing is bounded
+        if the median client has not moved, or if there are fewer than three clients.
 
         Args:
             sizes: of all clients, shape (clients, 4, tensors).
             weights: of the clients, none negative.
         """
+        weight = sum(weights) / len(weights)
         if len(sizes) < FEWEST:
-            return torch.full_like(sizes[0], math.inf)
+            return Limits(torch.full_like(sizes[0], math.inf), weight)
         medians = weighted_median(sizes, weights)
         lengths = torch.tensor([n for n in self._lengths if n], dtype=torch.float64)
-        whole = weighted_median(sizes[:, :2].square().sum(2).sqrt(), weights)
-        typical = whole[:, None] * (lengths / lengths.sum()).sqrt()
-        medians[:2] = torch.where(medians[:2] > 0, medians[:2], torch.where(typical > 0, typical, math.inf))
-        return self.max_influence * medians
+        whole = weighted_median(sizes[:, :2].square().sum(2).sqrt(), weights)[:, None]
+        typical = torch.where(whole > 0, whole * (lengths / lengths.sum()).sqrt(), math.inf)
+        medians[:2] = torch.where(medians[:2] > 0, medians[:2], typical) * (1 + 2 / lengths.sqrt())
+        return Limits(self.max_influence * medians, weight)
 
     def clip(self, mean: Tensor, variance: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance with every size within its limit; entries that are within stay as they are.
@@ -140,7 +160,7 @@ class Guard:
 
         Args:
             mean, variance: of the client, shape (P,), float64; they are not changed.
-            limits: see :meth:`limits`.
+            limits: of this client, shape (4, tensors).
         """
         limits = limits.to(mean.device)
         lengths = torch.tensor([n for n in self._lengths if n], device=mean.device)

@@ -123,7 +123,7 @@ class Server:
         weighting: str | CohortWeights = "train_size",
         min_clients: int = 1,
         max_failed_rounds: int = 3,
-        max_influence: float | None = 3.0,
+        max_influence: float | None = 2.0,
         collective: Collective = ALONE,
     ) -> None:
         check_weighting(weighting)

@@ -118,7 +118,7 @@ class FederatedBayes(L.Callback):
         local_parameters: Sequence[str] = (),
         min_clients: int = 1,
         max_failed_rounds: int = 3,
-        max_influence: float | None = 3.0,
+        max_influence: float | None = 2.0,
         adversaries: Adversaries = (),
         privacy: UpdatePrivacy | None = None,
         seed: int = 0,

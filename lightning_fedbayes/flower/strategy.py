@@ -81,7 +81,7 @@ class FusionStrategy(Strategy):
         min_clients: int = 1,
         wait_for: int = 2,
         max_failed_rounds: int = 3,
-        max_influence: float | None = 3.0,
+        max_influence: float | None = 2.0,
         evaluate: bool = False,
         checkpoint: str | Path | None = None,
         seed: int = 0,
