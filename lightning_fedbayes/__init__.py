@@ -6,6 +6,7 @@
 
 from lightning_fedbayes.adversaries import (
     ALittleIsEnough,
+    FalseVariance,
     GaussianVector,
     InnerProductManipulation,
     LabelFlip,
@@ -76,6 +77,7 @@ __all__ = [
     "FederationSettings",
     "FusionError",
     "GaussianPosterior",
+    "FalseVariance",
     "GaussianVector",
     "HospitalsDataModule",
     "HybridBayesianClassifier",

@@ -15,6 +15,9 @@ from lightning_fedbayes.fusion.rule import Cohort, Fused, ReliabilityRule, RuleS
 
 NEGLIGIBLE = 0.01
 """Part of an equal share below which a client is reported as left out."""
+ALIKE = 0.01
+"""Squared distance, in units of the median one, below which two clients count as one. Honest clients that share 20 of 21
+draws lie at 0.05."""
 
 
 class InferredRule(ReliabilityRule):
@@ -24,7 +27,9 @@ class InferredRule(ReliabilityRule):
     needs only the squared distances between clients and to the origin. Its state holds averages of the clients'
     products around each round's consensus, per pair, so clients may miss rounds.
 
-    Variances of probabilistic parameters are averaged with the inferred shares.
+    Clients that send nearly the same update count as one, and share its reliability: else those who agree on what to send
+    would look the most reliable. The variance of a probabilistic parameter is the clients' median, weighted by the
+    inferred shares.
 
     Args:
         memory: discount of earlier rounds per round, from 0 (each round is scored alone) to 1 (all rounds count the
@@ -77,11 +82,37 @@ class InferredRule(ReliabilityRule):
         if count == 1 or not bool(distances[:-1, :-1].any()):
             equal = torch.full((count,), 1 / count, dtype=torch.float64)
             return equal, equal
-        inferred = self.infer(distances, size)
-        if all(bool(torch.isfinite(each).all()) for each in inferred):
-            return inferred
-        start = consensus(distances)
-        return start, start
+        groups = alike(distances[:-1, :-1])
+        first = groups.float().argmax(0).unique()  # one of each group, in their order
+        places = torch.cat([first, torch.tensor([count])])
+        among = distances[places][:, places]
+        inferred = self.infer(among, size)
+        if not all(bool(torch.isfinite(each).all()) for each in inferred):
+            inferred = (consensus(among),) * 2
+        members = groups[first].to(torch.float64)
+        spread = members / members.sum(1, keepdim=True)
+        return inferred[0] @ spread, inferred[1] @ spread
+
+
+def alike(distances: Tensor) -> Tensor:
+    """Return which clients send nearly the same update, shape (K, K), bool: each row a group, or part of none.
+
+    A client belongs to the group of the first client within :data:`ALIKE` of the median squared distance.
+
+    >>> alike(torch.tensor([[0.0, 9.0, 8.0], [9.0, 0.0, 0.0], [8.0, 0.0, 0.0]]))
+    tensor([[ True, False, False],
+            [False,  True,  True],
+            [False, False, False]])
+    """
+    count = len(distances)
+    pairs = distances[torch.triu(torch.ones(count, count), 1) > 0]
+    near = distances <= ALIKE * pairs.median()
+    groups, left = torch.zeros(count, count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
+    for client in range(count):
+        if left[client]:
+            groups[client] = near[client] & left
+            left &= ~groups[client]
+    return groups
 
 
 def average_rounds(state: RuleState, clients: tuple[int, ...], now: Tensor, memory: float) -> tuple[Tensor, RuleState]:
