@@ -16,7 +16,7 @@ from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
 from lightning_fedbayes.fusion.averages import add_disagreement
 from lightning_fedbayes.fusion.distributed import fuse_distributed
 from lightning_fedbayes.fusion.rule import add
-from lightning_fedbayes.guard import FEWEST, Guard, Limits
+from lightning_fedbayes.guard import FIRST, Guard, Limits
 from lightning_fedbayes.messages import ClientUpdate
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.weighting import (
@@ -111,7 +111,7 @@ class Aggregation:
         self._weights: dict[int, float] = {}
         self._sizes: dict[int, Tensor] = {}
         self._limits: Limits | None = None
-        self._judge_at = FEWEST
+        self._judge_at = FIRST
         self._buffers: dict[str, Tensor] = {}
         self._previous_buffers = buffers
         self._disagreement: Statistics = {}
@@ -158,7 +158,7 @@ class Aggregation:
         return self._limits is None or bool((self._sizes[client] > self._limits.of(weight)).any())
 
     def _judge(self) -> None:
-        """Set the limits anew at 3, 6, 12, … clients of this process, and add the clients that need no longer wait.
+        """Set the limits anew at 7, 14, 28, … clients of this process, and add the clients that need no longer wait.
 
         A client that passes is then at most ``max_influence`` times as large as an honest one, as long as less than
         half of the clients so far are bad. Without outliers the sums are added up in the order of arrival.

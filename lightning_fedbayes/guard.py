@@ -24,8 +24,9 @@ from lightning_fedbayes.posterior import GaussianPosterior, is_zero
 
 MOST_CHANGE = 1e12
 """Factor by which a variance may change in one round: of σ a million. Measured on honest clients: 5e8 at most."""
-FEWEST = 3
-"""Least number of clients among which one can be in the minority."""
+FEWEST, FIRST = 3, 7
+"""Least number of clients among which one can be in the minority; number that wait for one another before any is added to
+sums, so that three bad ones that come first are a minority."""
 
 
 def check_influence(max_influence: float | None) -> None:

@@ -17,7 +17,6 @@ from lightning_fedbayes.fusion.columns import columns, weighted_medians, weighte
 from lightning_fedbayes.fusion.gram import (
     Gram,
     GramRule,
-    combine_variances,
     fused_by_shares,
     gram_of,
     median_distances,
@@ -57,7 +56,8 @@ class Preaggregation(FusionRule):
             gram: of the clients and the origin.
 
         Returns: coefficients of the means, shape (K, K + 1), row k those of the clients and the origin in the new
-        client k; and of the variances, shape (K, K), none negative. Rows sum to 1.
+        client k; and weights of the variances, shape (K, K), none negative: the variance of the new client k is the
+        clients' weighted median, which follows no single client. Rows sum to 1.
         """
 
     def init(self) -> RuleState:
@@ -78,10 +78,11 @@ class Preaggregation(FusionRule):
             shares, reasons = self.then.infer_shares(mixed_gram(gram, means), cohort.weights)
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), shares @ means)
             own = shares @ variances
-            return fused_by_shares(cohort, mean, own, unused(own, reasons), state)
+            variance = mixed_variance(cohort, variances, lambda block: weighted_medians(block, shares[None])[0])
+            return fused_by_shares(cohort, mean, variance, own, unused(own, reasons), state)
         if type(self.then) is WeightedAverage:  # not a subclass, which may fuse otherwise
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), cohort.weights @ means)
-            variance = combine_variances(cohort.posteriors, cohort.weights @ variances)
+            variance = mixed_variance(cohort, variances, lambda block: cohort.weights.to(block.device) @ block)
             return Fused(cohort.posteriors[0].unflatten(mean, variance), state=state)
         fused = self.then.apply(replace(cohort, posteriors=mixed(cohort, means, variances)), state)
         if not fused.reliability:
@@ -103,7 +104,7 @@ class NearestNeighbourMixing(Preaggregation):
     r"""Every client is replaced by the average of its K − f nearest clients, itself included; then a rule fuses.
 
     .. math:: \mu_k' = \frac{1}{K - f} \sum_{j \in N_k} \mu_j, \qquad
-              {\sigma_k'}^2 = \frac{1}{K - f} \sum_{j \in N_k} \sigma_j^2
+              {\sigma_k'}^2 = \operatorname{median}_{j \in N_k} \sigma_j^2
 
     When to use it: clients whose data differ. A robust rule may take an honest client with unusual data for a bad one,
     and its error grows with the differences between clients. Mixing shrinks these first, so that the error of the rule
@@ -117,7 +118,7 @@ class NearestNeighbourMixing(Preaggregation):
         FusionError: ``byzantine`` too large for the cohort, or no rule of the name ``then``.
 
     Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan 2023, "Fixing by mixing", Algorithm 2. They
-    mix points; the variance is our addition.
+    mix points; the median of the variances is our addition.
     """
 
     def __init__(self, then: str | FusionRule = "geometric_median", byzantine: int | None = None) -> None:
@@ -214,6 +215,24 @@ def mixed_gram(gram: Gram, coefficients: Tensor) -> Gram:
     middle = median_distances(Gram(both @ gram.products @ both.T, gram.size)).argmin()
     both = both - both[middle]
     return Gram(both @ gram.products @ both.T, gram.size)
+
+
+def mixed_variance(cohort: Cohort, coefficients: Tensor, fuse: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the fused variance, shape (P,), float64, without holding the new clients' variances all at once.
+
+    Args:
+        cohort: of K clients.
+        coefficients: of the variances, as :meth:`Preaggregation.mix` returns them.
+        fuse: variances of the new clients, shape (K, width) → the fused ones, shape (width,).
+    """
+    rows, parts = [posterior.variance for posterior in cohort.posteriors], []
+    for name in rows[0]:
+        tensors = [{name: row[name]} for row in rows]
+        if all(is_zero(each[name]) for each in tensors):
+            parts += [block[0] for block in columns(tensors[:1])]
+        else:
+            parts += [fuse(weighted_medians(block, coefficients)) for block in columns(tensors)]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
 def mixed(cohort: Cohort, means: Tensor, variances: Tensor) -> list[GaussianPosterior]:
