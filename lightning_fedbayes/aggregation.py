@@ -259,7 +259,8 @@ class Aggregation:
         for update in self._held:
             (mean, variance), weight = update.posterior.flatten(), weights[update.client]
             if self._is_suspect(update.client, weight):
-                assert self.guard is not None and self._limits is not None
+                assert self.guard is not None
+                assert self._limits is not None
                 mean, variance = self.guard.clip(mean, variance, self._limits.of(weight))
                 update = replace(update, posterior=update.posterior.unflatten(mean, variance))
             self._fuse(update, mean, variance, weight)

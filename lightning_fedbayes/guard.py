@@ -25,8 +25,8 @@ from lightning_fedbayes.posterior import GaussianPosterior, is_zero
 MOST_CHANGE = 1e12
 """Factor by which a variance may change in one round: of σ a million. Measured on honest clients: 5e8 at most."""
 FEWEST, FIRST = 3, 7
-"""Least number of clients among which one can be in the minority; number that wait for one another before any is added to
-sums, so that three bad ones that come first are a minority."""
+"""Least number of clients among which one can be in the minority; and number of clients that wait for one another
+before any is added to sums, so that three bad ones that come first are a minority."""
 
 
 def check_influence(max_influence: float | None) -> None:
@@ -96,8 +96,8 @@ class Guard:
         for name, value in posterior.variance.items():
             if name not in self.probabilistic and not is_zero(value) and bool(value.any()):
                 raise FusionError(
-                    f"{who}: '{name}' has a variance (maximum {float(value.max()):.3g}), but it is deterministic in the "
-                    "global model; all clients must train the same network"
+                    f"{who}: '{name}' has a variance (maximum {float(value.max()):.3g}), but it is deterministic in "
+                    "the global model; all clients must train the same network"
                 )
         if self._is_point_mass:
             return
@@ -105,17 +105,15 @@ class Guard:
         least, most = ratio.aminmax()
         if float(least) * MOST_CHANGE >= 1 and float(most) <= MOST_CHANGE:
             return
-        worst = int(ratio.argmin() if float(least) * MOST_CHANGE < 1 else ratio.argmax())
-        start = 0
-        for name, length in zip(self.previous.names, self._lengths, strict=True):
-            if worst < start + length:
-                break
-            start += length
-        raise FusionError(
-            f"{who}: a variance of '{name}' is {float(variance[worst]):.3g}, where the global posterior has "
-            f"{float(self._variance[worst]):.3g}; it may change by a factor of {MOST_CHANGE:g} in a round. Check the "
-            "client's training, or turn the guard off by max_influence=None"
-        )
+        parts = zip(self.previous.names, *(each.split(self._lengths) for each in (ratio, variance, self._variance)))
+        for name, change, sent, before in parts:
+            far = (change * MOST_CHANGE < 1) | (change > MOST_CHANGE)
+            if bool(far.any()):
+                raise FusionError(
+                    f"{who}: a variance of '{name}' is {float(sent[far][0]):.3g}, where the global posterior has "
+                    f"{float(before[far][0]):.3g}; it may change by a factor of {MOST_CHANGE:g} in a round. Check the "
+                    "client's training, or turn the guard off by max_influence=None"
+                )
 
     def sizes(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Return shift, pull, sureness and vagueness of every tensor, shape (4, tensors), float64, on the CPU.

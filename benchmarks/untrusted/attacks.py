@@ -24,7 +24,7 @@ import lightning_fedbayes as fb
 from benchmarks.untrusted.report import options, write
 from lightning_fedbayes.adversaries import Attack
 from lightning_fedbayes.callbacks.loggers import markdown_table
-from lightning_fedbayes.fusion import FusionRule, NormClipping, TrimmedMean
+from lightning_fedbayes.fusion import FusionRule, TrimmedMean
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.plots import DPI
 from lightning_fedbayes.quiet import quietly
@@ -174,9 +174,10 @@ def main() -> None:
     torch.set_num_threads(1)  # the fastest for networks this small
     cells = fill(arguments.seeds, arguments.out / "attacks.csv")
     settings = (
-        f"Handwritten digits of scikit-learn, {CLIENTS} clients IID, equal weights, network 64-50-10 with two Bayesian layers, "
-        f"{ROUNDS} rounds of {LOCAL_EPOCHS} local epochs in batches of {BATCH}, Adam, rate {RATE}, {SAMPLES} samples of the prediction; seeds 0 "
-        f"to {arguments.seeds - 1}. Means over the seeds. Rules and the guard (`max_influence`) have their defaults."
+        f"Handwritten digits of scikit-learn, {CLIENTS} clients IID, equal weights, network 64-50-10 with two Bayesian "
+        f"layers, {ROUNDS} rounds of {LOCAL_EPOCHS} local epochs in batches of {BATCH}, Adam, rate {RATE}, {SAMPLES} "
+        f"samples of the prediction; seeds 0 to {arguments.seeds - 1}. Means over the seeds. Rules and the guard "
+        "(`max_influence`) have their defaults."
     )
     write(arguments.out, "attacks", settings, tables(cells), picture(cells), over_seeds=False)
 

@@ -94,16 +94,20 @@ def weighted_medians(block: Tensor, weights: Tensor) -> Tensor:
     medians = []
     for each in weights.to(block.device):
         below = each[order].cumsum_(1)
-        places = ((below < 0.5 + side).sum(1, keepdim=True).clamp_max_(len(block) - 1) for side in (-ROUNDING, ROUNDING))
-        lower, upper = (ordered.gather(1, place).squeeze(1) for place in places)
+        lower, upper = (
+            ordered.gather(1, (below < half).sum(1, keepdim=True).clamp_max_(len(block) - 1)).squeeze(1)
+            for half in (0.5 - ROUNDING, 0.5 + ROUNDING)
+        )
         medians.append((lower + upper) / 2)
     return torch.stack(medians)
 
 
 def weighted_median(rows: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Tensor:
-    """Return the weighted median of ``rows``, entry by entry, shape (P,), float64; arguments as for :func:`weighted_sum`.
+    """Return the weighted median of ``rows``, entry by entry, shape (P,), float64.
 
-    No weight may be negative, and they sum to 1.
+    Args:
+        rows: as for :func:`columns`.
+        weights: shape (rows,), float64, none negative, of sum 1.
     """
     counted = [k for k, weight in enumerate(weights.tolist()) if weight]
     weights = weights[counted][None]

@@ -51,9 +51,9 @@ class GramRule(ReliabilityRule):
 
     .. math:: \mu = \sum_k a_k \mu_k, \qquad \sigma^2 = \operatorname{median}_k (\sigma_k^2; a_k)
 
-    with the weighted median, entry by entry. The shares :math:`a_k` are the reliabilities that it reports. Distances are
-    those of the means alone: a client can claim any variance, but as long as such clients hold less than half of the
-    shares every fused variance lies between two honest ones. Point masses stay point masses.
+    with the weighted median, entry by entry. The shares :math:`a_k` are the reliabilities that it reports. Distances
+    are those of the means alone: a client can claim any variance, but as long as such clients hold less than half of
+    the shares every fused variance lies between two honest ones. Point masses stay point masses.
     """
 
     by_columns: ClassVar[bool] = True

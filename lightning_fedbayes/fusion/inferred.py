@@ -26,10 +26,9 @@ class InferredRule(ReliabilityRule):
     needs only the squared distances between clients and to the origin. Its state holds averages of the clients'
     products around each round's consensus, per pair, so clients may miss rounds.
 
-    Clients that send nearly the same update count as one, and share its reliability, if the previous global posterior is
-    known: else those who agree on what to send
-    would look the most reliable. The variance of a probabilistic parameter is the clients' median, weighted by the
-    inferred shares.
+    Clients that send nearly the same update count as one, and share its reliability, if the previous global posterior
+    is known: else those who agree on what to send would look the most reliable. The variance of a probabilistic
+    parameter is the clients' median, weighted by the inferred shares.
 
     Args:
         memory: discount of earlier rounds per round, from 0 (each round is scored alone) to 1 (all rounds count the
@@ -78,7 +77,10 @@ class InferredRule(ReliabilityRule):
         return fused_by_shares(cohort, mean, variance, shares, reasons, new_state)
 
     def _infer(self, distances: Tensor, size: int, known: bool) -> tuple[Tensor, Tensor]:
-        """As :meth:`infer`, but nearly equal updates count as one if the origin is ``known``; equal shares for identical clients, and the consensus where the result is not finite."""
+        """As :meth:`infer`; equal shares for identical clients, and the consensus where the result is not finite.
+
+        Nearly equal updates count as one if the origin is ``known``.
+        """
         count = len(distances) - 1
         if count == 1 or not bool(distances[:-1, :-1].any()):
             equal = torch.full((count,), 1 / count, dtype=torch.float64)
@@ -98,8 +100,8 @@ class InferredRule(ReliabilityRule):
 def alike(distances: Tensor) -> Tensor:
     """Return which clients send nearly the same update, shape (K, K), bool: each row a group, or part of none.
 
-    A client belongs to the group of the first client that lies within :data:`ALIKE` of the squared length of the shorter
-    of their updates.
+    A client belongs to the group of the first client that lies within :data:`ALIKE` of the squared length of the
+    shorter of their updates.
 
     Args:
         distances: squared distances of the K clients and, last, the origin, shape (K + 1, K + 1).

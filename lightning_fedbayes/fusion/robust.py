@@ -27,7 +27,8 @@ class GeometricMedian(GramRule):
               y \leftarrow \frac{\sum_k \beta_k \mu_k}{\sum_k \beta_k}
 
     and σ² the median of the :math:`\sigma_k^2`, entry by entry, weighted by the last
-    :math:`a_k = \beta_k / \sum_j \beta_j`, which is also the reliability of client k. All iterates are combinations of the clients, so their Gram matrix suffices.
+    :math:`a_k = \beta_k / \sum_j \beta_j`, which is also the reliability of client k. All iterates are combinations of
+    the clients, so their Gram matrix suffices.
 
     When to use it: some clients may send anything, and those hold less than half of the weight. Then the result stays
     within a bound that the honest clients set. The weighting ``"train_size"`` trusts the sizes that clients report: a

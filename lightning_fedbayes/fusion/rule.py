@@ -74,8 +74,8 @@ class FusionRule(ABC):
     Processes that share the clients then exchange shards; otherwise each process receives all clients."""
 
     resists: ClassVar[bool] = False
-    """True if the rule itself bounds what a minority of clients can do. It then gets updates as they were sent; for other
-    rules a :class:`~lightning_fedbayes.Server` bounds the influence of each client."""
+    """True if the rule itself bounds what a minority of clients can do. It then gets updates as they were sent; for
+    other rules a :class:`~lightning_fedbayes.Server` bounds the influence of each client."""
 
     @abstractmethod
     def fuse(
