@@ -1,6 +1,7 @@
 """The guard of a round: impossible variances are refused, and no client counts as much more than the median one."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -53,8 +54,6 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize(("factor", "says"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 @pytest.mark.parametrize("rule", ["reverse_kl_barycenter", "coordinate_median", "ivar_vb"])
 def test_an_impossible_variance_is_refused_and_the_others_are_fused(rule, factor, says):
-    import re
-
     others = [honest(k) for k in range(4)]
     fused, outcomes = fuse(rule, [*others, lie(4, variance=factor)])
     assert [outcome.error is None for outcome in outcomes] == [True] * 4 + [False]
