@@ -23,7 +23,8 @@ from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero
 
 MOST_CHANGE = 1e12
-"""Factor by which a variance may change in one round: of σ a million. Measured on honest clients: 5e8 at most."""
+"""Factor by which a variance may change in one round: of σ a million. The most that honest clients did was
+2.6e8 (initial σ 1e-4, Adam at rate 0.1, 20 local epochs)."""
 FEWEST, FIRST = 3, 7
 """Least number of clients among which one can be in the minority; and number of clients that wait for one another
 before any is added to sums, so that three bad ones that come first are a minority."""

@@ -110,10 +110,10 @@ def test_one_client_of_ten_moves_no_sum_far(rule, mean, variance, place):
     for name in SHAPES:
         assert 0.4 < length(fused, name) < 1.6
         assert float((fused.mean[name] - expected.mean[name]).norm() / expected.mean[name].norm()) < 0.6
-    ratio = fused.variance["body"] / expected.variance["body"]
-    assert float(ratio.min()) > 0.5
-    assert float(ratio.max()) < 1.5
-    unguarded, outcomes = fuse(rule, updates, max_influence=None)
+    if rule != "linear_pool":  # whose variance contains the clients' disagreement
+        ratio = fused.variance["body"] / expected.variance["body"]
+        assert 0.5 < float(ratio.min()) <= float(ratio.max()) < 1.5
+    unguarded, _ = fuse(rule, updates, max_influence=None)
     if mean == -10 and variance == 1:
         assert length(unguarded, "body") < 0.1, "without the guard the bound above is broken"
 

@@ -55,7 +55,7 @@ def test_every_round_draws_anew_and_a_run_repeats():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("rule", "adversaries"), [("reverse-KL barycenter", 1), ("geometric median", 3)])
 def test_bad_clients_cost_at_most_three_hundredths(rule, adversaries):
-    """Digits, ten clients. Without the guard the first rule has 0.1 under the first attack, the second under the last."""
+    """Digits, ten clients. Unguarded, the first rule had 0.1 under the first attack, the second under the last."""
     honest, _ = run(RULES[rule], [], seed=0)
     assert honest > 0.93
     attacks = attacks_of(list(range(adversaries)))

@@ -225,8 +225,8 @@ def test_rules_agree_where_clients_are_equally_good():
 @pytest.mark.parametrize("name", ["ivar_vb", "ivar_mle", "icov_vb"])
 @pytest.mark.parametrize("jitter", [0.0, 1e-3])
 def test_colluders_who_send_the_same_count_as_one(name, jitter):
-    """Inner product manipulation by three of ten: −0.1 times the mean of the honest updates, which differ as noise does."""
-    truth, updates = independent([1.0] * 7, 500)
+    """Inner product manipulation by three of ten: −0.1 times the mean of the honest updates."""
+    _, updates = independent([1.0] * 7, 500)
     lie = -0.1 * updates.mean(0)
     lies = lie + jitter * lie.norm() / 500**0.5 * torch.randn(3, 500, generator=torch.Generator().manual_seed(0))
     clients = point_masses(torch.cat([lies, updates]))
