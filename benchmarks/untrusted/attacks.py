@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -63,14 +64,15 @@ def attacks_of(clients: list[int]) -> dict[str, list[Attack]]:
 class Digits(fb.HybridBayesianClassifier):
     """A classifier that scores accuracy and NLL of the mean prediction after the last round only."""
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Draw networks and score their mean prediction."""
         if self.trainer.current_epoch < ROUNDS - 1:
-            return
+            return {}
         inputs, targets = batch
         probs = torch.stack([self.network(inputs).softmax(-1) for _ in range(SAMPLES)]).mean(0)
         self.log("accuracy", (probs.argmax(-1) == targets).float().mean(), batch_size=len(inputs))
         self.log("nll", cross_entropy(probs.clamp_min(1e-12).log(), targets), batch_size=len(inputs))
+        return {}
 
 
 def run(rule: str | FusionRule, attacks: list[Attack], seed: int, **guard: float | None) -> tuple[float, float]:
@@ -159,12 +161,14 @@ def picture(cells: Cells) -> Figure:
     means, titles = accuracies(cells), list(attacks_of([0]))
     figure = Figure(figsize=(11.5, 5.2), dpi=DPI, layout="constrained")
     grid = figure.subplots(1, len(COUNTS), sharey=True)
+    image = None
     for axes, count in zip(grid, COUNTS, strict=True):
         values = [[means[rule, title, count] for rule in RULES] for title in titles]
         image = axes.imshow(values, vmin=0.1, vmax=0.95, cmap="viridis", aspect="auto")
         axes.set_xticks(range(len(RULES)), list(RULES), rotation=60, ha="right", fontsize=7)
         axes.set_yticks(range(len(titles)), titles, fontsize=7)
         axes.set_title(f"{count} of {CLIENTS} clients", fontsize=9)
+    assert image is not None
     figure.colorbar(image, ax=grid, label="accuracy")
     return figure
 
