@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
 from lightning_fedbayes.fusion.averages import WeightedAverage
-from lightning_fedbayes.fusion.columns import columns, weighted_medians, weighted_sum
+from lightning_fedbayes.fusion.columns import columns, weighted_sum
 from lightning_fedbayes.fusion.gram import (
     Gram,
     GramRule,
+    combine_variances,
     fused_by_shares,
     gram_of,
     median_distances,
@@ -56,8 +57,8 @@ class Preaggregation(FusionRule):
             gram: of the clients and the origin.
 
         Returns: coefficients of the means, shape (K, K + 1), row k those of the clients and the origin in the new
-        client k; and weights of the variances, shape (K, K), none negative: the variance of the new client k is the
-        clients' weighted median, which follows no single client. Rows sum to 1.
+        client k; and the clients' parts of the new ones, shape (K, K), none negative, for their reliabilities. Rows sum
+        to 1. Variances stay those of client k: a mixture of them would spread a false one.
         """
 
     def init(self) -> RuleState:
@@ -73,22 +74,22 @@ class Preaggregation(FusionRule):
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """See :meth:`FusionRule.apply`; a client's reliability sums its parts of the new clients times theirs."""
         gram = gram_of(cohort)
-        means, variances = self.mix(gram)
+        means, parts = self.mix(gram)
         if isinstance(self.then, GramRule):
             shares, reasons = self.then.infer_shares(mixed_gram(gram, means), cohort.weights)
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), shares @ means)
-            own = shares @ variances
-            variance = mixed_variance(cohort, variances, lambda block: weighted_medians(block, shares[None])[0])
+            own = shares @ parts
+            variance = combine_variances(cohort.posteriors, shares)
             return fused_by_shares(cohort, mean, variance, own, unused(own, reasons), state)
         if type(self.then) is WeightedAverage:  # not a subclass, which may fuse otherwise
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), cohort.weights @ means)
-            variance = mixed_variance(cohort, variances, lambda block: cohort.weights.to(block.device) @ block)
+            variance = weighted_sum([posterior.variance for posterior in cohort.posteriors], cohort.weights)
             return Fused(cohort.posteriors[0].unflatten(mean, variance), state=state)
-        fused = self.then.apply(replace(cohort, posteriors=mixed(cohort, means, variances)), state)
+        fused = self.then.apply(replace(cohort, posteriors=mixed(cohort, means)), state)
         if not fused.reliability:
             return fused
         shares = torch.tensor([fused.reliability.get(client, 0.0) for client in cohort.clients], dtype=torch.float64)
-        own = shares @ variances
+        own = shares @ parts
         return replace(
             fused,
             reliability=dict(zip(cohort.clients, own.tolist(), strict=True)),
@@ -104,7 +105,7 @@ class NearestNeighbourMixing(Preaggregation):
     r"""Every client is replaced by the average of its K − f nearest clients, itself included; then a rule fuses.
 
     .. math:: \mu_k' = \frac{1}{K - f} \sum_{j \in N_k} \mu_j, \qquad
-              {\sigma_k'}^2 = \operatorname{median}_{j \in N_k} \sigma_j^2
+              {\sigma_k'}^2 = \sigma_k^2
 
     When to use it: clients whose data differ. A robust rule may take an honest client with unusual data for a bad one,
     and its error grows with the differences between clients. Mixing shrinks these first, so that the error of the rule
@@ -118,7 +119,7 @@ class NearestNeighbourMixing(Preaggregation):
         FusionError: ``byzantine`` too large for the cohort, or no rule of the name ``then``.
 
     Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan 2023, "Fixing by mixing", Algorithm 2. They
-    mix points; the median of the variances is our addition.
+    mix points; variances are left to the rule that fuses.
     """
 
     def __init__(self, then: str | FusionRule = "geometric_median", byzantine: int | None = None) -> None:
@@ -217,35 +218,13 @@ def mixed_gram(gram: Gram, coefficients: Tensor) -> Gram:
     return Gram(both @ gram.products @ both.T, gram.size)
 
 
-def mixed_variance(cohort: Cohort, coefficients: Tensor, fuse: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the fused variance, shape (P,), float64, without holding the new clients' variances all at once.
-
-    Args:
-        cohort: of K clients.
-        coefficients: of the variances, as :meth:`Preaggregation.mix` returns them.
-        fuse: variances of the new clients, shape (K, width) → the fused ones, shape (width,).
-    """
-    rows, parts = [posterior.variance for posterior in cohort.posteriors], []
-    for name in rows[0]:
-        tensors = [{name: row[name]} for row in rows]
-        if all(is_zero(each[name]) for each in tensors):
-            parts += [block[0] for block in columns(tensors[:1])]
-        else:
-            parts += [fuse(weighted_medians(block, coefficients)) for block in columns(tensors)]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
-
-
-def mixed(cohort: Cohort, means: Tensor, variances: Tensor) -> list[GaussianPosterior]:
+def mixed(cohort: Cohort, means: Tensor) -> list[GaussianPosterior]:
     """Return the new clients, from the coefficients that :meth:`Preaggregation.mix` returns."""
     new_means = _mixed_rows(points_of(cohort.posteriors, cohort.previous), means)
-    new_variances = _mixed_rows([posterior.variance for posterior in cohort.posteriors], variances, weighted_medians)
-    return [GaussianPosterior(mean, variance) for mean, variance in zip(new_means, new_variances, strict=True)]
+    return [GaussianPosterior(mean, old.variance) for mean, old in zip(new_means, cohort.posteriors, strict=True)]
 
 
-def _mixed_rows(
-    rows: Sequence[Mapping[str, Tensor]], coefficients: Tensor,
-    combine: Callable[[Tensor, Tensor], Tensor] = lambda block, coefficients: coefficients.to(block.device) @ block,
-) -> list[dict[str, Tensor]]:
+def _mixed_rows(rows: Sequence[Mapping[str, Tensor]], coefficients: Tensor) -> list[dict[str, Tensor]]:
     """Return a combination of ``rows`` per row of ``coefficients``, with the names, shapes and dtypes of the first."""
     new: list[dict[str, Tensor]] = [{} for _ in coefficients]
     for name, like in rows[0].items():
@@ -253,7 +232,7 @@ def _mixed_rows(
         if all(is_zero(each[name]) for each in tensors):
             parts = [zeros_like(like)] * len(new)
         else:
-            blocks = [combine(block, coefficients).to(like.dtype) for block in columns(tensors)]
+            blocks = [(coefficients.to(block.device) @ block).to(like.dtype) for block in columns(tensors)]
             parts = torch.cat(blocks, 1).to(like.device).view(len(new), *like.shape).unbind(0)
         for row, part in zip(new, parts, strict=True):
             row[name] = part
