@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
     from lightning_fedbayes.adversaries import (
         ALittleIsEnough,
+        FalseVariance,
         GaussianVector,
         InnerProductManipulation,
         LabelFlip,
@@ -74,6 +75,7 @@ __all__ = [
     "DigitsDataModule",
     "DirichletPartition",
     "ExamplePrivacy",
+    "FalseVariance",
     "FashionMNISTDataModule",
     "FedBayesError",
     "FederatedBayes",

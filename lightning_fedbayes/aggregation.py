@@ -16,6 +16,7 @@ from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
 from lightning_fedbayes.fusion.averages import add_disagreement
 from lightning_fedbayes.fusion.distributed import fuse_distributed
 from lightning_fedbayes.fusion.rule import add
+from lightning_fedbayes.guard import FIRST, Guard, Limits
 from lightning_fedbayes.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.posterior import GaussianPosterior, check_posterior, is_zero
 from lightning_fedbayes.weighting import (
@@ -60,12 +61,15 @@ class Admitted:
         weights: their weights, not normalised; empty where the weighting compares clients.
         facts: the clients' facts for such a weighting; otherwise empty.
         error: the reason why a weight cannot be computed.
+        sizes: the sizes of their updates, see :mod:`lightning_fedbayes.guard`, shape (clients, 4, tensors); None where
+            nothing guards the round.
     """
 
     clients: tuple[int, ...]
     weights: tuple[float, ...] = ()
     facts: tuple[ClientFacts, ...] = ()
     error: FusionError | None = None
+    sizes: Tensor | None = None
 
 
 class Aggregation:
@@ -80,6 +84,8 @@ class Aggregation:
         buffers: the global buffers that the clients started from; None takes the first client's as the model of all.
         state: the rule's state after earlier rounds; None for the initial one.
         collective: the processes, each of which adds clients of its own; with several, ``buffers`` must be given.
+        guard: refuses impossible variances and, unless the rule is robust by itself, bounds what one client can do;
+            None: neither.
     """
 
     def __init__(
@@ -90,33 +96,39 @@ class Aggregation:
         buffers: Mapping[str, Tensor] | None = None,
         state: RuleState | None = None,
         collective: Collective = ALONE,
+        guard: Guard | None = None,
     ) -> None:
         check_kind("rule", rule, FusionRule, "give a rule object, such as get_rule('conflation')", error=FusionError)
         check_posterior(previous, "previous", error=FusionError)
         check_mapping("buffers", {} if buffers is None else buffers, Tensor)
         self.rule = rule
+        self.guard = guard
         self.state = rule.init() if state is None else state
         self.weighting = weighting
         self.previous = previous
         self.collective = collective
         self._streams = isinstance(rule, SumRule) and isinstance(weighting, str) and weighting in PER_CLIENT
         self._accumulator = FusionAccumulator(rule, previous, relative=collective.size == 1)
+        self._clips = guard is not None and not rule.resists
         self._held: list[ClientUpdate] = []
         self._weights: dict[int, float] = {}
+        self._sizes: dict[int, Tensor] = {}
+        self._limits: Limits | None = None
+        self._judge_at = FIRST
         self._buffers: dict[str, Tensor] = {}
         self._previous_buffers = buffers
         self._disagreement: Statistics = {}
 
     def __len__(self) -> int:
         """Number of clients that this process has admitted."""
-        return len(self._held) if self._held else len(self._weights)
+        return len(self._weights) if self._streams else len(self._held)
 
     def add(self, update: ClientUpdate) -> None:
         """Admit one client's update.
 
         Raises:
-            FusionError: names or shapes are not those of the global model, or a value is not finite. The round is as
-                it was before.
+            FusionError: names or shapes are not those of the global model, a value is not finite, or a variance is not
+                possible. The round is as it was before.
         """
         check_kind("update", update, ClientUpdate, "give a ClientUpdate", error=FusionError)
         who = f"client {update.client}"
@@ -126,13 +138,47 @@ class Aggregation:
         mean, variance = update.posterior.flatten()
         check_finite(update.posterior, mean, variance, who)
         self._check_buffers(update.buffers, who)
+        if self.guard is not None:
+            self.guard.check(update.posterior, variance, who)
         if self._streams:
-            self._fuse(update, mean, variance, self._weight(update))
+            self._weights[update.client] = self._weight(update)
+        if self._clips:
+            assert self.guard is not None
+            self._sizes[update.client] = self.guard.sizes(mean, variance)
+        if self._streams and not self._is_suspect(update.client, self._weights[update.client]):
+            self._fuse(update, mean, variance, self._weights[update.client])
         else:
             buffers = {name: value.clone() for name, value in update.buffers.items()}
             self._held.append(replace(update, posterior=update.posterior.clone(), buffers=buffers))
+        if self._streams and self._clips:
+            self._judge()
         if self._previous_buffers is None:
             self._previous_buffers = dict(update.buffers)
+
+    def _is_suspect(self, client: int, weight: float) -> bool:
+        """Return True if the client must wait: its update may have to be clipped once all clients are known."""
+        if not self._clips:
+            return False
+        return self._limits is None or bool((self._sizes[client] > self._limits.of(weight)).any())
+
+    def _judge(self) -> None:
+        """Set the limits anew at 7, 14, 28, … clients of this process, and add the clients that need no longer wait.
+
+        A client that passes is then at most ``max_influence`` times as large as an honest one, as long as less than
+        half of the clients so far are bad. Without outliers the sums are added up in the order of arrival.
+        """
+        if len(self._sizes) < self._judge_at:
+            return
+        assert self.guard is not None
+        self._judge_at *= 2
+        self._limits = self.guard.limits(torch.stack(list(self._sizes.values())), list(self._weights.values()))
+        held, self._held = self._held, []
+        for update in held:
+            weight = self._weights[update.client]
+            if self._is_suspect(update.client, weight):
+                self._held.append(update)
+            else:
+                self._fuse(update, *update.posterior.flatten(), weight)
 
     def _check_buffers(self, buffers: Mapping[str, Tensor], who: str) -> None:
         """Raise FusionError unless ``buffers`` have the structure of those before and are finite wherever those are.
@@ -153,22 +199,23 @@ class Aggregation:
 
     def admitted(self) -> Admitted:
         """Return what the other processes must know of this one's clients before :meth:`finish`."""
+        sizes = torch.stack(list(self._sizes.values())) if self._sizes else None
         if self._streams:
-            return Admitted(tuple(self._weights), tuple(self._weights.values()))
+            return Admitted(tuple(self._weights), tuple(self._weights.values()), sizes=sizes)
         clients = tuple(update.client for update in self._held)
         if not self.rule.uses_weights:
-            return Admitted(clients, (1.0,) * len(clients))
+            return Admitted(clients, (1.0,) * len(clients), sizes=sizes)
         facts = [ClientFacts.of(update, self.previous) for update in self._held]
         if isinstance(self.weighting, str) and self.weighting in PER_CLIENT:
             one = PER_CLIENT[self.weighting]
             try:
-                return Admitted(clients, tuple(one(fact) for fact in facts))
+                return Admitted(clients, tuple(one(fact) for fact in facts), sizes=sizes)
             except FusionError as error:
                 return Admitted(clients, error=error)
         if self.collective.size > 1:
             before = self.previous.to("cpu")
             facts = [replace(fact, posterior=fact.posterior.to("cpu"), previous=before) for fact in facts]
-        return Admitted(clients, facts=tuple(facts))
+        return Admitted(clients, facts=tuple(facts), sizes=sizes)
 
     def finish(self, everyone: Sequence[Admitted] | None = None) -> Aggregate:
         """Fuse the clients of all processes; the result is the same in each.
@@ -181,8 +228,7 @@ class Aggregation:
         """
         everyone = self.collective.all_gather(self.admitted()) if everyone is None else everyone
         weights = dict(sorted(self._weights_of(everyone).items()))
-        for update in self._held:
-            self._fuse(update, *update.posterior.flatten(), weights[update.client])
+        self._fuse_held(weights, everyone)
         several = self.collective.size > 1
         total = sum(weights.values()) if several else self._accumulator.total
         self._accumulator.check_not_empty(total)
@@ -207,9 +253,25 @@ class Aggregation:
             state=fused.state,
         )
 
+    def _fuse_held(self, weights: Mapping[int, float], everyone: Sequence[Admitted]) -> None:
+        """Add the clients that had to wait until all were known, in the order of arrival, clipped where needed."""
+        if self._clips and self._held:
+            assert self.guard is not None
+            sizes = torch.cat([each.sizes for each in everyone if each.sizes is not None])
+            clients = [client for each in everyone for client in each.clients]
+            self._limits = self.guard.limits(sizes, [weights[client] for client in clients])
+        for update in self._held:
+            (mean, variance), weight = update.posterior.flatten(), weights[update.client]
+            if self._is_suspect(update.client, weight):
+                assert self.guard is not None
+                assert self._limits is not None
+                mean, variance = self.guard.clip(mean, variance, self._limits.of(weight))
+                update = replace(update, posterior=update.posterior.unflatten(mean, variance))
+            self._fuse(update, mean, variance, weight)
+
     def _merge(self, shares: Mapping[int, float], *others: Reduction) -> list[Statistics]:
         """Merge what all processes know of the clients' disagreement, their buffers, and ``others``."""
-        for update in self._held:
+        for update in () if self._streams else self._held:
             self._add_buffers(update, shares[update.client])
         merged = merge_statistics(
             [self._disagreement_reduction(), self._buffers_reduction(), *others], self.collective

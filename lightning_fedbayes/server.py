@@ -15,6 +15,7 @@ from lightning_fedbayes.errors import FederationError, FusionError, check_at_lea
 from lightning_fedbayes.exchange import ALONE, Collective
 from lightning_fedbayes.fusion import FusionRule, RuleState, get_rule
 from lightning_fedbayes.fusion.auto import AutoFusion, names_of
+from lightning_fedbayes.guard import Guard, check_influence, probabilistic_names
 from lightning_fedbayes.messages import ClientFailure, ClientOutcome, ClientUpdate, check_mapping
 from lightning_fedbayes.plan import RoundPlan
 from lightning_fedbayes.posterior import GaussianPosterior, check_posterior
@@ -123,6 +124,7 @@ class Server:
         weighting: str | CohortWeights = "train_size",
         min_clients: int = 1,
         max_failed_rounds: int = 3,
+        max_influence: float | None = 2.0,
         collective: Collective = ALONE,
     ) -> None:
         check_posterior(posterior, "posterior")
@@ -131,18 +133,21 @@ class Server:
         check_probabilistic(weighting, posterior)
         check_at_least("min_clients", min_clients, 1)
         check_at_least("max_failed_rounds", max_failed_rounds, 1)
+        check_influence(max_influence)
         self.posterior = posterior
         self.buffers: Mapping[str, Tensor] = {} if buffers is None else buffers
         self.rules = candidates(fusion)
         self.weighting = weighting
         self.min_clients = min_clients
         self.max_failed_rounds = max_failed_rounds
+        self.max_influence = max_influence
         self.collective = collective
         self.rounds = 0
         self.failed_rounds = 0
         self.history: list[dict[str, float]] = []
         self.accepted: dict[int, int] = {}
         self._rule_states: dict[str, RuleState] = {name: rule.init() for name, rule in self.rules.items()}
+        self._probabilistic = probabilistic_names(posterior)
         self._plan: RoundPlan | None = None
         self._aggregations: dict[str, Aggregation] = {}
         self._outcomes: dict[int, ClientOutcome] = {}
@@ -155,9 +160,11 @@ class Server:
         self._plan = plan
         self._outcomes = {}
         self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
+        bound = self.max_influence
+        guard = None if bound is None else Guard(self.posterior, self._probabilistic, bound)
         self._aggregations = {
             name: Aggregation(
-                rule, self.weighting, self.posterior, self.buffers, self._rule_states[name], self.collective
+                rule, self.weighting, self.posterior, self.buffers, self._rule_states[name], self.collective, guard
             )
             for name, rule in self.rules.items()
         }

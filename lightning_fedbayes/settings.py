@@ -18,6 +18,7 @@ from lightning_fedbayes.errors import (
 )
 from lightning_fedbayes.fusion import FusionRule, rule_name
 from lightning_fedbayes.fusion.auto import AutoFusion
+from lightning_fedbayes.guard import check_influence
 from lightning_fedbayes.partition import Partition
 from lightning_fedbayes.plan import cohort_size
 from lightning_fedbayes.privacy import UpdatePrivacy
@@ -57,6 +58,7 @@ class FederationSettings:
     local_parameters: Sequence[str] = ()
     min_clients: int = 1
     max_failed_rounds: int = 3
+    max_influence: float | None = 2.0
     adversaries: Adversaries = ()
     privacy: UpdatePrivacy | None = None
     seed: int = 0
@@ -73,6 +75,7 @@ class FederationSettings:
             check_at_least(name, getattr(self, name), 1)
         if self.clients_at_once is not None:
             check_at_least("clients_at_once", self.clients_at_once, 1)
+        check_influence(self.max_influence)
         check_fraction(self.fraction)
         check_choice("engine", self.engine, get_args(EngineName))
         check_choice("prior", self.prior, get_args(PriorPolicy))
@@ -94,7 +97,7 @@ class FederationSettings:
 
     def server_options(self) -> dict[str, Any]:
         """Return the arguments of :class:`~lightning_fedbayes.server.Server`."""
-        names = ("fusion", "weighting", "min_clients", "max_failed_rounds")
+        names = ("fusion", "weighting", "min_clients", "max_failed_rounds", "max_influence")
         return {name: getattr(self, name) for name in names}
 
     def described(self) -> dict[str, Any]:

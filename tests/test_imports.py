@@ -16,7 +16,7 @@ LEVELS = (
     ("errors", "seeding", "plots", "quiet", "private_torch"),
     ("posterior", "exchange"),
     ("messages", "plan", "fusion"),
-    ("weighting", "partition", "adversaries"),
+    ("weighting", "guard", "partition", "adversaries"),
     ("aggregation",),
     ("server",),
     ("metrics",),

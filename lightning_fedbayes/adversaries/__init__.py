@@ -7,6 +7,7 @@ from lightning_fedbayes.adversaries.collusion import (
     largest_unnoticed_shift,
 )
 from lightning_fedbayes.adversaries.independent import (
+    FalseVariance,
     GaussianVector,
     LabelFlip,
     NotANumber,
@@ -19,6 +20,7 @@ from lightning_fedbayes.adversaries.independent import (
 __all__ = [
     "ALittleIsEnough",
     "Attack",
+    "FalseVariance",
     "GaussianVector",
     "HonestMoments",
     "InnerProductManipulation",

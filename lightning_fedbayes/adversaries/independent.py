@@ -187,3 +187,38 @@ class NotANumber(UpdateAttack):
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
         """Return NaN."""
         return torch.full_like(mean, torch.nan)
+
+
+@dataclass(frozen=True)
+class FalseVariance(UpdateAttack):
+    r"""Sends honest means with false variances, :math:`f \sigma^2`.
+
+    When to use it: a client that claims to be sure (f < 1) owns a product of densities, and one that claims to know
+    nothing (f > 1) spoils an average of variances. After another attack of the same client, for false means too. Point
+    masses stay as they are.
+
+    Args:
+        clients: see :class:`~lightning_fedbayes.adversaries.Attack`.
+        factor: f, at least 0. With 0 Gaussians become point masses.
+
+    Raises:
+        FederationError: ``clients`` or ``factor`` cannot be used.
+    """
+
+    clients: Attackers
+    factor: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self, "factor", self.factor)
+        if self.factor < 0:
+            raise FederationError(f"{self}: factor={self.factor} would make variances negative; give at least 0")
+
+    def send(self, posterior: GaussianPosterior, knowledge: Knowledge) -> GaussianPosterior:
+        """Return the means as they are, with f σ² in place of σ²."""
+        variances = {n: v if is_zero(v) else v * self.factor for n, v in posterior.variance.items()}
+        return GaussianPosterior(posterior.mean, variances)
+
+    def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
+        """Return the means as they are."""
+        return mean

@@ -83,6 +83,9 @@ class FederatedBayes(L.Callback):
         min_clients: fewer valid updates than this leave the global posterior as it was, and so do updates that the
             rule cannot fuse.
         max_failed_rounds: after this many such rounds in a row the run stops with an error.
+        max_influence: a client's update, tensor by tensor, counts as at most this multiple of the median client's, in
+            its length and in how sure or vague it is; what is beyond is clipped, and impossible variances are refused.
+            None: neither. See "Clients that cannot be trusted" in the documentation.
         adversaries: an attack, or a list of them, by which some clients try to spoil the fusion, such as
             ``SignFlip(clients=0.3)``. A client with several applies them one after the other. Adversaries train
             honestly, report what they measured then, and send honest buffers.
@@ -115,13 +118,14 @@ class FederatedBayes(L.Callback):
         local_parameters: Sequence[str] = (),
         min_clients: int = 1,
         max_failed_rounds: int = 3,
+        max_influence: float | None = 2.0,
         adversaries: Adversaries = (),
         privacy: UpdatePrivacy | None = None,
         seed: int = 0,
     ) -> None:
         self.settings = FederationSettings(
             partition, local_epochs, fraction, fusion, weighting, engine, clients_at_once, prior, optimizer_state,
-            buffers, local_parameters, min_clients, max_failed_rounds, adversaries, privacy, seed,
+            buffers, local_parameters, min_clients, max_failed_rounds, max_influence, adversaries, privacy, seed,
         )
         prepare_wandb()  # here: the Trainer starts its loggers before it calls any hook
         self._federation: Federation | None = None

@@ -24,6 +24,7 @@ from lightning_fedbayes.flower.wire import (
 )
 from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
 from lightning_fedbayes.fusion.accumulator import check_structure
+from lightning_fedbayes.guard import check_influence
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan, choose_cohort
 from lightning_fedbayes.posterior import GaussianPosterior
@@ -55,6 +56,7 @@ class FusionStrategy(Strategy):
         wait_for: clients that must be connected before the first round of a run; later rounds go on with those that
             are left, ``min_clients`` at least.
         max_failed_rounds: after this many rounds in a row that come to nothing the run stops with an error.
+        max_influence: bound of what one client can do; see :class:`~lightning_fedbayes.FederatedBayes`.
         evaluate: let all clients score the global posterior on their validation data after every round.
         checkpoint: the file that the federation is kept in; None keeps it in memory only.
         seed: where every random draw comes from, the clients' too.
@@ -79,6 +81,7 @@ class FusionStrategy(Strategy):
         min_clients: int = 1,
         wait_for: int = 2,
         max_failed_rounds: int = 3,
+        max_influence: float | None = 2.0,
         evaluate: bool = False,
         checkpoint: str | Path | None = None,
         seed: int = 0,
@@ -93,11 +96,13 @@ class FusionStrategy(Strategy):
         check_cohort(wait_for, fraction, min_clients)
         check_flag("evaluate", evaluate)
         check_at_least("seed", seed, -LARGEST)
+        check_influence(max_influence)
         self.weighting = weighting
         self.fraction = fraction
         self.min_clients = min_clients
         self.wait_for = wait_for
         self.max_failed_rounds = max_failed_rounds
+        self.max_influence = max_influence
         self.evaluate = evaluate
         self.checkpoint = None if checkpoint is None else check_path("checkpoint", checkpoint)
         self.seed = seed
@@ -177,7 +182,7 @@ class FusionStrategy(Strategy):
         self._federation = uuid.uuid4().hex
         self.server = Server(
             posterior, buffers, fusion=self.rule, weighting=self.weighting, min_clients=self.min_clients,
-            max_failed_rounds=self.max_failed_rounds,
+            max_failed_rounds=self.max_failed_rounds, max_influence=self.max_influence,
         )
         if self.checkpoint is not None and self.checkpoint.exists():
             stored = ServerState.load(self.checkpoint)

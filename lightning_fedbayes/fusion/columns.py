@@ -11,6 +11,8 @@ from lightning_fedbayes.posterior import is_zero
 
 ENTRIES = 2**19
 """Number of entries of a block: 4 MiB in double precision, which fits in a cache."""
+ROUNDING = 1e-12
+"""Rounding of sums of weights."""
 
 
 def columns(rows: Sequence[Mapping[str, Tensor]]) -> Iterator[Tensor]:
@@ -73,4 +75,47 @@ def weighted_sum(rows: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Tenso
         if all(is_zero(each[name]) for each in tensors):
             tensors = tensors[:1]
         parts += [weights[: len(tensors)].to(block.device) @ block for block in columns(tensors)]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def weighted_medians(block: Tensor, weights: Tensor) -> Tensor:
+    """Return weighted medians of every column: the middle of the lower and the upper one, shape (n, width).
+
+    Args:
+        block: shape (rows, width), as :func:`columns` yields.
+        weights: shape (n, rows), float64, none negative, each row of sum 1.
+
+    >>> block = torch.tensor([[1.0], [9.0], [2.0], [4.0]], dtype=torch.float64)
+    >>> weighted_medians(block, torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.1, 0.6, 0.2, 0.1]], dtype=torch.float64))
+    tensor([[3.],
+            [9.]], dtype=torch.float64)
+    """
+    ordered, order = block.T.contiguous().sort(1)
+    medians = []
+    for each in weights.to(block.device):
+        below = each[order].cumsum_(1)
+        lower, upper = (
+            ordered.gather(1, (below < half).sum(1, keepdim=True).clamp_max_(len(block) - 1)).squeeze(1)
+            for half in (0.5 - ROUNDING, 0.5 + ROUNDING)
+        )
+        medians.append((lower + upper) / 2)
+    return torch.stack(medians)
+
+
+def weighted_median(rows: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Tensor:
+    """Return the weighted median of ``rows``, entry by entry, shape (P,), float64.
+
+    Args:
+        rows: as for :func:`columns`.
+        weights: shape (rows,), float64, none negative, of sum 1.
+    """
+    counted = [k for k, weight in enumerate(weights.tolist()) if weight]
+    weights = weights[counted][None]
+    parts = []
+    for name in rows[0]:
+        tensors = [{name: rows[k][name]} for k in counted]
+        if len(counted) == 1 or all(is_zero(each[name]) for each in tensors):
+            parts += [block[0] for block in columns(tensors[:1])]
+        else:
+            parts += [weighted_medians(block, weights)[0] for block in columns(tensors)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)

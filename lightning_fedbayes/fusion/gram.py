@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
-from lightning_fedbayes.fusion.columns import columns, sample, weighted_sum
+from lightning_fedbayes.fusion.columns import columns, sample, weighted_median, weighted_sum
 from lightning_fedbayes.fusion.rule import Cohort, Fused, ReliabilityRule, RuleState
 from lightning_fedbayes.posterior import GaussianPosterior, zeros_like
 
@@ -49,10 +49,11 @@ class Gram:
 class GramRule(ReliabilityRule):
     r"""A rule whose answer is an average of the clients, with shares that it infers from their distances.
 
-    .. math:: \mu = \sum_k a_k \mu_k, \qquad \sigma^2 = \sum_k a_k \sigma_k^2
+    .. math:: \mu = \sum_k a_k \mu_k, \qquad \sigma^2 = \operatorname{median}_k (\sigma_k^2; a_k)
 
-    The shares :math:`a_k` are the reliabilities that it reports. Distances are those of the means alone: a client can
-    claim any variance, and moves the fused variance in proportion to its share only. Point masses stay point masses.
+    with the weighted median, entry by entry. The shares :math:`a_k` are the reliabilities that it reports. Distances
+    are those of the means alone: a client can claim any variance, but as long as such clients hold less than half of
+    the shares every fused variance lies between two honest ones. Point masses stay point masses.
     """
 
     by_columns: ClassVar[bool] = True
@@ -71,17 +72,20 @@ class GramRule(ReliabilityRule):
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """See :meth:`FusionRule.apply`."""
         shares, reasons = self.infer_shares(gram_of(cohort), cohort.weights)
-        return fused_by_shares(cohort, combine(cohort.posteriors, shares, None), shares, reasons, state)
+        mean, variance = combine(cohort.posteriors, shares, None), combine_variances(cohort.posteriors, shares)
+        return fused_by_shares(cohort, mean, variance, shares, reasons, state)
 
 
-def fused_by_shares(cohort: Cohort, mean: Tensor, shares: Tensor, reasons: dict[int, str], state: RuleState) -> Fused:
-    """Return the result for a fused mean, shape (P,), and the clients' shares of the variance, shape (K,).
+def fused_by_shares(
+    cohort: Cohort, mean: Tensor, variance: Tensor, shares: Tensor, reasons: dict[int, str], state: RuleState
+) -> Fused:
+    """Return the result for fused moments, shape (P,) each, and the clients' shares, shape (K,).
 
     Args:
         reasons: position of a client in the cohort → why it was left out.
     """
     return Fused(
-        cohort.posteriors[0].unflatten(mean, combine_variances(cohort.posteriors, shares)),
+        cohort.posteriors[0].unflatten(mean, variance),
         reliability=dict(zip(cohort.clients, shares.tolist(), strict=True)),
         excluded={cohort.clients[position]: reason for position, reason in reasons.items()},
         state=state,
@@ -187,13 +191,15 @@ def combine(
 
 
 def combine_variances(posteriors: Sequence[GaussianPosterior], coefficients: Tensor) -> Tensor:
-    r"""Return the average variance :math:`\sum_k a_k \sigma_k^2`, shape (P,), float64.
+    r"""Return the weighted median of the variances, entry by entry, shape (P,), float64.
+
+    An average would follow a client of any share that claims a huge variance.
 
     Args:
         posteriors: the K clients.
         coefficients: :math:`a`, shape (K,), float64, none negative, of sum 1.
     """
-    return weighted_sum([posterior.variance for posterior in posteriors], coefficients)
+    return weighted_median([posterior.variance for posterior in posteriors], coefficients)
 
 
 def squared_distances_to(products: Tensor, coefficients: Tensor) -> Tensor:

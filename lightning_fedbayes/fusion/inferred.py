@@ -10,11 +10,13 @@ from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, check_number
 from lightning_fedbayes.fusion.distances import centred_products, consensus, near_clients
-from lightning_fedbayes.fusion.gram import combine, fused_by_shares, gram_of, squared_distances
+from lightning_fedbayes.fusion.gram import combine, combine_variances, fused_by_shares, gram_of, squared_distances
 from lightning_fedbayes.fusion.rule import Cohort, Fused, ReliabilityRule, RuleState
 
 NEGLIGIBLE = 0.01
 """Part of an equal share below which a client is reported as left out."""
+ALIKE = 1e-4
+"""Part of an update's squared length below which the squared distance to another makes the two count as one."""
 
 
 class InferredRule(ReliabilityRule):
@@ -24,7 +26,9 @@ class InferredRule(ReliabilityRule):
     needs only the squared distances between clients and to the origin. Its state holds averages of the clients'
     products around each round's consensus, per pair, so clients may miss rounds.
 
-    Variances of probabilistic parameters are averaged with the inferred shares.
+    Clients that send nearly the same update count as one, and share its reliability, if the previous global posterior
+    is known: else those who agree on what to send would look the most reliable. The variance of a probabilistic
+    parameter is the clients' median, weighted by the inferred shares.
 
     Args:
         memory: discount of earlier rounds per round, from 0 (each round is scored alone) to 1 (all rounds count the
@@ -61,26 +65,59 @@ class InferredRule(ReliabilityRule):
         clients = tuple(client for client, kept in zip(cohort.clients, near.tolist(), strict=True) if kept)
         distances, new_state = average_rounds(state, clients, now[points][:, points], self.memory)
         coefficients, shares = torch.zeros(2, len(near), dtype=torch.float64)
-        coefficients[near], shares[near] = self._infer(distances, gram.size)
+        coefficients[near], shares[near] = self._infer(distances, gram.size, cohort.previous is not None)
         reasons = {
             position: f"its inferred share of {share:.2g} is less than a hundredth of an equal one"
             for position, share in enumerate(shares.tolist())
             if share < NEGLIGIBLE / len(shares)
         }
         mean = combine(cohort.posteriors, coefficients, cohort.previous)
-        return fused_by_shares(cohort, mean, shares, reasons, new_state)
+        variance = combine_variances(cohort.posteriors, shares)
+        return fused_by_shares(cohort, mean, variance, shares, reasons, new_state)
 
-    def _infer(self, distances: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """As :meth:`infer`; equal shares for identical clients, and the consensus where the result is not finite."""
+    def _infer(self, distances: Tensor, size: int, known: bool) -> tuple[Tensor, Tensor]:
+        """As :meth:`infer`; equal shares for identical clients, and the consensus where the result is not finite.
+
+        Nearly equal updates count as one if the origin is ``known``.
+        """
         count = len(distances) - 1
         if count == 1 or not bool(distances[:-1, :-1].any()):
             equal = torch.full((count,), 1 / count, dtype=torch.float64)
             return equal, equal
-        inferred = self.infer(distances, size)
-        if all(bool(torch.isfinite(each).all()) for each in inferred):
-            return inferred
-        start = consensus(distances)
-        return start, start
+        groups = alike(distances) if known else torch.eye(count, dtype=torch.bool)
+        first = groups.float().argmax(0).unique()  # one of each group, in their order
+        places = torch.cat([first, torch.tensor([count])])
+        among = distances[places][:, places]
+        inferred = self.infer(among, size)
+        if not all(bool(torch.isfinite(each).all()) for each in inferred):
+            inferred = (consensus(among),) * 2
+        members = groups[first].to(torch.float64)
+        spread = members / members.sum(1, keepdim=True)
+        return inferred[0] @ spread, inferred[1] @ spread
+
+
+def alike(distances: Tensor) -> Tensor:
+    """Return which clients send nearly the same update, shape (K, K), bool: each row a group, or part of none.
+
+    A client belongs to the group of the first client that lies within :data:`ALIKE` of the squared length of the
+    shorter of their updates.
+
+    Args:
+        distances: squared distances of the K clients and, last, the origin, shape (K + 1, K + 1).
+
+    >>> alike(torch.tensor([[0.0, 9.0, 8.0, 5.0], [9.0, 0.0, 0.0, 4.0], [8.0, 0.0, 0.0, 4.0], [5.0, 4.0, 4.0, 0.0]]))
+    tensor([[ True, False, False],
+            [False,  True,  True],
+            [False, False, False]])
+    """
+    lengths, count = distances[:-1, -1], len(distances) - 1
+    near = distances[:-1, :-1] <= ALIKE * torch.minimum(lengths[:, None], lengths)
+    groups, left = torch.zeros(count, count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
+    for client in range(count):
+        if left[client]:
+            groups[client] = near[client] & left
+            left &= ~groups[client]
+    return groups
 
 
 def average_rounds(state: RuleState, clients: tuple[int, ...], now: Tensor, memory: float) -> tuple[Tensor, RuleState]:

@@ -45,6 +45,7 @@ class Preaggregation(FusionRule):
         self.then = get_rule(then)
         # attributes of this object, not of its class: they are those of the rule that fuses
         vars(self).update(uses_weights=self.then.uses_weights, by_columns=self.then.by_columns,
+                          resists=self.then.resists,
                           needs_previous=self.needs_previous or self.then.needs_previous)
 
     @abstractmethod
@@ -55,7 +56,8 @@ class Preaggregation(FusionRule):
             gram: of the clients and the origin.
 
         Returns: coefficients of the means, shape (K, K + 1), row k those of the clients and the origin in the new
-        client k; and of the variances, shape (K, K), none negative. Rows sum to 1.
+        client k; and the clients' parts of the new ones, shape (K, K), none negative, for their reliabilities. Rows sum
+        to 1. Variances stay those of client k: a mixture of them would spread a false one.
         """
 
     def init(self) -> RuleState:
@@ -71,21 +73,22 @@ class Preaggregation(FusionRule):
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """See :meth:`FusionRule.apply`; a client's reliability sums its parts of the new clients times theirs."""
         gram = gram_of(cohort)
-        means, variances = self.mix(gram)
+        means, parts = self.mix(gram)
         if isinstance(self.then, GramRule):
             shares, reasons = self.then.infer_shares(mixed_gram(gram, means), cohort.weights)
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), shares @ means)
-            own = shares @ variances
-            return fused_by_shares(cohort, mean, own, unused(own, reasons), state)
+            own = shares @ parts
+            variance = combine_variances(cohort.posteriors, shares)
+            return fused_by_shares(cohort, mean, variance, own, unused(own, reasons), state)
         if type(self.then) is WeightedAverage:  # not a subclass, which may fuse otherwise
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), cohort.weights @ means)
-            variance = combine_variances(cohort.posteriors, cohort.weights @ variances)
+            variance = weighted_sum([posterior.variance for posterior in cohort.posteriors], cohort.weights)
             return Fused(cohort.posteriors[0].unflatten(mean, variance), state=state)
-        fused = self.then.apply(replace(cohort, posteriors=mixed(cohort, means, variances)), state)
+        fused = self.then.apply(replace(cohort, posteriors=mixed(cohort, means)), state)
         if not fused.reliability:
             return fused
         shares = torch.tensor([fused.reliability.get(client, 0.0) for client in cohort.clients], dtype=torch.float64)
-        own = shares @ variances
+        own = shares @ parts
         return replace(
             fused,
             reliability=dict(zip(cohort.clients, own.tolist(), strict=True)),
@@ -101,7 +104,7 @@ class NearestNeighbourMixing(Preaggregation):
     r"""Every client is replaced by the average of its K − f nearest clients, itself included; then a rule fuses.
 
     .. math:: \mu_k' = \frac{1}{K - f} \sum_{j \in N_k} \mu_j, \qquad
-              {\sigma_k'}^2 = \frac{1}{K - f} \sum_{j \in N_k} \sigma_j^2
+              {\sigma_k'}^2 = \sigma_k^2
 
     When to use it: clients whose data differ. A robust rule may take an honest client with unusual data for a bad one,
     and its error grows with the differences between clients. Mixing shrinks these first, so that the error of the rule
@@ -115,7 +118,7 @@ class NearestNeighbourMixing(Preaggregation):
         FusionError: ``byzantine`` too large for the cohort, or no rule of the name ``then``.
 
     Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan 2023, "Fixing by mixing", Algorithm 2. They
-    mix points; the variance is our addition.
+    mix points; variances are left to the rule that fuses.
     """
 
     def __init__(self, then: str | FusionRule = "geometric_median", byzantine: int | None = None) -> None:
@@ -211,11 +214,10 @@ def mixed_gram(gram: Gram, coefficients: Tensor) -> Gram:
     return Gram(both @ gram.products @ both.T, gram.size)
 
 
-def mixed(cohort: Cohort, means: Tensor, variances: Tensor) -> list[GaussianPosterior]:
+def mixed(cohort: Cohort, means: Tensor) -> list[GaussianPosterior]:
     """Return the new clients, from the coefficients that :meth:`Preaggregation.mix` returns."""
     new_means = _mixed_rows(points_of(cohort.posteriors, cohort.previous), means)
-    new_variances = _mixed_rows([posterior.variance for posterior in cohort.posteriors], variances)
-    return [GaussianPosterior(mean, variance) for mean, variance in zip(new_means, new_variances, strict=True)]
+    return [GaussianPosterior(mean, old.variance) for mean, old in zip(new_means, cohort.posteriors, strict=True)]
 
 
 def _mixed_rows(rows: Sequence[Mapping[str, Tensor]], coefficients: Tensor) -> list[dict[str, Tensor]]:

@@ -26,8 +26,9 @@ class GeometricMedian(GramRule):
               \beta_k = \frac{\omega_k}{\max(\nu, \|\mu_k - y\|)}, \qquad
               y \leftarrow \frac{\sum_k \beta_k \mu_k}{\sum_k \beta_k}
 
-    and :math:`\sigma^2 = \sum_k a_k \sigma_k^2` with the last :math:`a_k = \beta_k / \sum_j \beta_j`, which is also
-    the reliability of client k. All iterates are combinations of the clients, so their Gram matrix suffices.
+    and σ² the median of the :math:`\sigma_k^2`, entry by entry, weighted by the last
+    :math:`a_k = \beta_k / \sum_j \beta_j`, which is also the reliability of client k. All iterates are combinations of
+    the clients, so their Gram matrix suffices.
 
     When to use it: some clients may send anything, and those hold less than half of the weight. Then the result stays
     within a bound that the honest clients set. The weighting ``"train_size"`` trusts the sizes that clients report: a
@@ -103,7 +104,7 @@ class MultiKrum(GramRule):
     r"""Average of the clients with the lowest Krum scores.
 
     .. math:: s_k = \sum_{j \in N_k} \|\mu_k - \mu_j\|^2, \qquad \mu = \frac1m \sum_{k \in S} \mu_k, \qquad
-              \sigma^2 = \frac1m \sum_{k \in S} \sigma_k^2
+              \sigma^2 = \operatorname{median}_{k \in S} \sigma_k^2
 
     :math:`N_k` are the :math:`K - f - 2` clients nearest to k other than itself, and S the m clients with the lowest
     scores. Among equal scores the client with the smaller sum of squared distances to all comes first, then the first
@@ -197,6 +198,7 @@ class _CoordinateRule(FusionRule):
 
     uses_weights: ClassVar[bool] = False
     by_columns: ClassVar[bool] = True
+    resists: ClassVar[bool] = True
 
     @abstractmethod
     def dropped(self, count: int) -> int:

@@ -73,6 +73,10 @@ class FusionRule(ABC):
     completes sums over parameters by ``cohort.collective``, as :func:`~lightning_fedbayes.fusion.gram.gram_of` does.
     Processes that share the clients then exchange shards; otherwise each process receives all clients."""
 
+    resists: ClassVar[bool] = False
+    """True if the rule itself bounds what a minority of clients can do. It then gets updates as they were sent; for
+    other rules a :class:`~lightning_fedbayes.Server` bounds the influence of each client."""
+
     @abstractmethod
     def fuse(
         self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
@@ -97,6 +101,7 @@ class ReliabilityRule(FusionRule):
     """A rule that infers each client's reliability from the updates. It needs no weights."""
 
     uses_weights: ClassVar[bool] = False
+    resists: ClassVar[bool] = True
 
     @abstractmethod
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:

@@ -112,6 +112,20 @@ def test_not_a_number_sends_nan_but_keeps_deterministic_variances():
     assert not sent.variance["b"].any()
 
 
+@pytest.mark.parametrize("factor", [0.0, 1e-6, 1e6])
+def test_a_false_variance_leaves_means_and_point_masses_alone(factor):
+    honest = posterior()
+    sent = fb.FalseVariance(0.5, factor=factor).send(honest, knowledge())
+    torch.testing.assert_close(sent.variance["w"], factor * honest.variance["w"])
+    assert is_zero(sent.variance["b"])
+    assert all(torch.equal(sent.mean[name], mean) for name, mean in honest.mean.items())
+
+
+def test_a_negative_variance_is_no_attack():
+    with pytest.raises(FederationError, match="would make variances negative"):
+        fb.FalseVariance(0.5, factor=-1.0)
+
+
 @pytest.mark.parametrize("z", [-1.0, 0.0, 2.5])
 def test_a_little_is_enough_shifts_the_honest_mean(z):
     honest = torch.stack([vector(100 + client) for client in range(5)])

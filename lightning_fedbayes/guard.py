@@ -1,0 +1,199 @@
+r"""Guard of a round: no single client moves the global posterior much further than the others do.
+
+Sizes of a client's update against the global posterior :math:`N(\mu_o, \sigma_o^2)` of the round, one per tensor:
+
+* shift :math:`\|\mu - \mu_o\|`, by which averages move;
+* pull :math:`\|(\mu - \mu_o)\,\sigma_o^2 / \sigma^2\|`, by which products of densities move;
+* sureness :math:`\max \sigma_o^2 / \sigma^2` and vagueness :math:`\max \sigma^2 / \sigma_o^2` over the entries.
+
+A size is too large if it exceeds a multiple of the clients' weighted median. Sizes are numbers, so the guard streams.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.errors import FederationError, FusionError
+from lightning_fedbayes.posterior import GaussianPosterior, is_zero
+
+MOST_CHANGE = 1e12
+"""Factor by which a variance may change in one round: of σ a million. The most that honest clients did was
+2.6e8 (initial σ 1e-4, Adam at rate 0.1, 20 local epochs)."""
+FEWEST, FIRST = 3, 7
+"""Least number of clients among which one can be in the minority; and number of clients that wait for one another
+before any is added to sums, so that three bad ones that come first are a minority."""
+
+
+def check_influence(max_influence: float | None) -> None:
+    """Raise FederationError unless ``max_influence`` is None or a number of at least 1."""
+    if max_influence is not None and not (isinstance(max_influence, Real) and max_influence >= 1):
+        raise FederationError(
+            f"max_influence={max_influence!r}: a client may count as this multiple of the median client, at least 1; "
+            "None turns the guard off"
+        )
+
+
+def probabilistic_names(posterior: GaussianPosterior) -> frozenset[str]:
+    """Return the names of the tensors that have a variance."""
+    return frozenset(name for name, value in posterior.variance.items() if not is_zero(value) and bool(value.any()))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest sizes of an update that are allowed.
+
+    Args:
+        sizes: those of a client of mean weight, shape (4, tensors).
+        weight: the mean weight.
+    """
+
+    sizes: Tensor
+    weight: float
+
+    def of(self, weight: float) -> Tensor:
+        """Return the limits of a client: what counts is size times weight, so a light one may be larger."""
+        return self.sizes * max(1.0, self.weight / weight) if weight > 0 else torch.full_like(self.sizes, math.inf)
+
+
+class Guard:
+    """Measures updates against the global posterior of a round, refuses impossible variances and clips sizes.
+
+    Args:
+        previous: the global posterior that the clients started from.
+        probabilistic: names of the tensors to which the network gives a variance.
+        max_influence: multiple of the median size that is allowed, at least 1.
+    """
+
+    def __init__(self, previous: GaussianPosterior, probabilistic: Collection[str], max_influence: float) -> None:
+        self.previous = previous
+        self.probabilistic = probabilistic
+        self.max_influence = max_influence
+        self._lengths = [value.numel() for value in previous.mean.values()]
+        self._mean, variance = previous.flatten()
+        random = [torch.full((n,), name in probabilistic) for name, n in zip(previous.names, self._lengths)]
+        known = torch.cat(random).to(variance.device) & (variance > 0) if random else variance > 0
+        self._is_point_mass = not bool(known.any())
+        self._unknown = None if bool(known.all()) else ~known
+        self._variance = torch.where(known, variance, 1.0)
+
+    def check(self, posterior: GaussianPosterior, variance: Tensor, who: str) -> None:
+        """Refuse variances that no training gives.
+
+        Args:
+            posterior: the client's, its parameters in the order of the global one's.
+            variance: its variances as one vector, finite, shape (P,).
+            who: the client, for the message.
+
+        Raises:
+            FusionError: a variance where the network has none; none where it has one; or a variance that is
+                :data:`MOST_CHANGE` times larger or smaller than the global one.
+        """
+        for name, value in posterior.variance.items():
+            if name not in self.probabilistic and not is_zero(value) and bool(value.any()):
+                raise FusionError(
+                    f"{who}: '{name}' has a variance (maximum {float(value.max()):.3g}), but it is deterministic in "
+                    "the global model; all clients must train the same network"
+                )
+        if self._is_point_mass:
+            return
+        ratio = self._ratio(variance)
+        least, most = ratio.aminmax()
+        if float(least) * MOST_CHANGE >= 1 and float(most) <= MOST_CHANGE:
+            return
+        parts = zip(self.previous.names, *(each.split(self._lengths) for each in (ratio, variance, self._variance)))
+        for name, change, sent, before in parts:
+            far = (change * MOST_CHANGE < 1) | (change > MOST_CHANGE)
+            if bool(far.any()):
+                raise FusionError(
+                    f"{who}: a variance of '{name}' is {float(sent[far][0]):.3g}, where the global posterior has "
+                    f"{float(before[far][0]):.3g}; it may change by a factor of {MOST_CHANGE:g} in a round. Check the "
+                    "client's training, or turn the guard off by max_influence=None"
+                )
+
+    def sizes(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """Return shift, pull, sureness and vagueness of every tensor, shape (4, tensors), float64, on the CPU.
+
+        Args:
+            mean, variance: of the client, shape (P,), float64.
+        """
+        difference = mean - self._mean
+        shift = self._norms(difference)
+        if self._is_point_mass:
+            return torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)]).cpu()
+        ratio = self._ratio(variance)
+        extremes = [part.aminmax() for part in ratio.split(self._lengths) if part.numel()]
+        least, most = (torch.stack([each[i] for each in extremes]) for i in (0, 1))
+        return torch.stack([shift, self._norms(difference.div_(ratio)), 1 / least, most]).cpu()
+
+    def limits(self, sizes: Tensor, weights: Sequence[float]) -> Limits:
+        r"""Return the largest sizes that are allowed.
+
+        They are ``max_influence`` times the weighted medians over the clients. Lengths may be
+        :math:`1 + 2 / \sqrt n` times as large for a tensor of n entries, since those of short vectors scatter, and a
+        tensor that most clients leave alone may move as far per entry as the whole network does. Nothing is bounded
+        if the median client has not moved, or if there are fewer than three clients.
+
+        Args:
+            sizes: of all clients, shape (clients, 4, tensors).
+            weights: of the clients, none negative.
+        """
+        weight = sum(weights) / len(weights)
+        if len(sizes) < FEWEST:
+            return Limits(torch.full_like(sizes[0], math.inf), weight)
+        medians = weighted_median(sizes, weights)
+        lengths = torch.tensor([n for n in self._lengths if n], dtype=torch.float64)
+        whole = weighted_median(sizes[:, :2].square().sum(2).sqrt(), weights)[:, None]
+        typical = torch.where(whole > 0, whole * (lengths / lengths.sum()).sqrt(), math.inf)
+        medians[:2] = torch.where(medians[:2] > 0, medians[:2], typical) * (1 + 2 / lengths.sqrt())
+        return Limits(self.max_influence * medians, weight)
+
+    def clip(self, mean: Tensor, variance: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and variance with every size within its limit; entries that are within stay as they are.
+
+        Variances are brought to the nearest allowed value, entry by entry; then each tensor's update is shortened.
+
+        Args:
+            mean, variance: of the client, shape (P,), float64; they are not changed.
+            limits: of this client, shape (4, tensors).
+        """
+        limits = limits.to(mean.device)
+        lengths = torch.tensor([n for n in self._lengths if n], device=mean.device)
+        if not self._is_point_mass:
+            ratio = self._ratio(variance)
+            bounded = torch.minimum(
+                torch.maximum(ratio, (1 / limits[2]).repeat_interleave(lengths)), limits[3].repeat_interleave(lengths)
+            )
+            variance = torch.where(bounded == ratio, variance, self._variance * bounded)
+        sizes = self.sizes(mean, variance).to(mean.device)[:2]
+        kept = torch.where(sizes > limits[:2], limits[:2] / sizes, 1.0).amin(0).repeat_interleave(lengths)
+        return torch.where(kept < 1, self._mean + kept * (mean - self._mean), mean), variance
+
+    def _ratio(self, variance: Tensor) -> Tensor:
+        """Return σ² / σ_o², a new vector; 1 where the network or the global posterior has no variance."""
+        ratio = variance / self._variance
+        return ratio if self._unknown is None else ratio.masked_fill_(self._unknown, 1.0)
+
+    def _norms(self, vector: Tensor) -> Tensor:
+        """Return the norm of each tensor's part of ``vector``, shape (tensors,)."""
+        return torch.stack([part.norm() for part in vector.split(self._lengths) if part.numel()])
+
+
+def weighted_median(values: Tensor, weights: Sequence[float]) -> Tensor:
+    """Return the lower weighted median over the first dimension.
+
+    >>> weighted_median(torch.tensor([5.0, 1.0, 9.0]), [1, 1, 1])
+    tensor(5.)
+    >>> weighted_median(torch.tensor([5.0, 1.0, 9.0]), [1, 1, 2])
+    tensor(5.)
+    """
+    shares = torch.as_tensor(weights, dtype=torch.float64)
+    shares = shares / shares.sum() if float(shares.sum()) > 0 else torch.full_like(shares, 1 / len(shares))
+    ordered, order = values.sort(0)
+    below = (shares[order].cumsum(0) < 0.5 - 1e-12).sum(0, keepdim=True)
+    return ordered.gather(0, below).squeeze(0)
