@@ -210,7 +210,7 @@ class FalseVariance(UpdateAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "factor", self.factor)
+        check_number("FalseVariance: factor", self.factor, "[0, inf)")
         if self.factor < 0:
             raise FederationError(f"{self}: factor={self.factor} would make variances negative; give at least 0")
 

@@ -99,10 +99,10 @@ def step_obstacles(trainer: L.Trainer) -> Iterator[str]:
 
 
 def stack_obstacles(trainer: L.Trainer) -> Iterator[str]:
-    """Yield :func:`step_obstacles`, and the callbacks with hooks of a batch, which would see those of all clients.
+    """Yield :func:`step_obstacles`, and callbacks with hooks of a batch, which would see those of all clients.
 
-    A callback with a true attribute ``sees_stacks`` says that it leaves weights and options alone and can do with a list
-    of stacked batches.
+    A callback with a true attribute ``sees_stacks`` says that it leaves weights and options alone and can use a list of
+    stacked batches.
     """
     yield from step_obstacles(trainer)
     made: Any = trainer

@@ -10,22 +10,22 @@ from tests.zoo.cases import CASES
 HEAD = """\
 # What works, and what is refused
 
-A module trains with `FederatedBayes` as it does with Lightning alone, or it is refused before training with the reason.
-Each row below is a test: one client with all data against a plain `fit`, and three clients with unequal numbers of batches
-against a loop in which each client has a plain `fit` of its own in every round. The loop's parameters and the federation's
-agree to rounding, with each engine. Where the vectorized engine is refused, `engine="auto"` takes the sequential one and
-says why.
+A module trains with `FederatedBayes` as it does with Lightning alone, or it is refused before training with the
+reason. Each row below is a test: one client with all data against a plain `fit`, and three clients with unequal
+numbers of batches against a loop in which each client has a plain `fit` of its own in every round. The loop's
+parameters and the federation's agree to rounding, with each engine. Where the vectorized engine is refused,
+`engine="auto"` takes the sequential one and says why.
 
 ## The rule
 
-* *Kept*: what a plain `fit` on the client's own data would do. A client starts with the global model and with everything
-  else of the module as it was at the start of the round.
+* *Kept*: what a plain `fit` on the client's own data would do. A client starts with the global model and with
+  everything else of the module as it was at the start of the round.
 * *Refused*: what would mix clients or cut through a round, and can be seen before training.
 * *Said once, by name*: what training changes in the module and every client finds as the last one left it (lists and
-  other objects), and what is put back for the next client (numbers, text, tensors, arrays, random generators, buffers that
-  are not persistent, `train()` and `eval()`, `requires_grad`). With one client only, nothing is put back.
-* *Unknowable*: a count in a global variable or a closure. Before stacking clients, a trial step of two at once is compared
-  with a step of each; a difference means the sequential engine.
+  other objects), and what is put back for the next client (numbers, text, tensors, arrays, random generators, buffers
+  that are not persistent, `train()` and `eval()`, `requires_grad`). With one client only, nothing is put back.
+* *Unknowable*: a count in a global variable or a closure. Before stacking clients, a trial step of two at once is
+  compared with a step of each; a difference means the sequential engine.
 
 ## Positions in a round
 
