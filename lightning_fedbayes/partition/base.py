@@ -20,7 +20,7 @@ from lightning_fedbayes.seeding import derive_seed
 
 Array = NDArray[Any]
 LabelSource = str | Sequence[int] | Callable[[Any], Any] | Tensor | None
-"""Where a partition's labels come from: a column's name, a label per example, a function of the data set."""
+"""Source of a partition's labels: a column's name, a label per example, a function of the data set."""
 MAX_ROWS, MAX_COLUMNS = 20, 12
 """Of a printed split; longer ones are abbreviated."""
 

@@ -17,7 +17,7 @@ SHARED = frozenset({
     "num_nodes", "optimizers", "precision", "precision_plugin", "predicting", "sanity_checking", "state", "strategy",
     "testing", "training", "validating", "world_size",
 })
-"""What all clients of a round find alike in the Trainer."""
+"""Names of what all clients of a round find alike in the Trainer."""
 
 
 class WatchedTrainer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -17,7 +16,6 @@ from lightning_fedbayes.exchange import ALONE, Collective
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.messages import ClientFailure, ClientOutcome, ClientUpdate
-from lightning_fedbayes.modules import BayesianModule
 from lightning_fedbayes.plan import RoundPlan, share_of
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.seeding import derive_seed, seed_everything
@@ -25,7 +23,7 @@ from lightning_fedbayes.server import RoundResult, Scorer, Server
 from lightning_fedbayes.settings import FederationSettings
 from lightning_fedbayes.training.attacks import RoundAdversaries, held_back
 from lightning_fedbayes.training.engine import Engine, Trained
-from lightning_fedbayes.training.scoring import held_out_loss, kept_attributes
+from lightning_fedbayes.training.scoring import held_out_loss, kept_attributes, own_hook
 
 Stage = Literal["between", "training", "fused"]
 
@@ -233,9 +231,7 @@ class Federation:
             assert isinstance(module, L.LightningModule)
             if not batches:
                 batches.extend(self.held_out())
-            # what our modules predict with; a user's own on_round_end is called once, with the rule that is chosen
-            note = partial(BayesianModule.on_round_end, module) if isinstance(module, BayesianModule) else None
-            self._load(candidate, notes, note)
+            self._load(candidate, notes, own_hook(module))
             return held_out_loss(module, batches, auto.score, self.settings.seed, self.round)
 
         with model.unchanged(), kept_attributes(model.module, "global_round"):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -41,6 +42,14 @@ def held_out_loss(
             total += float((score or predictive_nll)(module, batch)) * size
             count += size
     return total / count if count else math.nan
+
+
+def own_hook(module: L.LightningModule) -> Callable[..., None] | None:
+    """Return what our modules do with a candidate's posterior before they predict; None for other modules.
+
+    A user's own ``on_round_end`` is called once, with the posterior of the rule that is chosen.
+    """
+    return partial(BayesianModule.on_round_end, module) if isinstance(module, BayesianModule) else None
 
 
 @contextmanager

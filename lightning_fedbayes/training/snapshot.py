@@ -1,4 +1,4 @@
-"""What a module holds beside parameters and federated buffers: noted at one time, compared and put back later."""
+"""Snapshots of what a module holds beside parameters and federated buffers, to compare with and to put back."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Snapshot:
 
 
 class RoundState:
-    """What clients find in a module at the start of a round, beside parameters and federated buffers.
+    """State of a module at the start of a round, beside parameters and federated buffers, as every client finds it.
 
     Attributes of the user's own modules that are numbers, text, tensors, arrays or random generators, buffers that are
     not federated, and every module's mode and every parameter's ``requires_grad`` are put back for each client. Other

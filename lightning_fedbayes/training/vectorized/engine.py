@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.errors import CannotVectorize, FedBayesError
+from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan, cohort_size
 from lightning_fedbayes.seeding import derive_seed, seed_everything
@@ -25,9 +25,8 @@ from lightning_fedbayes.training.engine import SMALL_STEP, Engine, threads_for
 from lightning_fedbayes.training.loader import FederatedLoader
 from lightning_fedbayes.training.model import ResidentModel
 from lightning_fedbayes.training.vectorized.log import StackedTrainingLog
-from lightning_fedbayes.training.vectorized.optimizer import clip_norms, clip_values
 from lightning_fedbayes.training.vectorized.probe import ProbeResult
-from lightning_fedbayes.training.vectorized.reasons import explain
+from lightning_fedbayes.training.vectorized.reasons import explained
 from lightning_fedbayes.training.vectorized.schedule import (
     Group,
     Scheduler,
@@ -38,7 +37,7 @@ from lightning_fedbayes.training.vectorized.schedule import (
     rows_of_tree,
     slots_of,
 )
-from lightning_fedbayes.training.vectorized.stack import ClientStack, Clip, attributes_of
+from lightning_fedbayes.training.vectorized.stack import ClientStack, attributes_of, clipping
 from lightning_fedbayes.training.vectorized.step import StackedStep
 
 PASSES = 10
@@ -210,7 +209,7 @@ class VectorizedEngine(Engine):
             raise  # an error in the set-up, the same for every client
         except Exception as error:
             if len(slots) == 1:
-                self._failures[slots[0]] = _explained(error)
+                self._failures[slots[0]] = explained(error)
                 return None, {}
             singles = [(range(slot, slot + 1), rows_of_tree(data, [row])) for row, slot in enumerate(slots)]
             return [self._train(single, batch, group) for single, batch in singles][-1]
@@ -278,18 +277,3 @@ class VectorizedEngine(Engine):
         if self._stack is not None:
             self._stack.remove()
             self._stack = None
-
-
-def _explained(error: Exception) -> Exception:
-    """Return ``error``, or a CannotVectorize with the remedy if vmap refuses what it did not meet in the probe."""
-    if isinstance(error, RuntimeError) and "vmap" in str(error):
-        return CannotVectorize(
-            f"training_step can no longer run for several clients at once: {explain(error)}. Use engine='sequential'"
-        )
-    return error
-
-
-def clipping(context: TrainingContext) -> Clip | None:
-    """Return the loop's gradient clipping for stacked gradients; None if it does not clip."""
-    limit, clip = context.clip_value, clip_norms if context.clips_norm else clip_values
-    return None if limit is None else lambda gradients: clip(gradients, limit)

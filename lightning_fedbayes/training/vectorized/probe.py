@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fedbayes.errors import CannotVectorize
@@ -24,29 +20,20 @@ from lightning_fedbayes.private_torch import (
     has_gradient_hook,
     has_step_hook,
     tree_leaves,
-    tree_map,
 )
-from lightning_fedbayes.training.client import Client, ClientState, options_of, parameters_of
-from lightning_fedbayes.training.context import TrainingContext, loss_and_rest, takes_index
+from lightning_fedbayes.training.client import Client, ClientState, parameters_of
+from lightning_fedbayes.training.context import TrainingContext
 from lightning_fedbayes.training.engine import threads_for
 from lightning_fedbayes.training.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.training.model import ResidentModel
-from lightning_fedbayes.training.optimizers import has_own_state
-from lightning_fedbayes.training.snapshot import Snapshot, noted_buffers
+from lightning_fedbayes.training.vectorized.comparison import check_against_single, check_buffers
 from lightning_fedbayes.training.vectorized.dry_run import dry_run
+from lightning_fedbayes.training.vectorized.elementwise import check_elementwise
 from lightning_fedbayes.training.vectorized.log import StackedTrainingLog
-from lightning_fedbayes.training.vectorized.optimizer import set_parameters
 from lightning_fedbayes.training.vectorized.reasons import explain
 from lightning_fedbayes.training.vectorized.schedule import stack_batches
 from lightning_fedbayes.training.vectorized.stack import ClientStack, Layout, layout_of
 from lightning_fedbayes.training.vectorized.step import StackedStep
-from lightning_fedbayes.training.vectorized.swap import with_attributes
-
-LARGEST = 8
-"""Number of entries of every dimension of a parameter with which an optimizer is tried."""
-
-STEPS = 8
-"""Number of steps with which an optimizer is tried: it may do something else every few steps."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +89,7 @@ def probe(
                 try:
                     with flops, allocations:
                         layouts = _layouts(stack, data, index)
-                    _check_buffers(stack)
+                    check_buffers(stack)
                 finally:
                     stack.remove()
                 drawn = torch.get_rng_state()
@@ -111,7 +98,7 @@ def probe(
                 if torch.equal(torch.get_rng_state(), drawn):  # from another seed
                     raise CannotVectorize("training_step seeds torch's generator, and clients would share the draws")
             with dry_run(module, optimizer):
-                _check_against_single(context, model, step, clients, data)
+                check_against_single(context, model, step, clients, data)
         stacked_keys = check_elementwise(optimizer)
     except CannotVectorize:
         raise
@@ -145,15 +132,6 @@ def _layouts(stack: ClientStack, data: Any, index: int) -> dict[str, Layout | No
     return layouts
 
 
-def _check_buffers(stack: ClientStack) -> None:
-    """Raise CannotVectorize if a step has changed buffers that no client sends, which the module would keep."""
-    sent = stack.model.global_buffers
-    live = dict(stack.model.module.named_buffers())
-    for name in noted_buffers(stack.model.module, sent):
-        if not torch.equal(stack.buffers[name][0], live[name]):
-            raise CannotVectorize(f"training changes the buffer {name}, which is not persistent, so nobody averages it")
-
-
 def _check_independence(
     model: ResidentModel, optimizer: Optimizer, step: StackedStep, clients: Sequence[Client], data: Any
 ) -> None:
@@ -177,77 +155,6 @@ def _check_independence(
         seen.append([*([] if losses is None else [losses[0]]), *gradients])
     if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in zip(*seen, strict=True)):
         raise CannotVectorize("training_step reads parameters from elsewhere than the module, such as the optimizer")
-
-
-def _check_against_single(
-    context: TrainingContext, model: ResidentModel, step: StackedStep, clients: Sequence[Client], data: Any
-) -> None:
-    """Check that a step of two clients at once is that of each alone, where random draws are held still.
-
-    What a step counts or remembers out of sight, as in a closure, shows here.
-
-    Raises:
-        CannotVectorize: it is not.
-    """
-    module, optimizer = context.module, context.optimizers[0]
-    if context.is_coarse:
-        return  # it rounds too much to tell
-    state, before = torch.get_rng_state(), Snapshot(module)
-    with Still():
-        stack = ClientStack(model, optimizer, step, clients, [ClientState()] * 2, frozenset(), {})
-        try:
-            losses, _ = stack.forward_backward(range(2), data, 0, 1, alone=True)
-            gradients = {n: p.grad for n, p in zip(stack.names, stack.optimizer.parameters) if p.grad is not None}
-        finally:
-            stack.remove()
-        for slot, client in enumerate(clients):
-            own = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.parameters.items()}
-            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            batch = tree_map(lambda stacked, slot=slot: stacked[slot], data)
-            with step.swap.using({**own, **buffers}):
-                loss = _single_loss(context, client, batch)
-            alike = (loss is None) == (losses is None)
-            if alike and loss is not None and losses is not None:
-                single = torch.autograd.grad(loss.reshape(()), [own[name] for name in gradients], allow_unused=True)
-                pairs = [(losses[slot], loss.detach().reshape(()))]
-                pairs += [(g[slot], each) for g, each in zip(gradients.values(), single) if each is not None]
-                alike = all(torch.allclose(a, b.to(a.dtype), rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in pairs)
-            if not torch.equal(torch.get_rng_state(), state):
-                break  # draws that cannot be held still: nothing can be said
-            if not alike:
-                raise CannotVectorize(
-                    "a step of two clients at once is not that of each: training_step may count or remember something "
-                    "outside of the module"
-                )
-    before.restore()  # what on_client_start has set
-
-
-def _single_loss(context: TrainingContext, client: Client, batch: Any) -> Tensor | None:
-    """Return the loss of one client on its second ``batch``."""
-    module = context.module
-    hook = getattr(module, "on_client_start", None)
-    if hook is not None:
-        hook(client)
-    with with_attributes(module, context.training_step_marks), context.precision.train_step_context():
-        output = module.training_step(*((batch, 1) if takes_index(module) else (batch,)))
-    return None if output is None else loss_and_rest(output)[0]
-
-
-class Still(TorchFunctionMode):
-    """Inside, random draws of torch are constants."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in ("dropout", "dropout_", "feature_dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d"):
-            return args[0]
-        if name in ("randn_like", "rand_like", "bernoulli"):
-            return torch.full_like(args[0], 0.25)
-        if name in ("randn", "rand"):
-            return torch.full(args[0] if isinstance(args[0], Sequence) else args, 0.25, **{
-                key: value for key, value in kwargs.items() if key in ("dtype", "device")})
-        if name in ("normal_", "uniform_", "bernoulli_"):
-            return args[0].fill_(0.25)
-        return func(*args, **kwargs)
 
 
 class _Index(int):
@@ -288,8 +195,6 @@ def _stacking_obstacles(context: TrainingContext, model: ResidentModel) -> Itera
         if has_backward_hook(each):
             yield f"the module {path} has a backward hook, which vmap leaves out"
     optimizer = context.optimizers[0]
-    if has_own_state(optimizer):
-        yield f"{type(optimizer).__name__} holds more than a state per parameter, which clients would share"
     if has_step_hook(optimizer):
         yield f"{type(optimizer).__name__} has a hook on its step, which may look at the module"
     kept = tree_leaves([value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")])
@@ -312,103 +217,3 @@ class _Allocations(TorchDispatchMode):
             new = [t for t in tree_leaves(result) if isinstance(t, Tensor) and not any(t is given for given in args)]
             self.bytes += sum(t.numel() * t.element_size() for t in new)
         return result
-
-
-def check_elementwise(optimizer: Optimizer) -> frozenset[str]:
-    """Check, on copies with random gradients, that a step of two stacked networks is the step of each.
-
-    Returns: names of the state that has the parameter's shape.
-
-    Raises:
-        CannotVectorize: it is not, for example because the optimizer takes norms of whole tensors.
-    """
-    random = torch.Generator().manual_seed(0)
-    corners = [p.detach()[tuple(slice(LARGEST) for _ in p.shape)].clone() for p in parameters_of(optimizer)]
-    # half precision rounds differently in a stack
-    corners = [corner if corner.dtype == torch.float64 else corner.float() for corner in corners]
-    rows = [torch.stack([corner, corner + 0.1]) for corner in corners]
-    together, *alone = (_copy_of(optimizer, corners) for _ in range(3))
-    set_parameters(together, [Parameter(stack.clone()) for stack in rows])
-    for slot, single in enumerate(alone):
-        set_parameters(single, [Parameter(stack[slot].clone()) for stack in rows])
-    options = copy.deepcopy(_options(together))
-    for step in range(STEPS):
-        scale = 0.1 ** (step % 2)
-        gradients = [
-            torch.stack([scale * torch.randn(p.shape, generator=random), 100 * torch.randn(p.shape, generator=random)])
-            for p in corners
-        ]
-        for parameter, gradient in zip(parameters_of(together), gradients):
-            parameter.grad = gradient.to(parameter, copy=True)
-        together.step()
-        for slot, single in enumerate(alone):
-            for parameter, gradient in zip(parameters_of(single), gradients):
-                parameter.grad = gradient[slot].to(parameter, copy=True)
-            single.step()
-    for i, parameter in enumerate(parameters_of(together)):
-        expected = torch.stack([parameters_of(single)[i].detach() for single in alone])
-        if not torch.allclose(parameter.detach(), expected, rtol=1e-4, atol=1e-6, equal_nan=True):
-            raise CannotVectorize(f"{type(optimizer).__name__} does not treat every entry of a parameter alike")
-    if _options(together) != options:
-        raise CannotVectorize(f"{type(optimizer).__name__} counts in its options, which clients would share")
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        _check_closure(optimizer, [row[0] for row in rows])
-    return frozenset(
-        key
-        for parameter, state in together.state.items()
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-    )
-
-
-def _check_closure(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Check that ``optimizer`` evaluates the loss once, before it changes anything, and does not look at its value.
-
-    Raises:
-        CannotVectorize: it does something else with the closure that Lightning hands over.
-    """
-    random = torch.Generator().manual_seed(0)
-    without, with_closure = (_copy_of(optimizer, parameters) for _ in range(2))
-    for each in (without, with_closure):
-        set_parameters(each, [Parameter(p.clone()) for p in parameters])
-    for _ in range(4 * STEPS):
-        gradients = [torch.randn(p.shape, generator=random).to(p) for p in parameters]
-        before = [p.detach().clone() for p in parameters_of(with_closure)]
-        seen: list[bool] = []
-
-        def closure() -> Tensor:
-            parameters = parameters_of(with_closure)
-            seen.append(all(torch.equal(p, old) for p, old in zip(parameters, before)))  # noqa: B023
-            for p, gradient in zip(parameters, gradients):  # noqa: B023
-                p.grad = gradient.clone()
-            return torch.rand((), generator=random)
-
-        for p, gradient in zip(parameters_of(without), gradients):
-            p.grad = gradient.clone()
-        without.step()
-        with_closure.step(closure)  # pyright: ignore
-        pairs = zip(parameters_of(without), parameters_of(with_closure))
-        if seen != [True] or not all(torch.equal(a, b) for a, b in pairs):
-            raise CannotVectorize(f"{type(optimizer).__name__} uses the closure, which evaluates one client's loss")
-
-
-def _copy_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
-    """Return a copy of ``optimizer`` with other ``parameters`` and without state."""
-    own, state = parameters_of(optimizer), optimizer.state
-    set_parameters(optimizer, parameters)
-    optimizer.state = defaultdict(dict)
-    try:
-        copied = copy.deepcopy(optimizer)
-    finally:
-        set_parameters(optimizer, own)
-        optimizer.state = state
-    # deepcopy leaves out attributes that torch does not know; a learning-rate scheduler's "step" is the original's
-    missing = {name: value for name, value in vars(optimizer).items() if name not in vars(copied) and name != "step"}
-    vars(copied).update(missing)
-    return copied
-
-
-def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the options of an optimizer's groups, and its own attributes that are numbers or text."""
-    plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float | str)}
-    return [*options_of(optimizer), plain]

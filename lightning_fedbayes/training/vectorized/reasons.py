@@ -11,6 +11,7 @@ import lightning as L
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_fedbayes.errors import CannotVectorize
 from lightning_fedbayes.training.snapshot import LIBRARIES
 
 CAUSES = (
@@ -34,6 +35,15 @@ def explain(error: Exception) -> str:
         if match:
             text = cause.format(*(group.rstrip(".") for group in match.groups()))
     return ", ".join(part for part in (text, _owner(error.__traceback__), _line(error)) if part)
+
+
+def explained(error: Exception) -> Exception:
+    """Return ``error``, or a CannotVectorize with the remedy if vmap refuses what it did not meet in the probe."""
+    if isinstance(error, RuntimeError) and "vmap" in str(error):
+        return CannotVectorize(
+            f"training_step can no longer run for several clients at once: {explain(error)}. Use engine='sequential'"
+        )
+    return error
 
 
 def _owner(trace: TracebackType | None) -> str:

@@ -16,10 +16,11 @@ from lightning_fedbayes.errors import CannotVectorize
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.private_torch import register_pytree_node, tree_leaves, tree_map
 from lightning_fedbayes.training.client import Client, ClientState, parameters_of
+from lightning_fedbayes.training.context import TrainingContext
 from lightning_fedbayes.training.model import ResidentModel, Tensors
 from lightning_fedbayes.training.optimizers import OptimizerState
 from lightning_fedbayes.training.snapshot import Snapshot
-from lightning_fedbayes.training.vectorized.optimizer import StackedOptimizer
+from lightning_fedbayes.training.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
 from lightning_fedbayes.training.vectorized.schedule import Slots, put_rows, take_rows
 from lightning_fedbayes.training.vectorized.step import Attributes, StackedStep
 from lightning_fedbayes.training.vectorized.swap import ParameterSwap
@@ -145,6 +146,12 @@ class ClientStack:
     def remove(self) -> None:
         """Give the optimizer its own parameters back."""
         self.optimizer.remove()
+
+
+def clipping(context: TrainingContext) -> Clip | None:
+    """Return the loop's gradient clipping for stacked gradients; None if it does not clip."""
+    limit, clip = context.clip_value, clip_norms if context.clips_norm else clip_values
+    return None if limit is None else lambda gradients: clip(gradients, limit)
 
 
 def _stack(value: Tensor, name: str, local: Sequence[Tensors], layout: Layout | None = None) -> Tensor:
