@@ -44,7 +44,7 @@ An epoch of the Trainer is a round. Inside it:
 | `on_train_batch_start` returns −1 | the client's local epoch ends |
 | hooks of the epoch, of validation and of the fit | once in a round, on the global model: what they do to it holds |
 | a scheduler with `interval="epoch"` | steps at the end of the round |
-| the optimizer's options (`param_groups`) | every client starts with the round's; changes by its training stay with it |
+| the optimizer's options | each client starts with the round's; what its training changes ends with it |
 | torchmetrics in `training_step` | collect over all clients of the round |
 """
 
