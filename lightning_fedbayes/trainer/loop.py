@@ -148,9 +148,9 @@ class FitLoop:
             rank_zero_info(f"Lightning's own loop runs, because the fast one is not tested with {L.__version__}.")
         step = partial(engine.train_batch, fast_step(self.trainer) if is_fast else optimization.run)
         optimization.run = step
+        self._see_the_round_in_progress_bar_and_schedulers()
         whole = self._epoch.advance
         inner = fast_advance(self.trainer, step, engine.prepare) if is_fast else whole
-        self._see_the_round_in_progress_bar_and_schedulers()
 
         def advance(fetcher: Any) -> None:
             while True:

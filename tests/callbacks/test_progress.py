@@ -43,6 +43,19 @@ def test_tqdm():
     assert descriptions(TQDMProgressBar(), read) == EXPECTED
 
 
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 1e9}], ids=["fast loop", "Lightning's loop"])
+def test_the_bar_counts_the_batches_of_the_round_and_is_given_back(options):
+    class Spy(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            seen.append((bar.train_progress_bar.n, bar.train_progress_bar.total))
+
+    seen, bar = [], TQDMProgressBar()
+    federation = fb.FederatedBayes(fb.IIDPartition(3), engine="sequential")
+    federate(Plain(), federation, 2, loader(), enable_progress_bar=True, callbacks=[bar, Spy()], **options)
+    assert seen == [(12, 12)] * 2
+    assert "on_train_batch_end" not in vars(bar)
+
+
 def test_rich():
     pytest.importorskip("rich")
 
