@@ -30,6 +30,9 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 VALUES = (int, float, complex, str, bytes, type(None), Tensor, np.ndarray, *GENERATORS)
 """Types of attributes that can be put back."""
 
+LARGE, LONG = 2**24, 1000
+"""Bytes up to which tensors and arrays are copied; and number of entries up to which containers are looked into."""
+
 LIBRARIES = ("torch", "lightning", "lightning_fedbayes", "lightning_fabric", "torchmetrics", "bayesian_torch")
 """Objects of these packages are compared by identity; modules are compared one by one."""
 
@@ -51,7 +54,7 @@ class Snapshot:
         self._generators = [(each, _state_of(each)) for each in _generators(self._values)]
         arrays = {n: value for n, value in self._values.items() if isinstance(value, Tensor | np.ndarray)}
         self._arrays = {n: value.detach().clone() if isinstance(value, Tensor) else value.copy()
-                        for n, value in arrays.items() if not isinstance(value, nn.Parameter)}
+                        for n, value in arrays.items() if not isinstance(value, nn.Parameter) and value.nbytes <= LARGE}
 
     def changes(self) -> dict[str, Any]:
         """Return the attributes that were replaced, added or written into: name → present value."""
@@ -91,7 +94,9 @@ class Snapshot:
 
     def can_restore(self, name: str) -> bool:
         """Return True if :meth:`restore_values` can restore the attribute ``name``, which may be new."""
-        return isinstance(self._values.get(name), VALUES) and isinstance(self._attributes.get(name), VALUES)
+        before, now = self._values.get(name), self._attributes.get(name)
+        is_large = isinstance(before, Tensor | np.ndarray) and before is now and name not in self._arrays
+        return isinstance(before, VALUES) and isinstance(now, VALUES) and not is_large
 
     def _restore_array(self, name: str) -> None:
         """Restore the contents of a tensor or array that was written into."""
@@ -183,7 +188,7 @@ def fingerprint(value: Any, depth: int = 4) -> Any:
     if isinstance(value, int | float | complex | str | bytes | type(None)):
         return value
     if isinstance(value, np.ndarray):
-        return id(value), value.tobytes()
+        return id(value), value.tobytes() if value.nbytes <= LARGE else value.shape
     if isinstance(value, GENERATORS):
         state = _state_of(value)
         return id(value), state if isinstance(value, torch.Generator) else pickle.dumps(state)
@@ -191,6 +196,8 @@ def fingerprint(value: Any, depth: int = 4) -> Any:
         return repr(value)
     if depth == 0:
         return id(value)
+    if isinstance(value, CONTAINERS) and len(value) > LONG:
+        return id(value), len(value)
     if isinstance(value, dict):
         return id(value), [(id(key), fingerprint(each, depth - 1)) for key, each in value.items()]
     if isinstance(value, list | tuple | set | frozenset | deque):
@@ -212,7 +219,7 @@ def _generators(value: Any, depth: int = 4) -> Iterator[Any]:
     elif depth and isinstance(value, dict):
         for each in value.values():
             yield from _generators(each, depth - 1)
-    elif depth and isinstance(value, list | tuple | set | frozenset | deque):
+    elif depth and isinstance(value, list | tuple | set | frozenset | deque) and len(value) <= LONG:
         for each in value:
             yield from _generators(each, depth - 1)
     elif depth and hasattr(value, "__dict__") and not _is_opaque(value):
