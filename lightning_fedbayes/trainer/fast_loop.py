@@ -105,17 +105,22 @@ def stack_obstacles(trainer: L.Trainer) -> Iterator[str]:
     stacked batches.
     """
     yield from step_obstacles(trainer)
+    for callback, hook in batch_watchers(trainer):
+        if not getattr(callback, "sees_stacks", False):
+            yield (
+                f"the callback {type(callback).__name__} has a hook {hook}, and would see stacked batches of all "
+                "clients; give it an attribute sees_stacks = True if it can use them"
+            )
+
+
+def batch_watchers(trainer: L.Trainer) -> Iterator[tuple[L.Callback, str]]:
+    """Yield the user's callbacks with hooks of a batch, and the name of each such hook."""
     made: Any = trainer
     for callback in made.callbacks:
-        if getattr(callback, "sees_stacks", False):
-            continue
         for hook in ("on_train_batch_start", "on_train_batch_end"):
             home = getattr(getattr(callback, hook), "__module__", "")  # a LambdaCallback's hook is the user's
             if is_overridden(hook, callback) and home.split(".")[0] not in OWN_PACKAGES:
-                yield (
-                    f"the callback {type(callback).__name__} has a hook {hook}, and would see stacked batches of all "
-                    "clients; give it an attribute sees_stacks = True if it can use them"
-                )
+                yield callback, hook
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:

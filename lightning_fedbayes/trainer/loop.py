@@ -16,6 +16,7 @@ from lightning_fedbayes.trainer.boundary import RoundBoundary, close_round, pend
 from lightning_fedbayes.trainer.data import FederatedSource, held_out_batches
 from lightning_fedbayes.trainer.fast_loop import (
     Advance,
+    batch_watchers,
     fast_advance,
     fast_step,
     is_tested,
@@ -124,6 +125,7 @@ class FitLoop:
             training_step_marks=IN_TRAINING_STEP,
             obstacles=lambda: stack_obstacles(trainer),
             watched=lambda: watched(trainer, module),
+            watchers=list({id(each): each for each, _ in batch_watchers(trainer)}.values()),
             clip_value=limit if limit and limit > 0 else None,
             clips_norm=trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE,
             mean_over_processes=trainer.strategy.reduce if isinstance(trainer.strategy, DDPStrategy) else None,

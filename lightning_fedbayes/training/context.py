@@ -29,6 +29,7 @@ class TrainingContext:
         device: where it trains.
         precision: converts inputs, and gives the context of a step, such as autocast.
         remake_optimizers: makes new optimizers as the module configures them.
+        watchers: the user's objects that are called at every batch, such as callbacks.
         accumulate: batches between two steps of the optimizer.
         steps: counts the optimizer's steps, by ``increment_ready`` and ``increment_completed``.
         in_training_step: returns True while ``training_step`` runs.
@@ -51,6 +52,7 @@ class TrainingContext:
     training_step_marks: Mapping[str, Any]
     obstacles: Callable[[], Iterable[str]]
     watched: Callable[[], AbstractContextManager[None]]
+    watchers: Sequence[object] = ()
     accumulate: int = 1
     clip_value: float | None = None
     clips_norm: bool = True

@@ -83,7 +83,9 @@ class SequentialEngine(Engine):
         self._steps_before = self._steps.completed
         for optimizer in self._optimizers:
             optimizer.begin_round()
-        self._state = None if self._is_alone else RoundState(self.model.module, self.model.global_buffers)
+        self._state = None if self._is_alone else RoundState(
+            self.model.module, self.model.global_buffers, self.context.watchers
+        )
         if plan.cohort:
             self._seed_client()
 
@@ -197,7 +199,7 @@ class SequentialEngine(Engine):
         new = sorted(names - self._told)
         self._told |= names
         if new:
-            rank_zero_info(text.format(", ".join(f"self.{name}" for name in new)))
+            rank_zero_info(text.format(", ".join(new)))
 
     def _seed_client(self) -> None:
         """Seed the global generators for the next client.

@@ -8,7 +8,7 @@ import itertools
 import pickle
 import random
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import lightning as L
@@ -117,13 +117,15 @@ class RoundState:
     Args:
         module: the network, before its first client.
         federated: names of the buffers that clients send, which the resident model loads.
+        watchers: objects whose attributes are looked at, too, and left alone, such as callbacks.
 
     Attributes:
         dropped: names of attributes and buffers whose changes by clients were undone.
         shared: names of attributes that clients have changed and that cannot be put back.
     """
 
-    def __init__(self, module: nn.Module, federated: Collection[str]) -> None:
+    def __init__(self, module: nn.Module, federated: Collection[str], watchers: Sequence[object] = ()) -> None:
+        self._watchers = [(each, {name: fingerprint(value) for name, value in vars(each).items()}) for each in watchers]
         self._modes = [(each, each.training) for each in module.modules()]
         self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._snapshots = {
@@ -147,6 +149,9 @@ class RoundState:
         Args:
             keep_hooks: leave what ``on_client_start`` has set.
         """
+        for each, prints in self._watchers:
+            changed = [name for name, value in vars(each).items() if fingerprint(value) != prints.get(name, ABSENT)]
+            self.shared |= {f"{type(each).__name__}.{name}" for name in changed}
         for each, training in self._modes:
             each.training = training
         for parameter, flag in self._flags:
@@ -158,12 +163,12 @@ class RoundState:
             for name in changed:
                 if (path, name) not in self._by_hook:
                     where = self.dropped if name in names else self.shared
-                    where.add(f"{path}.{name}" if path else name)
+                    where.add(f"self.{path}.{name}" if path else f"self.{name}")
             snapshot.restore_values([n for n in names if not (keep_hooks and (path, n) in self._by_hook)])
         live = dict(self._module.named_buffers()) if self._buffers else {}
         for name, (buffer, version, values) in self._buffers.items():
             if live.get(name) is not buffer or version_of(buffer) != version:
-                self.dropped.add(name)
+                self.dropped.add(f"self.{name}")
                 with torch.no_grad():
                     live[name].copy_(values)
 

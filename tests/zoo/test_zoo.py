@@ -14,7 +14,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.errors import FedBayesError
 from tests.federations import blobs
 from tests.zoo.case import EQUAL, REFUSED, SIZES, Case, Net, difference, federated, loop_of_plain_fits, plain
-from tests.zoo.cases import CASES, Counter
+from tests.zoo.cases import CASES, Counter, Ema
 from tests.zoo.page import page
 
 IDS = [f"{case.group}: {case.name}" for case in CASES]
@@ -44,7 +44,10 @@ def test_the_page_of_the_documentation_is_made_from_them():
 
 def test_fast_dev_run_is_one_round_of_two_clients_with_one_batch_each():
     federation = fb.FederatedBayes(fb.IIDPartition(5), engine="sequential")
-    trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", callbacks=[federation], enable_progress_bar=False)
+    trainer = L.Trainer(
+        fast_dev_run=True, accelerator="cpu", callbacks=[federation], enable_progress_bar=False,
+        enable_checkpointing=False, logger=False,
+    )
     trainer.fit(Net(), DataLoader(blobs(), 4))
     assert [row["valid_clients"] for row in federation.history] == [2.0]
     assert trainer.global_step == 2
@@ -61,11 +64,11 @@ def test_what_is_put_back_and_what_is_shared_is_said_once_by_name(caplog):
             self.seen.append(batch_idx)
             return super().training_step(batch, batch_idx)
 
-    case = Case("", "", Both)
+    case = Case("", "", Both, callbacks=lambda: [Ema()])
     with caplog.at_level(logging.INFO):
         federated(case, "sequential")
     put_back = [line for line in caplog.messages if "the module's own self.steps: what training changes" in line]
-    shared = [line for line in caplog.messages if "Clients share self.seen" in line]
+    shared = [line for line in caplog.messages if "Clients share Ema.shadow, self.seen, which" in line]
     assert (len(put_back), len(shared)) == (1, 1)
 
 
