@@ -33,6 +33,8 @@ class Broken(Dataset):
 class Killed(L.Callback):
     """Ends one process in the second round."""
 
+    sees_stacks = True
+
     def __init__(self, rank):
         self.rank = rank
 
@@ -90,12 +92,16 @@ class Drawn(FusionRule):
 class Stops(L.Callback):
     """Ends the run inside the second round; only the second process knows."""
 
+    sees_stacks = True
+
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         trainer.should_stop |= trainer.global_rank == 1 and trainer.current_epoch == 1
 
 
 class Calls(L.Callback):
     """Counts collective calls from the start of a round to its validation, and the examples of this process."""
+
+    sees_stacks = True
 
     def __init__(self):
         self.rounds = []
