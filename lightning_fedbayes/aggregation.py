@@ -16,7 +16,7 @@ from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
 from lightning_fedbayes.fusion.averages import add_disagreement
 from lightning_fedbayes.fusion.distributed import fuse_distributed
 from lightning_fedbayes.fusion.rule import add
-from lightning_fedbayes.guard import FIRST, Guard, Limits
+from lightning_fedbayes.guard import FEWEST, Guard, Limits
 from lightning_fedbayes.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.posterior import GaussianPosterior, check_posterior, is_zero
 from lightning_fedbayes.weighting import (
@@ -114,7 +114,7 @@ class Aggregation:
         self._weights: dict[int, float] = {}
         self._sizes: dict[int, Tensor] = {}
         self._limits: Limits | None = None
-        self._judge_at = FIRST
+        self._judge_at = FEWEST
         self._buffers: dict[str, Tensor] = {}
         self._previous_buffers = buffers
         self._disagreement: Statistics = {}

@@ -14,29 +14,27 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FederationError, FusionError
+from lightning_fedbayes.errors import FusionError, check_number
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero
 
 MOST_CHANGE = 1e12
 """Factor by which a variance may change in one round: of σ a million. The most that honest clients did was
 2.6e8 (initial σ 1e-4, Adam at rate 0.1, 20 local epochs)."""
-FEWEST, FIRST = 3, 7
-"""Least number of clients among which one can be in the minority; and number of clients that wait for one another
-before any is added to sums, so that three bad ones that come first are a minority."""
+FEWEST = 7
+"""Least number of clients whose median says what is usual: three bad ones among them are a minority, while fewer honest
+clients, of few batches each, may differ by more than ``max_influence``. So many wait for one another before any is added
+to sums."""
 
 
 def check_influence(max_influence: float | None) -> None:
     """Raise FederationError unless ``max_influence`` is None or a number of at least 1."""
-    if max_influence is not None and not (isinstance(max_influence, Real) and max_influence >= 1):
-        raise FederationError(
-            f"max_influence={max_influence!r}: a client may count as this multiple of the median client, at least 1; "
-            "None turns the guard off"
-        )
+    if max_influence is not None:
+        why = "a client may count as this multiple of the median client; None turns the guard off"
+        check_number("max_influence", max_influence, "[1, inf)", why=why)
 
 
 def probabilistic_names(posterior: GaussianPosterior) -> frozenset[str]:
@@ -137,7 +135,7 @@ class Guard:
         They are ``max_influence`` times the weighted medians over the clients. Lengths may be
         :math:`1 + 2 / \sqrt n` times as large for a tensor of n entries, since those of short vectors scatter, and a
         tensor that most clients leave alone may move as far per entry as the whole network does. Nothing is bounded
-        if the median client has not moved, or if there are fewer than three clients.
+        if the median client has not moved, or if there are fewer than :data:`FEWEST` clients.
 
         Args:
             sizes: of all clients, shape (clients, 4, tensors).

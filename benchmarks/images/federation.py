@@ -37,7 +37,7 @@ class Classifier(fb.HybridBayesianClassifier):
     """The package's classifier with the optimizer and the learning rates of a cell."""
 
     def __init__(self, network: nn.Module, settings: Settings) -> None:
-        super().__init__(network, samples=settings.samples, kl_weight=settings.kl_weight)
+        super().__init__(network, bayesian_last=0, samples=settings.samples, kl_weight=settings.kl_weight)
         self.settings = settings
 
     def configure_optimizers(self) -> Any:
@@ -105,6 +105,7 @@ def begin(settings: Settings, data: ImageDataModule | Digits) -> tuple[nn.Module
     trainer = L.Trainer(max_epochs=START_EPOCHS, callbacks=[stop], **_quiet())
     module = Classifier(network, settings.but(decay_from=None))
     trainer.fit(module, DataLoader(train, settings.batch_size, shuffle=True), DataLoader(validation, 256))
+    network = module.network
     if settings.start == "moped":
         network = make_bayesian(settings, network, pretrained=True)
     return network, trainer.current_epoch

@@ -211,8 +211,6 @@ class FalseVariance(UpdateAttack):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("FalseVariance: factor", self.factor, "[0, inf)")
-        if self.factor < 0:
-            raise FederationError(f"{self}: factor={self.factor} would make variances negative; give at least 0")
 
     def send(self, posterior: GaussianPosterior, knowledge: Knowledge) -> GaussianPosterior:
         """Return the means as they are, with f σ² in place of σ²."""

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 from torch import Tensor
 
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.errors import FedBayesError, check_kind, check_number
 from lightning_fedbayes.layers import kl_divergence
 
 
@@ -43,8 +43,8 @@ def with_kl(module: L.LightningModule, kl_weight: float = 1.0) -> L.LightningMod
     >>> type(with_kl(Own())).__name__
     'OwnWithKL'
     """
-    if not kl_weight >= 0:
-        raise FedBayesError(f"kl_weight={kl_weight}: give at least 0")
+    check_kind("module", module, L.LightningModule, "give a LightningModule", error=FedBayesError)
+    check_number("kl_weight", kl_weight, "[0, inf)", error=FedBayesError)
     if hasattr(module, "kl_examples"):
         raise FedBayesError(f"{type(module).__name__} has the KL divergence in its loss already")
     changed: Any = copy.deepcopy(module)

@@ -92,7 +92,7 @@ class ResidentModel:
         Local parameters and buffers keep their values in the global model.
         """
         local = {name: self.global_parameters[name] for name in self._local_parameters}
-        self._restore_shapes()
+        self.load_global()  # a variance that is there already stays, to the bit: not that of the last client, by chance
         self.view.load(posterior)
         with torch.no_grad():
             for name, value in local.items():

@@ -164,7 +164,7 @@ def test_candidates_are_scored_on_batches_that_the_module_has_changed():
             return [batch[0] * 0, batch[1]]
 
     made = fb.FederatedBayes(fb.IIDPartition(3), fusion=fb.AutoFusion(["fedavg", "linear_pool"]), engine="sequential")
-    module = Scaled(network())
+    module = Scaled(network(), bayesian_last=0)
     federate(module, made, rounds=1, val=DataLoader(blobs(20), 10))
     scores = [value for name, value in made.history[0].items() if "held_out" in name]
     with torch.no_grad():

@@ -147,7 +147,8 @@ OF_HYBRID = {
 SETTINGS = {
     "partition": None, "local_epochs": 1, "fraction": 1.0, "fusion": "linear_pool", "weighting": "equal",
     "engine": "auto", "clients_at_once": None, "prior": "fixed", "optimizer_state": "reset", "buffers": "average",
-    "local_parameters": (), "min_clients": 1, "max_failed_rounds": 3, "adversaries": (), "privacy": None, "seed": 0,
+    "local_parameters": (), "min_clients": 1, "max_failed_rounds": 3, "max_influence": 2.0,
+    "adversaries": (), "privacy": None, "seed": 0,
 }
 
 
@@ -261,7 +262,7 @@ DOORS = {
     # the server
     "Server": (begun, {
         "posterior": posterior(), "buffers": {"running": torch.zeros(2)}, "fusion": "linear_pool",
-        "weighting": "equal", "min_clients": 1, "max_failed_rounds": 3}),
+        "weighting": "equal", "min_clients": 1, "max_failed_rounds": 3, "max_influence": 2.0}),
     "Server.begin": (begun().begin, {"plan": fb.RoundPlan(0, (0, 1))}),
     "Server.admit": (lambda update: begun().admit(update), {"update": update()}),
     "Server.load_state_dict": (lambda state: begun().load_state_dict(state), {"state": begun().state_dict()}),
@@ -284,6 +285,7 @@ DOORS = {
     "choose_cohort": (plan.choose_cohort, {"round": 0, "clients": 4, "fraction": 0.5, "seed": 0}),
     # attacks
     "SignFlip": (fb.SignFlip, {**CLIENTS, "scale": 1.0}),
+    "FalseVariance": (fb.FalseVariance, {**CLIENTS, "factor": 2.0}),
     "ScaledUpdate": (fb.ScaledUpdate, {**CLIENTS, "factor": 2.0}),
     "GaussianVector": (fb.GaussianVector, {**CLIENTS, "std": 1.0}),
     "ALittleIsEnough": (fb.ALittleIsEnough, {**CLIENTS, "z": 1.0}),
@@ -293,6 +295,7 @@ DOORS = {
     "flip_labels": (adversaries.flip_labels, {"labels": LABELS, "classes": (0, 1, 2)}),
     "largest_unnoticed_shift": (adversaries.largest_unnoticed_shift, {"cohort": 5, "adversaries": 1}),
     # layers
+    "with_kl": (fb.with_kl, {"module": fb.HybridBayesianClassifier(network()).eval(), "kl_weight": 1.0}),
     "bayesianize": (fb.bayesianize, {
         "network": network(), "last": 1, "names": None, "types": None, "estimator": "flipout", "prior_std": None,
         "prior": None, "init": "fresh", "delta": 0.1, "posterior_std": None, "bayesian_bias": True}),

@@ -87,7 +87,7 @@ class Nothing(L.LightningModule):
 
 @pytest.mark.parametrize(
     ("use", "message"),
-    [(lambda: fb.with_kl(Plain(), -1.0), "kl_weight=-1.0: give at least 0"),
+    [(lambda: fb.with_kl(Plain(), -1.0), "kl_weight=-1.0: give a finite number of at least 0"),
      (lambda: fb.with_kl(fb.with_kl(Plain())), "PlainWithKL has the KL divergence in its loss already"),
      (lambda: fb.with_kl(Nothing()).training_step(1, 0), "returns dict without a loss"),
      (lambda: fb.with_kl(Plain()).training_step(next(iter(loader())), 0), "does not know the number of training exam")],

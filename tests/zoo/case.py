@@ -184,8 +184,7 @@ def federated(case: Case, engine: str, sizes: Sequence[int] = SIZES) -> tuple[di
         FedBayesError: it is refused.
     """
     module = case.module()
-    # without the guard: random losses make some clients stand out
-    options = {"fusion": "weighted_average", "max_influence": None, **case.federation}
+    options = {"fusion": "weighted_average", **case.federation}
     federation = fb.FederatedBayes(engine=engine, **options)  # pyright: ignore[reportArgumentType]
     fit(case, module, fb.ClientDatasets(parts(case, sizes)), [federation], case.rounds)
     return values(module), federation

@@ -13,7 +13,7 @@ HEAD = """\
 A module trains with `FederatedBayes` as it does with Lightning alone, or it is refused before training with the
 reason. Each row below is a test: one client with all data against a plain `fit`, and three clients with unequal
 numbers of batches against a loop in which each client has a plain `fit` of its own in every round. The loop's
-parameters and the federation's agree to rounding, with each engine (`fusion="weighted_average", max_influence=None`).
+parameters and the federation's agree to rounding, with each engine (`fusion="weighted_average"`).
 Where the vectorized engine is refused, `engine="auto"` takes the sequential one and says why.
 
 ## The rule
