@@ -25,9 +25,9 @@ MOST_CHANGE = 1e12
 """Factor by which a variance may change in one round: of σ a million. The most that honest clients did was
 2.6e8 (initial σ 1e-4, Adam at rate 0.1, 20 local epochs)."""
 FEWEST = 7
-"""Least number of clients whose median says what is usual: three bad ones among them are a minority, while fewer honest
-clients, of few batches each, may differ by more than ``max_influence``. So many wait for one another before any is added
-to sums."""
+"""Least number of clients whose median says what is usual: three bad ones are a minority among them, while fewer honest
+clients, of few batches each, may differ by more than ``max_influence``. So many wait for one another before any is
+added to sums."""
 
 
 def check_influence(max_influence: float | None) -> None:

@@ -121,9 +121,12 @@ def registered(name, aliases):
 
 def unregistered(name):
     """Unregister; the rule of the test is there whatever call came before."""
-    if "a_rule_of_a_test" not in fb.available_fusions():
-        fb.register_fusion("a_rule_of_a_test")(lambda posteriors, weights, previous: posteriors[0])
-    fusion.unregister_fusion(name)
+    fb.register_fusion("a_rule_of_a_test")(lambda posteriors, weights, previous: posteriors[0])
+    try:
+        fusion.unregister_fusion(name)
+    finally:
+        if "a_rule_of_a_test" in fb.available_fusions():
+            fusion.unregister_fusion("a_rule_of_a_test")
 
 
 X, Y = torch.randn(8, 2, generator=torch.Generator().manual_seed(0)), torch.arange(8.0)
