@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ class ClientOptimizer:
 
     def begin_round(self) -> None:
         """Take the present options as those that all clients start with."""
-        self._options = copy.deepcopy(options_of(self.optimizer))
+        self._options = [_copy_of(options) for options in options_of(self.optimizer)]
         self._attributes = _plain_attributes(self.optimizer)
 
     def reset(self, state: OptimizerState | None = None, changes: Sequence[Changes] = ()) -> None:
@@ -66,7 +67,7 @@ class ClientOptimizer:
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
             for name in group.keys() - options.keys() - {"params"}:
                 del group[name]
-            group.update(copy.deepcopy(options))
+            group.update(_copy_of(options))
         for name in _plain_attributes(optimizer).keys() - self._attributes.keys():
             delattr(optimizer, name)
         vars(optimizer).update(self._attributes)
@@ -106,14 +107,20 @@ def has_own_state(optimizer: Optimizer) -> bool:
     return bool(optimizer.state) or not all(isinstance(value, PLAIN) for value in extra)
 
 
-def _own_attributes() -> set[str]:
+@functools.cache
+def _own_attributes() -> frozenset[str]:
     """Names of the attributes that torch keeps on every optimizer."""
-    return {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "step", "_opt_called", "_zero_grad_profile_name"}
+    return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))) | {"step", "_opt_called"}
 
 
 def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in vars(optimizer).items()
             if isinstance(value, PLAIN) and name not in _own_attributes()}
+
+
+def _copy_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of ``options`` that shares nothing that can be written into."""
+    return {name: value if isinstance(value, PLAIN) else copy.deepcopy(value) for name, value in options.items()}
 
 
 def _differs(before: Any, now: Any) -> bool:
