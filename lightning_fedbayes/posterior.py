@@ -119,6 +119,19 @@ class GaussianPosterior:
         variance = {name: zeros_like(v) if is_zero(v) else v.detach().clone() for name, v in self.variance.items()}
         return self._of_checked({name: value.detach().clone() for name, value in self.mean.items()}, variance)
 
+    def held(self, mean: Tensor, variance: Tensor) -> GaussianPosterior:
+        """A posterior whose :meth:`flatten` no longer depends on this one's memory.
+
+        Args:
+            mean, variance: what :meth:`flatten` has returned. A large posterior is cloned in place of keeping them,
+                which takes half of the memory; of a small one only they are safe from changes to its tensors.
+        """
+        if self.num_parameters > MOST_AT_ONCE:
+            return self.clone()
+        return self._of_checked(
+            dict(self.mean), dict(self.variance), is_point_mass=self.is_point_mass, _flat=(mean, variance)
+        )
+
     def unbind(self) -> list[GaussianPosterior]:
         """The posteriors of several clients, views of this one, whose tensors have a first dimension of clients.
 
