@@ -18,7 +18,7 @@ from lightning_fedbayes.fusion.distributed import fuse_distributed
 from lightning_fedbayes.fusion.rule import add
 from lightning_fedbayes.guard import FIRST, Guard, Limits
 from lightning_fedbayes.messages import ClientUpdate, check_mapping
-from lightning_fedbayes.posterior import GaussianPosterior, check_posterior, is_zero
+from lightning_fedbayes.posterior import MOST_AT_ONCE, GaussianPosterior, check_posterior, is_zero
 from lightning_fedbayes.weighting import (
     PER_CLIENT,
     ClientFacts,
@@ -136,17 +136,18 @@ class Aggregation:
         check_structure(update.posterior, self.previous, who)
         if update.posterior.names != self.previous.names:
             update = replace(update, posterior=update.posterior.ordered(self.previous.names))
-        mean, variance = update.posterior.flatten()
-        check_finite(update.posterior, mean, variance, who)
+        posterior = update.posterior.with_flat(*update.posterior.flatten())
+        check_finite(posterior, who)
         self._check_buffers(update.buffers, who)
         if self.guard is not None:
-            self.guard.check(update.posterior, variance, who)
+            self.guard.check(posterior, who)
         if self._streams:
             self._weights[update.client] = self._weight(update)
         if self._streams and not self._clips:
-            self._fuse(update, mean, variance, self._weights[update.client])
+            self._fuse(update, posterior, self._weights[update.client])
         else:
-            posterior = update.posterior.held(mean, variance) if self._streams else update.posterior.clone()
+            if not self._streams or posterior.num_parameters > MOST_AT_ONCE:
+                posterior = posterior.clone()
             buffers = {name: value.clone() for name, value in update.buffers.items()}
             self._held.append(_with(update, posterior, buffers))
             self._unmeasured += 1
@@ -183,7 +184,7 @@ class Aggregation:
             if suspect:
                 self._held.append(update)
             else:
-                self._fuse(update, *update.posterior.flatten(), self._weights[update.client])
+                self._fuse(update, update.posterior, self._weights[update.client])
 
     def _suspects(self, updates: Sequence[ClientUpdate], weights: Mapping[int, float]) -> list[bool]:
         """Return for each client whether a size of its update is above its limit, or no limits are known yet."""
@@ -249,7 +250,11 @@ class Aggregation:
         several = self.collective.size > 1
         total = sum(weights.values()) if several else self._accumulator.total
         self._accumulator.check_not_empty(total)
-        if isinstance(self.rule, SumRule):
+        if isinstance(self.rule, SumRule) and not several:
+            fused = Fused(self._accumulator.compute(), state=self.state)
+            shares = shares_of(weights, {})
+            apart, buffers = self._merge(shares)
+        elif isinstance(self.rule, SumRule):
             shares = shares_of(weights, {})
             sums = Reduction(self._accumulator.statistics, self.previous.num_parameters, self.rule.merge)
             apart, buffers, merged = self._merge(shares, sums)
@@ -259,7 +264,7 @@ class Aggregation:
             fused = fuse_distributed(self.rule, cohort, self._accumulator.like, self.state, self.collective)
             shares = shares_of(weights, fused.reliability)
             apart, buffers = self._merge(shares)
-        check_finite(fused.posterior, *fused.posterior.flatten(), "the fused posterior")
+        check_finite(fused.posterior, "the fused posterior")
         return Aggregate(
             fused.posterior,
             buffers=self._average_buffers(buffers, sum(weights.values()) if self._streams else 1.0),
@@ -278,13 +283,13 @@ class Aggregation:
             clients = [client for each in everyone for client in each.clients]
             self._limits = self.guard.limits(sizes, [weights[client] for client in clients])
         for update, suspect in zip(self._held, self._suspects(self._held, weights)):
-            (mean, variance), weight = update.posterior.flatten(), weights[update.client]
+            posterior, weight = update.posterior, weights[update.client]
             if suspect:
                 assert self.guard is not None
                 assert self._limits is not None
-                mean, variance = self.guard.clip(mean, variance, self._limits.of([weight])[0])
-                update = replace(update, posterior=update.posterior.unflatten(mean, variance))
-            self._fuse(update, mean, variance, weight)
+                mean, variance = self.guard.clip(*posterior.flatten(), self._limits.of([weight])[0])
+                posterior = posterior.unflatten(mean, variance).with_flat(mean, variance)
+            self._fuse(update, posterior, weight)
 
     def _merge(self, shares: Mapping[int, float], *others: Reduction) -> list[Statistics]:
         """Merge what all processes know of the clients' disagreement, their buffers, and ``others``."""
@@ -364,12 +369,14 @@ class Aggregation:
         assert isinstance(self.weighting, str)
         return PER_CLIENT[self.weighting](ClientFacts.of(update, self.previous))
 
-    def _fuse(self, update: ClientUpdate, mean: Tensor, variance: Tensor, weight: float) -> None:
-        """Add one admitted client, whose flat posterior is (mean, variance), to all running sums."""
-        self._accumulator.add_checked(update.client, update.posterior, mean, variance, weight)
+    def _fuse(self, update: ClientUpdate, posterior: GaussianPosterior, weight: float) -> None:
+        """Add one admitted client, whose posterior is as the guard left it, to all running sums."""
+        posterior = posterior.with_flat(*posterior.flatten())
+        self._accumulator.add_checked(update.client, posterior, weight)
         self._weights[update.client] = weight
         if weight == 0:
             return
+        mean, _ = posterior.flatten()
         add_disagreement(self._disagreement, mean, mean.new_tensor(weight))
         if self._streams:
             self._add_buffers(update, weight)

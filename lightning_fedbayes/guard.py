@@ -91,12 +91,11 @@ class Guard:
         self._unknown = None if bool(known.all()) else ~known
         self._variance = torch.where(known, variance, 1.0)
 
-    def check(self, posterior: GaussianPosterior, variance: Tensor, who: str) -> None:
+    def check(self, posterior: GaussianPosterior, who: str) -> None:
         """Refuse variances that no training gives.
 
         Args:
-            posterior: the client's, its parameters in the order of the global one's.
-            variance: its variances as one vector, finite, shape (P,).
+            posterior: the client's, all values finite, its parameters in the order of the global one's.
             who: the client, for the message.
 
         Raises:
@@ -112,6 +111,7 @@ class Guard:
                 )
         if self._is_point_mass:
             return
+        _, variance = posterior.flatten()
         ratio = self._ratio(variance)
         least, most = ratio.aminmax()
         if float(least) * MOST_CHANGE >= 1 and float(most) <= MOST_CHANGE:

@@ -16,6 +16,8 @@ from lightning_fedbayes.errors import FedBayesError, PosteriorError, check_kind,
 
 MOST_ROWS = 20
 """Tensors in the table of a notebook."""
+PIECE = 2**16
+"""Entries of a piece of a large posterior: in double precision half of a usual second-level cache."""
 MOST_AT_ONCE = 2**22
 """Entries of a stack up to which its rows are flattened at once, which takes 64 MiB."""
 
@@ -85,7 +87,7 @@ class GaussianPosterior:
         )
 
     @classmethod
-    def _of_checked(cls, mean: dict[str, Tensor], variance: dict[str, Tensor], **known: Any) -> GaussianPosterior:
+    def _of_checked(cls, mean: Mapping[str, Tensor], variance: Mapping[str, Tensor], **known: Any) -> GaussianPosterior:
         """Return a posterior of checked tensors, with attributes that are ``known``."""
         posterior = object.__new__(cls)
         vars(posterior).update(mean=mean, variance=variance, **known)
@@ -119,18 +121,52 @@ class GaussianPosterior:
         variance = {name: zeros_like(v) if is_zero(v) else v.detach().clone() for name, v in self.variance.items()}
         return self._of_checked({name: value.detach().clone() for name, value in self.mean.items()}, variance)
 
-    def held(self, mean: Tensor, variance: Tensor) -> GaussianPosterior:
-        """A posterior whose :meth:`flatten` no longer depends on this one's memory.
+    def with_flat(self, mean: Tensor, variance: Tensor) -> GaussianPosterior:
+        """This posterior, for which :meth:`flatten` returns ``mean`` and ``variance``, whatever becomes of its tensors.
 
         Args:
-            mean, variance: what :meth:`flatten` has returned. A large posterior is cloned in place of keeping them,
-                which takes half of the memory; of a small one only they are safe from changes to its tensors.
+            mean, variance: shape (P,), float64; not to be written into.
         """
-        if self.num_parameters > MOST_AT_ONCE:
-            return self.clone()
         return self._of_checked(
-            dict(self.mean), dict(self.variance), is_point_mass=self.is_point_mass, _flat=(mean, variance)
+            self.mean, self.variance, is_point_mass=self.is_point_mass, _flat=(mean, variance)
         )
+
+    def pieces(self) -> list[GaussianPosterior]:
+        """This posterior in pieces of up to :data:`PIECE` entries, views in the order of :meth:`flatten`.
+
+        A large tensor is cut, small ones share a piece. What is done piece by piece happens in the cache of the
+        processor, and takes a fraction of the time.
+        """
+        if self.num_parameters <= PIECE:
+            return [self]
+        groups: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+        room = 0
+        for name, value in self.mean.items():
+            variance = self.variance[name]
+            zero = is_zero(variance)
+            variances = None if zero else variance.detach().reshape(-1).split(PIECE)
+            for k, part in enumerate(value.detach().reshape(-1).split(PIECE)):
+                if not groups or part.numel() > room:
+                    groups.append(({}, {}))
+                    room = PIECE
+                room -= part.numel()
+                groups[-1][0][name] = part
+                groups[-1][1][name] = zeros_like(part) if variances is None else variances[k]
+        if self._flat is None:
+            return [self._of_checked(*group) for group in groups]
+        lengths = [sum(part.numel() for part in mean.values()) for mean, _ in groups]
+        flat = zip(*(vector.split(lengths) for vector in self._flat))
+        return [self._of_checked(*group, _flat=both) for group, both in zip(groups, flat)]
+
+    def joined(self, pieces: Sequence[GaussianPosterior]) -> GaussianPosterior:
+        """The inverse of :meth:`pieces`, with this posterior's names and shapes."""
+        means, variances = {}, {}
+        for name, like in self.mean.items():
+            parts = [piece.variance[name] for piece in pieces if name in piece.mean]
+            means[name] = torch.cat([piece.mean[name] for piece in pieces if name in piece.mean]).view(like.shape)
+            zero = all(is_zero(part) for part in parts)
+            variances[name] = zeros_like(means[name]) if zero else torch.cat(parts).view(like.shape)
+        return self._of_checked(means, variances)
 
     def unbind(self) -> list[GaussianPosterior]:
         """The posteriors of several clients, views of this one, whose tensors have a first dimension of clients.
@@ -208,7 +244,7 @@ class GaussianPosterior:
             stop = start + like.numel()
             means[name] = mean[start:stop].view(like.shape).to(like.dtype, copy=True).to(like.device)
             part = None if variance is None else variance[start:stop]
-            if part is None or not part.any():
+            if part is None or is_zero(part) or not part.any():
                 variances[name] = zeros_like(means[name])
             else:
                 variances[name] = part.view(like.shape).to(like.dtype, copy=True).to(like.device)
@@ -315,6 +351,8 @@ def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
         parts = [part.cpu() for part in parts]
     if len({part.dtype for part in parts}) > 1:  # each is exact in the result, but not in each other
         parts = [part.to(dtype) for part in parts]
+    if len(parts) == 1:
+        return parts[0].to(dtype, copy=True)
     return torch.cat(parts).to(dtype) if parts else torch.zeros(0, dtype=dtype)
 
 
