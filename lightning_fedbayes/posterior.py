@@ -16,8 +16,8 @@ from lightning_fedbayes.errors import FedBayesError, PosteriorError, check_kind,
 
 MOST_ROWS = 20
 """Tensors in the table of a notebook."""
-PIECE = 2**16
-"""Entries of a piece of a large posterior: in double precision half of a usual second-level cache."""
+PIECE = 2**17
+"""Entries of a piece of a large posterior: in double precision they fit into a usual second-level cache."""
 MOST_AT_ONCE = 2**22
 """Entries of a stack up to which its rows are flattened at once, which takes 64 MiB."""
 
@@ -142,30 +142,35 @@ class GaussianPosterior:
         groups: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
         room = 0
         for name, value in self.mean.items():
-            variance = self.variance[name]
-            zero = is_zero(variance)
-            variances = None if zero else variance.detach().reshape(-1).split(PIECE)
-            for k, part in enumerate(value.detach().reshape(-1).split(PIECE)):
+            parts = (each.detach().reshape(-1).split(PIECE) for each in (value, self.variance[name]))
+            for part, variance in zip(*parts):
                 if not groups or part.numel() > room:
                     groups.append(({}, {}))
                     room = PIECE
                 room -= part.numel()
                 groups[-1][0][name] = part
-                groups[-1][1][name] = zeros_like(part) if variances is None else variances[k]
+                groups[-1][1][name] = variance
+        known = {"is_point_mass": True} if self.is_point_mass else {}
         if self._flat is None:
-            return [self._of_checked(*group) for group in groups]
+            return [self._of_checked(*group, **known) for group in groups]
         lengths = [sum(part.numel() for part in mean.values()) for mean, _ in groups]
         flat = zip(*(vector.split(lengths) for vector in self._flat))
-        return [self._of_checked(*group, _flat=both) for group, both in zip(groups, flat)]
+        return [self._of_checked(*group, _flat=both, **known) for group, both in zip(groups, flat)]
 
-    def joined(self, pieces: Sequence[GaussianPosterior]) -> GaussianPosterior:
-        """The inverse of :meth:`pieces`, with this posterior's names and shapes."""
-        means, variances = {}, {}
-        for name, like in self.mean.items():
-            parts = [piece.variance[name] for piece in pieces if name in piece.mean]
-            means[name] = torch.cat([piece.mean[name] for piece in pieces if name in piece.mean]).view(like.shape)
-            zero = all(is_zero(part) for part in parts)
-            variances[name] = zeros_like(means[name]) if zero else torch.cat(parts).view(like.shape)
+    def joined(self, pieces: Iterable[GaussianPosterior]) -> GaussianPosterior:
+        """The inverse of :meth:`pieces`, with this posterior's names, shapes and dtypes; pieces are taken one by one."""
+        means = {name: torch.empty_like(like, memory_format=torch.contiguous_format) for name, like in self.mean.items()}
+        variances = {name: zeros_like(value) for name, value in means.items()}
+        filled = dict.fromkeys(self.mean, 0)
+        for piece in pieces:
+            for name, part in piece.mean.items():
+                start, stop = filled[name], filled[name] + part.numel()
+                means[name].view(-1)[start:stop] = part
+                if not is_zero(piece.variance[name]):
+                    if is_zero(variances[name]):
+                        variances[name] = torch.zeros_like(means[name])
+                    variances[name].view(-1)[start:stop] = piece.variance[name]
+                filled[name] = stop
         return self._of_checked(means, variances)
 
     def unbind(self) -> list[GaussianPosterior]:
@@ -351,9 +356,15 @@ def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
         parts = [part.cpu() for part in parts]
     if len({part.dtype for part in parts}) > 1:  # each is exact in the result, but not in each other
         parts = [part.to(dtype) for part in parts]
-    if len(parts) == 1:
-        return parts[0].to(dtype, copy=True)
-    return torch.cat(parts).to(dtype) if parts else torch.zeros(0, dtype=dtype)
+    if not parts:
+        return torch.zeros(0, dtype=dtype)
+    lengths = [len(part) for part in parts]
+    if len(parts) > 1 and sum(lengths) <= PIECE:
+        return torch.cat(parts).to(dtype)
+    vector = torch.empty(sum(lengths), dtype=dtype, device=parts[0].device)  # no copy in the other dtype
+    for target, part in zip(vector.split(lengths), parts):
+        target.copy_(part)
+    return vector
 
 
 def check_tensor(name: str, value: Any, *, error: type[FedBayesError] = PosteriorError) -> None:

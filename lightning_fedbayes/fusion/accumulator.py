@@ -135,12 +135,12 @@ class FusionAccumulator:
         before = [None] * len(likes) if self.previous is None else self._pieces(self.previous)
         try:
             parts = zip(self._sums, likes, before, strict=True)
-            fused = [like.unflatten(*self.rule.compute(sums, like, previous)) for sums, like, previous in parts]
+            fused = (like.unflatten(*self.rule.compute(sums, like, previous)) for sums, like, previous in parts)
+            return next(fused) if len(likes) == 1 else self.like.joined(fused)
         except FusionError:
             if len(likes) == 1:
                 raise
             return self.finish(self.statistics)  # so that the message speaks of the whole network
-        return fused[0] if len(fused) == 1 else self.like.joined(fused)
 
     def _pieces(self, posterior: GaussianPosterior) -> list[GaussianPosterior]:
         """Return what the rule sums up separately."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_fedbayes.fusion.registry import register_fusion
 from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add, of_zeros
-from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.posterior import PIECE, GaussianPosterior
 
 
 class _AverageRule(SumRule):
@@ -176,7 +176,10 @@ def add_disagreement(statistics: Statistics, mean: Tensor, weight: Tensor) -> No
         return
     before = statistics["weight"]
     total = before + weight
-    step = mean - statistics["mean"]
-    statistics["mean"].add_(step, alpha=float(weight / total))
-    statistics["disagreement"].addcmul_(step, step, value=float(before * weight / total))
+    share, spread = float(weight / total), float(before * weight / total)
+    pieces = (each.split(PIECE) for each in (mean, statistics["mean"], statistics["disagreement"]))
+    for new, average, disagreement in zip(*pieces):  # piece by piece, so that the step stays in the cache
+        step = new - average
+        average.add_(step, alpha=share)
+        disagreement.addcmul_(step, step, value=spread)
     statistics["weight"] = total
