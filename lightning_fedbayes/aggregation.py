@@ -146,13 +146,15 @@ class Aggregation:
         if self._streams and not self._clips:
             self._fuse(update, posterior, self._weights[update.client])
         else:
-            if not self._streams or posterior.num_parameters > MOST_AT_ONCE:
-                posterior = posterior.clone()
+            posterior = posterior if self._streams else posterior.clone()
             buffers = {name: value.clone() for name, value in update.buffers.items()}
             self._held.append(_with(update, posterior, buffers))
             self._unmeasured += 1
-        if self._streams and self._unmeasured == FIRST:
+        is_large = posterior.num_parameters > MOST_AT_ONCE
+        if self._streams and (self._unmeasured == FIRST or (self._unmeasured and is_large)):
             self._judge()
+            if is_large and self._held and self._held[-1].client == update.client:
+                self._held[-1] = replace(self._held[-1], posterior=update.posterior.clone())  # half of the memory
         if self._previous_buffers is None:
             self._previous_buffers = dict(update.buffers)
 

@@ -138,10 +138,12 @@ class Guard:
 
     def _sizes(self, means: Tensor, variances: Tensor) -> Tensor:
         """Return the sizes of a group of clients from their means and variances, shape (clients, P)."""
+        if self._is_point_mass:  # tensor by tensor: a vector of all differences would not stay in the cache
+            pairs = zip(self._parts(means), self._parts(self._mean[None]))
+            shift = torch.stack([torch.linalg.vector_norm(part - before, dim=1) for part, before in pairs], 1)
+            return torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)], 1)
         difference = means - self._mean
         shift = self._norms(difference)
-        if self._is_point_mass:
-            return torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)], 1)
         ratio = self._ratio(variances)
         parts = self._parts(ratio)
         least, most = (torch.stack([extreme(part, 1) for part in parts], 1) for extreme in (torch.amin, torch.amax))

@@ -158,8 +158,8 @@ class GaussianPosterior:
         return [self._of_checked(*group, _flat=both, **known) for group, both in zip(groups, flat)]
 
     def joined(self, pieces: Iterable[GaussianPosterior]) -> GaussianPosterior:
-        """The inverse of :meth:`pieces`, with this posterior's names, shapes and dtypes; pieces are taken one by one."""
-        means = {name: torch.empty_like(like, memory_format=torch.contiguous_format) for name, like in self.mean.items()}
+        """The inverse of :meth:`pieces`, with this posterior's names, shapes and dtypes; takes pieces one by one."""
+        means = {n: torch.empty_like(like, memory_format=torch.contiguous_format) for n, like in self.mean.items()}
         variances = {name: zeros_like(value) for name, value in means.items()}
         filled = dict.fromkeys(self.mean, 0)
         for piece in pieces:
