@@ -18,7 +18,7 @@ from lightning_fedbayes.fusion.distributed import fuse_distributed
 from lightning_fedbayes.fusion.rule import add
 from lightning_fedbayes.guard import FEWEST, Guard, Limits
 from lightning_fedbayes.messages import ClientUpdate, check_mapping
-from lightning_fedbayes.posterior import GaussianPosterior, check_posterior, is_zero
+from lightning_fedbayes.posterior import MOST_AT_ONCE, GaussianPosterior, check_posterior, is_zero
 from lightning_fedbayes.weighting import (
     PER_CLIENT,
     ClientFacts,
@@ -111,6 +111,7 @@ class Aggregation:
         self._accumulator = FusionAccumulator(rule, previous, relative=collective.size == 1)
         self._clips = guard is not None and not rule.resists
         self._held: list[ClientUpdate] = []
+        self._unmeasured = 0  # of those held, the last ones
         self._weights: dict[int, float] = {}
         self._sizes: dict[int, Tensor] = {}
         self._limits: Limits | None = None
@@ -135,50 +136,67 @@ class Aggregation:
         check_structure(update.posterior, self.previous, who)
         if update.posterior.names != self.previous.names:
             update = replace(update, posterior=update.posterior.ordered(self.previous.names))
-        mean, variance = update.posterior.flatten()
-        check_finite(update.posterior, mean, variance, who)
+        posterior = update.posterior.with_flat(*update.posterior.flatten())
+        check_finite(posterior, who)
         self._check_buffers(update.buffers, who)
         if self.guard is not None:
-            self.guard.check(update.posterior, variance, who)
+            self.guard.check(posterior, who)
         if self._streams:
             self._weights[update.client] = self._weight(update)
-        if self._clips:
-            assert self.guard is not None
-            self._sizes[update.client] = self.guard.sizes(mean, variance)
-        if self._streams and not self._is_suspect(update.client, self._weights[update.client]):
-            self._fuse(update, mean, variance, self._weights[update.client])
+        if self._streams and not self._clips:
+            self._fuse(update, posterior, self._weights[update.client])
         else:
+            posterior = posterior if self._streams else posterior.clone()
             buffers = {name: value.clone() for name, value in update.buffers.items()}
-            self._held.append(replace(update, posterior=update.posterior.clone(), buffers=buffers))
-        if self._streams and self._clips:
+            self._held.append(_with(update, posterior, buffers))
+            self._unmeasured += 1
+        is_large = posterior.num_parameters > MOST_AT_ONCE
+        if self._streams and (self._unmeasured == FEWEST or (self._unmeasured and is_large)):
             self._judge()
+            if is_large and self._held and self._held[-1].client == update.client:
+                self._held[-1] = replace(self._held[-1], posterior=update.posterior.clone())  # half of the memory
         if self._previous_buffers is None:
             self._previous_buffers = dict(update.buffers)
 
-    def _is_suspect(self, client: int, weight: float) -> bool:
-        """Return True if the client must wait: its update may have to be clipped once all clients are known."""
-        if not self._clips:
-            return False
-        return self._limits is None or bool((self._sizes[client] > self._limits.of(weight)).any())
-
     def _judge(self) -> None:
-        """Set the limits anew at 7, 14, 28, … clients of this process, and add the clients that need no longer wait.
+        """Measure the clients that came since the last call, and add those that need no longer wait.
 
-        A client that passes is then at most ``max_influence`` times as large as an honest one, as long as less than
-        half of the clients so far are bad. Without outliers the sums are added up in the order of arrival.
+        The limits are set anew at 7, 14, 28, … clients of this process. A client that passes is then at most
+        ``max_influence`` times as large as an honest one, as long as less than half of the clients so far are bad.
+        Without outliers the sums are added up in the order of arrival.
         """
-        if len(self._sizes) < self._judge_at:
-            return
         assert self.guard is not None
-        self._judge_at *= 2
-        self._limits = self.guard.limits(torch.stack(list(self._sizes.values())), list(self._weights.values()))
+        if self._unmeasured:
+            recent = self._held[len(self._held) - self._unmeasured :]
+            sizes = self.guard.sizes([update.posterior.flatten() for update in recent])
+            self._sizes.update(zip((update.client for update in recent), sizes))
+            self._unmeasured = 0
+        if self._streams:
+            self._release()
+            if len(self._sizes) >= self._judge_at:
+                self._judge_at *= 2
+                sizes, weights = list(self._sizes.values()), list(self._weights.values())
+                self._limits = self.guard.limits(torch.stack(sizes), weights)
+                self._release()
+
+    def _release(self) -> None:
+        """Add the clients that wait and are within the limits that are known so far."""
         held, self._held = self._held, []
-        for update in held:
-            weight = self._weights[update.client]
-            if self._is_suspect(update.client, weight):
+        for update, suspect in zip(held, self._suspects(held, self._weights)):
+            if suspect:
                 self._held.append(update)
             else:
-                self._fuse(update, *update.posterior.flatten(), weight)
+                self._fuse(update, update.posterior, self._weights[update.client])
+
+    def _suspects(self, updates: Sequence[ClientUpdate], weights: Mapping[int, float]) -> list[bool]:
+        """Return for each client whether a size of its update is above its limit, or no limits are known yet."""
+        if not self._clips or not updates:
+            return [False] * len(updates)
+        if self._limits is None:
+            return [True] * len(updates)
+        limits = self._limits.of(weights[update.client] for update in updates)
+        sizes = torch.stack([self._sizes[update.client] for update in updates])
+        return (sizes > limits).flatten(1).any(1).tolist()
 
     def _check_buffers(self, buffers: Mapping[str, Tensor], who: str) -> None:
         """Raise FusionError unless ``buffers`` have the structure of those before and are finite wherever those are.
@@ -199,6 +217,8 @@ class Aggregation:
 
     def admitted(self) -> Admitted:
         """Return what the other processes must know of this one's clients before :meth:`finish`."""
+        if self._clips:
+            self._judge()
         sizes = torch.stack(list(self._sizes.values())) if self._sizes else None
         if self._streams:
             return Admitted(tuple(self._weights), tuple(self._weights.values()), sizes=sizes)
@@ -232,7 +252,11 @@ class Aggregation:
         several = self.collective.size > 1
         total = sum(weights.values()) if several else self._accumulator.total
         self._accumulator.check_not_empty(total)
-        if isinstance(self.rule, SumRule):
+        if isinstance(self.rule, SumRule) and not several:
+            fused = Fused(self._accumulator.compute(), state=self.state)
+            shares = shares_of(weights, {})
+            apart, buffers = self._merge(shares)
+        elif isinstance(self.rule, SumRule):
             shares = shares_of(weights, {})
             sums = Reduction(self._accumulator.statistics, self.previous.num_parameters, self.rule.merge)
             apart, buffers, merged = self._merge(shares, sums)
@@ -242,7 +266,7 @@ class Aggregation:
             fused = fuse_distributed(self.rule, cohort, self._accumulator.like, self.state, self.collective)
             shares = shares_of(weights, fused.reliability)
             apart, buffers = self._merge(shares)
-        check_finite(fused.posterior, *fused.posterior.flatten(), "the fused posterior")
+        check_finite(fused.posterior, "the fused posterior")
         return Aggregate(
             fused.posterior,
             buffers=self._average_buffers(buffers, sum(weights.values()) if self._streams else 1.0),
@@ -260,14 +284,14 @@ class Aggregation:
             sizes = torch.cat([each.sizes for each in everyone if each.sizes is not None])
             clients = [client for each in everyone for client in each.clients]
             self._limits = self.guard.limits(sizes, [weights[client] for client in clients])
-        for update in self._held:
-            (mean, variance), weight = update.posterior.flatten(), weights[update.client]
-            if self._is_suspect(update.client, weight):
+        for update, suspect in zip(self._held, self._suspects(self._held, weights)):
+            posterior, weight = update.posterior, weights[update.client]
+            if suspect:
                 assert self.guard is not None
                 assert self._limits is not None
-                mean, variance = self.guard.clip(mean, variance, self._limits.of(weight))
-                update = replace(update, posterior=update.posterior.unflatten(mean, variance))
-            self._fuse(update, mean, variance, weight)
+                mean, variance = self.guard.clip(*posterior.flatten(), self._limits.of([weight])[0])
+                posterior = posterior.unflatten(mean, variance).with_flat(mean, variance)
+            self._fuse(update, posterior, weight)
 
     def _merge(self, shares: Mapping[int, float], *others: Reduction) -> list[Statistics]:
         """Merge what all processes know of the clients' disagreement, their buffers, and ``others``."""
@@ -347,12 +371,14 @@ class Aggregation:
         assert isinstance(self.weighting, str)
         return PER_CLIENT[self.weighting](ClientFacts.of(update, self.previous))
 
-    def _fuse(self, update: ClientUpdate, mean: Tensor, variance: Tensor, weight: float) -> None:
-        """Add one admitted client, whose flat posterior is (mean, variance), to all running sums."""
-        self._accumulator.add_checked(update.client, update.posterior, mean, variance, weight)
+    def _fuse(self, update: ClientUpdate, posterior: GaussianPosterior, weight: float) -> None:
+        """Add one admitted client, whose posterior is as the guard left it, to all running sums."""
+        posterior = posterior.with_flat(*posterior.flatten())
+        self._accumulator.add_checked(update.client, posterior, weight)
         self._weights[update.client] = weight
         if weight == 0:
             return
+        mean, _ = posterior.flatten()
         add_disagreement(self._disagreement, mean, mean.new_tensor(weight))
         if self._streams:
             self._add_buffers(update, weight)
@@ -375,6 +401,13 @@ class Aggregation:
             flat = torch.cat([value.to(torch.float64) for value in variances])
             metrics["posterior_variance"] = float(flat.mean())
         return metrics
+
+
+def _with(update: ClientUpdate, posterior: GaussianPosterior, buffers: dict[str, Tensor]) -> ClientUpdate:
+    """Return a checked update with other tensors of the same structure; it is not checked again."""
+    copy = object.__new__(ClientUpdate)
+    vars(copy).update(vars(update), posterior=posterior, buffers=buffers)
+    return copy
 
 
 def shares_of(weights: Mapping[int, float], reliability: Mapping[int, float]) -> dict[int, float]:

@@ -12,7 +12,7 @@ A size is too large if it exceeds a multiple of the clients' weighted median. Si
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,9 @@ MOST_CHANGE = 1e12
 FEWEST = 7
 """Least number of clients whose median says what is usual: three bad ones are a minority among them, while fewer honest
 clients, of few batches each, may differ by more than ``max_influence``. So many wait for one another before any is
-added to sums."""
+added to sums, and are measured together, which takes a quarter of the time for small networks."""
+MOST_AT_ONCE = 2**16
+"""Entries of all clients that are measured at once: more would not stay in the cache."""
 
 
 def check_influence(max_influence: float | None) -> None:
@@ -54,9 +56,14 @@ class Limits:
     sizes: Tensor
     weight: float
 
-    def of(self, weight: float) -> Tensor:
-        """Return the limits of a client: what counts is size times weight, so a light one may be larger."""
-        return self.sizes * max(1.0, self.weight / weight) if weight > 0 else torch.full_like(self.sizes, math.inf)
+    def of(self, weights: Iterable[float]) -> Tensor:
+        """Return the limits of clients, shape (clients, 4, tensors).
+
+        What counts is size times weight, so a light client may be larger.
+        """
+        factors = [max(1.0, self.weight / weight) if weight > 0 else math.inf for weight in weights]
+        limits = self.sizes * torch.tensor(factors, dtype=torch.float64)[:, None, None]
+        return limits.nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
 class Guard:
@@ -72,6 +79,7 @@ class Guard:
         self.previous = previous
         self.probabilistic = probabilistic
         self.max_influence = max_influence
+        self._deterministic = [name for name in previous.names if name not in probabilistic]
         self._lengths = [value.numel() for value in previous.mean.values()]
         self._mean, variance = previous.flatten()
         random = [torch.full((n,), name in probabilistic) for name, n in zip(previous.names, self._lengths)]
@@ -80,26 +88,27 @@ class Guard:
         self._unknown = None if bool(known.all()) else ~known
         self._variance = torch.where(known, variance, 1.0)
 
-    def check(self, posterior: GaussianPosterior, variance: Tensor, who: str) -> None:
+    def check(self, posterior: GaussianPosterior, who: str) -> None:
         """Refuse variances that no training gives.
 
         Args:
-            posterior: the client's, its parameters in the order of the global one's.
-            variance: its variances as one vector, finite, shape (P,).
+            posterior: the client's, all values finite, its parameters in the order of the global one's.
             who: the client, for the message.
 
         Raises:
             FusionError: a variance where the network has none; none where it has one; or a variance that is
                 :data:`MOST_CHANGE` times larger or smaller than the global one.
         """
-        for name, value in posterior.variance.items():
-            if name not in self.probabilistic and not is_zero(value) and bool(value.any()):
+        for name in self._deterministic if not posterior.is_point_mass else ():
+            value = posterior.variance[name]
+            if not is_zero(value) and bool(value.any()):
                 raise FusionError(
                     f"{who}: '{name}' has a variance (maximum {float(value.max()):.3g}), but it is deterministic in "
                     "the global model; all clients must train the same network"
                 )
         if self._is_point_mass:
             return
+        _, variance = posterior.flatten()
         ratio = self._ratio(variance)
         least, most = ratio.aminmax()
         if float(least) * MOST_CHANGE >= 1 and float(most) <= MOST_CHANGE:
@@ -114,20 +123,28 @@ class Guard:
                     "client's training, or turn the guard off by max_influence=None"
                 )
 
-    def sizes(self, mean: Tensor, variance: Tensor) -> Tensor:
-        """Return shift, pull, sureness and vagueness of every tensor, shape (4, tensors), float64, on the CPU.
+    def sizes(self, clients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return shift, pull, sureness and vagueness of every tensor, shape (clients, 4, tensors), float64, on the CPU.
 
         Args:
-            mean, variance: of the client, shape (P,), float64.
+            clients: mean and variance of each, shape (P,), float64.
         """
-        difference = mean - self._mean
+        at_once = max(1, MOST_AT_ONCE // max(1, sum(self._lengths)))
+        groups = [clients[start : start + at_once] for start in range(0, len(clients), at_once)]
+        return torch.cat([self._sizes(*map(_rows, zip(*group))) for group in groups]).cpu()
+
+    def _sizes(self, means: Tensor, variances: Tensor) -> Tensor:
+        """Return the sizes of a group of clients from their means and variances, shape (clients, P)."""
+        if self._is_point_mass:  # tensor by tensor: a vector of all differences would not stay in the cache
+            pairs = zip(self._parts(means), self._parts(self._mean[None]))
+            shift = torch.stack([torch.linalg.vector_norm(part - before, dim=1) for part, before in pairs], 1)
+            return torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)], 1)
+        difference = means - self._mean
         shift = self._norms(difference)
-        if self._is_point_mass:
-            return torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)]).cpu()
-        ratio = self._ratio(variance)
-        extremes = [part.aminmax() for part in ratio.split(self._lengths) if part.numel()]
-        least, most = (torch.stack([each[i] for each in extremes]) for i in (0, 1))
-        return torch.stack([shift, self._norms(difference.div_(ratio)), 1 / least, most]).cpu()
+        ratio = self._ratio(variances)
+        parts = self._parts(ratio)
+        least, most = (torch.stack([extreme(part, 1) for part in parts], 1) for extreme in (torch.amin, torch.amax))
+        return torch.stack([shift, self._norms(difference.div_(ratio)), 1 / least, most], 1)
 
     def limits(self, sizes: Tensor, weights: Sequence[float]) -> Limits:
         r"""Return the largest sizes that are allowed.
@@ -168,7 +185,7 @@ class Guard:
                 torch.maximum(ratio, (1 / limits[2]).repeat_interleave(lengths)), limits[3].repeat_interleave(lengths)
             )
             variance = torch.where(bounded == ratio, variance, self._variance * bounded)
-        sizes = self.sizes(mean, variance).to(mean.device)[:2]
+        sizes = self.sizes([(mean, variance)])[0, :2].to(mean.device)
         kept = torch.where(sizes > limits[:2], limits[:2] / sizes, 1.0).amin(0).repeat_interleave(lengths)
         return torch.where(kept < 1, self._mean + kept * (mean - self._mean), mean), variance
 
@@ -177,9 +194,18 @@ class Guard:
         ratio = variance / self._variance
         return ratio if self._unknown is None else ratio.masked_fill_(self._unknown, 1.0)
 
-    def _norms(self, vector: Tensor) -> Tensor:
-        """Return the norm of each tensor's part of ``vector``, shape (tensors,)."""
-        return torch.stack([part.norm() for part in vector.split(self._lengths) if part.numel()])
+    def _norms(self, rows: Tensor) -> Tensor:
+        """Return the norms of each tensor's part of ``rows``, shape (clients, P) → (clients, tensors)."""
+        return torch.stack([torch.linalg.vector_norm(part, dim=1) for part in self._parts(rows)], 1)
+
+    def _parts(self, rows: Tensor) -> list[Tensor]:
+        """Return each tensor's part of ``rows``, shape (clients, P); empty tensors have none."""
+        return [part for part in rows.split(self._lengths, 1) if part.shape[1]]
+
+
+def _rows(vectors: Sequence[Tensor]) -> Tensor:
+    """Return vectors of equal length as the rows of a matrix; one alone is not copied."""
+    return torch.stack(vectors) if len(vectors) > 1 else vectors[0][None]
 
 
 def weighted_median(values: Tensor, weights: Sequence[float]) -> Tensor:

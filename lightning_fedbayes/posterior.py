@@ -16,6 +16,8 @@ from lightning_fedbayes.errors import FedBayesError, PosteriorError, check_kind,
 
 MOST_ROWS = 20
 """Tensors in the table of a notebook."""
+PIECE = 2**17
+"""Entries of a piece of a large posterior: in double precision they fit into a usual second-level cache."""
 MOST_AT_ONCE = 2**22
 """Entries of a stack up to which its rows are flattened at once, which takes 64 MiB."""
 
@@ -85,7 +87,7 @@ class GaussianPosterior:
         )
 
     @classmethod
-    def _of_checked(cls, mean: dict[str, Tensor], variance: dict[str, Tensor], **known: Any) -> GaussianPosterior:
+    def _of_checked(cls, mean: Mapping[str, Tensor], variance: Mapping[str, Tensor], **known: Any) -> GaussianPosterior:
         """Return a posterior of checked tensors, with attributes that are ``known``."""
         posterior = object.__new__(cls)
         vars(posterior).update(mean=mean, variance=variance, **known)
@@ -118,6 +120,58 @@ class GaussianPosterior:
         """A copy that shares no memory with this posterior."""
         variance = {name: zeros_like(v) if is_zero(v) else v.detach().clone() for name, v in self.variance.items()}
         return self._of_checked({name: value.detach().clone() for name, value in self.mean.items()}, variance)
+
+    def with_flat(self, mean: Tensor, variance: Tensor) -> GaussianPosterior:
+        """This posterior, for which :meth:`flatten` returns ``mean`` and ``variance``, whatever becomes of its tensors.
+
+        Args:
+            mean, variance: shape (P,), float64; not to be written into.
+        """
+        return self._of_checked(
+            self.mean, self.variance, is_point_mass=self.is_point_mass, _flat=(mean, variance)
+        )
+
+    def pieces(self) -> list[GaussianPosterior]:
+        """This posterior in pieces of up to :data:`PIECE` entries, views in the order of :meth:`flatten`.
+
+        A large tensor is cut, small ones share a piece. What is done piece by piece happens in the cache of the
+        processor, and takes a fraction of the time.
+        """
+        if self.num_parameters <= PIECE:
+            return [self]
+        groups: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+        room = 0
+        for name, value in self.mean.items():
+            parts = (each.detach().reshape(-1).split(PIECE) for each in (value, self.variance[name]))
+            for part, variance in zip(*parts):
+                if not groups or part.numel() > room:
+                    groups.append(({}, {}))
+                    room = PIECE
+                room -= part.numel()
+                groups[-1][0][name] = part
+                groups[-1][1][name] = variance
+        known = {"is_point_mass": True} if self.is_point_mass else {}
+        if self._flat is None:
+            return [self._of_checked(*group, **known) for group in groups]
+        lengths = [sum(part.numel() for part in mean.values()) for mean, _ in groups]
+        flat = zip(*(vector.split(lengths) for vector in self._flat))
+        return [self._of_checked(*group, _flat=both, **known) for group, both in zip(groups, flat)]
+
+    def joined(self, pieces: Iterable[GaussianPosterior]) -> GaussianPosterior:
+        """The inverse of :meth:`pieces`, with this posterior's names, shapes and dtypes; takes pieces one by one."""
+        means = {n: torch.empty_like(like, memory_format=torch.contiguous_format) for n, like in self.mean.items()}
+        variances = {name: zeros_like(value) for name, value in means.items()}
+        filled = dict.fromkeys(self.mean, 0)
+        for piece in pieces:
+            for name, part in piece.mean.items():
+                start, stop = filled[name], filled[name] + part.numel()
+                means[name].view(-1)[start:stop] = part
+                if not is_zero(piece.variance[name]):
+                    if is_zero(variances[name]):
+                        variances[name] = torch.zeros_like(means[name])
+                    variances[name].view(-1)[start:stop] = piece.variance[name]
+                filled[name] = stop
+        return self._of_checked(means, variances)
 
     def unbind(self) -> list[GaussianPosterior]:
         """The posteriors of several clients, views of this one, whose tensors have a first dimension of clients.
@@ -195,7 +249,7 @@ class GaussianPosterior:
             stop = start + like.numel()
             means[name] = mean[start:stop].view(like.shape).to(like.dtype, copy=True).to(like.device)
             part = None if variance is None else variance[start:stop]
-            if part is None or not part.any():
+            if part is None or is_zero(part) or not part.any():
                 variances[name] = zeros_like(means[name])
             else:
                 variances[name] = part.view(like.shape).to(like.dtype, copy=True).to(like.device)
@@ -302,7 +356,15 @@ def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
         parts = [part.cpu() for part in parts]
     if len({part.dtype for part in parts}) > 1:  # each is exact in the result, but not in each other
         parts = [part.to(dtype) for part in parts]
-    return torch.cat(parts).to(dtype) if parts else torch.zeros(0, dtype=dtype)
+    if not parts:
+        return torch.zeros(0, dtype=dtype)
+    lengths = [len(part) for part in parts]
+    if len(parts) > 1 and sum(lengths) <= PIECE:
+        return torch.cat(parts).to(dtype)
+    vector = torch.empty(sum(lengths), dtype=dtype, device=parts[0].device)  # no copy in the other dtype
+    for target, part in zip(vector.split(lengths), parts):
+        target.copy_(part)
+    return vector
 
 
 def check_tensor(name: str, value: Any, *, error: type[FedBayesError] = PosteriorError) -> None:

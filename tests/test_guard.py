@@ -158,3 +158,33 @@ def test_a_bound_below_one_is_refused(wrong):
         Server(START, max_influence=wrong)
     with pytest.raises(FederationError, match="max_influence"):
         fb.FederatedBayes(fb.IIDPartition(2), max_influence=wrong)
+
+
+@pytest.mark.parametrize("count", [6, 20])
+@pytest.mark.parametrize("attacked", [(), (0, 9)])
+def test_a_large_network_is_judged_like_a_small_one(monkeypatch, count, attacked):
+    """A large client is measured at once, and a copy of it waits; small ones are measured in groups."""
+    updates = [lie(k, -1e6) if k in attacked else honest(k) for k in range(count)]
+    expected, _ = fuse("linear_pool", updates)
+    monkeypatch.setattr("lightning_fedbayes.aggregation.MOST_AT_ONCE", 10)
+    fused, _ = fuse("linear_pool", updates)
+    for name in SHAPES:
+        assert torch.equal(fused.mean[name], expected.mean[name])
+        assert torch.equal(fused.variance[name], expected.variance[name])
+
+
+@pytest.mark.parametrize("at_once", [10, 2**22])
+def test_clients_that_wait_may_change_after_they_were_admitted(monkeypatch, at_once):
+    monkeypatch.setattr("lightning_fedbayes.aggregation.MOST_AT_ONCE", at_once)
+    expected, _ = fuse("linear_pool", [honest(k) for k in range(10)])
+    server = Server(START, fusion="linear_pool")
+    server.begin(RoundPlan(0, tuple(range(10))))
+    for k in range(10):
+        update = honest(k)
+        server.admit(update)
+        for tensor in (*update.posterior.mean.values(), update.posterior.variance["body"]):
+            tensor.fill_(7.0)
+    fused = server.finish().posterior
+    for name in SHAPES:
+        assert torch.equal(fused.mean[name], expected.mean[name])
+        assert torch.equal(fused.variance[name], expected.variance[name])

@@ -2,7 +2,7 @@
 
     python -m benchmarks.fusion.run --clients 100 --parameters 1000000 --repeats 5
 
-prints a Markdown table (see README.md).
+prints two Markdown tables, of Gaussian and of deterministic clients (see README.md).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from lightning_fedbayes.posterior import GaussianPosterior
 
 FEW = 20
 """Clients of the smaller memory measurement."""
+DETERMINISTIC = 16
+"""Deterministic clients, each of ResNet-18's size."""
 
 
 def client(number: int, parameters: int) -> GaussianPosterior:
@@ -69,6 +71,49 @@ def measure_times(rules: list[str], clients: int, parameters: int, repeats: int)
             taken[name].append(seconds(function))
     medians = {name: median(values) for name, values in taken.items()}
     return medians.pop(""), medians
+
+
+def resnet18_shapes() -> dict[str, tuple[int, ...]]:
+    """Shapes of the 62 parameters of ResNet-18, 11,689,512 numbers."""
+    convolutions = [(64, 3, 7, 7)]
+    for inputs, outputs in ((64, 64), (64, 128), (128, 256), (256, 512)):
+        convolutions += [(outputs, inputs, 3, 3), *3 * [(outputs, outputs, 3, 3)]]
+        if inputs != outputs:
+            convolutions.append((outputs, inputs, 1, 1))
+    shapes = [shape for kernel in convolutions for shape in (kernel, kernel[:1], kernel[:1])]
+    return {str(k): shape for k, shape in enumerate([*shapes, (1000, 512), (1000,)])}
+
+
+def state_dict_mean(states: list[dict[str, torch.Tensor]], weights: list[float]) -> dict[str, torch.Tensor]:
+    """The plain weighted mean of state dicts in single precision."""
+    total = sum(weights)
+    mean = {name: value * (weights[0] / total) for name, value in states[0].items()}
+    for state, weight in zip(states[1:], weights[1:], strict=True):
+        for name, value in state.items():
+            mean[name].add_(value, alpha=weight / total)
+    return mean
+
+
+def measure_deterministic(rules: list[str], repeats: int) -> dict[str, tuple[float, float]]:
+    """CPU seconds per client of the plain mean (as "") and of every rule, in turn; and the multiple of the plain mean."""
+    draws = torch.Generator().manual_seed(0)
+    states = [{name: torch.randn(shape, generator=draws) for name, shape in resnet18_shapes().items()}
+              for _ in range(DETERMINISTIC)]
+    posteriors = [GaussianPosterior.point_mass(state) for state in states]
+    weights = [1.0 + k % 7 for k in range(DETERMINISTIC)]
+    contestants: dict[str, Callable[[], object]] = {"": lambda: state_dict_mean(states, weights)}
+    for rule in rules:
+        contestants[rule] = lambda rule=rule: fuse(rule, iter(posteriors), weights, posteriors[0])
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(repeats + 1):
+        for name, function in contestants.items():
+            start = time.process_time()
+            function()
+            taken[name].append((time.process_time() - start) / DETERMINISTIC)
+    return {
+        name: (median(values[1:]), median(a / b for a, b in zip(values[1:], taken[""][1:], strict=True)))
+        for name, values in taken.items()
+    }
 
 
 def peak_bytes() -> int:
@@ -123,6 +168,12 @@ def main() -> None:
     for rule in rules:
         few, many = (value / 2**20 for value in memory[rule])
         print(f"| {rule} | {times[rule]:.3f} | {times[rule] / baseline:.1f} | {few:.0f} | {many:.0f} |")
+
+    print(f"\n{DETERMINISTIC} deterministic clients of ResNet-18's size, CPU time per client.\n")
+    print("| rule | ms | × mean |")
+    print("|---|---:|---:|")
+    for rule, (taken, ratio) in measure_deterministic(rules, options.repeats).items():
+        print(f"| {rule or 'mean of state dicts in float32'} | {1e3 * taken:.1f} | {ratio:.1f} |")
 
 
 if __name__ == "__main__":

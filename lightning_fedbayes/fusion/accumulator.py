@@ -12,7 +12,14 @@ from torch import Tensor
 from lightning_fedbayes.errors import FusionError, check_number, shown
 from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
 from lightning_fedbayes.fusion.rule import Cohort, FusionRule, Statistics, SumRule
-from lightning_fedbayes.posterior import GaussianPosterior, check_posterior, check_same_structure, zeros_like
+from lightning_fedbayes.posterior import (
+    PIECE,
+    GaussianPosterior,
+    check_posterior,
+    check_same_structure,
+    is_zero,
+    zeros_like,
+)
 
 
 class FusionAccumulator:
@@ -26,7 +33,6 @@ class FusionAccumulator:
 
     Attributes:
         count: number of clients so far.
-        statistics: the running sums of a sum-type rule.
 
     Raises:
         FusionError: the rule needs a previous posterior and there is none.
@@ -40,11 +46,11 @@ class FusionAccumulator:
             )
         if previous is not None:
             check_posterior(previous, "previous", error=FusionError)
-            check_finite(previous, *previous.flatten(), "previous posterior")
+            check_finite(previous, "previous posterior")
         self.rule = rule
         self.previous = previous
         self.count = 0
-        self.statistics: Statistics = {}
+        self._sums: list[Statistics] = []
         self._scale = None if relative else 1.0
         self._like: GaussianPosterior | None = None
         self._posteriors: list[GaussianPosterior] = []
@@ -64,19 +70,17 @@ class FusionAccumulator:
         check_structure(posterior, posterior if like is None else like, who)
         if like is not None:
             posterior = posterior.ordered(like.names)
-        mean, variance = posterior.flatten()
-        check_finite(posterior, mean, variance, who)
-        self.add_checked(self.count, posterior, mean, variance, weight)
+        if posterior.num_parameters <= PIECE:
+            posterior = posterior.with_flat(*posterior.flatten())
+        check_finite(posterior, who)
+        self.add_checked(self.count, posterior, weight)
 
-    def add_checked(
-        self, client: int, posterior: GaussianPosterior, mean: Tensor, variance: Tensor, weight: float
-    ) -> None:
+    def add_checked(self, client: int, posterior: GaussianPosterior, weight: float) -> None:
         """Add a client whose posterior has been checked.
 
         Args:
             client: the number by which a rule with a state recognises the client in later rounds.
             posterior: the client's posterior, its parameters in the order of the others'.
-            mean, variance: ``posterior.flatten()``.
             weight: at least 0.
         """
         self.count += 1
@@ -90,7 +94,10 @@ class FusionAccumulator:
         self._weights.append(weight)
         self._clients.append(client)
         if isinstance(self.rule, SumRule):
-            self.rule.update(self.statistics, mean, variance, weight)
+            pieces = self._pieces(posterior)
+            self._sums = self._sums or [{} for _ in pieces]
+            for sums, piece in zip(self._sums, pieces, strict=True):
+                self.rule.update(sums, *piece.flatten(), weight)
         else:
             self._posteriors.append(posterior.clone())
 
@@ -106,12 +113,38 @@ class FusionAccumulator:
         assert like is not None
         return like
 
+    @property
+    def statistics(self) -> Statistics:
+        """The running sums of a sum-type rule, over all parameters: scalars, and vectors of shape (P,)."""
+        lengths = [piece.num_parameters for piece in self._pieces(self.like)] if self._sums else []
+        joined: Statistics = {}
+        for name, value in ((name, value) for sums in self._sums for name, value in sums.items()):
+            if not value.dim():
+                joined[name] = value
+            elif name not in joined:
+                parts = [sums.get(name, value.new_zeros(1)).expand(n) for sums, n in zip(self._sums, lengths)]
+                joined[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return joined
+
     def compute(self) -> GaussianPosterior:
         """Return the global posterior of all clients so far, by the rule in its initial state."""
         self.check_not_empty(self.total)
-        if isinstance(self.rule, SumRule):
-            return self.finish(self.statistics)
-        return self.rule.apply(self.cohort(self.total), self.rule.init()).posterior
+        if not isinstance(self.rule, SumRule):
+            return self.rule.apply(self.cohort(self.total), self.rule.init()).posterior
+        likes = self._pieces(self.like)
+        before = [None] * len(likes) if self.previous is None else self._pieces(self.previous)
+        try:
+            parts = zip(self._sums, likes, before, strict=True)
+            fused = (like.unflatten(*self.rule.compute(sums, like, previous)) for sums, like, previous in parts)
+            return next(fused) if len(likes) == 1 else self.like.joined(fused)
+        except FusionError:
+            if len(likes) == 1:
+                raise
+            return self.finish(self.statistics)  # so that the message speaks of the whole network
+
+    def _pieces(self, posterior: GaussianPosterior) -> list[GaussianPosterior]:
+        """Return what the rule sums up separately."""
+        return posterior.pieces() if self.rule.by_columns else [posterior]
 
     def finish(self, statistics: Statistics) -> GaussianPosterior:
         """Return the global posterior by a sum-type rule from the sums over all clients."""
@@ -201,10 +234,15 @@ def check_structure(posterior: GaussianPosterior, like: GaussianPosterior, who: 
     check_same_structure(like.mean, posterior.mean, "the global model", who, error=FusionError)
 
 
-def check_finite(posterior: GaussianPosterior, mean: Tensor, variance: Tensor, who: str) -> None:
-    """Raise FusionError if a mean or variance of ``posterior`` (flat: ``mean``, ``variance``) is not finite."""
+def check_finite(posterior: GaussianPosterior, who: str) -> None:
+    """Raise FusionError if a mean or variance of ``posterior`` is not finite."""
     # one pass and no temporary: a sum is not finite if one of its terms is not; an overflow is sorted out below
-    total = mean.sum() if posterior.is_point_mass else mean.sum() + variance.sum()
+    if posterior.num_parameters <= PIECE:
+        mean, variance = posterior.flatten()
+        total = mean.sum() if posterior.is_point_mass else mean.sum() + variance.sum()
+    else:
+        variances = (value for value in posterior.variance.values() if not is_zero(value))
+        total = sum(value.detach().sum() for value in (*posterior.mean.values(), *variances))
     if math.isfinite(total):
         return
     for kind, values in (("mean", posterior.mean), ("variance", posterior.variance)):

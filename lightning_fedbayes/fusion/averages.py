@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.fusion.registry import register_fusion
-from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add
-from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add, of_zeros
+from lightning_fedbayes.posterior import PIECE, GaussianPosterior
 
 
 class _AverageRule(SumRule):
@@ -34,12 +34,13 @@ class _AverageRule(SumRule):
         """See :meth:`SumRule.update`."""
         add(statistics, "weight", mean.new_tensor(weight))
         add(statistics, "mean", mean, weight)
-        add(statistics, "spread", self.transform(variance), weight**self.weight_power)
+        add(statistics, "spread", self.transform(of_zeros(variance)), weight**self.weight_power)
 
     def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
         """See :meth:`SumRule.compute`."""
-        weight = statistics["weight"]
-        return statistics["mean"] / weight, self.invert(statistics["spread"] / weight**self.weight_power)
+        weight, mean = statistics["weight"], statistics["mean"]
+        variance = self.invert(statistics["spread"] / weight**self.weight_power)
+        return mean / weight, variance.expand(mean.shape)
 
 
 @register_fusion("weighted_average", aliases=("nwa", "eaa", "fedavg", "centered_linear_pool"))
@@ -126,7 +127,7 @@ class LinearPool(SumRule):
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
         """See :meth:`SumRule.update`."""
         add_disagreement(statistics, mean, mean.new_tensor(weight))
-        add(statistics, "variance", variance, weight)
+        add(statistics, "variance", of_zeros(variance), weight)
 
     def merge(self, statistics: Statistics, other: Statistics) -> None:
         """See :meth:`SumRule.merge`; pairwise form of Chan, Golub and LeVeque."""
@@ -175,7 +176,10 @@ def add_disagreement(statistics: Statistics, mean: Tensor, weight: Tensor) -> No
         return
     before = statistics["weight"]
     total = before + weight
-    step = mean - statistics["mean"]
-    statistics["mean"].add_(step, alpha=float(weight / total))
-    statistics["disagreement"].addcmul_(step, step, value=float(before * weight / total))
+    share, spread = float(weight / total), float(before * weight / total)
+    pieces = (each.split(PIECE) for each in (mean, statistics["mean"], statistics["disagreement"]))
+    for new, average, disagreement in zip(*pieces):  # piece by piece, so that the step stays in the cache
+        step = new - average
+        average.add_(step, alpha=share)
+        disagreement.addcmul_(step, step, value=spread)
     statistics["weight"] = total

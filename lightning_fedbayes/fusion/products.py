@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, check_number
 from lightning_fedbayes.fusion.registry import register_fusion
-from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add, add_product
-from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add, add_product, of_zeros
+from lightning_fedbayes.posterior import GaussianPosterior, is_zero, zeros_like
 
 
 class _ProductRule(SumRule):
@@ -31,6 +31,10 @@ class _ProductRule(SumRule):
         add(statistics, "weight", mean.new_tensor(weight))
         largest = mean.new_tensor(weight)
         statistics["max_weight"] = torch.maximum(statistics.get("max_weight", largest), largest)
+        if is_zero(variance):
+            add(statistics, "atom_weight", of_zeros(variance) + 1, weight)
+            add(statistics, "atom_mean", mean, weight)
+            return
         precision = torch.reciprocal(variance).mul_(weight)
         if variance.numel() and variance.min() == 0:
             atom = variance == 0
@@ -53,10 +57,12 @@ class _ProductRule(SumRule):
         """See :meth:`SumRule.compute`."""
         if "atom_weight" not in statistics:
             return self.combine(statistics, like, previous)
+        atom_mean = statistics["atom_mean"] / statistics["atom_weight"]
+        if "precision" not in statistics:
+            return atom_mean, zeros_like(atom_mean)
         atom = statistics["atom_weight"] > 0
         regular = {**statistics, "precision": statistics["precision"].masked_fill(atom, 1)}
         mean, variance = self.combine(regular, like, _without(previous, atom))
-        atom_mean = statistics["atom_mean"] / statistics["atom_weight"]
         return torch.where(atom, atom_mean, mean), variance.masked_fill(atom, 0)
 
 

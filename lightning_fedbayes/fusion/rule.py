@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fedbayes.exchange import ALONE, Collective
 from lightning_fedbayes.exchange.reduction import Statistics
-from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.posterior import GaussianPosterior, is_zero
 
 RuleState = dict[str, Any]
 """State of a rule from round to round: tensors, numbers, strings, and dicts and lists of them."""
@@ -118,7 +118,8 @@ class SumRule(FusionRule):
     """A rule that is a closed form of sums over clients.
 
     It streams: memory is O(P) whatever the number of clients, partial sums of several processes merge, and the sums
-    survive secure aggregation. Formulas work on flat float64 vectors of all P parameters.
+    survive secure aggregation. Formulas work on flat float64 vectors of all P parameters. A large network is summed up
+    piece by piece, each with sums of its own; set ``by_columns = False`` for a rule that sums over parameters.
     """
 
     by_columns: ClassVar[bool] = True
@@ -168,10 +169,17 @@ def fuse_one_round(
 
 def add(statistics: Statistics, key: str, value: Tensor, scale: float = 1.0) -> None:
     """``statistics[key] += scale * value``; a missing key counts as 0."""
-    if key in statistics:
-        statistics[key].add_(value, alpha=scale)
-    else:
+    if key not in statistics:
         statistics[key] = value * scale
+    elif statistics[key].numel() < value.numel():  # one number for all parameters so far, see of_zeros
+        statistics[key] = statistics[key] + value * scale
+    else:
+        statistics[key].add_(value, alpha=scale)
+
+
+def of_zeros(variance: Tensor) -> Tensor:
+    """Return a variance that is known to be all zero as one number, shape (1,), which broadcasts; others unchanged."""
+    return variance[:1] if is_zero(variance) else variance
 
 
 def add_product(statistics: Statistics, key: str, first: Tensor, second: Tensor) -> None:

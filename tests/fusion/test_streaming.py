@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fedbayes import GaussianPosterior, fuse, register_fusion
+from lightning_fedbayes import FusionError, GaussianPosterior, fuse, register_fusion
 from lightning_fedbayes.fusion import FusionAccumulator, SumRule, get_rule, unregister_fusion
 
 from .strategies import ATOMS, RULES, assert_same, cohorts, posterior
@@ -146,3 +146,64 @@ def test_disagreement_of_merged_groups_does_not_cancel(rule):
         summing.merge(merged, statistics)
     _, variance = summing.compute(merged, posterior(means[0], 0.0), None)
     np.testing.assert_allclose(variance.numpy(), means.var(0), rtol=1e-5)
+
+
+LARGE = {"first": (3, 50_000), "empty": (0,), "bias": (7,), "atom": (140_000,), "last": (2, 5)}
+
+
+def gaussian(k, name, draws):
+    return 0.1 + draws
+
+
+def large(k, variance=gaussian):
+    """A client of more parameters than one piece has; "atom" is a point mass."""
+    draws = torch.Generator().manual_seed(k)
+    mean = {name: torch.randn(shape, generator=draws) for name, shape in LARGE.items()}
+    sent = {name: variance(k, name, torch.rand(shape, generator=draws)) for name, shape in LARGE.items()}
+    atom = GaussianPosterior.point_mass(mean).variance
+    return GaussianPosterior(mean, {name: atom[name] if name == "atom" else sent[name] for name in mean})
+
+
+def one_is_a_point_mass(k, name, draws):
+    return draws * 0 if k == 2 else 0.1 + draws
+
+
+@pytest.mark.parametrize("variance", [gaussian, one_is_a_point_mass, None], ids=["gaussian", "mixed", "atoms"])
+@pytest.mark.parametrize("rule", SUM_RULES)
+def test_a_large_network_is_fused_piece_by_piece_as_in_one_vector(rule, variance):
+    clients = [large(k, variance or gaussian) for k in range(4)]
+    previous = GaussianPosterior(clients[0].mean, {n: torch.full(shape, 10.0) for n, shape in LARGE.items()})
+    if variance is None:
+        clients = [GaussianPosterior.point_mass(client.mean) for client in clients]
+    weights = [1.0, 3.0, 0.5, 2.0]
+    accumulator = FusionAccumulator(get_rule(rule), previous)
+    for client, weight in zip(clients, weights):
+        accumulator.add(client, weight)
+    fused, at_once = accumulator.compute(), accumulator.finish(accumulator.statistics)
+    # the whole as one vector, without a shortcut for point masses: variances of 0 that fill their tensors
+    vectors = [(mean, variance.contiguous()) for mean, variance in (client.flatten() for client in clients)]
+    sums = {}
+    for (mean, spread), weight in zip(vectors, weights):
+        get_rule(rule).update(sums, mean, spread, weight)
+    expected = clients[0].unflatten(*get_rule(rule).compute(sums, clients[0], previous))
+    for result in (fused, at_once):
+        for name in LARGE:
+            assert torch.equal(result.mean[name], expected.mean[name])
+            assert torch.equal(result.variance[name], expected.variance[name])
+
+
+def test_pieces_of_a_posterior_are_its_vectors_in_order():
+    posterior = large(0)
+    pieces = posterior.pieces()
+    assert len(pieces) > 3
+    for whole, parts in zip(posterior.flatten(), zip(*(piece.flatten() for piece in pieces))):
+        assert torch.equal(whole, torch.cat(parts))
+    joined = posterior.joined(pieces)
+    assert all(torch.equal(joined.mean[n], posterior.mean[n]) for n in LARGE)
+    assert all(torch.equal(joined.variance[n], posterior.variance[n]) for n in LARGE)
+
+
+def test_the_message_of_a_rule_speaks_of_all_pieces():
+    vague = large(0, lambda k, name, draws: draws * 0 + 100)
+    with pytest.raises(FusionError, match=r"'first' at 150000 of 150000 entries .*'last' at 10 of 10"):
+        fuse("dwc", [vague, vague], previous=large(1, lambda k, name, draws: draws * 0 + 1))
