@@ -325,18 +325,11 @@ class FederatedBayes(L.Callback):
             if trainer.loggers:  # beside what the module logs of its training; it takes as long as a small step
                 pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
             if self.settings.privacy is not None:
-                pl_module.log_dict(self._given_away(self.settings.privacy))
+                pl_module.log_dict(self.settings.privacy.figures(self._report.most_rounds))
             assert self._loop is not None
             self._report.log_round(
                 trainer, self.history[-1], log.names, self._loop.step_names, self._uncertainty.client_accuracy
             )
-
-    def _given_away(self, privacy: UpdatePrivacy) -> dict[str, float]:
-        """Return the ε that the rounds so far have given away of a client."""
-        plan = self.federation.plan
-        assert plan is not None
-        fraction = len(plan.cohort) / len(self.clients)
-        return privacy.figures(self.federation.server.rounds, fraction, self._report.most_rounds)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the table of clients; drop a round that was cut short."""

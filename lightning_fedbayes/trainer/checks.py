@@ -178,8 +178,6 @@ def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], setting
     made: Any = trainer
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
     names = (*names, "privacy", "local_parameters")
-    if settings["privacy"] != "None":
-        names = (*names, "fraction")  # ε counts all rounds as if they were alike
     changed = [f"{name}={settings[name]} (was {stored[name]})" for name in names if stored[name] != settings[name]]
     if changed:
         raise FederationError(
