@@ -85,8 +85,8 @@ def clipped(vector: Tensor, clip: float) -> Tensor:
 def entries_of_gaussians(posterior: GaussianPosterior) -> Tensor:
     """Return a mask of the entries of :meth:`GaussianPosterior.flatten` that have a variance; bool of shape (P,).
 
-    A tensor is Gaussian as a whole: a single variance of 0 in it tells nothing. Ask the global posterior, which everybody
-    knows: whether all variances of a *client's* tensor have come down to 0 would be told without noise.
+    A tensor is Gaussian as a whole: a single variance of 0 in it tells nothing. Ask the global posterior, which
+    everybody knows: whether all variances of a *client's* tensor are 0 would be told without noise.
     """
     parts = [
         torch.full((mean.numel(),), not is_zero(posterior.variance[name]) and bool(posterior.variance[name].any()))
@@ -107,8 +107,9 @@ class UpdatePrivacy:
     to every coordinate (see :func:`privatised`), before anything leaves it. Neighbouring federations differ in one
     client: it takes part with its data, or with none and sends noise alone. That changes the probability of whatever
     the server does by no more than a factor :math:`e^\varepsilon`, but for a probability δ. (Where its data may be
-    *replaced* by others, ε is that of ``noise_multiplier / 2``.) When to use it: many clients that need not trust the server. The
-    noise of the average of n clients is zC/√n per parameter, so it takes hundreds of them, or few parameters.
+    *replaced* by others, ε is that of ``noise_multiplier / 2``.) When to use it: many clients that need not trust the
+    server. The noise of the average of n clients is zC/√n per parameter, so it takes hundreds of them, or few
+    parameters.
 
     Of a client's message nothing but the posterior is protected, so nothing else is sent: what it measured while
     training is dropped, and buffers are refused. Its number of examples, which weights it, is taken for public.
@@ -181,9 +182,9 @@ class UpdatePrivacy:
             rounds: number of messages that the client in question has sent, whether they counted or not; of a
                 federation, that of the busiest client.
 
-        Returns: ``privacy/epsilon``, for ``delta``, against the server, which sees every message, and so against everybody
-            else. Who takes part is drawn without a look at the data and may be known. That the cohort might be secret
-            is not made use of: cohorts have a fixed size, and the usual formula is for Poisson samples.
+        Returns: ``privacy/epsilon``, for ``delta``, against the server, which sees every message, and so against
+            everybody else. Who takes part is drawn without a look at the data and may be known. That the cohort might
+            be secret is not made use of: cohorts have a fixed size, and the usual formula is for Poisson samples.
         """
         return {"privacy/epsilon": epsilon_of(self.noise_multiplier, self.delta, rounds)}
 
