@@ -305,6 +305,9 @@ class Server:
         if examples:
             total = sum(outcome.metrics["train_loss"] * outcome.num_examples for outcome in measured)
             figures["train_loss"] = total / examples
+        spent = [outcome.metrics["privacy/epsilon"] for outcome in outcomes if "privacy/epsilon" in outcome.metrics]
+        if spent:  # over Flower, where each client keeps its own account
+            figures["privacy/epsilon"] = max(spent)
         return figures
 
     def _too_many_failures(

@@ -35,11 +35,13 @@ from lightning_fedbayes.trainer import (
     FitLoop,
     check_held_out,
     check_not_finished,
+    check_of_a_federation,
     check_same_federation,
     check_same_number,
     check_schedulers,
     check_trainer,
     is_finished,
+    use_whole_checkpoints,
 )
 from lightning_fedbayes.training import FederatedLoader, Federation, federated_loader, make_federation
 
@@ -185,6 +187,7 @@ class FederatedBayes(L.Callback):
         if stage != "fit":
             return
         check_trainer(trainer, pl_module, self.settings)
+        use_whole_checkpoints(trainer)
         if trainer.current_epoch == 0:  # a new federation: what an earlier fit left is no part of it
             self._federation, self._restored = None, None
             self._report = FederationReport()
@@ -322,18 +325,11 @@ class FederatedBayes(L.Callback):
             if trainer.loggers:  # beside what the module logs of its training; it takes as long as a small step
                 pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
             if self.settings.privacy is not None:
-                pl_module.log_dict(self._given_away(self.settings.privacy))
+                pl_module.log_dict(self.settings.privacy.figures(self._report.most_rounds))
             assert self._loop is not None
             self._report.log_round(
                 trainer, self.history[-1], log.names, self._loop.step_names, self._uncertainty.client_accuracy
             )
-
-    def _given_away(self, privacy: UpdatePrivacy) -> dict[str, float]:
-        """Return the ε that the rounds so far have given away of a client."""
-        plan = self.federation.plan
-        assert plan is not None
-        fraction = len(plan.cohort) / len(self.clients)
-        return privacy.figures(self.federation.server.rounds, fraction, self._report.most_rounds)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the table of clients; drop a round that was cut short."""
@@ -379,6 +375,13 @@ class FederatedBayes(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave, once ``fit`` has made the engine."""
         self._restored = state_dict or None
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse to go on from a run that was no federation."""
+        if trainer.state.fn == "fit":
+            check_of_a_federation(checkpoint, self.state_key)
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]

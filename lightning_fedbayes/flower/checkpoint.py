@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.settings import BufferPolicy
+from lightning_fedbayes.trainer import damage
 from lightning_fedbayes.training.model import ResidentModel
 
 
@@ -65,9 +66,11 @@ class ServerState:
         """Read what :meth:`save` wrote.
 
         Raises:
-            FederationError: the file is not one of these.
+            FederationError: the file is not one of these, or damaged.
         """
         try:
+            if (reason := damage(path)) is not None:
+                raise ValueError(reason)
             state = cls(**torch.load(path, map_location="cpu", weights_only=True))
             GaussianPosterior.from_state_dict(state.server["posterior"])
         except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, OSError, ValueError) as error:

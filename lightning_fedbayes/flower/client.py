@@ -13,14 +13,17 @@ import lightning as L
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_fedbayes.errors import FederationError, check_kind, check_path
 from lightning_fedbayes.flower.training import ClientTraining, Task
 from lightning_fedbayes.flower.wire import from_arrays, to_arrays
 from lightning_fedbayes.partition import Partition
 from lightning_fedbayes.privacy import UpdatePrivacy, check_no_buffers
+from lightning_fedbayes.privacy.accountant import epsilon_spent
 from lightning_fedbayes.quiet import without_banners
 from lightning_fedbayes.settings import BufferPolicy, FederationSettings, OptimizerPolicy, PriorPolicy
+from lightning_fedbayes.trainer import damage
 from lightning_fedbayes.training.model import ResidentModel
 
 NODE_CONFIG_KEY = "partition-id"
@@ -30,7 +33,7 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 """Options of a client's Trainer, unless others are given: a client writes no files and says nothing."""
 
 CONFIG_KEYS = ("server-round", "seed", "federation", "accepted")
-"""Keys of a message's configuration that the server sets; for the last two see :class:`StateFile` for the last two."""
+"""Keys of a message's configuration that the server sets; for the last two see :class:`StateFile`."""
 
 DataModule = L.LightningDataModule | Callable[[Context], L.LightningDataModule]
 
@@ -68,9 +71,11 @@ def client_app(
         local_epochs, prior, optimizer_state, buffers, local_parameters: see
             :class:`~lightning_fedbayes.FederatedBayes`. ``buffers`` and ``local_parameters`` must be those of
             :func:`~lightning_fedbayes.flower.server_app`.
-        privacy: clips what the client sends and adds noise to it, from a seed that nobody knows.
+        privacy: clips what the client sends and adds noise to it, in every message from a fresh seed that nobody knows.
+            The client counts all messages that it has ever sent from its ``state_folder``, those for a round that is
+            asked for again and those of other federations among them, and tells the server their ε.
         state_folder: where the client keeps its state, which never leaves it: local parameters and buffers, kept
-            optimizer state.
+            optimizer state, the number of its messages under ``privacy``.
         trainer: options of the client's Trainer, such as ``{"accelerator": "gpu", "gradient_clip_val": 1.0}``.
 
     Raises:
@@ -83,11 +88,11 @@ def client_app(
         partition, local_epochs=local_epochs, prior=prior, optimizer_state=optimizer_state, buffers=buffers,
         local_parameters=local_parameters, privacy=privacy,
     )
-    keeps = bool(local_parameters) or optimizer_state == "keep" or buffers == "local"
+    keeps = bool(local_parameters) or optimizer_state == "keep" or buffers == "local" or privacy is not None
     if keeps and state_folder is None:
         raise FederationError(
-            "local parameters, local buffers and kept optimizer states stay at the client from round to round: "
-            "pass state_folder=..., a folder of the client's own"
+            "local parameters, local buffers, kept optimizer states and the account of privacy stay at the client from "
+            "round to round: pass state_folder=..., a folder of the client's own"
         )
     if privacy is not None:
         check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
@@ -141,10 +146,12 @@ class _MessageHandler:
         update, after = self._with_trainer(
             lambda trainer: self.training.train(trainer, self.module, self._data(context), task)
         )
-        kept.write(after)
+        metrics = dict(update.metrics)
         if self.privacy is not None:
             update = self.privacy.send(update, task.posterior, secrets.randbits(63), task.round)
-        metrics = {name: value for name, value in update.metrics.items() if math.isfinite(value)}
+            metrics = {"privacy/epsilon": kept.count(self.privacy)}
+        kept.write(after)  # before anything is sent
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return _reply(
             message,
             arrays=to_arrays(update.posterior, update.buffers),
@@ -179,7 +186,8 @@ class _MessageHandler:
 class StateFile:
     """A client's state on its own disk, from round to round, between processes and runs.
 
-    The state after a round counts once the server has admitted that round's update.
+    The state after a round counts once the server has admitted that round's update. From a damaged file the client
+    starts anew, with a warning, and counts a private message for each earlier round of the federation.
 
     Args:
         folder: where it lies; None: the client keeps nothing.
@@ -189,23 +197,42 @@ class StateFile:
 
     Attributes:
         before: the state after the last admitted round.
+        messages: noise multiplier → number of private messages sent, in whatever federation: a server cannot reset it.
     """
 
     def __init__(self, folder: Path | None, client: int, config: Mapping[str, Any]) -> None:
         self.path = None if folder is None else folder / f"client-{client}.pt"
         self.federation, self.round = config["federation"], config["server-round"]
         self.before: dict[int, Any] = {}
-        if self.path is not None and self.path.exists():
-            stored = torch.load(self.path, map_location="cpu", weights_only=True)
-            if stored["federation"] == self.federation:
-                self.before = stored["after"] if stored["round"] == config["accepted"] else stored["before"]
+        self.messages: dict[float, int] = {}
+        self._uncounted = 0
+        if self.path is None or not self.path.exists():
+            return
+        reason = damage(self.path)
+        if reason is not None:
+            rank_zero_warn(f"the state {self.path} is damaged ({reason}): client {client} starts anew")
+            self._uncounted = self.round - 1
+            return
+        stored = torch.load(self.path, map_location="cpu", weights_only=True)
+        self.messages = stored["messages"]
+        if stored["federation"] == self.federation:
+            self.before = stored["after"] if stored["round"] == config["accepted"] else stored["before"]
+
+    def count(self, privacy: UpdatePrivacy) -> float:
+        """Count a private message; return the ε of all so far."""
+        noise = privacy.noise_multiplier
+        self.messages[noise] = self.messages.get(noise, self._uncounted) + 1
+        return epsilon_spent([(noise, 1.0, count) for noise, count in self.messages.items()], privacy.delta)
 
     def write(self, after: dict[int, Any]) -> None:
         """Write the state after the round, and the one before it, should the update be refused."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        stored = {"federation": self.federation, "round": self.round, "before": self.before, "after": after}
+        stored = {
+            "federation": self.federation, "round": self.round, "messages": self.messages, "before": self.before,
+            "after": after,
+        }
         written = self.path.with_suffix(".new")
         torch.save(stored, written)
         os.replace(written, self.path)

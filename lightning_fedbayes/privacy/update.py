@@ -60,7 +60,7 @@ def privatised(
     posterior = posterior.ordered(previous.names)
     mean, variance = posterior.flatten()
     mean_before, variance_before = previous.flatten()
-    gaussian = entries_of_gaussians(posterior).to(mean.device)
+    gaussian = entries_of_gaussians(previous).to(mean.device)
     log_variance, log_before = (_log(each[gaussian]) for each in (variance, variance_before))
     step = clipped(torch.cat([mean - mean_before, (log_variance - log_before) / 2]), clip)
     noise = torch.randn(step.shape, generator=generator, dtype=step.dtype).to(step.device)
@@ -85,7 +85,8 @@ def clipped(vector: Tensor, clip: float) -> Tensor:
 def entries_of_gaussians(posterior: GaussianPosterior) -> Tensor:
     """Return a mask of the entries of :meth:`GaussianPosterior.flatten` that have a variance; bool of shape (P,).
 
-    The structure of the network says so, not the values: a single variance of 0 in a Gaussian tensor tells nothing.
+    A tensor is Gaussian as a whole: a single variance of 0 in it tells nothing. Ask the global posterior, which
+    everybody knows: whether all variances of a *client's* tensor are 0 would be told without noise.
     """
     parts = [
         torch.full((mean.numel(),), not is_zero(posterior.variance[name]) and bool(posterior.variance[name].any()))
@@ -103,16 +104,19 @@ class UpdatePrivacy:
     r"""(ε, δ)-differential privacy for every client as a whole, against the server too.
 
     Each client clips what it has learnt in a round to the L2 norm C and adds Gaussian noise of standard deviation zC
-    to every coordinate (see :func:`privatised`), before anything leaves it. Whether a client took part with its data
-    or with nothing then changes the probability of whatever the server does by no more than a factor
-    :math:`e^\varepsilon`, but for a probability δ. When to use it: many clients that need not trust the server. The
-    noise of the average of n clients is zC/√n per parameter, so it takes hundreds of them, or few parameters.
+    to every coordinate (see :func:`privatised`), before anything leaves it. Neighbouring federations differ in one
+    client: it takes part with its data, or with none and sends noise alone. That changes the probability of whatever
+    the server does by no more than a factor :math:`e^\varepsilon`, but for a probability δ. (Where its data may be
+    *replaced* by others, ε is that of ``noise_multiplier / 2``.) When to use it: many clients that need not trust the
+    server. The noise of the average of n clients is zC/√n per parameter, so it takes hundreds of them, or few
+    parameters.
 
     Of a client's message nothing but the posterior is protected, so nothing else is sent: what it measured while
     training is dropped, and buffers are refused. Its number of examples, which weights it, is taken for public.
 
     The noise can be taken away again by whoever knows the seed. In a simulation that is the point: runs repeat. A
-    client of its own machine passes :meth:`send` a seed that only it knows.
+    client of its own machine passes :meth:`send` a seed that only it knows, another one for every message: two messages
+    with one noise differ by what the client has learnt.
 
     Args:
         clip: C > 0.
@@ -171,26 +175,18 @@ class UpdatePrivacy:
         )
         return replace(update, posterior=posterior, metrics={})
 
-    def figures(
-        self, rounds: int, fraction: float = 1.0, most_rounds_of_a_client: int | None = None
-    ) -> dict[str, float]:
+    def figures(self, rounds: int) -> dict[str, float]:
         """Return the ε spent so far, as it is logged.
 
         Args:
-            rounds: that messages were sent in, valid or not.
-            fraction: share of the clients in a round.
-            most_rounds_of_a_client: how often the busiest client took part; None: in all rounds.
+            rounds: number of messages that the client in question has sent, whether they counted or not; of a
+                federation, that of the busiest client.
 
-        Returns: ``privacy/epsilon``, of a client against those who see the global posteriors and do not know who took
-            part in which round; ``privacy/epsilon_server``, of the busiest client against the server, which knows and
-            sees every message. Both for ``delta``; see :func:`~lightning_fedbayes.privacy.epsilon_of`.
+        Returns: ``privacy/epsilon``, for ``delta``, against the server, which sees every message, and so against
+            everybody else. Who takes part is drawn without a look at the data and may be known. That the cohort might
+            be secret is not made use of: cohorts have a fixed size, and the usual formula is for Poisson samples.
         """
-        most = rounds if most_rounds_of_a_client is None else most_rounds_of_a_client
-        check_at_least("most_rounds_of_a_client", most, 0)
-        return {
-            "privacy/epsilon": epsilon_of(self.noise_multiplier, self.delta, rounds, fraction),
-            "privacy/epsilon_server": epsilon_of(self.noise_multiplier, self.delta, most),
-        }
+        return {"privacy/epsilon": epsilon_of(self.noise_multiplier, self.delta, rounds)}
 
 
 def check_no_buffers(buffers: Mapping[str, Tensor] | Sequence[str]) -> None:

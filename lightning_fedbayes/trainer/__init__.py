@@ -1,8 +1,10 @@
 """Everything that is private of Lightning's Trainer, in one room; the rest of the package sees :class:`FitLoop`."""
 
+from lightning_fedbayes.trainer.checkpoints import damage, use_whole_checkpoints
 from lightning_fedbayes.trainer.checks import (
     check_held_out,
     check_not_finished,
+    check_of_a_federation,
     check_same_federation,
     check_same_number,
     check_schedulers,
@@ -17,10 +19,13 @@ __all__ = [
     "FitLoop",
     "check_held_out",
     "check_not_finished",
+    "check_of_a_federation",
     "check_same_federation",
     "check_same_number",
     "check_schedulers",
     "check_trainer",
     "collective_of",
+    "damage",
     "is_finished",
+    "use_whole_checkpoints",
 ]

@@ -152,6 +152,19 @@ def check_schedulers(trainer: L.Trainer) -> None:
             )
 
 
+def check_of_a_federation(checkpoint: Mapping[str, Any], state_key: str) -> None:
+    """Raise FederationError if ``checkpoint`` is of a run without the callback of this ``state_key``.
+
+    Its epochs are no rounds: Lightning would count the one that is open in it as a round, and train one too few.
+    """
+    if checkpoint["global_step"] > 0 and not checkpoint.get("callbacks", {}).get(state_key):
+        raise FederationError(
+            f"the checkpoint is of a run without {state_key}: its epochs are no rounds of a federation. Start a "
+            "federation from its weights alone: the module's load_from_checkpoint(path), and trainer.fit without "
+            "ckpt_path"
+        )
+
+
 def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raise FederationError if a checkpoint's clients hold other data than those at hand, or other local parameters.
 
@@ -165,8 +178,6 @@ def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], setting
     made: Any = trainer
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
     names = (*names, "privacy", "local_parameters")
-    if settings["privacy"] != "None":
-        names = (*names, "fraction")  # ε counts all rounds as if they were alike
     changed = [f"{name}={settings[name]} (was {stored[name]})" for name in names if stored[name] != settings[name]]
     if changed:
         raise FederationError(

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from flwr.app import ConfigRecord
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
 from lightning_fedbayes.flower.client import StateFile
+from lightning_fedbayes.flower.wire import from_arrays
+from lightning_fedbayes.privacy import epsilon_of
 from tests.federations import Plain, network
 from tests.flower.clients import BlobData, client_apps, hybrid, run
 from tests.flower.grid import LocalGrid
@@ -63,6 +66,7 @@ def test_a_node_needs_a_number(number, caplog, monkeypatch):
 
 @pytest.mark.parametrize("keeps", [
     {"local_parameters": ["network.3.*"]}, {"optimizer_state": "keep"}, {"buffers": "local"},
+    {"privacy": fb.UpdatePrivacy()},
 ])
 def test_state_of_a_client_needs_a_folder(keeps):
     with pytest.raises(FederationError, match="state_folder"):
@@ -89,28 +93,86 @@ def test_a_client_makes_its_data_from_its_node():
     assert strategy.server.history[0]["valid_clients"] == 2
 
 
-def test_state_of_a_refused_round_is_forgotten(tmp_path):
-    def state(server_round, accepted, federation="a"):
-        config = {"federation": federation, "server-round": server_round, "accepted": accepted}
-        return StateFile(tmp_path, 7, config)
+def state(folder, server_round, accepted, federation="a", client=7):
+    return StateFile(folder, client, {"federation": federation, "server-round": server_round, "accepted": accepted})
 
+
+def test_state_of_a_refused_round_is_forgotten(tmp_path):
     first = {7: {"local": {"w": torch.ones(2)}, "optimizers": []}}
     second = {7: {"local": {"w": torch.zeros(2)}, "optimizers": []}}
-    assert state(1, 0).before == {}
-    state(1, 0).write(first)
-    assert state(2, 0).before == {}  # round 1 was not admitted
-    assert torch.equal(state(2, 1).before[7]["local"]["w"], torch.ones(2))
-    state(2, 1).write(second)
-    assert torch.equal(state(3, 1).before[7]["local"]["w"], torch.ones(2))
-    assert torch.equal(state(3, 2).before[7]["local"]["w"], torch.zeros(2))
-    assert state(3, 2, federation="b").before == {}
+    assert state(tmp_path, 1, 0).before == {}
+    state(tmp_path, 1, 0).write(first)
+    assert state(tmp_path, 2, 0).before == {}  # round 1 was not admitted
+    assert torch.equal(state(tmp_path, 2, 1).before[7]["local"]["w"], torch.ones(2))
+    state(tmp_path, 2, 1).write(second)
+    assert torch.equal(state(tmp_path, 3, 1).before[7]["local"]["w"], torch.ones(2))
+    assert torch.equal(state(tmp_path, 3, 2).before[7]["local"]["w"], torch.zeros(2))
+    assert state(tmp_path, 3, 2, federation="b").before == {}
     assert [path.name for path in tmp_path.iterdir()] == ["client-7.pt"]
 
 
-def test_privacy_clips_updates_and_draws_fresh_noise_in_every_run():
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_client_whose_state_is_torn_starts_anew_and_says_so(tmp_path, share):
+    for server_round in (1, 2, 3):
+        state(tmp_path, server_round, server_round - 1).write({7: {"local": {"w": torch.ones(2)}, "optimizers": []}})
+    path = tmp_path / "client-7.pt"
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.warns(UserWarning, match=r"client-7\.pt is damaged .*: client 7 starts anew"):
+        torn = state(tmp_path, 4, 3)
+    assert torn.before == {}
+    privacy = fb.UpdatePrivacy()
+    assert torn.count(privacy) == privacy.figures(4)["privacy/epsilon"], "with the rounds before"
+    torn.write({})
+    assert state(tmp_path, 5, 4).messages == {1.0: 4}
+
+
+def test_a_torn_state_does_not_shut_a_client_out(tmp_path):
+    options = {"optimizer_state": "keep", "state_folder": tmp_path}
+    strategy = FusionStrategy(wait_for=4, checkpoint=tmp_path / "server.pt")
+    run(LocalGrid(client_apps(**options)), strategy, rounds=1)
+    torn = tmp_path / "client-2.pt"
+    torn.write_bytes(torn.read_bytes()[:100])
+    strategy = FusionStrategy(wait_for=4, checkpoint=tmp_path / "server.pt")
+    with pytest.warns(UserWarning, match="client 2 starts anew"):
+        run(LocalGrid(client_apps(**options)), strategy, rounds=2)
+    assert [row["valid_clients"] for row in strategy.server.history] == [4, 4]
+
+
+def test_messages_of_several_noises_add_up(tmp_path):
+    loud, soft = fb.UpdatePrivacy(noise_multiplier=4.0), fb.UpdatePrivacy(noise_multiplier=1.0)
+    kept = state(tmp_path, 1, 0)
+    alone = kept.count(soft)
+    assert alone == epsilon_of(1.0, 1e-5, 1)
+    both = kept.count(loud)
+    # sixteen messages of noise 4 are one of noise 1: their divergences, 1 / 2z², add up
+    for _ in range(15):
+        both = kept.count(loud)
+    assert both == pytest.approx(epsilon_of(1.0, 1e-5, 2))
+
+
+def test_every_private_message_is_counted_and_the_server_reports_the_largest_epsilon(tmp_path):
+    """A round that is asked for again is another message: with the old noise the two would tell what was learnt."""
+    privacy = fb.UpdatePrivacy(clip=0.1, noise_multiplier=2.0)
+    settings = {"make": lambda: Plain(network()), "privacy": privacy, "state_folder": tmp_path}
+    strategy = FusionStrategy("weighted_average", wait_for=4, checkpoint=tmp_path / "server.pt")
+    grid = LocalGrid(client_apps(**settings, shared=False))
+    run(grid, strategy, rounds=2, make=settings["make"])
+    spent = [row["privacy/epsilon"] for row in strategy.server.history]
+    assert spent == pytest.approx([privacy.figures(1)["privacy/epsilon"], privacy.figures(2)["privacy/epsilon"]])
+    questions = list(strategy.configure_train(3, initial_arrays(settings["make"]()), ConfigRecord(), grid))
+    first, second = (grid.send_and_receive(questions[:1])[0] for _ in range(2))
+    assert [reply.content["metrics"]["privacy/epsilon"] for reply in (first, second)] == pytest.approx(
+        [privacy.figures(count)["privacy/epsilon"] for count in (3, 4)]
+    )
+    assert state(tmp_path, 1, 0, "another", client=0).messages == {2.0: 4}, "no server resets it"
+    sent = [from_arrays(reply.content["arrays"], "client")[0].flatten()[0] for reply in (first, second)]
+    assert not torch.equal(*sent)
+
+
+def test_privacy_clips_updates_and_draws_fresh_noise_in_every_run(tmp_path):
     def posterior(privacy):
         strategy = FusionStrategy("weighted_average", wait_for=4, weighting="equal")
-        apps = client_apps(make=lambda: Plain(network()), privacy=privacy)
+        apps = client_apps(make=lambda: Plain(network()), privacy=privacy, state_folder=tmp_path)
         result = run(LocalGrid(apps), strategy, rounds=1, make=lambda: Plain(network()))
         assert "train_loss" not in result.train_metrics_clientapp[1]
         return strategy.server.posterior.flatten()[0]
@@ -125,6 +187,6 @@ def test_privacy_clips_updates_and_draws_fresh_noise_in_every_run():
     assert spread.std().item() == pytest.approx(0.01 * 50 / 4**0.5, rel=0.2)  # of the average of four clients
 
 
-def test_privacy_refuses_buffers_when_the_app_is_made():
+def test_privacy_refuses_buffers_when_the_app_is_made(tmp_path):
     with pytest.raises(FederationError, match="buffers unprotected"):
-        client_apps(privacy=fb.UpdatePrivacy())
+        client_apps(privacy=fb.UpdatePrivacy(), state_folder=tmp_path)

@@ -139,6 +139,18 @@ def test_a_truncated_checkpoint_is_named(tmp_path, kept):
         ServerState.load(path)
 
 
+def test_a_flipped_byte_in_a_checkpoint_is_noticed(tmp_path):
+    path = tmp_path / "server.pt"
+    state = ServerState("name", 0, begun().state_dict())
+    state.save(path)
+    data, value = bytearray(path.read_bytes()), next(iter(state.posterior.mean.values()))
+    data[data.find(value.numpy().tobytes()) + 1] ^= 0x10
+    path.write_bytes(data)
+    torch.load(path, weights_only=True)  # silently
+    with pytest.raises(fb.FederationError, match=r"the checksum of .* is wrong"):
+        ServerState.load(path)
+
+
 def test_a_missing_checkpoint_is_named(tmp_path):
     with pytest.raises(fb.FederationError, match="is no checkpoint of a Flower server"):
         ServerState.load(tmp_path / "nowhere.pt")

@@ -211,8 +211,7 @@ DOORS = {
     "epsilon_of": (fb.epsilon_of, {"noise_multiplier": 1.0, "delta": 1e-5, "rounds": 2, "fraction": 1.0}),
     "noise_multiplier_for": (
         fb.noise_multiplier_for, {"epsilon": 8.0, "delta": 1e-5, "rounds": 2}),  # fraction: as that of epsilon_of
-    "UpdatePrivacy.figures": (
-        fb.UpdatePrivacy().figures, {"rounds": 2, "fraction": 1.0, "most_rounds_of_a_client": None}),
+    "UpdatePrivacy.figures": (fb.UpdatePrivacy().figures, {"rounds": 2}),
     "UpdatePrivacy.send": (
         fb.UpdatePrivacy().send,
         {"update": fb.ClientUpdate(0, 5, posterior()), "previous": posterior(), "seed": 0, "round": 0}),

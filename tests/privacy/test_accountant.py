@@ -5,12 +5,13 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
 from lightning_fedbayes.errors import FederationError
-from lightning_fedbayes.privacy import accountant, epsilon_of, noise_multiplier_for
+from lightning_fedbayes.privacy import UpdatePrivacy, accountant, epsilon_of, noise_multiplier_for
 
 opacus = pytest.importorskip("opacus")
 DELTA = 1e-5
@@ -55,6 +56,32 @@ def test_more_rounds_give_more_away_and_noise_and_secrecy_less():
     assert fractions[0] < fractions[-1] / 10
     noises = [epsilon_of(z, DELTA, 10) for z in (0.5, 1.0, 4.0)]
     assert noises == sorted(noises, reverse=True)
+
+
+def exact_of_a_fixed_cohort(z, fraction, delta=DELTA):
+    """ε of one round of a cohort of fixed size, by the definition, at the worst case of other clients.
+
+    All others contribute −1 to a sum with noise N(0, z²), the client +1, or nothing in the neighbouring federation. In
+    a cohort without it there is one of the others more: up to a shift the sum has mean 0, and with it 2, or 1.
+    """
+    x = np.linspace(-12 * z, 2 + 12 * z, 100_001)
+    absent = (1 - fraction) * norm.pdf(x, 0, z)
+    own, nothing = (absent + fraction * norm.pdf(x, mean, z) for mean in (2, 1))
+
+    def excess(epsilon):
+        return np.maximum(own - math.exp(epsilon) * nothing, 0).sum() * (x[1] - x[0]) - delta
+
+    return brentq(excess, 0.0, 100.0)
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.5])
+@pytest.mark.parametrize("noise_multiplier", [0.7, 1.0, 2.0, 4.0])
+def test_cohorts_of_fixed_size_give_away_more_than_poisson_samples_and_less_than_a_known_cohort(
+    noise_multiplier, fraction
+):
+    exact = exact_of_a_fixed_cohort(noise_multiplier, fraction)
+    assert epsilon_of(noise_multiplier, DELTA, 1, fraction) < exact, "the account of Poisson samples is no bound"
+    assert exact < UpdatePrivacy(1.0, noise_multiplier, DELTA).figures(1)["privacy/epsilon"]
 
 
 def test_a_small_epsilon_is_found_without_a_warning():

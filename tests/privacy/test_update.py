@@ -11,7 +11,7 @@ from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.messages import ClientUpdate
 from lightning_fedbayes.plan import RoundPlan
 from lightning_fedbayes.posterior import GaussianPosterior
-from lightning_fedbayes.privacy import UpdatePrivacy, privatised
+from lightning_fedbayes.privacy import UpdatePrivacy, epsilon_of, privatised
 from lightning_fedbayes.server import Server
 
 pytest.importorskip("opacus")
@@ -93,6 +93,24 @@ def test_a_gaussian_tensor_hides_which_of_its_variances_are_zero():
         sent = privatised(after, before, clip=1.0, noise_multiplier=0.1, generator=draws())
         assert (sent.variance["weight"] > 0).all()
         assert torch.isfinite(sent.variance["weight"]).all()
+
+
+def test_a_tensor_whose_variances_have_all_come_down_to_zero_gets_noise_like_any_other():
+    before, after = posterior(0, size=2_000), posterior(0, size=2_000)
+    after.variance["weight"].zero_()
+    clip, z = 2.0, 0.5
+    sent = privatised(after, before, clip=clip, noise_multiplier=z, generator=draws())
+    noise = step(sent, before)[-4_000:]
+    shift = -clip / math.sqrt(4_000)  # the clipped step, spread over all entries, nearly evenly
+    assert float(noise.mean()) == pytest.approx(shift, abs=5 * clip * z / math.sqrt(4_000))
+    assert float(noise.std()) == pytest.approx(clip * z, rel=5 / math.sqrt(8_000))
+
+
+def test_what_is_deterministic_is_decided_by_the_global_posterior():
+    """Not by the client, whose values would tell."""
+    before, after = posterior(0), posterior(1)
+    after.variance["bias"] = torch.rand(3)
+    assert not privatised(after, before, clip=1.0, noise_multiplier=0.1, generator=draws()).variance["bias"].any()
 
 
 def test_names_come_in_the_order_of_the_global_posterior():
@@ -203,9 +221,7 @@ def test_arguments_are_checked_at_once(options, named):
         UpdatePrivacy(**options)
 
 
-def test_figures_tell_the_server_from_the_others():
-    privacy = UpdatePrivacy(noise_multiplier=2.0)
-    everyone = privacy.figures(rounds=10)
-    assert everyone["privacy/epsilon"] == everyone["privacy/epsilon_server"]
-    some = privacy.figures(rounds=10, fraction=0.2, most_rounds_of_a_client=3)
-    assert some["privacy/epsilon"] < some["privacy/epsilon_server"] < everyone["privacy/epsilon_server"]
+def test_figures_count_the_messages_of_a_client():
+    privacy = UpdatePrivacy(noise_multiplier=2.0, delta=1e-4)
+    assert privacy.figures(rounds=0) == {"privacy/epsilon": 0.0}
+    assert privacy.figures(rounds=10) == {"privacy/epsilon": epsilon_of(2.0, 1e-4, 10)}

@@ -1,0 +1,137 @@
+"""Checkpoint files: written whole, and read only if they are."""
+
+import os
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.trainer import damage
+from tests.federations import Plain, assert_equal, federate, loader, parameters, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")
+
+
+def run(folder, rounds, ckpt_path=None, **options):
+    module = Plain()
+    saver = ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}")
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    made = federate(
+        module, federation, rounds, ckpt_path=ckpt_path, enable_checkpointing=True, callbacks=[saver], **options
+    )
+    return module, federation, made
+
+
+def truncate(path, share):
+    with open(path, "r+b") as file:
+        file.truncate(int(share * path.stat().st_size))
+
+
+def flip(path, seed, count=20):
+    """Change some bytes of a tensor."""
+    data = bytearray(path.read_bytes())
+    start = data.find(parameters(Plain())["net.0.weight"].numpy().tobytes())
+    draws = torch.Generator().manual_seed(seed)
+    for place in torch.randint(start, start + 100, (count,), generator=draws).tolist():
+        data[place] ^= 0x10
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+def test_a_torn_last_checkpoint_gives_way_to_the_newest_whole_one(tmp_path, share):
+    whole, _, _ = run(tmp_path / "whole", 4)
+    run(tmp_path / "parts", 3)
+    truncate(tmp_path / "parts" / "last.ckpt", share)
+    truncate(tmp_path / "parts" / "epoch=2.ckpt", 0.5)  # the newest of the others
+    with pytest.warns(UserWarning, match=r"last\.ckpt is damaged .*: going on from epoch=1\.ckpt"):
+        module, federation, _ = run(tmp_path / "parts", 4, "last")
+    assert_equal(dict(whole.state_dict()), dict(module.state_dict()))
+    assert [row["round"] for row in federation.history] == [1, 2, 3, 4]
+
+
+def test_weights_alone_do_not_take_the_place_of_a_torn_checkpoint(tmp_path):
+    _, _, made = run(tmp_path, 2)
+    truncate(tmp_path / "last.ckpt", 0.5)
+    made.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    with pytest.warns(UserWarning, match=r"going on from epoch=1\.ckpt"):
+        run(tmp_path, 3, "last")
+
+
+def test_without_another_the_error_names_the_file_and_the_remedy(tmp_path):
+    run(tmp_path, 2)
+    for path in tmp_path.glob("*.ckpt"):
+        truncate(path, 0.5)
+    with pytest.raises(fb.FederationError, match=r"last\.ckpt is damaged .*give ckpt_path= another checkpoint"):
+        run(tmp_path, 3, "last")
+
+
+def test_a_file_that_was_asked_for_by_name_is_not_replaced(tmp_path):
+    run(tmp_path, 2)
+    truncate(tmp_path / "epoch=0.ckpt", 0.5)
+    with pytest.raises(fb.FederationError, match=r"epoch=0\.ckpt is damaged"):
+        run(tmp_path, 3, tmp_path / "epoch=0.ckpt")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_flipped_bytes_are_noticed(tmp_path, seed):
+    values = parameters(Plain())
+    torch.save({"state_dict": values}, tmp_path / "one.ckpt")
+    assert damage(tmp_path / "one.ckpt") is None
+    flip(tmp_path / "one.ckpt", seed)
+    torch.load(tmp_path / "one.ckpt", weights_only=True)  # silently
+    assert "checksum" in str(damage(tmp_path / "one.ckpt"))
+
+
+def test_a_kill_while_the_file_is_written_leaves_the_one_before(tmp_path, monkeypatch):
+    """Lightning's own writing, cut off where it copies from another file system."""
+    _, _, made = run(tmp_path, 2)
+    before = (tmp_path / "last.ckpt").read_bytes()
+
+    def torn(self, checkpoint, path, storage_options=None):
+        with open(path, "wb") as file:
+            file.write(before[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", torn)
+    with pytest.raises(KeyboardInterrupt):
+        made.save_checkpoint(tmp_path / "last.ckpt")
+    assert (tmp_path / "last.ckpt").read_bytes() == before
+
+
+def test_nothing_is_left_beside_a_checkpoint(tmp_path):
+    run(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
+
+
+def test_a_plug_in_of_the_users_own_stays(tmp_path):
+    class Own(TorchCheckpointIO):
+        pass
+
+    _, _, made = run(tmp_path, 1, plugins=[Own()])
+    assert type(made.strategy.checkpoint_io) is Own
+
+
+def test_a_checkpoint_of_a_run_without_the_callback_is_refused(tmp_path):
+    """Its open epoch would count as a round."""
+    plain = trainer(2)
+    plain.fit(Plain(), loader())
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    made = trainer(6, [fb.FederatedBayes(fb.IIDPartition(3))])
+    with pytest.raises(fb.FederationError, match=r"run without FederatedBayes: its epochs .*load_from_checkpoint"):
+        made.fit(Plain(), loader(), ckpt_path=tmp_path / "plain.ckpt")
+    made.validate(Plain(), loader(shuffle=False), ckpt_path=tmp_path / "plain.ckpt", verbose=False)
+
+
+def test_a_checkpoint_from_before_the_first_round_is_a_start(tmp_path):
+    class Save(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / "start.ckpt")
+
+    trainer(1, [Save()]).fit(Plain(), loader())
+    whole, _, _ = run(tmp_path / "whole", 2)
+    module, federation, _ = run(tmp_path / "resumed", 2, tmp_path / "start.ckpt")
+    assert len(federation.history) == 2
+    assert_equal(dict(whole.state_dict()), dict(module.state_dict()))
