@@ -41,6 +41,7 @@ class Aggregate:
         inferred: True if the weights are reliabilities that the rule has inferred.
         excluded: client → why the rule left it out.
         state: the rule's state for the next round.
+        outlying: clients whose updates stand out, so that they count only in part (:mod:`lightning_fedbayes.guard`).
     """
 
     posterior: GaussianPosterior
@@ -50,6 +51,7 @@ class Aggregate:
     inferred: bool
     excluded: dict[int, str]
     state: RuleState
+    outlying: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ class Aggregation:
         """
         everyone = self.collective.all_gather(self.admitted()) if everyone is None else everyone
         weights = dict(sorted(self._weights_of(everyone).items()))
-        self._fuse_held(weights, everyone)
+        outlying = self._fuse_held(weights, everyone)
         several = self.collective.size > 1
         total = sum(weights.values()) if several else self._accumulator.total
         self._accumulator.check_not_empty(total)
@@ -271,19 +273,30 @@ class Aggregation:
             fused.posterior,
             buffers=self._average_buffers(buffers, sum(weights.values()) if self._streams else 1.0),
             weights=shares,
-            metrics=self._diagnostics(fused.posterior, shares, self._disagreement_of(apart)),
+            metrics={
+                **self._diagnostics(fused.posterior, shares, self._disagreement_of(apart)),
+                **({"outlying_clients": float(len(outlying))} if self._clips else {}),
+            },
             inferred=bool(fused.reliability),
             excluded=fused.excluded,
             state=fused.state,
+            outlying=outlying,
         )
 
-    def _fuse_held(self, weights: Mapping[int, float], everyone: Sequence[Admitted]) -> None:
-        """Add the clients that had to wait until all were known, in the order of arrival, clipped where needed."""
-        if self._clips and self._held:
+    def _fuse_held(self, weights: Mapping[int, float], everyone: Sequence[Admitted]) -> tuple[int, ...]:
+        """Add the clients that had to wait until all were known, in the order of arrival, clipped where needed.
+
+        Returns: the clients of all processes that stand out.
+        """
+        outlying: tuple[int, ...] = ()
+        if self._clips and (self._held or self.collective.size > 1):
             assert self.guard is not None
             sizes = torch.cat([each.sizes for each in everyone if each.sizes is not None])
             clients = [client for each in everyone for client in each.clients]
-            self._limits = self.guard.limits(sizes, [weights[client] for client in clients])
+            ordered = [weights[client] for client in clients]
+            self._limits = self.guard.limits(sizes, ordered)
+            beyond = (sizes > self._limits.of(ordered)).flatten(1).any(1).tolist()
+            outlying = tuple(sorted(client for client, is_beyond in zip(clients, beyond, strict=True) if is_beyond))
         for update, suspect in zip(self._held, self._suspects(self._held, weights)):
             posterior, weight = update.posterior, weights[update.client]
             if suspect:
@@ -292,6 +305,7 @@ class Aggregation:
                 mean, variance = self.guard.clip(*posterior.flatten(), self._limits.of([weight])[0])
                 posterior = posterior.unflatten(mean, variance).with_flat(mean, variance)
             self._fuse(update, posterior, weight)
+        return outlying
 
     def _merge(self, shares: Mapping[int, float], *others: Reduction) -> list[Statistics]:
         """Merge what all processes know of the clients' disagreement, their buffers, and ``others``."""

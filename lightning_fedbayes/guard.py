@@ -205,7 +205,7 @@ class Guard:
 
 def _rows(vectors: Sequence[Tensor]) -> Tensor:
     """Return vectors of equal length as the rows of a matrix; one alone is not copied."""
-    return torch.stack(vectors) if len(vectors) > 1 else vectors[0][None]
+    return torch.stack(list(vectors)) if len(vectors) > 1 else vectors[0][None]
 
 
 def weighted_median(values: Tensor, weights: Sequence[float]) -> Tensor:

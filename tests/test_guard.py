@@ -131,6 +131,21 @@ def test_a_longer_update_is_clipped_to_twice_the_median_one():
     torch.testing.assert_close(fewer.mean["w"], step * 105 / 6)  # six clients are too few to judge one
 
 
+@pytest.mark.parametrize("place", [0, 9])
+def test_clients_that_stand_out_are_named(place):
+    updates = [honest(k) for k in range(10)]
+    server = Server(START, fusion="weighted_average")
+    for bad, outlying in ((False, ()), (True, (place,))):
+        server.begin(RoundPlan(0, tuple(range(10))))
+        for update in updates:
+            server.admit(lie(place, -10.0) if bad and update.client == place else update)
+        result = server.finish()
+        assert result.aggregate is not None
+        assert result.aggregate.outlying == outlying
+        assert result.figures["outlying_clients"] == len(outlying)
+        server = Server(START, fusion="weighted_average")
+
+
 def test_the_order_of_arrival_does_not_matter_to_what_is_clipped():
     updates = [lie(0, -1e6, 1e-6), *(honest(k) for k in range(1, 20))]
     first, _ = fuse("reverse_kl_barycenter", updates)

@@ -65,6 +65,7 @@ class FederationReport:
         self.records: dict[int, ClientRecord] = {}
         self.reliabilities: list[dict[str, Any]] = []
         self._clients = Clients((), ())
+        self._outlying: set[int] = set()
         self._with_axis: set[str] = set()
         self._told: set[str] = set()
         self._unheld: list[str] = []
@@ -150,6 +151,14 @@ class FederationReport:
             )
         for client, weight in result.weights.items():
             self.records[client].weight = weight
+        new = set() if result.aggregate is None else set(result.aggregate.outlying) - self._outlying
+        self._outlying |= new
+        if new:
+            rank_zero_info(
+                f"Round {result.round + 1}: the updates of {', '.join(self._clients.names[each] for each in sorted(new))} "
+                "stand out; where they are more than max_influence times as large as the median client's, they are "
+                "clipped (max_influence=None does not)"
+            )
         if result.aggregate is not None and result.aggregate.inferred:
             shares, excluded = dict(result.weights), dict(result.excluded)
             self.reliabilities.append({"round": result.round + 1, "shares": shares, "excluded": excluded})
