@@ -95,7 +95,7 @@ def state_dict_mean(states: list[dict[str, torch.Tensor]], weights: list[float])
 
 
 def measure_deterministic(rules: list[str], repeats: int) -> dict[str, tuple[float, float]]:
-    """CPU seconds per client of the plain mean (as "") and of every rule, in turn; and the multiple of the plain mean."""
+    """CPU seconds per client of the plain mean (as "") and of every rule, in turn; and multiples of the plain mean."""
     draws = torch.Generator().manual_seed(0)
     states = [{name: torch.randn(shape, generator=draws) for name, shape in resnet18_shapes().items()}
               for _ in range(DETERMINISTIC)]
