@@ -206,9 +206,9 @@ class Guard:
         return [part for part in rows.split(self._lengths, 1) if part.shape[1]]
 
 
-def _rows(vectors: tuple[Tensor, ...]) -> Tensor:
+def _rows(vectors: Sequence[Tensor]) -> Tensor:
     """Return vectors of equal length as the rows of a matrix; one alone is not copied."""
-    return torch.stack(vectors) if len(vectors) > 1 else vectors[0][None]
+    return torch.stack(list(vectors)) if len(vectors) > 1 else vectors[0][None]
 
 
 def weighted_median(values: Tensor, weights: Sequence[float]) -> Tensor:
