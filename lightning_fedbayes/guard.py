@@ -82,6 +82,9 @@ class Guard:
         self._deterministic = [name for name in previous.names if name not in probabilistic]
         self._lengths = [value.numel() for value in previous.mean.values()]
         self._mean, variance = previous.flatten()
+        self._is_point_mass = previous.is_point_mass
+        if self._is_point_mass:
+            return
         random = [torch.full((n,), name in probabilistic) for name, n in zip(previous.names, self._lengths)]
         known = torch.cat(random).to(variance.device) & (variance > 0) if random else variance > 0
         self._is_point_mass = not bool(known.any())

@@ -20,6 +20,7 @@ from lightning_fedbayes.posterior import PIECE, GaussianPosterior
 class _AverageRule(SumRule):
     """Weighted average of the means, and one more weighted sum for the variance."""
 
+    by_columns: ClassVar[bool] = True
     weight_power = 1
 
     @abstractmethod
@@ -123,6 +124,8 @@ class LinearPool(SumRule):
 
     Source: [FBDL] eqs. (12)–(14).
     """
+
+    by_columns: ClassVar[bool] = True
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
         """See :meth:`SumRule.update`."""

@@ -21,6 +21,8 @@ from lightning_fedbayes.posterior import GaussianPosterior, is_zero, zeros_like
 class _ProductRule(SumRule):
     """A rule on sums of weighted precisions and of precision-weighted means; point masses are summed apart."""
 
+    by_columns: ClassVar[bool] = True
+
     @abstractmethod
     def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
         """Return mean and variance where no client is a point mass; any values elsewhere."""
