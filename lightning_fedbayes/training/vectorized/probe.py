@@ -77,6 +77,7 @@ def probe(
         if obstacle is not None:
             raise CannotVectorize(obstacle)
         optimizer = context.optimizers[0]
+        stacked_keys = check_elementwise(optimizer)  # first: a stack empties the optimizer's state
         step = StackedStep(context, log)
         flops, allocations = FlopCounterMode(display=False), _Allocations()
         data = _first_batch(context, loader, clients)
@@ -99,7 +100,6 @@ def probe(
                     raise CannotVectorize("training_step seeds torch's generator, and clients would share the draws")
             with dry_run(module, optimizer):
                 check_against_single(context, model, step, clients, data)
-        stacked_keys = check_elementwise(optimizer)
     except CannotVectorize:
         raise
     except Exception as error:
