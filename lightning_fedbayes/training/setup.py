@@ -82,13 +82,13 @@ def make_engine(
     try:
         if name == "auto" and len(cohort) == 1:
             raise CannotVectorize("a round has one client")
-        if name == "auto" and context.is_coarse:
-            raise CannotVectorize("in half precision a stack rounds otherwise than each client alone")
         try:
             from lightning_fedbayes.training.vectorized import VectorizedEngine, probe  # here: only when it is used
         except ImportError as missing:
             raise CannotVectorize(f"torch lacks a private name that stacking needs: {missing}") from missing
         probed = probe(context, model, loader, pair)
+        if name == "auto" and context.is_coarse:
+            raise CannotVectorize("in half precision a stack rounds otherwise than each client alone")
         if name == "auto" and probed.flops > LARGEST_STEP.get(device, LARGEST_STEP["cuda"]):
             raise CannotVectorize(f"a step is long ({probed.flops / 1e6:.0f} million operations), so it is faster")
     except CannotVectorize as reason:

@@ -14,8 +14,8 @@ import torchmetrics
 from torch import nn
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.training.vectorized.probe import check_elementwise
-from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, parameters
+from lightning_fedbayes.training.vectorized.elementwise import check_elementwise
+from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader, network, parameters
 
 
 class Metric(Plain):
@@ -227,6 +227,31 @@ def test_what_cannot_be_stacked_is_named_and_auto_goes_one_by_one(case, caplog):
         assert torch.equal(torch.stack(results[0].losses), torch.stack(results[1].losses))
     if case == "counts":
         assert results[0].steps == results[1].steps
+
+
+def test_a_trainer_of_the_twin_package_is_named(caplog):
+    twin = pytest.importorskip("pytorch_lightning")
+
+    class Own(twin.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    made = twin.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[federation],
+    )
+    with caplog.at_level(logging.INFO):
+        made.fit(Own(), loader())
+    assert federation.history[0]["valid_clients"] == 3
+    assert any("sequential, because the Trainer is of the package pytorch_lightning" in m for m in caplog.messages)
 
 
 def test_auto_says_what_it_took_and_stays_alone_with_one_client_or_long_steps(caplog):
