@@ -153,7 +153,7 @@ class Aggregation:
             self._held.append(_with(update, posterior, buffers))
             self._unmeasured += 1
         is_large = posterior.num_parameters > MOST_AT_ONCE
-        if self._streams and (self._unmeasured == FEWEST or (self._unmeasured and is_large)):
+        if self._streams and (self._unmeasured == (1 if is_large else 2 * FEWEST)):
             self._judge()
             if is_large and self._held and self._held[-1].client == update.client:
                 self._held[-1] = replace(self._held[-1], posterior=update.posterior.clone())  # half of the memory
@@ -163,9 +163,9 @@ class Aggregation:
     def _judge(self) -> None:
         """Measure the clients that came since the last call, and add those that need no longer wait.
 
-        The limits are set anew at 7, 14, 28, … clients of this process. A client that passes is then at most
-        ``max_influence`` times as large as an honest one, as long as less than half of the clients so far are bad.
-        Without outliers the sums are added up in the order of arrival.
+        The limits are set anew at 7 clients of this process (small networks: 14), 14, 28, … A client that passes is
+        then at most ``max_influence`` times as large as an honest one, as long as less than half of the clients so far
+        are bad. Without outliers the sums are added up in the order of arrival.
         """
         assert self.guard is not None
         if self._unmeasured:

@@ -371,11 +371,11 @@ def check_tensor(name: str, value: Any, *, error: type[FedBayesError] = Posterio
     """Raise ``error`` unless an argument is a dense tensor with values: no array, not sparse, not of device "meta"."""
     if not isinstance(value, Tensor):
         raise error(f"{name}={shown(value)}: give a torch.Tensor")
-    if not _is_dense(value):
+    if not is_dense(value):
         raise error(f"{name} is a tensor of layout {value.layout} on {value.device}: give a dense one that has values")
 
 
-def _is_dense(value: Any) -> bool:
+def is_dense(value: Any) -> bool:
     """Return whether ``value`` is a tensor that has its values in order."""
     return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
 
@@ -387,7 +387,7 @@ def check_parameters(kind: str, values: Any, *, error: type[FedBayesError] = Pos
     for name, value in values.items():
         if not isinstance(name, str):
             raise error(f"{kind}: {shown(name)} is no name of a parameter: give a string")
-        if not _is_dense(value) or not value.is_floating_point():  # the message is written only if it is needed
+        if not is_dense(value) or not value.is_floating_point():  # the message is written only if it is needed
             check_tensor(f"{kind} of '{name}'", value, error=error)
             raise error(f"{kind} of '{name}' is of {value.dtype}: give real floating-point numbers")
 

@@ -17,6 +17,7 @@ from lightning_fedbayes.posterior import (
     GaussianPosterior,
     check_posterior,
     check_same_structure,
+    is_dense,
     is_zero,
     zeros_like,
 )
@@ -230,8 +231,27 @@ def as_weights(weights: Any, who: str = "") -> Tensor:
 
 def check_structure(posterior: GaussianPosterior, like: GaussianPosterior, who: str) -> None:
     """Raise FusionError unless ``posterior`` is a sound one, with the names and shapes of ``like``."""
+    if _is_like(posterior, like):
+        return
     check_posterior(posterior, who, error=FusionError)
     check_same_structure(like.mean, posterior.mean, "the global model", who, error=FusionError)
+
+
+def _is_like(posterior: Any, like: GaussianPosterior) -> bool:
+    """Return True if nothing is wrong with the structure, at a fifth of the price of finding out what."""
+    if type(posterior) is not GaussianPosterior or type(posterior.mean) is not dict:
+        return False
+    mean, variance, shapes = posterior.mean, posterior.variance, like.mean
+    if not isinstance(variance, dict) or not mean.keys() == variance.keys() == shapes.keys():
+        return False
+    devices = set()
+    for name, value in mean.items():
+        spread, shape = variance[name], shapes[name].shape
+        for each in (value, spread):
+            if not is_dense(each) or each.shape != shape or not each.is_floating_point():
+                return False
+            devices.add(each.device)
+    return len(devices) < 2
 
 
 def check_finite(posterior: GaussianPosterior, who: str) -> None:

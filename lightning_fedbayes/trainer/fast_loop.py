@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.trainer.strategy import ClientParallelStrategy
 from lightning_fedbayes.training.context import Step, loss_and_rest, takes_index
+from lightning_fedbayes.training.optimizers import drop_gradients
 
 TESTED = ("2.6",)
 """Versions of Lightning that the fast loop is compared with by the tests; with others Lightning's own loop runs."""
@@ -156,16 +157,6 @@ def fast_step(trainer: L.Trainer) -> Step:
         return {} if loss is None else {"loss": loss.detach(), **extra}
 
     return step
-
-
-def drop_gradients(optimizer: Optimizer) -> None:
-    """Do ``optimizer.zero_grad()`` without opening a profiler's record, which takes 70 µs between large steps."""
-    if type(optimizer).zero_grad is not Optimizer.zero_grad:
-        optimizer.zero_grad()
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def fast_advance(trainer: L.Trainer, step: Step, prepare: Callable[[Any], Any] | None = None) -> Advance:

@@ -187,7 +187,7 @@ class FitLoop:
         finally:
             self._fit.max_batches, self._is_inside = length, False
             _add(progress.current, first)
-        for scope in (progress.current, progress.total):
+        for scope in (progress.current, progress.total) if left else ():
             _add(scope, left)
         self._number += 1 + left
         progress.is_last_batch = self._number == length

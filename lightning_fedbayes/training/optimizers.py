@@ -59,7 +59,7 @@ class ClientOptimizer:
     def reset(self, state: OptimizerState | None = None, changes: Sequence[Changes] = ()) -> None:
         """Start as new, or from what :meth:`read` has given of the client."""
         optimizer = self.optimizer
-        optimizer.zero_grad()
+        drop_gradients(optimizer)
         if self._is_plain:
             optimizer.state.clear()
         else:
@@ -97,6 +97,16 @@ class ClientOptimizer:
         stay = {name: own[name] for name in own if name == "step" or name.startswith("_optimizer_")}
         own.clear()
         own.update({**vars(new), **stay})
+
+
+def drop_gradients(optimizer: Optimizer) -> None:
+    """Do ``optimizer.zero_grad()`` without opening a profiler's record, which takes 70 µs between large steps."""
+    if type(optimizer).zero_grad is not Optimizer.zero_grad:
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def has_own_state(optimizer: Optimizer) -> bool:

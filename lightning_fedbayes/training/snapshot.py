@@ -20,6 +20,9 @@ from torchmetrics import Metric
 
 from lightning_fedbayes.private_torch import version_if_any, version_of
 
+UNCHANGING = (int, float, complex, str, bytes, type(None), bool)
+"""Types whose objects are what they were as long as they are the same objects."""
+
 ABSENT = object()
 """Value of an attribute that is not there."""
 
@@ -49,6 +52,7 @@ class Snapshot:
         self._attributes = vars(module)
         self._skip = skip
         self._values = {name: value for name, value in self._attributes.items() if name not in skip}
+        self._all = set(self._attributes)
         self._contents = {n: copy.copy(value) for n, value in self._values.items() if isinstance(value, CONTAINERS)}
         self._prints = {name: fingerprint(value) for name, value in self._values.items()}
         self._generators = [(each, _state_of(each)) for each in _generators(self._values)]
@@ -58,12 +62,16 @@ class Snapshot:
 
     def changes(self) -> dict[str, Any]:
         """Return the attributes that were replaced, added or written into: name → present value."""
-        return {
-            name: value
-            for name, value in self._attributes.items()
-            if name not in self._skip
-            and (value is not self._values.get(name, ABSENT) or fingerprint(value) != self._prints[name])
-        }
+        present = self._attributes
+        names = self._values if present.keys() == self._all else [name for name in present if name not in self._skip]
+        changed = {}
+        for name in names:
+            value = present[name]
+            if value is not self._values.get(name, ABSENT) or (
+                type(value) not in UNCHANGING and fingerprint(value) != self._prints[name]
+            ):
+                changed[name] = value
+        return changed
 
     def restore(self) -> None:
         """Restore all attributes, the contents of containers and arrays, and the states of generators."""
@@ -188,9 +196,11 @@ def own_attributes() -> frozenset[str]:
 
 def fingerprint(value: Any, depth: int = 4) -> Any:
     """Return something that changes when ``value`` is replaced or written into; of unknown objects the identity."""
+    if type(value) in UNCHANGING:
+        return value
     if isinstance(value, Tensor):
         return id(value), version_if_any(value)
-    if isinstance(value, int | float | complex | str | bytes | type(None)):
+    if isinstance(value, int | float | complex | str | bytes):
         return value
     if isinstance(value, np.ndarray):
         return id(value), value.tobytes() if value.nbytes <= LARGE else value.shape
@@ -219,6 +229,8 @@ def _is_opaque(value: Any) -> bool:
 
 def _generators(value: Any, depth: int = 4) -> Iterator[Any]:
     """Yield the random generators that a value holds, at most ``depth`` levels down."""
+    if type(value) in UNCHANGING or isinstance(value, Tensor):
+        return
     if isinstance(value, GENERATORS):
         yield value
     elif depth and isinstance(value, dict):

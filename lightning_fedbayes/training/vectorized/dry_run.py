@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,11 +18,10 @@ from lightning_fedbayes.training.snapshot import Snapshot
 
 
 @contextmanager
-def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], None]]:
     """Inside, ``module`` runs without consequences for itself and for random number generators.
 
-    Raises:
-        CannotVectorize: it changed something that all clients would share.
+    Gives a function that raises CannotVectorize if the module has changed something that all clients would share.
     """
     snapshots = {path: Snapshot(each) for path, each in module.named_modules()}
     named = (*module.named_parameters(), *module.named_buffers())
@@ -31,11 +30,7 @@ def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     options = options_of(optimizer)
     host = random.getstate(), np.random.get_state()
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    for parameter in module.parameters():
-        parameter.grad = None
-    try:
-        with torch.random.fork_rng(devices):
-            yield
+    def check() -> None:
         changed = [f"{path}.{name}" if path else name for path, each in snapshots.items() for name in each.changes()]
         changed += [name for name, (tensor, version, _) in tensors.items() if version_of(tensor) != version]
         if changed:
@@ -51,6 +46,12 @@ def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
             raise CannotVectorize(
                 "training_step draws from Python's or NumPy's generator, and clients would share the draw; use torch's"
             )
+
+    for parameter in module.parameters():
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng(devices):
+            yield check
     finally:
         random.setstate(host[0])
         np.random.set_state(host[1])
