@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fedbayes.errors import FusionError, check_kind
 from lightning_fedbayes.exchange import ALONE, Collective, Reduction, merge_statistics
 from lightning_fedbayes.exchange.reduction import Statistics
-from lightning_fedbayes.fusion import Fused, FusionAccumulator, FusionRule, RuleState, SumRule
+from lightning_fedbayes.fusion import FusionAccumulator, FusionRule, RuleState, SumRule
 from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
 from lightning_fedbayes.fusion.averages import add_disagreement
 from lightning_fedbayes.fusion.distributed import fuse_distributed
@@ -255,14 +255,14 @@ class Aggregation:
         total = sum(weights.values()) if several else self._accumulator.total
         self._accumulator.check_not_empty(total)
         if isinstance(self.rule, SumRule) and not several:
-            fused = Fused(self._accumulator.compute(), state=self.state)
+            fused = self._accumulator.result(self.state)
             shares = shares_of(weights, {})
             apart, buffers = self._merge(shares)
         elif isinstance(self.rule, SumRule):
             shares = shares_of(weights, {})
             sums = Reduction(self._accumulator.statistics, self.previous.num_parameters, self.rule.merge)
             apart, buffers, merged = self._merge(shares, sums)
-            fused = Fused(self._accumulator.finish(merged), state=self.state)
+            fused = self._accumulator.finish(merged, self.state)
         else:
             cohort = self._accumulator.cohort(total)
             fused = fuse_distributed(self.rule, cohort, self._accumulator.like, self.state, self.collective)
@@ -275,6 +275,7 @@ class Aggregation:
             weights=shares,
             metrics={
                 **self._diagnostics(fused.posterior, shares, self._disagreement_of(apart)),
+                **fused.figures,
                 **({"outlying_clients": float(len(outlying))} if self._clips else {}),
             },
             inferred=bool(fused.reliability),

@@ -152,6 +152,12 @@ class Server:
         self._aggregations: dict[str, Aggregation] = {}
         self._outcomes: dict[int, ClientOutcome] = {}
 
+    @property
+    def rule_state(self) -> RuleState:
+        """State of the only rule after the rounds so far; empty before the first."""
+        (state,) = self._rule_states.values()
+        return state
+
     # -- a round -------------------------------------------------------------------------------------------------------
 
     def begin(self, plan: RoundPlan) -> None:

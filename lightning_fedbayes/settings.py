@@ -16,7 +16,7 @@ from lightning_fedbayes.errors import (
     check_strings,
     shown,
 )
-from lightning_fedbayes.fusion import FusionRule, rule_name
+from lightning_fedbayes.fusion import FusionRule, Sites, rule_name
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.guard import check_influence
 from lightning_fedbayes.partition import Partition
@@ -85,6 +85,8 @@ class FederationSettings:
         self._set("local_parameters", check_patterns(self.local_parameters))
         self._set("adversaries", attacks_of(self.adversaries))
         check_privacy(self.privacy)
+        if isinstance(self.fusion, Sites):
+            check_sites(self)
 
     def _set(self, name: str, value: Any) -> None:
         """Replace an argument by its one form, while the value is being made."""
@@ -114,6 +116,29 @@ class FederationSettings:
             "privacy": repr(self.privacy),
         }
         return {name: forms.get(name, value) for name, value in vars(self).items() if name != "clients_at_once"}
+
+
+def check_sites(settings: FederationSettings) -> None:
+    """Raise FederationError if ``settings`` hold what sites do not go with."""
+    if settings.prior != "fixed":
+        raise FederationError(
+            f"prior={shown(settings.prior)} with fusion='sites': a client's prior is its cavity there; leave prior= out"
+        )
+    if settings.privacy is not None:
+        raise FederationError(
+            "privacy= with fusion='sites': a client would keep another site than the one that noise leaves at the "
+            "server. Take another rule, or train with ExamplePrivacy"
+        )
+    check_sites_weighting(settings.weighting)
+
+
+def check_sites_weighting(weighting: Weighting) -> None:
+    """Raise FederationError unless every client has a positive weight by ``weighting``."""
+    if weighting not in ("train_size", "equal"):
+        raise FederationError(
+            f"weighting={shown(weighting)} with fusion='sites': sites count as they are, and the weights are "
+            "those of deterministic parameters alone; give 'train_size' or 'equal'"
+        )
 
 
 def check_fraction(fraction: float) -> None:

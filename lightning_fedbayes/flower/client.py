@@ -18,6 +18,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_fedbayes.errors import FederationError, check_kind, check_path
 from lightning_fedbayes.flower.training import ClientTraining, Task
 from lightning_fedbayes.flower.wire import from_arrays, to_arrays
+from lightning_fedbayes.fusion import FusionRule, Sites
+from lightning_fedbayes.fusion.sites import sites_of
 from lightning_fedbayes.partition import Partition
 from lightning_fedbayes.privacy import UpdatePrivacy, check_no_buffers
 from lightning_fedbayes.privacy.accountant import epsilon_spent
@@ -32,8 +34,12 @@ NODE_CONFIG_KEY = "partition-id"
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Options of a client's Trainer, unless others are given: a client writes no files and says nothing."""
 
-CONFIG_KEYS = ("server-round", "seed", "federation", "accepted")
-"""Keys of a message's configuration that the server sets; for the last two see :class:`StateFile`."""
+CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "sites")
+"""Keys of a message's configuration that the server sets.
+
+For "federation" and "accepted" see :class:`StateFile`; "begun" is False until the rule has fused a round; "sites" are
+the options of :class:`~lightning_fedbayes.fusion.Sites`, "" for other rules.
+"""
 
 DataModule = L.LightningDataModule | Callable[[Context], L.LightningDataModule]
 
@@ -44,6 +50,7 @@ def client_app(
     *,
     partition: Partition | None = None,
     local_epochs: int = 1,
+    fusion: str | FusionRule = "reverse_kl_barycenter",
     prior: PriorPolicy = "fixed",
     optimizer_state: OptimizerPolicy = "reset",
     buffers: BufferPolicy = "average",
@@ -68,6 +75,8 @@ def client_app(
             (``context.node_config["data"]``) that makes it.
         partition: deals out data that all clients have in common, as in a simulation. Without one, a
             :class:`~lightning_fedbayes.ClientDatasets` is dealt out by its parts, and other data are the client's own.
+        fusion: the server's rule. It matters to clients only if it is "sites" or another
+            :class:`~lightning_fedbayes.fusion.Sites`, whose options must be the server's.
         local_epochs, prior, optimizer_state, buffers, local_parameters: see
             :class:`~lightning_fedbayes.FederatedBayes`. ``buffers`` and ``local_parameters`` must be those of
             :func:`~lightning_fedbayes.flower.server_app`.
@@ -85,14 +94,15 @@ def client_app(
     check_kind("module", module, L.LightningModule, "give a LightningModule")
     check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
     settings = FederationSettings(
-        partition, local_epochs=local_epochs, prior=prior, optimizer_state=optimizer_state, buffers=buffers,
-        local_parameters=local_parameters, privacy=privacy,
+        partition, local_epochs=local_epochs, fusion=fusion, prior=prior, optimizer_state=optimizer_state,
+        buffers=buffers, local_parameters=local_parameters, privacy=privacy,
     )
     keeps = bool(local_parameters) or optimizer_state == "keep" or buffers == "local" or privacy is not None
+    keeps = keeps or isinstance(settings.fusion, Sites)
     if keeps and state_folder is None:
         raise FederationError(
-            "local parameters, local buffers, kept optimizer states and the account of privacy stay at the client from "
-            "round to round: pass state_folder=..., a folder of the client's own"
+            "local parameters, local buffers, kept optimizer states, sites and the account of privacy stay at the "
+            "client from round to round: pass state_folder=..., a folder of the client's own"
         )
     if privacy is not None:
         check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
@@ -141,7 +151,19 @@ class _MessageHandler:
 
     def train(self, message: Message, context: Context) -> Message:
         """Train in the round that the server names, from the posterior that it sends."""
-        kept = StateFile(self.state_folder, client_number(context), _config(message))
+        config = _config(message)
+        own = sites_of(self.training.rule)
+        if config["sites"] != own:
+            raise FederationError(
+                f"the server's sites are ({config['sites'] or 'none'}), this client's ({own or 'none'}): give "
+                "client_app(fusion=...) the rule of FusionStrategy"
+            )
+        kept = StateFile(self.state_folder, client_number(context), config)
+        if own and config["accepted"] and not kept.before:
+            raise FederationError(
+                f"client {client_number(context)} has lost its site, which the posterior still counts, and would count "
+                "its data twice: bring its state_folder back, or remove the client from the server's checkpoint"
+            )
         task = _task(message, context, kept.before)
         update, after = self._with_trainer(
             lambda trainer: self.training.train(trainer, self.module, self._data(context), task)
@@ -243,7 +265,8 @@ def _task(message: Message, context: Context, kept: Mapping[int, Any]) -> Task:
     arrays, config = message.content["arrays"], _config(message)
     assert isinstance(arrays, ArrayRecord)
     posterior, buffers = from_arrays(arrays, "the server")
-    return Task(client_number(context), config["server-round"] - 1, config["seed"], posterior, buffers, kept)
+    begun = config["begun"]
+    return Task(client_number(context), config["server-round"] - 1, config["seed"], posterior, buffers, kept, begun)
 
 
 def _config(message: Message) -> dict[str, Any]:

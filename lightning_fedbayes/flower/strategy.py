@@ -22,15 +22,16 @@ from lightning_fedbayes.flower.wire import (
     read_update,
     to_arrays,
 )
-from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
+from lightning_fedbayes.fusion import FusionRule, Sites, get_rule, rule_name
 from lightning_fedbayes.fusion.accumulator import check_structure
+from lightning_fedbayes.fusion.sites import sites_of
 from lightning_fedbayes.guard import check_influence
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan, choose_cohort
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server import Server
-from lightning_fedbayes.settings import check_cohort, check_fraction
+from lightning_fedbayes.settings import check_cohort, check_fraction, check_sites_weighting
 from lightning_fedbayes.weighting import CohortWeights, check_weighting
 
 EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
@@ -87,6 +88,8 @@ class FusionStrategy(Strategy):
         seed: int = 0,
     ) -> None:
         self.rule = get_rule(fusion)
+        if isinstance(self.rule, Sites):
+            check_sites_weighting(weighting)
         check_weighting(weighting)
         check_fraction(fraction)
         for name, value in (
@@ -224,7 +227,10 @@ class FusionStrategy(Strategy):
     ) -> list[Message]:
         """Return a message for each client of ``nodes``, node → client."""
         assert self.server is not None
-        common = {"server-round": server_round, "seed": self.seed, "federation": self._federation}
+        common = {
+            "server-round": server_round, "seed": self.seed, "federation": self._federation,
+            "begun": bool(self.server.rule_state), "sites": sites_of(self.rule),
+        }
         messages = []
         for node, client in nodes.items():
             told = ConfigRecord({**config, **common, "accepted": self.server.accepted.get(client, 0)})

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of
 from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.fusion import FusionRule, Sites
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
@@ -30,6 +31,7 @@ from lightning_fedbayes.trainer import FitLoop, check_schedulers, check_trainer
 from lightning_fedbayes.training.loader import FederatedLoader, batching_of
 from lightning_fedbayes.training.model import ResidentModel
 from lightning_fedbayes.training.sequential import SequentialEngine
+from lightning_fedbayes.training.sites import RoundSites
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Task:
         posterior: the global posterior.
         buffers: the global buffers, name → tensor; none if they are frozen.
         kept: the client's state after its earlier rounds (``Engine.state_dict``).
+        begun: True if the server's rule has fused a round.
     """
 
     client: int
@@ -51,6 +54,7 @@ class Task:
     posterior: GaussianPosterior
     buffers: Mapping[str, Tensor]
     kept: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    begun: bool = False
 
 
 def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed: int) -> Clients:
@@ -115,6 +119,9 @@ class ClientTraining(L.Callback):
 
     def __init__(self, settings: FederationSettings) -> None:
         self.settings = settings
+        if not isinstance(settings.fusion, FusionRule):
+            raise FederationError("fusion='auto' chooses at the server, and needs its validation data; name one rule")
+        self.rule = settings.fusion
         self._initial: dict[str, Tensor] | None = None
         self._engine: SequentialEngine | None = None
         self._loop: FitLoop | None = None
@@ -221,6 +228,9 @@ class ClientTraining(L.Callback):
         self._engine = SequentialEngine(
             self._loop.context(), model, self._loader, keep_optimizer=keep, seed=task.seed
         )
+        if isinstance(self.rule, Sites):
+            base = self.rule.base(task.posterior.to(pl_module.device), {"begun": True} if task.begun else {})
+            self._engine.sites = RoundSites(self.rule, pl_module, base, model.local_names)
         self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
         self._loop.install(self._engine, self._engine.begin_batch, self._end_batch)
         start = getattr(pl_module, "on_federation_start", None)
@@ -261,7 +271,7 @@ class ClientTraining(L.Callback):
     def _give_back(self, module: L.LightningModule) -> None:
         if self._loop is not None:
             self._loop.restore()
-        if self.settings.prior == "global":
+        if self.settings.prior == "global" or self.rule.keeps_sites:
             set_prior(module, None)
 
 

@@ -33,10 +33,12 @@ from lightning_fedbayes.fusion.registry import (
 from lightning_fedbayes.fusion.reliability import Reliability
 from lightning_fedbayes.fusion.robust import CoordinateMedian, GeometricMedian, Krum, MultiKrum, TrimmedMean
 from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, SumRule
+from lightning_fedbayes.fusion.sites import BayesADMM, PartitionedVI, Sites
 
 __all__ = [
     "AlphaBarycenter",
     "AutoFusion",
+    "BayesADMM",
     "Cohort",
     "Conflation",
     "CoordinateMedian",
@@ -60,11 +62,13 @@ __all__ = [
     "MultiKrum",
     "NearestNeighbourMixing",
     "NormClipping",
+    "PartitionedVI",
     "Preaggregation",
     "Reliability",
     "ReliabilityRule",
     "ReverseKLBarycenter",
     "RuleState",
+    "Sites",
     "Statistics",
     "SumRule",
     "TrimmedMean",

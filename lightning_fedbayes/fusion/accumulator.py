@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, check_number, shown
 from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
-from lightning_fedbayes.fusion.rule import Cohort, FusionRule, Statistics, SumRule
+from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState, Statistics, SumRule
 from lightning_fedbayes.posterior import (
     PIECE,
     GaussianPosterior,
@@ -130,27 +130,33 @@ class FusionAccumulator:
     def compute(self) -> GaussianPosterior:
         """Return the global posterior of all clients so far, by the rule in its initial state."""
         self.check_not_empty(self.total)
+        state = self.rule.init()
         if not isinstance(self.rule, SumRule):
-            return self.rule.apply(self.cohort(self.total), self.rule.init()).posterior
+            return self.rule.apply(self.cohort(self.total), state).posterior
+        return self.result(state).posterior
+
+    def result(self, state: RuleState) -> Fused:
+        """Return the result of a sum-type rule for all clients so far, after rounds that left this ``state``."""
+        assert isinstance(self.rule, SumRule)
         likes = self._pieces(self.like)
+        if len(likes) == 1:
+            return self.rule.advance(self._sums[0], self.like, self.previous, state)
         before = [None] * len(likes) if self.previous is None else self._pieces(self.previous)
         try:
             parts = zip(self._sums, likes, before, strict=True)
             fused = (like.unflatten(*self.rule.compute(sums, like, previous)) for sums, like, previous in parts)
-            return next(fused) if len(likes) == 1 else self.like.joined(fused)
+            return Fused(self.like.joined(fused), state=state)
         except FusionError:
-            if len(likes) == 1:
-                raise
-            return self.finish(self.statistics)  # so that the message speaks of the whole network
+            return self.finish(self.statistics, state)  # so that the message speaks of the whole network
 
     def _pieces(self, posterior: GaussianPosterior) -> list[GaussianPosterior]:
         """Return what the rule sums up separately."""
         return posterior.pieces() if self.rule.by_columns else [posterior]
 
-    def finish(self, statistics: Statistics) -> GaussianPosterior:
-        """Return the global posterior by a sum-type rule from the sums over all clients."""
+    def finish(self, statistics: Statistics, state: RuleState) -> Fused:
+        """Return the result of a sum-type rule from the sums over all clients; for ``state`` see :meth:`result`."""
         assert isinstance(self.rule, SumRule)
-        return self.like.unflatten(*self.rule.compute(statistics, self.like, self.previous))
+        return self.rule.advance(statistics, self.like, self.previous, state)
 
     def cohort(self, total: float) -> Cohort:
         """Return the clients for a rule that is no sum; ``total`` is the sum of the weights in all processes."""

@@ -23,7 +23,7 @@ from lightning_fedbayes.fusion.gram import (
     points_of,
 )
 from lightning_fedbayes.fusion.registry import get_rule, register_fusion
-from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState, fuse_one_round
+from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState, check_no_sites, fuse_one_round
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero, zeros_like
 
 
@@ -43,6 +43,7 @@ class Preaggregation(FusionRule):
 
     def __init__(self, then: str | FusionRule) -> None:
         self.then = get_rule(then)
+        check_no_sites(self.then, f"{type(self).__name__}(then=...)")
         # attributes of this object, not of its class: they are those of the rule that fuses
         vars(self).update(uses_weights=self.then.uses_weights, by_columns=self.then.by_columns,
                           resists=self.then.resists,

@@ -33,8 +33,6 @@ ALGORITHMS = {
     "fedrep": "it is an argument of the federation: fusion='weighted_average', local_parameters=['head.*']",
     "fedbn": "it is an argument of the federation: fusion='weighted_average', local_parameters with the patterns of "
              "the normalisation layers, and buffers='local'",
-    "pvi": "clients keep a factor of the posterior in it, which is no fusion rule; nearest are "
-           "fusion='dwc' or 'conflation' with prior='global'",
 }
 """Known algorithm that is no fusion rule, in lower case without hyphens → what to do instead."""
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_fedbayes.errors import FusionError
 from lightning_fedbayes.fusion.registry import get_rule, rule_name
-from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState
+from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, check_no_sites
 
 
 class Reliability(ReliabilityRule):
@@ -32,6 +32,7 @@ class Reliability(ReliabilityRule):
 
     def __init__(self, by: str | FusionRule = "ivar_vb", then: str | FusionRule = "reverse_kl_barycenter") -> None:
         self.by, self.then = get_rule(by), get_rule(then)
+        check_no_sites(self.then, "Reliability(then=...)")
         if not isinstance(self.by, ReliabilityRule):
             raise FusionError(
                 f"Reliability(by='{rule_name(self.by)}'): that rule infers no reliability of clients; give one that "

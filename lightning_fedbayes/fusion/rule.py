@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from lightning_fedbayes.errors import FusionError
 from lightning_fedbayes.exchange import ALONE, Collective
 from lightning_fedbayes.exchange.reduction import Statistics
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero
@@ -49,12 +50,14 @@ class Fused:
             infer none.
         excluded: client → why the rule left it out.
         state: the rule's state for the next round.
+        figures: diagnostics of the rule, name → value.
     """
 
     posterior: GaussianPosterior
     reliability: dict[int, float] = field(default_factory=dict)
     excluded: dict[int, str] = field(default_factory=dict)
     state: RuleState = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 class FusionRule(ABC):
@@ -76,6 +79,9 @@ class FusionRule(ABC):
     resists: ClassVar[bool] = False
     """True if the rule itself bounds what a minority of clients can do. It then gets updates as they were sent; for
     other rules a :class:`~lightning_fedbayes.Server` bounds the influence of each client."""
+
+    keeps_sites: ClassVar[bool] = False
+    """True if every client keeps what it sends as its site (:class:`~lightning_fedbayes.fusion.Sites`)."""
 
     @abstractmethod
     def fuse(
@@ -142,6 +148,17 @@ class SumRule(FusionRule):
             previous: the global posterior that the clients started from.
         """
 
+    def advance(
+        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState
+    ) -> Fused:
+        """Return the result of a round; a rule with a state, whose ``by_columns`` is False, overrides this.
+
+        Args:
+            statistics, like, previous: see :meth:`compute`.
+            state: after the rounds before; it is not changed.
+        """
+        return Fused(like.unflatten(*self.compute(statistics, like, previous)), state=state)
+
     def merge(self, statistics: Statistics, other: Statistics) -> None:
         """Add the sums over other clients to ``statistics``, in place."""
         for key, value in other.items():
@@ -155,6 +172,15 @@ class SumRule(FusionRule):
         for posterior, weight in zip(posteriors, weights.tolist(), strict=True):
             self.update(statistics, *posterior.flatten(), weight)
         return posteriors[0].unflatten(*self.compute(statistics, posteriors[0], previous))
+
+
+def check_no_sites(rule: FusionRule, who: str) -> None:
+    """Raise FusionError if a rule inside another one, ``who``, keeps sites: they would not be what clients sent."""
+    if rule.keeps_sites:
+        raise FusionError(
+            f"{who}: the rule {type(rule).__name__} stands alone, because every client keeps what it has sent as its "
+            "site: give it as fusion= itself"
+        )
 
 
 def fuse_one_round(

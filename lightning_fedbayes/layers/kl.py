@@ -7,7 +7,7 @@ The closed form takes a few passes over the parameters where autograd takes doze
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -150,6 +150,18 @@ def standardised(
     return (mean - prior_mean) / prior_std, std / prior_std
 
 
+class JointPrior(Protocol):
+    """Prior of several parameters side by side, such as a stack of cavities."""
+
+    def values(self, mean: Tensor, std: Tensor) -> Tensor:
+        """The divergence of each network, shape (networks, entries) → (networks,)."""
+        ...
+
+    def gradients(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        """Its derivatives by every mean and standard deviation."""
+        ...
+
+
 class JointDraw(torch.autograd.Function):
     r"""Reparameterised draws of several parameters of several networks, and each network's divergence from its prior.
 
@@ -170,7 +182,7 @@ class JointDraw(torch.autograd.Function):
     Source: Kingma & Welling 2014; Blundell et al. 2015.
 
     Args:
-        prior: m and s of the prior N(m, s²) that all parameters share; None for no divergence.
+        prior: m and s of the prior N(m, s²) that all parameters share, or a joint one; None for no divergence.
         parameters: all means, then all ρ in the same order, each of shape (networks, \*) and of one dtype and device.
 
     Returns: a draw of each parameter, of its shape; all means, ρ and σ side by side, shape (networks, entries) each;
@@ -178,7 +190,9 @@ class JointDraw(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, prior: tuple[float, float] | None, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, prior: tuple[float, float] | JointPrior | None, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
         """Draw from torch's global generator."""
         count = len(parameters) // 2
         means, rhos = parameters[:count], parameters[count:]
@@ -191,7 +205,10 @@ class JointDraw(torch.autograd.Function):
         ctx.save_for_backward(mean, rho, std, noise)  # all but the noise are outputs: their own gradients count too
         ctx.set_materialize_grads(False)
         draws = _split(torch.addcmul(mean, std, noise), ctx)
-        return *draws, mean, rho, std, *([] if prior is None else [GaussianKL.forward(mean, std, *prior)])
+        if prior is None:
+            return *draws, mean, rho, std
+        kl = GaussianKL.forward(mean, std, *prior) if isinstance(prior, tuple) else prior.values(mean, std)
+        return *draws, mean, rho, std, kl
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore
@@ -209,7 +226,11 @@ class JointDraw(torch.autograd.Function):
             ], 1)
             of_std = _plus(of_draw * noise, of_std)
             of_mean = _plus(of_draw, of_mean)
-        if of_divergence is not None:
+        if of_divergence is not None and not isinstance(ctx.prior, tuple):
+            kl_of_mean, kl_of_std = ctx.prior.gradients(mean, std)
+            of_mean = _plus(kl_of_mean.mul_(of_divergence.unsqueeze(1)), of_mean)
+            of_std = _plus(kl_of_std.mul_(of_divergence.unsqueeze(1)), of_std)
+        elif of_divergence is not None:
             prior_mean, prior_std = ctx.prior
             scale = of_divergence.unsqueeze(1)
             inverse = scale / std

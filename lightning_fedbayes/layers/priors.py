@@ -130,6 +130,54 @@ class ScaleMixturePrior:
         return (math.log(weight) if weight > 0 else -math.inf) - math.log(std) - (draw / std).square() / 2
 
 
+@dataclass(frozen=True, eq=False)
+class CavityPrior:
+    r"""The global posterior without a client's own site, times :math:`\rho`, as the client's prior.
+
+    .. math:: \rho\,KL(q \| \text{cavity}) = \sum_i \tfrac12 A_i (\sigma_i^2 - s_i^2 + d_i^2) + c_i d_i
+              - \rho \log\frac{\sigma_i}{s_i}, \qquad d = \mu - m, \quad A = \rho / s^2 - \Lambda, \quad
+              c = \eta - \Lambda m
+
+    less a constant: it is 0 at the global posterior :math:`N(m, s^2)`. The cavity may be improper (A negative), since
+    nothing is inverted.
+
+    Args:
+        mean, std: m and s.
+        curvature, slope: A and c, with the precision Λ and shift η of the client's site.
+        step: :math:`\rho`.
+
+    All tensors are of the parameter's shape; of a stack of clients, or in a joint prior, of any that broadcasts.
+
+    Source: methods of :class:`~lightning_fedbayes.fusion.Sites`.
+    """
+
+    mean: Tensor
+    std: Tensor
+    curvature: Tensor
+    slope: Tensor
+    step: float
+
+    def kl(self, mean: Tensor, std: Tensor) -> Tensor:
+        """The sum above, a scalar, with the gradient of autograd."""
+        if mean.dtype in (torch.float16, torch.bfloat16):
+            mean, std = mean.float(), std.float()
+        return self._terms(mean, std).sum()
+
+    def values(self, mean: Tensor, std: Tensor) -> Tensor:
+        """The sum above over the last dimension: shape (networks, entries) → (networks,)."""
+        return self._terms(mean, std).sum(-1)
+
+    def _terms(self, mean: Tensor, std: Tensor) -> Tensor:
+        move, ratio = mean - self.mean, std / self.std
+        spread = (ratio * ratio - 1) * (self.std * self.std) + move * move
+        return spread * self.curvature / 2 + move * self.slope - self.step * ratio.log()
+
+    def gradients(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the derivatives of each entry's term by mean and standard deviation."""
+        of_mean = torch.addcmul(self.slope, mean - self.mean, self.curvature)
+        return of_mean, torch.addcmul(-self.step / std, std, self.curvature)
+
+
 P = TypeVar("P", bound=Prior)
 
 

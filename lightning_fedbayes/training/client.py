@@ -40,11 +40,13 @@ class ClientState:
         optimizers: state of each optimizer: number of the parameter → the optimizer's entries for it.
         options: what training has changed in each optimizer's options: see
             :meth:`~lightning_fedbayes.training.optimizers.ClientOptimizer.read`.
+        site: the client's factor of the posterior, see :mod:`~lightning_fedbayes.training.sites`; empty for none.
     """
 
     local: Tensors = field(default_factory=dict)
     optimizers: list[dict[int, dict[str, Any]]] = field(default_factory=list)
     options: list[list[dict[str, Any]]] = field(default_factory=list)
+    site: Tensors = field(default_factory=dict)
 
 
 def options_of(optimizer: Any) -> list[dict[str, Any]]:

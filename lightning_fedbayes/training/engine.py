@@ -20,6 +20,7 @@ from lightning_fedbayes.training.context import Step, TrainingContext
 from lightning_fedbayes.training.loader import FederatedLoader
 from lightning_fedbayes.training.log import Collected, TrainingLog
 from lightning_fedbayes.training.model import ResidentModel
+from lightning_fedbayes.training.sites import RoundSites
 
 Trained = tuple[Collected, dict[int, dict[str, Any]]]
 """Logged figures and kept states of the clients that one process has trained, ready to be sent."""
@@ -49,6 +50,7 @@ class Engine(ABC):
         states: the state that every client keeps, by its number.
         plan: the clients of the round that this process trains.
         prepare: brings the loop's batch to the device; None: the loop does it as it always does.
+        sites: the clients' sites in this round; None where the rule has none.
     """
 
     name: ClassVar[str]
@@ -67,6 +69,7 @@ class Engine(ABC):
         self.states: dict[int, ClientState] = {}
         self.plan = RoundPlan(-1, ())
         self.prepare: Callable[[Any], Any] | None = None
+        self.sites: RoundSites | None = None
         self._trained: dict[int, ClientState] = {}
         self._start = 0.0
         self.use(loader)
@@ -162,6 +165,8 @@ class Engine(ABC):
         if success:
             self.states.update(self._trained)
         self._trained = {}
+        if self.sites is not None:
+            self.sites.remove()
 
     def close(self) -> None:  # noqa: B027
         """Give the optimizers back as they were; a second call does nothing."""

@@ -98,6 +98,8 @@ class SequentialEngine(Engine):
         self._client, self._failure, self._losses = client, None, []
         state = self.states.get(client.number, ClientState())
         self.model.load_client(state.local)
+        if self.sites is not None:
+            self.sites.install(state.site)
         if self._state is not None:
             self._state.restore()
         for i, optimizer in enumerate(self._optimizers):
@@ -177,7 +179,8 @@ class SequentialEngine(Engine):
             return ClientFailure(client.number, unreadable, client.num_examples, self.seconds())
         kept = [optimizer.read() for optimizer in self._optimizers] if self.keep_optimizer else []
         self._trained[client.number] = ClientState(
-            self.model.read_local(), [state for state, _ in kept], [changes for _, changes in kept]
+            self.model.read_local(), [state for state, _ in kept], [changes for _, changes in kept],
+            {} if self.sites is None else self.sites.after(self.states.get(client.number), posterior),
         )
         return ClientUpdate(client.number, client.num_examples, posterior, buffers, metrics, self.seconds())
 

@@ -137,7 +137,8 @@ class VectorizedEngine(Engine):
         states = [self.states.get(client.number, ClientState()) for client in clients]
         probed = self.probed
         return ClientStack(
-            self.model, self.context.optimizers[0], self._step, clients, states, probed.stacked_keys, probed.layouts
+            self.model, self.context.optimizers[0], self._step, clients, states, probed.stacked_keys, probed.layouts,
+            self.sites,
         )
 
     def _prepare(self, batches: list[StackedBatch]) -> Any:
@@ -253,7 +254,9 @@ class VectorizedEngine(Engine):
             buffers = stack.read_buffers(slot)
             results.append(ClientUpdate(number, self.sizes[number], posteriors[slot], buffers, metrics, seconds))
             kept = [self._kept[slot]] if slot in self._kept else []
-            self._trained[number] = ClientState(stack.read_local(slot), kept)
+            before = self.states.get(number)
+            site = {} if self.sites is None else self.sites.after(before, posteriors[slot])
+            self._trained[number] = ClientState(stack.read_local(slot), kept, site=site)
         last = self.client(self._positions[chunk.clients[-1]])
         vars(self.context.module).update(attributes_of(stack.attributes, last))
         self._drop_stack()

@@ -5,8 +5,10 @@ Linear layers, the two usual losses, draws of Gaussian parameters and their KL d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +20,12 @@ from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter, dra
 from lightning_fedbayes.layers.functional import softplus_std
 from lightning_fedbayes.layers.kl import SMALL, JointDraw, PlainGaussianKL, joined_kl_sum
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
-from lightning_fedbayes.layers.priors import NormalPrior
+from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior
 from lightning_fedbayes.layers.whole_network import kl_divergence
 from lightning_fedbayes.private_torch import outside_vmap, stack_of, to_client_view, version_of
 from lightning_fedbayes.training.model import Tensors
+from lightning_fedbayes.training.sites import RoundSites
+from lightning_fedbayes.training.vectorized.schedule import Slots, take_rows
 
 
 class ClientOperations(TorchFunctionMode):
@@ -332,10 +336,15 @@ class JointDraws:
         gaussians: Gaussian parameters of the module.
         parameters: name → tensor of shape (clients, \\*).
         views: name → the same tensor as one client sees it.
+        cavities: the clients' cavities, if they are the priors.
     """
 
-    def __init__(self, gaussians: GaussianParameters, parameters: Tensors, views: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, gaussians: GaussianParameters, parameters: Tensors, views: Mapping[str, Tensor],
+        cavities: StackedCavities | None = None,
+    ) -> None:
         self._small = gaussians.small
+        self._cavities = cavities
         self._index: dict[tuple[int, int], int] = {}
         self._stacks: list[Tensor] = []
         names = gaussians.names
@@ -356,7 +365,7 @@ class JointDraws:
             return None
         if not self._joint:
             # independent of earlier steps: a resumed run must round as one that was not interrupted
-            self._prior = shared_prior(self._small)
+            self._prior = self._joint_prior()
             self._versions = [version_of(stack) for stack in self._stacks]
             self._joint = JointDraw.apply(self._prior, *self._stacks)  # pyright: ignore[reportAssignmentType]
         elif self._changed():
@@ -370,12 +379,78 @@ class JointDraws:
             return None
         live = [(id(s.owner._parameters.get(s.mean_name)), id(s.layer._parameters.get(s.rho_name)))
                 for s in self._small]
-        same = shared_prior(self._small) == self._prior and all(pair in self._index for pair in live)
+        same = self._joint_prior() == self._prior and all(pair in self._index for pair in live)
         return self._joint[-1] if same else None
+
+    def _joint_prior(self) -> tuple[float, float] | CavityPrior | None:
+        """Return the prior that the small parameters have in common; None if it has no closed form here."""
+        return shared_prior(self._small) if self._cavities is None else self._cavities.joint(self._small)
 
     def _changed(self) -> bool:
         """Return whether a parameter has been written into since the draw."""
         return [version_of(stack) for stack in self._stacks] != self._versions
+
+
+class StackedCavities:
+    """The cavities of the clients in a stack, as priors of the module's parameters.
+
+    Args:
+        sites: the sites of the round.
+        curvature, slope: of each client, shape (clients, P), see
+            :meth:`~lightning_fedbayes.training.sites.RoundSites.fields`.
+    """
+
+    def __init__(self, sites: RoundSites, curvature: Tensor, slope: Tensor) -> None:
+        self._sites = sites
+        self._stacks = sites.cavities(curvature, slope)
+        self._joint: CavityPrior | None = None
+        self._installed: dict[tuple[int, str], CavityPrior] = {}
+
+    def rows(self, slots: Slots) -> StackedCavities:
+        """Return the cavities of the clients in ``slots``."""
+        chosen = copy.copy(self)
+        chosen._joint = None if self._joint is None else _rows_of(self._joint, slots)
+        chosen._stacks = {name: _rows_of(stack, slots) for name, stack in self._stacks.items()}
+        return chosen
+
+    def join(self, gaussians: GaussianParameters) -> None:
+        """Lay the cavities of the small parameters side by side, for joint draws."""
+        names = {id(each.mean): name for name, each in self._sites.parameters.items()}
+        if gaussians.small and all(id(each.mean) in names for each in gaussians.small):
+            parts = [self._stacks[names[id(each.mean)]] for each in gaussians.small]
+            mean = torch.cat([part.mean.flatten() for part in parts])
+            std = torch.cat([part.std.flatten() for part in parts])
+            curvature = torch.cat([part.curvature.flatten(1) for part in parts], 1)
+            slope = torch.cat([part.slope.flatten(1) for part in parts], 1)
+            self._joint = CavityPrior(mean, std, curvature, slope, parts[0].step)
+
+    @contextmanager
+    def installed(self, view: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Inside, every parameter has its cavity as one client sees it, by ``view``, as its prior."""
+        parameters = self._sites.parameters
+        for name, each in parameters.items():
+            stack = self._stacks[name]
+            prior = replace(stack, curvature=view(stack.curvature), slope=view(stack.slope))
+            each.replace_prior(prior)
+            self._installed[id(each.layer), each.path] = prior
+        try:
+            yield
+        finally:
+            for each in parameters.values():
+                each.replace_prior(None)
+
+    def stacks(self) -> list[Tensor]:
+        """Return what differs between clients, in the order in which :meth:`installed` asks for views."""
+        return [each for stack in self._stacks.values() for each in (stack.curvature, stack.slope)]
+
+    def joint(self, small: Sequence[GaussianParameter]) -> CavityPrior | None:
+        """Return the joint cavity of the ``small`` parameters; None if one has another prior."""
+        mine = all(each.prior is self._installed.get((id(each.layer), each.path)) for each in small)
+        return self._joint if mine else None
+
+
+def _rows_of(cavity: CavityPrior, slots: Slots) -> CavityPrior:
+    return replace(cavity, curvature=take_rows(cavity.curvature, slots), slope=take_rows(cavity.slope, slots))
 
 
 def shared_prior(gaussians: Sequence[GaussianParameter]) -> tuple[float, float] | None:

@@ -19,6 +19,7 @@ from lightning_fedbayes.training.client import Client, ClientState, parameters_o
 from lightning_fedbayes.training.context import TrainingContext
 from lightning_fedbayes.training.model import ResidentModel, Tensors
 from lightning_fedbayes.training.optimizers import OptimizerState
+from lightning_fedbayes.training.sites import RoundSites
 from lightning_fedbayes.training.snapshot import Snapshot
 from lightning_fedbayes.training.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
 from lightning_fedbayes.training.vectorized.schedule import Slots, put_rows, take_rows
@@ -50,6 +51,7 @@ class ClientStack:
         states: state that each of them has kept from earlier rounds.
         stacked_keys: see :class:`~lightning_fedbayes.training.vectorized.optimizer.StackedOptimizer`.
         layouts: name of the parameter → layout of its stack.
+        sites: the clients' sites in this round; None where the rule has none.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ClientStack:
         states: Sequence[ClientState],
         stacked_keys: Collection[str],
         layouts: Mapping[str, Layout | None],
+        sites: RoundSites | None = None,
     ) -> None:
         self.model = model
         self.step = step
@@ -75,6 +78,7 @@ class ClientStack:
         # first, because it may fail: nothing has been replaced yet
         self.attributes = start_clients(step.module, clients, step.swap, everything)
         self.optimizer = StackedOptimizer(optimizer, rows, kept, stacked_keys)
+        self._cavities = None if sites is None else step.cavities(sites, [state.site for state in states])
 
     def forward_backward(
         self, slots: Slots, batch: Any, steps: int, batch_idx: int, *, alone: bool, clip: Clip | None = None
@@ -100,7 +104,10 @@ class ClientStack:
         if stacked:
             stacked = tree_map(lambda value: take_rows(value, slots), stacked)
         try:
-            output = self.step(parameters, buffers, Attributes(stacked, self.attributes.shared), batch, batch_idx)
+            output = self.step(
+                parameters, buffers, Attributes(stacked, self.attributes.shared), batch, batch_idx,
+                None if self._cavities is None else self._cavities.rows(slots),
+            )
             if output.losses is not None:
                 for parameter in optimizer.parameters:
                     parameter.grad = None

@@ -23,11 +23,13 @@ from lightning_fedbayes.private_torch import (
 )
 from lightning_fedbayes.training.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.training.model import Tensors
+from lightning_fedbayes.training.sites import RoundSites
 from lightning_fedbayes.training.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.training.vectorized.operations import (
     ClientOperations,
     GaussianParameters,
     JointDraws,
+    StackedCavities,
     StackedOperations,
 )
 from lightning_fedbayes.training.vectorized.swap import ParameterSwap, with_attributes
@@ -91,7 +93,8 @@ class StackedStep:
         self._take = self._with_primitives if has_vmap_primitives() else self._with_public_vmap
 
     def __call__(
-        self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int
+        self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
+        cavities: StackedCavities | None = None,
     ) -> StepOutput:
         """Take the forward pass.
 
@@ -100,14 +103,23 @@ class StackedStep:
             attributes: set on the module during the step.
             batch: the clients' batches, tensors of shape (clients, batch, *).
             batch_idx: the argument of ``training_step``.
+            cavities: the clients' priors; None: the layers' own.
         """
         self.log.begin_step()
         with self._context():
-            stacks, assemble = self._take(parameters, buffers, attributes, batch, batch_idx)
+            stacks, assemble = self._take(parameters, buffers, attributes, batch, batch_idx, cavities)
         return assemble(stacks)
 
+    def cavities(self, sites: RoundSites, own: Sequence[Tensors]) -> StackedCavities:
+        """Return the cavities of clients with these sites of their ``own``."""
+        curvature, slope = (torch.stack(field) for field in zip(*map(sites.fields, own)))
+        stacked = StackedCavities(sites, curvature, slope)
+        stacked.join(self._gaussians)
+        return stacked
+
     def _with_primitives(
-        self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int
+        self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
+        cavities: StackedCavities | None,
     ) -> tuple[Sequence[Tensor], Assemble]:
         tensors = {**parameters, **buffers}
         count = len(next(iter(tensors.values())))
@@ -119,23 +131,28 @@ class StackedStep:
             views = {name: to_client_view(stack, level) for name, stack in tensors.items()}
             held = {**attributes.shared, **{name: view(value) for name, value in attributes.stacked.items()}}
             batch = [to_client_view(each, level) for each in batch] if is_list_of_tensors(batch) else view(batch)
-            operations = StackedOperations(level, self._gaussians, JointDraws(self._gaussians, parameters, views))
-            outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, operations)
+            joint = JointDraws(self._gaussians, parameters, views, cavities)
+            operations = StackedOperations(level, self._gaussians, joint)
+            with nullcontext() if cavities is None else cavities.installed(view):
+                outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, operations)
             return [to_stack(output, level, count) for output in outputs], assemble
 
     def _with_public_vmap(
-        self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int
+        self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
+        cavities: StackedCavities | None,
     ) -> tuple[Sequence[Tensor], Assemble]:
         assembles: list[Assemble] = []
 
-        def step(views: Tensors, stacked: dict[str, Any], batch: Any) -> list[Tensor]:
-            held = {**attributes.shared, **stacked}
-            outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, ClientOperations())
+        def step(views: Tensors, stacked: dict[str, Any], batch: Any, fields: list[Tensor]) -> list[Tensor]:
+            held, given = {**attributes.shared, **stacked}, iter(fields)
+            with nullcontext() if cavities is None else cavities.installed(lambda _: next(given)):
+                outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, ClientOperations())
             assembles.append(assemble)
             return outputs
 
         vmapped = torch.func.vmap(step, randomness="different")
-        return vmapped({**parameters, **buffers}, attributes.stacked, batch), assembles[0]
+        fields = [] if cavities is None else cavities.stacks()
+        return vmapped({**parameters, **buffers}, attributes.stacked, batch, fields), assembles[0]
 
     def _of_client(
         self,
