@@ -21,6 +21,8 @@ CAUSES = (
     (r"requires_grad_\(\)|torch\.autograd", "takes gradients itself, or switches them on or off"),
     (r"inplace|in-place", "writes into a tensor that clients share: make a new one"),
     (r"saved-tensor hooks", "checkpoints activations, which a stack of clients cannot"),
+    (r"aten::(?:lstm|gru|rnn_\w+)\.",
+     "runs a recurrent layer with dropout between layers, projections, half precision or a PackedSequence in a stack"),
     (r"not implemented for ([\w:.]+)", r"uses {0}, which torch cannot run for a stack"),
 )
 """Pattern in torch's message → what the code does, and what to do instead."""
