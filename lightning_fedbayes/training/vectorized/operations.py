@@ -475,7 +475,11 @@ def _alike(gaussians: Iterable[GaussianParameter]) -> list[GaussianParameter]:
     return [each for each, kind in kinds if len(kind) == 1 and kind == kinds[0][1]]
 
 
-ClientOperations.replacements = {F.embedding: embedding, torch.lstm_cell: lstm_cell, Tensor.data.__get__: data}
+ClientOperations.replacements = {
+    F.embedding: embedding,
+    torch.lstm_cell: lstm_cell,
+    Tensor.data.__get__: data,  # pyright: ignore[reportAttributeAccessIssue]
+}
 StackedOperations.replacements = {
     **ClientOperations.replacements,
     F.linear: linear,

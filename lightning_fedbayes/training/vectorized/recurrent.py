@@ -11,7 +11,7 @@ State = tuple[Tensor, ...]
 """Hidden state of every client, (h,) or (h, c), each of shape (clients, batch, hidden)."""
 
 Cell = Callable[[Tensor, State, Tensor, Tensor | None], State]
-"""One step in time: (W x + b, state, Uᵀ, b′) → state; shapes (clients, batch, gates · hidden), ..., (clients, 1, ...)."""
+"""One step in time: (W x + b, state, Uᵀ, b′) → state; the first of shape (clients, batch, gates · hidden)."""
 
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """W, U, b and b′ of one direction of one layer, each with a first dimension of clients."""
@@ -55,7 +55,9 @@ def weights_of(cell: Cell, tensors: Sequence[Tensor], has_biases: bool) -> list[
     return [(w, u, b, own) if cell is gru_cell else (w, u, b + own, None) for w, u, b, own in groups]
 
 
-def run_layers(cell: Cell, x: Tensor, states: State, weights: Sequence[Weights], directions: int) -> tuple[Tensor, State]:
+def run_layers(
+    cell: Cell, x: Tensor, states: State, weights: Sequence[Weights], directions: int
+) -> tuple[Tensor, State]:
     """Run the layers one above the other.
 
     Args:
@@ -80,9 +82,9 @@ def run_layers(cell: Cell, x: Tensor, states: State, weights: Sequence[Weights],
 
 
 def run(cell: Cell, x: Tensor, state: State, weights: Weights, *, backwards: bool) -> tuple[Tensor, State]:
-    """Run one direction of one layer. Returns h at every time, shape (clients, time, batch, hidden), and the last state.
+    """Run one direction of one layer, with one product for the inputs of all times.
 
-    The products with the inputs are one for all times.
+    Returns: h at every time, shape (clients, time, batch, hidden), and the last state.
     """
     clients, times, batch, _ = x.shape
     w, u, bias, own = weights
@@ -97,6 +99,6 @@ def run(cell: Cell, x: Tensor, state: State, weights: Weights, *, backwards: boo
 
 
 def linear_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return rows · weightᵀ + bias of every client, from shapes (clients, n, in), (clients, out, in), (clients, out)."""
+    """Return rows · weightᵀ + bias of every client, of shapes (clients, n, in), (clients, out, in), (clients, out)."""
     transposed = weight.transpose(1, 2)
     return torch.bmm(rows, transposed) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, transposed)

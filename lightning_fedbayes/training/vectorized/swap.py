@@ -37,12 +37,12 @@ class ParameterSwap:
                         continue
                     name = names.setdefault(id(tensor), f"{path}.{attribute}" if path else attribute)
                     self._locations.setdefault(name, []).append((tensors, attribute))
-        flat = [(each, sum(each.all_weights, [])) for each in module.modules() if isinstance(each, nn.RNNBase)]
-        self._recurrent = [
-            (layer, [(names[id(weight)], weight) for weight in weights])
-            for layer, weights in flat
-            if all(id(weight) in names for weight in weights)
-        ]
+        self._recurrent: list[tuple[nn.RNNBase, list[tuple[str, Tensor]]]] = []
+        for layer in module.modules():
+            if isinstance(layer, nn.RNNBase):
+                weights = [weight for group in layer.all_weights for weight in group]
+                if all(id(weight) in names for weight in weights):  # else they are computed from others
+                    self._recurrent.append((layer, [(names[id(weight)], weight) for weight in weights]))
 
     def __getitem__(self, name: str) -> Tensor | None:
         """The tensor that the module holds now under a dotted ``name``."""
