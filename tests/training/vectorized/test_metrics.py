@@ -19,6 +19,7 @@ from torchmetrics.classification import (
 from torchmetrics.wrappers import Running
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.training.vectorized import step
 from tests.federations import CLASSES, Plain, assert_equal, federate, parameters
 
 PARTITION = fb.SizesPartition((1, 7, 30, 8, 44))
@@ -157,6 +158,12 @@ def test_both_engines_log_the_same():
         for before, after in zip(first.history, second.history, strict=True):
             assert before.keys() == after.keys(), name
             assert after == pytest.approx({**before, "seconds": after["seconds"]}, rel=1e-5, abs=1e-7), name
+
+
+def test_metrics_are_fed_without_private_names_of_torch(monkeypatch):
+    monkeypatch.setattr(step, "has_vmap_primitives", lambda: False)
+    logged = [run(engine, collection, logs_members)[2] for engine in ("sequential", "vectorized")]
+    assert logged[1]["train/f1"] == pytest.approx(logged[0]["train/f1"], rel=1e-6)
 
 
 def test_a_metric_counts_every_example_of_every_client():
