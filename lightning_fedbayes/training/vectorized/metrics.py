@@ -141,6 +141,8 @@ class Call:
 class StandIn(nn.Module):
     """Stands in the place of a metric or a collection while a stack trains: notes calls, and refuses everything else.
 
+    ``isinstance`` takes it for what it stands for.
+
     Args:
         metric: the metric or the collection.
         path: where the module holds it.
@@ -148,8 +150,14 @@ class StandIn(nn.Module):
     """
 
     def __init__(self, metric: Metric | MetricCollection, path: str, calls: list[Call]) -> None:
-        super().__init__()
         vars(self).update(_metric=metric, _path=path, _calls=calls, _is_checked=False)  # it is no submodule
+        vars(self).update(_enable_compute_groups=False)  # self.log_dict asks collections for it
+        super().__init__()
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The class of the metric."""
+        return type(self._metric)
 
     def forward(self, *args: Any, **kwargs: Any) -> BatchValue | dict[str, BatchValue]:
         """Note a call. Returns what can be logged, and nothing else."""
@@ -161,11 +169,12 @@ class StandIn(nn.Module):
         """Note a call."""
         self._note("update", args, kwargs)
 
-    def items(self) -> list[tuple[str, Member]]:
+    def items(self, keep_base: bool = False, copy_state: bool = True) -> list[tuple[str, Member]]:
         """Return the metrics of a collection, to be logged."""
         if not isinstance(self._metric, MetricCollection):
             return self.__getattr__("items")
-        return [(str(key), Member(self._metric, str(key))) for key, _ in named(self._metric)]
+        keys = self._metric.keys(keep_base)
+        return [(str(shown), Member(self._metric, str(key))) for shown, (key, _) in zip(keys, named(self._metric))]
 
     def _note(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         if not self._is_checked:

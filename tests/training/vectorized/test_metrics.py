@@ -93,6 +93,14 @@ def logs_members(module, logits, labels, loss):
     module.log_dict(module.metric, **EPOCH)
 
 
+def logs_by_class(module, logits, labels, loss):
+    assert isinstance(module.metric, nn.Module)
+    if isinstance(module.metric, MetricCollection):
+        module.metric.update(logits, labels)
+        for name, each in module.metric.items(keep_base=True):
+            module.log(f"own/{name}", each, **EPOCH)
+
+
 def logs_values(module, logits, labels, loss):
     module.log_dict(module.metric(logits, labels), **EPOCH)
 
@@ -129,7 +137,8 @@ SAME = {
     "mean": (MeanMetric, of_the_loss), "sum": (SumMetric, of_the_loss), "maximum": (MaxMetric, of_the_loss),
     "weighted mean": (MeanMetric, weighted), "twice in a step": (MeanMetric, twice),
     "states that grow": (lambda: MulticlassAUROC(CLASSES), updates_and_logs),
-    "collection": (collection, logs_members), "values of a collection": (collection, logs_values),
+    "collection": (collection, logs_members), "by class": (collection, logs_by_class),
+    "values of a collection": (collection, logs_values),
     "end of the epoch": (accuracy, only_updates, computes_and_resets),
     "a matrix": (lambda: MulticlassConfusionMatrix(CLASSES), only_updates, computes_and_resets),
     "collection, end of the epoch": (collection, only_updates, computes_and_resets),
