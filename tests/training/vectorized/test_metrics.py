@@ -30,7 +30,7 @@ class Fed(Plain):
     """Feeds ``self.metric`` by a function of (module, logits, labels, loss)."""
 
     def __init__(self, metric, feed, at_end=None):
-        super().__init__()
+        super().__init__(lr=0.5)  # it soon tells the classes apart
         self.metric, self.feed, self.at_end = metric, feed, at_end
 
     def training_step(self, batch, batch_idx):
@@ -147,9 +147,9 @@ SAME = {
 }
 
 
-def run(engine, metric, *functions, rounds=2, **options):
+def run(engine, metric, *functions, rounds=2, partition=PARTITION, **options):
     """The module, the federation and what the Trainer has logged."""
-    module, federation = Fed(metric(), *functions), fb.FederatedBayes(PARTITION, engine=engine)
+    module, federation = Fed(metric(), *functions), fb.FederatedBayes(partition, engine=engine)
     made = federate(module, federation, rounds, **options)
     assert federation.federation.engine.name == engine
     return module, federation, {name: float(value) for name, value in made.callback_metrics.items()}
@@ -197,7 +197,7 @@ def test_a_value_of_a_step_is_the_mean_over_its_clients_as_for_tensors():
         module.log("tensor", (logits.argmax(-1) == labels).float().mean(), on_step=True, on_epoch=True)
 
     callback = Both()
-    _, _, logged = run("vectorized", accuracy, feed, callbacks=[callback])
+    _, _, logged = run("vectorized", accuracy, feed, callbacks=[callback], partition=fb.IIDPartition(3))
     assert len(callback.steps) == 2
     for of_metric, of_tensor in callback.steps:
         assert of_metric == pytest.approx(of_tensor)
