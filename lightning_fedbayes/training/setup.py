@@ -31,8 +31,8 @@ TIMES_PER_CLIENT = 4
 """Steps in time of LSTMs (on a GPU, of all recurrent layers) per client up to which stacking pays.
 
 torch takes them in one operation for one client; a stack takes about twenty for each step in time, however many clients
-it has. Rounds of 5 clients were 1.0 to 1.2 times as fast for 20 steps, of 2 clients 0.3 to 0.8 times for 20 and 80, of 20
-clients twice as fast for 80 (``python -m benchmarks.engine.stacks``).
+it has. Rounds of 5 clients were 1.0 to 1.2 times as fast for 20 steps, of 20 clients twice as fast for 80, of 2 clients
+0.3 to 0.8 times for 20 and 80 (``python -m benchmarks.engine.stacks``).
 """
 
 STACK_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
