@@ -30,7 +30,7 @@ FEATURES, CLASSES, BATCH, BATCHES = 32, 5, 16, 10
 class Sequences(L.LightningModule):
     """One recurrent layer, and a linear one on its last output."""
 
-    def __init__(self, kind: type[nn.RNNBase], hidden: int) -> None:
+    def __init__(self, kind: type[nn.GRU] | type[nn.LSTM], hidden: int) -> None:
         super().__init__()
         self.layer, self.head = kind(FEATURES, hidden, batch_first=True), nn.Linear(hidden, CLASSES)
 
@@ -53,8 +53,10 @@ class Measured(L.LightningModule):
         logits = self.net(batch[0][:, 0])
         if self.metric is not None:
             (self.metric.update if self.update else self.metric)(logits, batch[1])
-            log = self.log_dict if isinstance(self.metric, MetricCollection) else self.log
-            log(*(() if log == self.log_dict else ("metric",)), self.metric, on_step=False, on_epoch=True)
+            if isinstance(self.metric, MetricCollection):
+                self.log_dict(self.metric, on_step=False, on_epoch=True)
+            else:
+                self.log("metric", self.metric, on_step=False, on_epoch=True)
         return nn.functional.cross_entropy(logits, batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
