@@ -6,6 +6,7 @@ Importing this module never fails. Without a primitive of vmap the vectorized en
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -162,3 +163,11 @@ def has_backward_hook(module: nn.Module) -> bool:
 def has_step_hook(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer`` has a hook before or after its step."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def flat_weights(weights: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the attributes with which a recurrent layer uses ``weights``, in the order of its ``all_weights``.
+
+    Without references the layer takes them as they are, and does not look for parameters that were replaced.
+    """
+    return {"_flat_weights": list(weights), "_flat_weight_refs": [None] * len(weights)}

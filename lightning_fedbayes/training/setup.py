@@ -27,6 +27,14 @@ LARGEST_STEP = {"cpu": 30e6, "cuda": 30e9}
 """Floating-point operations of one client's step up to which stacking pays, by type of device: above, the arithmetic
 takes longer than the calls that stacking saves."""
 
+TIMES_PER_CLIENT = 4
+"""Steps in time of LSTMs (on a GPU, of all recurrent layers) per client up to which stacking pays.
+
+torch takes them in one operation for one client; a stack takes about twenty for each step in time, however many clients
+it has. Rounds of 5 clients were 1.0 to 1.2 times as fast for 20 steps, of 20 clients twice as fast for 80, of 2 clients
+0.3 to 0.8 times for 20 and 80 (``python -m benchmarks.engine.stacks``).
+"""
+
 STACK_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 """Memory for a stack of clients, by type of device. It is fixed, not what happens to be free, so that the number of
 clients in a stack, on which the noise depends, is the same on every machine."""
@@ -61,8 +69,8 @@ def make_engine(
 ) -> Engine:
     """Return the engine that ``settings.engine`` names; for "auto" the faster one, with a line that says which.
 
-    "auto" stacks the clients if the module allows it, a round has at least two of them, and a step of one client is
-    at most :data:`LARGEST_STEP`.
+    "auto" stacks the clients if the module allows it, a round has at least two of them, a step of one client is at
+    most :data:`LARGEST_STEP`, and its LSTMs take at most :data:`TIMES_PER_CLIENT` steps in time per client.
 
     Raises:
         CannotVectorize: "vectorized" is asked for and impossible.
@@ -91,6 +99,14 @@ def make_engine(
             raise CannotVectorize("in half precision a stack rounds otherwise than each client alone")
         if name == "auto" and probed.flops > LARGEST_STEP.get(device, LARGEST_STEP["cuda"]):
             raise CannotVectorize(f"a step is long ({probed.flops / 1e6:.0f} million operations), so it is faster")
+        most = clients_that_fit(probed.bytes_per_client, STACK_BYTES.get(device, STACK_BYTES["cuda"]))
+        at_once = settings.clients_at_once or most
+        together = min(at_once, len(cohort))
+        if name == "auto" and probed.fused_times > TIMES_PER_CLIENT * together:
+            raise CannotVectorize(
+                f"recurrent layers take {probed.fused_times} steps in time, and for {together} clients torch's own are "
+                "faster than those of a stack"
+            )
     except CannotVectorize as reason:
         if name == "vectorized":
             raise CannotVectorize(
@@ -98,9 +114,7 @@ def make_engine(
             ) from reason
         rank_zero_info(f"Engine: sequential, because {reason}.")
         return one_by_one()
-    most = clients_that_fit(probed.bytes_per_client, STACK_BYTES.get(device, STACK_BYTES["cuda"]))
-    at_once = settings.clients_at_once or most
-    rank_zero_info(f"Engine: vectorized, {min(at_once, len(cohort))} clients at once.")
+    rank_zero_info(f"Engine: vectorized, {together} clients at once.")
     return VectorizedEngine(
         context, model, loader, probed=probed, clients_at_once=at_once, keep_optimizer=keep, seed=settings.seed
     )

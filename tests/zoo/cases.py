@@ -10,6 +10,7 @@ import lightning as L
 import numpy as np
 import torch
 import torchmetrics
+from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
@@ -361,6 +362,8 @@ step(STEP, "control flow on data", lambda self, batch, batch_idx: self.loss(batc
     2 if batch[0].mean() > 0 else 1))
 step(STEP, ".item()", lambda self, batch, batch_idx: self.loss(batch) * (1 + batch[0].abs().max().item()))
 step(STEP, ".numpy()", lambda self, batch, batch_idx: self.loss(batch) * float(np.tanh(batch[0].numpy().mean())))
+step(STEP, "clamps the weights by .data", lambda self, batch, batch_idx: [
+    each.data.clamp_(-0.3, 0.3) for each in self.parameters()] and self.loss(batch), vectorized=EQUAL)
 step(STEP, "torch.where on data", lambda self, batch, batch_idx: self.loss(batch) * torch.where(
     batch[0].mean() > 0, 2.0, 1.0), vectorized=EQUAL)
 
@@ -378,7 +381,34 @@ class Metrics(Net):
         return nn.functional.cross_entropy(logits, y)
 
 
-add(STEP, "a torchmetric", Metrics, vectorized=REFUSED)
+class Collected(Metrics):
+    def __init__(self):
+        super().__init__()
+        metrics = torchmetrics.classification
+        self.collection = torchmetrics.MetricCollection([
+            metrics.MulticlassF1Score(CLASSES), metrics.MulticlassAUROC(CLASSES)])
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.collection.update(self(batch[0]), batch[1])
+        self.log_dict(self.collection, on_step=False, on_epoch=True)
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("train/loss", self.mean.compute())
+        self.mean.reset()
+
+
+class Weighted(Metrics):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (1 + self.accuracy(self(batch[0]), batch[1]))
+
+
+add(STEP, "a torchmetric", Metrics)
+add(STEP, "torchmetrics in a collection, and one that on_train_epoch_end computes", Collected)
+add(STEP, "a torchmetric's value in the loss", Weighted, vectorized=REFUSED)
 
 
 def logs(self, batch, batch_idx):
@@ -475,6 +505,55 @@ class Attention(nn.Module):
         return self.head(self.layer(x, x, x)[0].mean(1))
 
 
+class Bert(nn.Module):
+    """Tokens and positions, an encoder that masks the padding, and a head on the first token."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(5, 8, padding_idx=0), nn.Embedding(FEATURES, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, activation="gelu", batch_first=True)
+        self.norm, self.encoder = nn.LayerNorm(8), nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        tokens, places = (2 * x).long().clamp(0, 4), torch.arange(FEATURES)
+        padding = (tokens == 0) & (places > 0)
+        embedded = self.norm(self.tokens(tokens) + self.positions(places))
+        return self.head(self.encoder(embedded, src_key_padding_mask=padding)[:, 0])
+
+
+class Cells(nn.Module):
+    """A recurrence in Python over the cells of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.LSTMCell(2, 4), nn.GRUCell(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        states = g = None
+        for each in x.unflatten(1, (3, 2)).unbind(1):
+            states = self.first(each, states)
+            g = self.second(states[0], g)
+        return self.head(g)
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.GRU(2, 4, batch_first=True), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        sequences = x.unflatten(1, (3, 2))
+        return self.head(self.layer(nn.utils.rnn.pack_padded_sequence(sequences, [3] * len(x), True))[1][0])
+
+
+def of_bayesian_torch():
+    made = network()
+    dnn_to_bnn(made, {"prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -3.0,
+                      "type": "Reparameterization", "moped_enable": False, "moped_delta": 0.5})
+    return made
+
+
 class Listed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -527,8 +606,18 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "transformer layer without dropout": (lambda: nn.Sequential(
         nn.Unflatten(1, (3, 2)), nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True), nn.Flatten(),
         nn.Linear(6, CLASSES)), {}),
-    "LSTM": (lambda: sequence(lambda: nn.LSTM(2, 4, batch_first=True)), {"vectorized": REFUSED}),
-    "GRU": (lambda: sequence(lambda: nn.GRU(2, 4, batch_first=True)), {"vectorized": REFUSED}),
+    "BERT: embeddings, and an encoder with a mask": (Bert, {}),
+    "LSTM": (lambda: sequence(lambda: nn.LSTM(2, 4, batch_first=True)), {}),
+    "LSTM, two layers, both directions": (
+        lambda: sequence(lambda: nn.LSTM(2, 2, 2, bidirectional=True, batch_first=True)), {}),
+    "LSTM with projections": (
+        lambda: sequence(lambda: nn.LSTM(2, 6, proj_size=4, batch_first=True)), {"vectorized": REFUSED}),
+    "GRU": (lambda: sequence(lambda: nn.GRU(2, 4, batch_first=True)), {}),
+    "GRU with dropout between two layers": (
+        lambda: sequence(lambda: nn.GRU(2, 4, 2, dropout=0.1, batch_first=True)), {"vectorized": REFUSED}),
+    "GRU on a packed sequence": (Packed, {"vectorized": REFUSED}),
+    "RNN": (lambda: sequence(lambda: nn.RNN(2, 4, batch_first=True)), {}),
+    "LSTMCell and GRUCell": (Cells, {}),
     "a list of parameters": (Listed, {}),
     "spectral norm": (lambda: nn.Sequential(
         parametrizations.spectral_norm(nn.Linear(FEATURES, 5)), nn.Linear(5, CLASSES)), {"vectorized": REFUSED}),
@@ -544,6 +633,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         fb_cast(torch.complex64), nn.Linear(FEATURES, CLASSES, dtype=torch.complex64), Modulus()),
         {"sequential": REFUSED, "vectorized": REFUSED}),
     "our Bayesian layers": (lambda: fb.bayesianize(network(), last=1), {"noisy": True}),
+    "bayesian-torch's dnn_to_bnn": (of_bayesian_torch, {"noisy": True}),
     "our Flipout layers": (lambda: fb.bayesianize(network(), last=2, estimator="flipout"), {"noisy": True}),
 }
 

@@ -45,7 +45,7 @@ An epoch of the Trainer is a round. Inside it:
 | hooks of the epoch, of validation and of the fit | once in a round, on the global model: what they do to it holds |
 | a scheduler with `interval="epoch"` | steps at the end of the round |
 | the optimizer's options | each client starts with the round's; what its training changes ends with it |
-| torchmetrics in `training_step` | collect over all clients of the round |
+| torchmetrics in `training_step` | collect over all clients of the round; in a stack, fed after the step |
 """
 
 WORDS = {True: "as Lightning", False: "refused"}

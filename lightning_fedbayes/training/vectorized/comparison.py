@@ -91,7 +91,7 @@ def _check_singles(
         own = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.parameters.items()}
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         batch = tree_map(lambda stacked, slot=slot: stacked[slot], data)
-        with step.swap.using({**own, **buffers}):
+        with step.swap.using({**own, **buffers}), step.log.metrics.noting():
             loss = _single_loss(context, client, batch)
         alike = (loss is None) == (losses is None)
         if alike and loss is not None and losses is not None:

@@ -14,7 +14,17 @@ from torch.optim import Optimizer
 from lightning_fedbayes.errors import CannotVectorize
 from lightning_fedbayes.private_torch import version_of
 from lightning_fedbayes.training.client import options_of, parameters_of
-from lightning_fedbayes.training.snapshot import Snapshot
+from lightning_fedbayes.training.snapshot import LONG, Snapshot
+
+
+def in_containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules, such as metrics, that ``module`` and its layers keep in lists and dicts: name and module."""
+    for path, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            if isinstance(value, list | tuple | dict) and not name.startswith("_") and len(value) <= LONG:
+                for each in value.values() if isinstance(value, dict) else value:
+                    if isinstance(each, nn.Module):
+                        yield f"{path}.{name}" if path else name, each
 
 
 @contextmanager
@@ -23,7 +33,7 @@ def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], No
 
     Gives a function that raises CannotVectorize if the module has changed something that all clients would share.
     """
-    snapshots = {path: Snapshot(each) for path, each in module.named_modules()}
+    snapshots = {path: Snapshot(each) for path, each in (*module.named_modules(), *in_containers(module))}
     named = (*module.named_parameters(), *module.named_buffers())
     tensors = {name: (tensor, version_of(tensor), tensor.detach().clone()) for name, tensor in named}
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}

@@ -219,7 +219,8 @@ class VectorizedEngine(Engine):
         except Exception as error:  # some of them may have been stepped
             self._failures.update(dict.fromkeys(slots, error))
             return None, {}
-        self.log.add(slots, data)
+        for slot, error in self.log.add(slots, data).items():
+            self._failures.setdefault(slot, error)
         if self.keep_optimizer:
             done = [slot for slot in slots if group.step + 1 == self._lengths[slot]]
             self._kept.update({slot: optimizer.read_state(slot) for slot in done})

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_fedbayes.private_torch import tree_map
 from lightning_fedbayes.training.context import TrainingContext
 from lightning_fedbayes.training.log import SIGNATURE, TrainingLog, is_epoch_mean
+from lightning_fedbayes.training.vectorized.metrics import BatchValue, MetricCalls, logged_value
 from lightning_fedbayes.training.vectorized.schedule import Slots, add_rows
 from lightning_fedbayes.training.vectorized.swap import with_attributes
 
@@ -23,10 +24,14 @@ class StackedTrainingLog(TrainingLog):
 
     Args:
         context: the training loop's module and options.
+
+    Attributes:
+        metrics: the calls of metrics in a step, which are made when its values are added.
     """
 
     def __init__(self, context: TrainingContext) -> None:
         super().__init__(context.module, context.in_training_step)
+        self.metrics = MetricCalls(context.module)
         self._marks = context.training_step_marks
         self._calls: list[tuple[str, Any, Mapping[str, Any]]] = []
         self._totals: dict[str, Tensor] = {}
@@ -47,25 +52,49 @@ class StackedTrainingLog(TrainingLog):
     def begin_step(self) -> None:
         """Drop the calls of the previous step."""
         self._calls = []
+        self.metrics.begin_step()
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that this step has logged, as one client sees them: scalars without gradient."""
-        return [value.detach().reshape(()) for _, value, _ in self._calls if isinstance(value, Tensor)]
+        """Return the tensors that this step has logged, scalars without gradient, and those that metrics got.
+
+        They are as one client sees them.
+        """
+        logged = [value.detach().reshape(()) for _, value, _ in self._calls if isinstance(value, Tensor)]
+        return [*logged, *self.metrics.tensors()]
 
     def end_step(self, stacks: Iterator[Tensor]) -> None:
-        """Replace these tensors by the next of ``stacks``, each of shape (clients,)."""
+        """Replace these tensors by the next of ``stacks``, each with a first dimension of clients."""
         self._calls = [
             (name, next(stacks) if isinstance(value, Tensor) else value, options)
             for name, value, options in self._calls
         ]
+        self.metrics.end_step(stacks)
+
+    def check_metrics(self) -> None:
+        """Try whether the metrics of the last step, taken by two clients, can be fed after it.
+
+        Raises:
+            CannotVectorize: they cannot.
+        """
+        self.metrics.check()
+        for _, value, _ in self._calls:
+            if isinstance(value, BatchValue):
+                logged_value(value, 2)
 
     def begin_chunk(self, clients: int) -> None:
         """Prepare for a stack of ``clients``."""
         self._slots, self._totals, self._examples = clients, {}, {}
 
-    def add(self, slots: Slots, data: Any) -> None:
-        """Add the values of the last step to the sums of the clients in ``slots``, whose batches are ``data``."""
+    def add(self, slots: Slots, data: Any) -> dict[int, Exception]:
+        """Add the values of the last step to the sums of the clients in ``slots``, whose batches are ``data``.
+
+        Returns: the errors of clients with whose values a metric cannot be fed.
+        """
+        errors = self.metrics.make(slots)
+        if len(errors) == len(slots):
+            return errors
         for name, value, options in self._calls:
+            value = logged_value(value, len(slots))
             weight = options.get("batch_size") or extract_batch_size(tree_map(lambda stack: stack[0], data))
             if is_epoch_mean(value, options):
                 if name not in self._totals:
@@ -82,6 +111,7 @@ class StackedTrainingLog(TrainingLog):
                 if self.is_shared:
                     self.check_local(name, options)
                 self._log_now(name, value, {**options, "batch_size": weight * len(slots)})
+        return errors
 
     def _log_now(self, name: str, value: Any, options: dict[str, Any]) -> None:
         """Reduce the values of all clients of the step to one, and pass it to Lightning."""

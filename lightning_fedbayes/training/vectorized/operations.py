@@ -1,6 +1,7 @@
 """Operations that most training steps use, written for a stack: half the calls that vmap makes of them.
 
-Linear layers, the two usual losses, draws of Gaussian parameters and their KL divergence.
+Linear and recurrent layers, the two usual losses, draws of Gaussian parameters and their KL divergence; and what vmap
+refuses although it has a meaning for a stack.
 """
 
 from __future__ import annotations
@@ -22,9 +23,17 @@ from lightning_fedbayes.layers.kl import SMALL, JointDraw, PlainGaussianKL, join
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior
 from lightning_fedbayes.layers.whole_network import kl_divergence
-from lightning_fedbayes.private_torch import outside_vmap, stack_of, to_client_view, version_of
+from lightning_fedbayes.private_torch import (
+    outside_vmap,
+    stack_of,
+    to_client_view,
+    to_stack,
+    version_if_any,
+    version_of,
+)
 from lightning_fedbayes.training.model import Tensors
 from lightning_fedbayes.training.sites import RoundSites
+from lightning_fedbayes.training.vectorized import recurrent
 from lightning_fedbayes.training.vectorized.schedule import Slots, take_rows
 
 
@@ -35,7 +44,7 @@ class ClientOperations(TorchFunctionMode):
         replacements: function → its replacement, which returns None where it does not apply.
     """
 
-    replacements: Mapping[Any, Callable[..., Tensor | list[Tensor] | None]]
+    replacements: Mapping[Any, Callable[..., Tensor | Sequence[Tensor] | None]]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -54,12 +63,17 @@ class StackedOperations(ClientOperations):
         level: of the clients, see :class:`~lightning_fedbayes.private_torch.vmap_level`.
         gaussians: the Gaussian parameters of the module.
         joint: joint draws of the small ones in this step.
+
+    Attributes:
+        fused_times: steps in time that this training step has written out, of recurrences that torch takes in one
+            operation when it has one client: LSTMs, and all on a GPU.
     """
 
     def __init__(self, level: int, gaussians: GaussianParameters, joint: JointDraws) -> None:
         self.level = level
         self.gaussians = gaussians
         self.joint = joint
+        self.fused_times = 0
         self.stds: dict[Hashable, tuple[Tensor, Tensor]] = {}  # of this step: identity and version of ρ → ρ, σ
 
 
@@ -74,9 +88,67 @@ def linear(mode: StackedOperations, input: Tensor, weight: Tensor, bias: Tensor 
     if x is None or w is None or (bias is not None and b is None) or x.dim() < 2 or w.dim() != 3:
         return None
     rows = x if x.dim() == 3 else x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
-    transposed = w.transpose(1, 2)
-    output = torch.bmm(rows, transposed) if b is None else torch.baddbmm(b.unsqueeze(1), rows, transposed)
+    output = recurrent.linear_rows(rows, w, b)
     return to_client_view(output if rows is x else output.view(*x.shape[:-1], w.shape[1]), level)
+
+
+def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]:
+    """Return the replacement of a recurrent layer, ``torch.gru`` or the like, for every client.
+
+    It returns None for a PackedSequence, dropout between layers, projections and half precision.
+    """
+
+    def replacement(
+        mode: StackedOperations, input: Tensor, hx: Tensor | Sequence[Tensor], params: Any, has_biases: Any,
+        num_layers: int, dropout: float, train: bool, bidirectional: bool, batch_first: bool = False,
+    ) -> tuple[Tensor, ...] | None:
+        if not isinstance(has_biases, bool):  # a PackedSequence: has_biases is params
+            return None
+        directions, states = 1 + bidirectional, [hx] if isinstance(hx, Tensor) else list(hx)
+        tensors = [input, *states, *params]
+        stack = next((stack for each in params if (stack := stack_of(each, mode.level)) is not None), None)
+        if (
+            stack is None
+            or len(params) != num_layers * directions * (4 if has_biases else 2)
+            or (dropout and train and num_layers > 1)
+            or torch.is_autocast_enabled(input.device.type)
+            or any(each.dtype not in (torch.float32, torch.float64) for each in tensors)
+        ):
+            return None
+        x, *stacks = [to_stack(each, mode.level, len(stack)) for each in tensors]
+        starts, weights = tuple(stacks[: len(states)]), stacks[len(states) :]
+        with outside_vmap():
+            x = x.transpose(1, 2) if batch_first else x
+            if cell is recurrent.lstm_cell or not x.is_cpu:
+                mode.fused_times += x.shape[1] * num_layers * directions
+            groups = recurrent.weights_of(cell, weights, has_biases)
+            output, lasts = recurrent.run_layers(cell, x, starts, groups, directions)
+            output = output.transpose(1, 2) if batch_first else output
+        return tuple(to_client_view(each, mode.level) for each in (output, *lasts))
+
+    return replacement
+
+
+def lstm_cell(
+    mode: ClientOperations,
+    input: Tensor,
+    hx: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``torch.lstm_cell``, which vmap does not take."""
+    h, c = hx
+    with mode:
+        i, f, g, o = (F.linear(input, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def data(mode: ClientOperations, tensor: Tensor) -> Tensor | None:
+    """``tensor.data`` of a client's own tensor, which vmap refuses; None for one that the clients share."""
+    return tensor.detach() if version_if_any(tensor) is None else None
 
 
 def embedding(
@@ -478,12 +550,20 @@ def _alike(gaussians: Iterable[GaussianParameter]) -> list[GaussianParameter]:
     return [each for each, kind in kinds if len(kind) == 1 and kind == kinds[0][1]]
 
 
-ClientOperations.replacements = {F.embedding: embedding}
-StackedOperations.replacements = {
-    F.linear: linear,
+ClientOperations.replacements = {
     F.embedding: embedding,
+    torch.lstm_cell: lstm_cell,
+    Tensor.data.__get__: data,  # pyright: ignore[reportAttributeAccessIssue]
+}
+StackedOperations.replacements = {
+    **ClientOperations.replacements,
+    F.linear: linear,
     F.cross_entropy: cross_entropy,
     F.mse_loss: mse_loss,
+    torch.lstm: recurrence(recurrent.lstm_cell),
+    torch.gru: recurrence(recurrent.gru_cell),
+    torch.rnn_tanh: recurrence(recurrent.tanh_cell),
+    torch.rnn_relu: recurrence(recurrent.relu_cell),
     softplus_std: std,
     draw: sample,
     joined_kl_sum: kl_sum,

@@ -44,6 +44,7 @@ class ProbeResult:
         reads_index: ``training_step`` uses the number of the batch.
         flops: floating-point operations of one client's step, in matrix products and convolutions.
         bytes_per_client: memory that one more client in the stack takes.
+        fused_times: steps in time of recurrent layers that are one operation for one client, and many for a stack.
     """
 
     stacked_keys: frozenset[str]
@@ -51,6 +52,7 @@ class ProbeResult:
     reads_index: bool
     flops: int
     bytes_per_client: int
+    fused_times: int
 
 
 def probe(
@@ -88,6 +90,8 @@ def probe(
                     with flops, allocations:
                         layouts = _layouts(stack, data, index)
                     check_buffers(stack)
+                    fused_times = step.fused_times
+                    log.check_metrics()
                 finally:
                     stack.remove()
                 check_unchanged()
@@ -101,7 +105,7 @@ def probe(
         log.remove()
     own = sum(p.numel() * p.element_size() for p in parameters_of(optimizer))
     total = allocations.bytes // 2 + own * (2 + len(stacked_keys))
-    return ProbeResult(stacked_keys, layouts, index.is_read, flops.get_total_flops() // 2, total)
+    return ProbeResult(stacked_keys, layouts, index.is_read, flops.get_total_flops() // 2, total, fused_times)
 
 
 def _first_batch(context: TrainingContext, loader: FederatedLoader, clients: Sequence[Client]) -> Any:

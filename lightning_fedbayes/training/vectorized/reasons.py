@@ -20,7 +20,10 @@ CAUSES = (
     (r"data pointer|\.numpy\(\)|numpy", "leaves torch by .numpy() or the like: stay in torch"),
     (r"requires_grad_\(\)|torch\.autograd", "takes gradients itself, or switches them on or off"),
     (r"inplace|in-place", "writes into a tensor that clients share: make a new one"),
+    (r"escaped from inside", "keeps a tensor of one step for the next where the module does not hold it"),
     (r"saved-tensor hooks", "checkpoints activations, which a stack of clients cannot"),
+    (r"aten::(?:lstm|gru|rnn_\w+)\.",
+     "runs a recurrent layer with dropout between layers, projections, half precision or a PackedSequence in a stack"),
     (r"not implemented for ([\w:.]+)", r"uses {0}, which torch cannot run for a stack"),
 )
 """Pattern in torch's message → what the code does, and what to do instead."""
@@ -60,10 +63,11 @@ def _owner(trace: TracebackType | None) -> str:
 
 
 def _line(error: Exception) -> str:
-    """Return the innermost line that is not of a library."""
+    """Return the innermost line that is not of a library; of an installed package only if there is no other."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not set(Path(frame.filename).parts) & {*LIBRARIES}]
     if not own:
         return ""
-    last = own[-1]
+    here = [frame for frame in own if "site-packages" not in Path(frame.filename).parts]
+    last = (here or own)[-1]
     return f"at line {last.lineno} of {Path(last.filename).name} (`{last.line}`)"

@@ -25,6 +25,7 @@ from lightning_fedbayes.training.context import TrainingContext, loss_and_rest, 
 from lightning_fedbayes.training.model import Tensors
 from lightning_fedbayes.training.sites import RoundSites
 from lightning_fedbayes.training.vectorized.log import StackedTrainingLog
+from lightning_fedbayes.training.vectorized.metrics import BatchValue
 from lightning_fedbayes.training.vectorized.operations import (
     ClientOperations,
     GaussianParameters,
@@ -78,6 +79,7 @@ class StackedStep:
 
     Attributes:
         swap: puts the clients' tensors into the module.
+        fused_times: of the last step, see :class:`StackedOperations`.
     """
 
     def __init__(self, context: TrainingContext, log: StackedTrainingLog) -> None:
@@ -89,6 +91,7 @@ class StackedStep:
         self._context = nullcontext if type(precision) is Precision else precision.train_step_context
         self._takes_index = takes_index(module)
         self._gaussians = GaussianParameters(module)
+        self.fused_times = 0
         torch.func.vmap(torch.sin)(torch.zeros(1))  # loads torch's batching rules that are written in Python
         self._take = self._with_primitives if has_vmap_primitives() else self._with_public_vmap
 
@@ -135,6 +138,7 @@ class StackedStep:
             operations = StackedOperations(level, self._gaussians, joint)
             with nullcontext() if cavities is None else cavities.installed(view):
                 outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, operations)
+            self.fused_times = operations.fused_times
             return [to_stack(output, level, count) for output in outputs], assemble
 
     def _with_public_vmap(
@@ -172,7 +176,8 @@ class StackedStep:
             operations: special operations in force.
         """
         held = {**attributes, **self._marks}
-        with with_attributes(self.module, held), self.swap.using(views), operations:
+        noting = self.log.metrics.noting()
+        with with_attributes(self.module, held), self.swap.using(views), noting, operations:
             output = self.module.training_step(*((batch, batch_idx) if self._takes_index else (batch,)))
             replaced = {
                 name: after for name in buffers if (after := self.swap[name]) is not views[name] and after is not None
@@ -182,6 +187,9 @@ class StackedStep:
         if loss is not None and loss.numel() != 1:
             raise MisconfigurationException(f"the loss of `training_step` must be one number, not {loss.numel()}")
         leaves, structure = tree_flatten(dict(rest)) if rest else ([], None)
+        for leaf in leaves:
+            if isinstance(leaf, BatchValue):
+                bool(leaf)  # which is refused
         outputs = [*logged, *replaced.values(), *[leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]]
         if loss is not None:
             outputs.append(loss.reshape(()) if loss.dim() else loss)

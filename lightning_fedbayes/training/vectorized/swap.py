@@ -7,17 +7,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fedbayes.private_torch import flat_weights
 from lightning_fedbayes.training.snapshot import ABSENT
 
-Location = tuple[dict[str, Tensor | None], str]
+Location = tuple[dict[str, Any], str]
 """The dict of a module that holds a tensor, and the key there."""
+
+Swap = tuple[Location, Any]
+"""A location, and what it holds for a while."""
 
 
 class ParameterSwap:
     """Puts other tensors in place of the parameters and buffers of a module, for the time of a step.
 
     ``torch.func.functional_call`` does the same for one call; this takes a tenth of its time. A tied tensor has several
-    locations and is replaced in all of them.
+    locations and is replaced in all of them; a recurrent layer keeps a list of its parameters, too.
 
     Args:
         module: any network, which must not be rebuilt while this is in use.
@@ -32,7 +36,13 @@ class ParameterSwap:
                     if tensor is None:
                         continue
                     name = names.setdefault(id(tensor), f"{path}.{attribute}" if path else attribute)
-                    self._locations.setdefault(name, []).append((tensors, attribute))  # pyright: ignore
+                    self._locations.setdefault(name, []).append((tensors, attribute))
+        self._recurrent: list[tuple[nn.RNNBase, list[tuple[str, Tensor]]]] = []
+        for layer in module.modules():
+            if isinstance(layer, nn.RNNBase):
+                weights = [weight for group in layer.all_weights for weight in group]
+                if all(id(weight) in names for weight in weights):  # else they are computed from others
+                    self._recurrent.append((layer, [(names[id(weight)], weight) for weight in weights]))
 
     def __getitem__(self, name: str) -> Tensor | None:
         """The tensor that the module holds now under a dotted ``name``."""
@@ -41,15 +51,19 @@ class ParameterSwap:
 
     def using(self, tensors: Mapping[str, Tensor]) -> swapped:
         """Inside, the module holds ``tensors`` (dotted name → tensor of any shape) in place of its own."""
-        return swapped([(location, tensor) for name, tensor in tensors.items() for location in self._locations[name]])
+        swaps: list[Swap] = [(each, tensor) for name, tensor in tensors.items() for each in self._locations[name]]
+        for layer, weights in self._recurrent:
+            kept = flat_weights([tensors.get(name, weight) for name, weight in weights])
+            swaps += [((vars(layer), attribute), value) for attribute, value in kept.items()]
+        return swapped(swaps)
 
 
 class swapped:
-    """Inside, each location holds its tensor. A class, because every step enters one."""
+    """Inside, each location holds its value. A class, because every step enters one."""
 
     __slots__ = ("_before", "_swaps")
 
-    def __init__(self, swaps: list[tuple[Location, Tensor]]) -> None:
+    def __init__(self, swaps: list[Swap]) -> None:
         self._swaps = swaps
 
     def __enter__(self) -> None:

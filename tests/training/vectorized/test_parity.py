@@ -7,6 +7,8 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
+from bayesian_torch import layers as bt
+from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn, get_kl_loss
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -274,7 +276,32 @@ class Noisy(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
-@pytest.mark.parametrize("layer", [LinearReparameterization, LinearLocalReparameterization, LinearFlipout])
+class Converted(bt.LinearReparameterization):
+    """As ``dnn_to_bnn`` leaves it: the output alone."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.dnn_to_bnn_flag = True
+
+
+@pytest.mark.parametrize("kind", ["Reparameterization", "Flipout"])
+def test_networks_of_bayesian_torch_end_equal_where_their_noise_vanishes(kind):
+    class WithKL(Plain):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 1e-3 * get_kl_loss(self.net)
+
+    def make():
+        net = network()
+        dnn_to_bnn(net, {"prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -16.0,
+                         "type": kind, "moped_enable": False, "moped_delta": 0.5})
+        return WithKL(net, lr=0.02)
+
+    assert_same(both(make, PARTITIONS[3], rounds=3, fusion="weighted_average"))
+
+
+@pytest.mark.parametrize(
+    "layer", [LinearReparameterization, LinearLocalReparameterization, LinearFlipout, Converted]
+)
 @pytest.mark.parametrize("primitives", [True, False])
 def test_noise_is_independent_between_clients_and_has_the_same_moments(layer, primitives, monkeypatch):
     """200 clients with the same data in the same order: what they send differs by their noise alone."""

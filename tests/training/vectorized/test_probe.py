@@ -24,8 +24,7 @@ class Metric(Plain):
         self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
 
     def training_step(self, batch, batch_idx):
-        self.accuracy(self(batch[0]), batch[1])
-        return super().training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx) * self.accuracy(self(batch[0]), batch[1])
 
 
 class Branch(Plain):
@@ -88,10 +87,10 @@ class Recurrent(Plain):
     def __init__(self):
         torch.manual_seed(0)
         super().__init__(nn.Linear(4, CLASSES))
-        self.lstm = nn.LSTM(FEATURES, 4, batch_first=True)
+        self.lstm = nn.LSTM(2, 4, 2, batch_first=True, dropout=0.1)
 
     def forward(self, x):
-        return self.net(self.lstm(x.unsqueeze(1))[0][:, -1])
+        return self.net(self.lstm(x.view(-1, 3, 2))[0][:, -1])
 
 
 class FromOptimizer(Plain):
@@ -178,7 +177,7 @@ class GradientNorms(L.Callback):
 
 
 REFUSED = {
-    "metric": (Metric, {}, "changes self.accuracy."),
+    "metric": (Metric, {}, "computes with what self.accuracy returns of a batch"),
     "branch": (Branch, {}, "decides by the value of a tensor: use torch.where, at line"),
     "keeps a tensor": (Keeps, {}, "changes self.losses"),
     "counts": (Counts, {}, "changes self.steps"),
@@ -197,7 +196,7 @@ REFUSED = {
     "rate": (Rate, {}, "changes the optimizer's options"),
     "clipping optimizer": (lambda: Plain(optimizer=ClipsInside), {}, "ClipsInside does not treat every entry"),
     "late optimizer": (lambda: Plain(optimizer=Late), {}, "Late"),
-    "lstm": (Recurrent, {}, "cannot run for several clients at once"),
+    "lstm": (Recurrent, {}, "runs a recurrent layer with dropout between layers"),
     "vector loss": (Vector, {}, "must be one number"),
 }
 
@@ -265,6 +264,28 @@ def test_auto_says_what_it_took_and_stays_alone_with_one_client_or_long_steps(ca
         with caplog.at_level(logging.INFO):
             federate(module, fb.FederatedBayes(fb.IIDPartition(clients)), 1)
         assert sum(message.startswith(line) for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("kind", "times", "clients", "engine"), [
+    (nn.LSTM, 12, 3, "vectorized"), (nn.LSTM, 13, 3, "sequential"), (nn.LSTM, 13, 4, "vectorized"),
+    (nn.GRU, 40, 3, "vectorized"),
+])
+def test_auto_stacks_an_lstm_of_at_most_four_steps_in_time_per_client(kind, times, clients, engine, caplog):
+    class Sequences(Plain):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__(nn.Linear(4, CLASSES))
+            self.layer = kind(FEATURES, 4)
+
+        def forward(self, x):
+            return self.net(self.layer(x.expand(times, -1, -1))[1][0].view(-1, 4))
+
+    federation = fb.FederatedBayes(fb.IIDPartition(clients))
+    with caplog.at_level(logging.INFO):
+        federate(Sequences(), federation, 1)
+    assert federation.federation.engine.name == engine
+    said = f"recurrent layers take {times} steps in time, and for {clients} clients torch's own are faster"
+    assert (engine == "sequential") == any(said in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize("clients_at_once", [0, -3])
