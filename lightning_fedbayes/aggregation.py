@@ -388,7 +388,7 @@ class Aggregation:
     def _fuse(self, update: ClientUpdate, posterior: GaussianPosterior, weight: float) -> None:
         """Add one admitted client, whose posterior is as the guard left it, to all running sums."""
         posterior = posterior.with_flat(*posterior.flatten())
-        self._accumulator.add_checked(update.client, posterior, weight)
+        self._accumulator.add_checked([(update.client, posterior, weight)])
         self._weights[update.client] = weight
         if weight == 0:
             return

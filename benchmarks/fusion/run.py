@@ -103,7 +103,7 @@ def measure_deterministic(rules: list[str], repeats: int) -> dict[str, tuple[flo
     weights = [1.0 + k % 7 for k in range(DETERMINISTIC)]
     contestants: dict[str, Callable[[], object]] = {"": lambda: state_dict_mean(states, weights)}
     for rule in rules:
-        contestants[rule] = lambda rule=rule: fuse(rule, iter(posteriors), weights, posteriors[0])
+        contestants[rule] = lambda rule=rule: fuse(rule, posteriors, weights, posteriors[0])
     taken: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(repeats + 1):
         for name, function in contestants.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from lightning_fedbayes.posterior import (
     is_zero,
     zeros_like,
 )
+
+AT_ONCE = 8
+"""Clients of a list that are summed up together."""
 
 
 class FusionAccumulator:
@@ -53,6 +57,7 @@ class FusionAccumulator:
         self._sums: list[Statistics] = []
         self._scale = None if relative else 1.0
         self._like: GaussianPosterior | None = None
+        self._cuts: list[list[tuple[str, int, int]]] | None = None
         self._posteriors: list[GaussianPosterior] = []
         self._weights: list[float] = []
         self._clients: list[int] = []
@@ -64,42 +69,63 @@ class FusionAccumulator:
             FusionError: names or shapes differ from those before, a value is not finite, or the weight is negative
                 or not finite. The clients added before are kept as they were.
         """
-        who = f"client {self.count}"
-        check_number(f"{who}: weight", weight, "[0, inf)", error=FusionError)
-        like = self.previous if self.previous is not None else self._like
-        check_structure(posterior, posterior if like is None else like, who)
-        if like is not None:
-            posterior = posterior.ordered(like.names)
-        if posterior.num_parameters <= PIECE:
-            posterior = posterior.with_flat(*posterior.flatten())
-        check_finite(posterior, who)
-        self.add_checked(self.count, posterior, weight)
+        self.add_all([(posterior, weight)])
 
-    def add_checked(self, client: int, posterior: GaussianPosterior, weight: float) -> None:
-        """Add a client whose posterior has been checked.
+    def add_all(self, clients: Sequence[tuple[GaussianPosterior, float]]) -> None:
+        """Add several clients in order, all or none; for a large network in less time than one by one.
 
         Args:
-            client: the number by which a rule with a state recognises the client in later rounds.
-            posterior: the client's posterior, its parameters in the order of the others'.
-            weight: at least 0.
+            clients: posterior and weight of each.
+
+        Raises:
+            FusionError: see :meth:`add`.
         """
-        self.count += 1
-        if weight == 0 and self.rule.uses_weights:
+        checked = []
+        like = self.previous if self.previous is not None else self._like
+        for number, (posterior, weight) in enumerate(clients, start=self.count):
+            who = f"client {number}"
+            check_number(f"{who}: weight", weight, "[0, inf)", error=FusionError)
+            check_structure(posterior, posterior if like is None else like, who)
+            like = posterior if like is None else like
+            posterior = posterior.ordered(like.names)
+            if posterior.num_parameters <= PIECE:
+                posterior = posterior.with_flat(*posterior.flatten())
+            check_finite(posterior, who)
+            checked.append((number, posterior, weight))
+        self.add_checked(checked)
+
+    def add_checked(self, clients: Sequence[tuple[int, GaussianPosterior, float]]) -> None:
+        """Add clients whose posteriors have been checked.
+
+        Of a large network each piece is summed up over all these clients before the next one, so that the sums stay in
+        the processor's cache. The result is that of adding them one by one.
+
+        Args:
+            clients: of each the number by which a rule with a state recognises it in later rounds; its posterior, its
+                parameters in the order of the others'; and its weight, at least 0.
+        """
+        self.count += len(clients)
+        counted = [each for each in clients if each[2] > 0 or not self.rule.uses_weights]
+        if not counted:
             return
+        _, first, weight = counted[0]
         if self._scale is None:
             self._scale = weight if weight > 0 else 1.0
         if self._like is None:
-            self._like = GaussianPosterior.point_mass({n: zeros_like(m) for n, m in posterior.mean.items()})
-        weight = weight / self._scale
-        self._weights.append(weight)
-        self._clients.append(client)
+            self._like = GaussianPosterior.point_mass({n: zeros_like(m) for n, m in first.mean.items()})
+            self._cuts = first.cuts()
+        weights = [weight / self._scale for _, _, weight in counted]
+        self._weights += weights
+        self._clients += [client for client, _, _ in counted]
         if isinstance(self.rule, SumRule):
-            pieces = self._pieces(posterior)
-            self._sums = self._sums or [{} for _ in pieces]
-            for sums, piece in zip(self._sums, pieces, strict=True):
-                self.rule.update(sums, *piece.flatten(), weight)
+            pieces = zip(*(self._pieces(posterior) for _, posterior, _ in counted), strict=True)
+            for place, parts in enumerate(pieces):
+                if place == len(self._sums):
+                    self._sums.append({})
+                for part, weight in zip(parts, weights, strict=True):
+                    self.rule.update(self._sums[place], *part.flatten(), weight)
         else:
-            self._posteriors.append(posterior.clone())
+            self._posteriors += [posterior.clone() for _, posterior, _ in counted]
 
     @property
     def total(self) -> float:
@@ -144,7 +170,7 @@ class FusionAccumulator:
 
     def _pieces(self, posterior: GaussianPosterior) -> list[GaussianPosterior]:
         """Return what the rule sums up separately."""
-        return posterior.pieces() if self.rule.by_columns else [posterior]
+        return posterior.pieces(self._cuts) if self.rule.by_columns else [posterior]
 
     def finish(self, statistics: Statistics) -> GaussianPosterior:
         """Return the global posterior by a sum-type rule from the sums over all clients."""
@@ -196,10 +222,15 @@ def fuse(
     values = None if weights is None else _weight_values(weights)
     if not isinstance(posteriors, Iterable) or hasattr(posteriors, "shape"):
         raise FusionError(f"posteriors={shown(posteriors)}: give the clients' posteriors")
-    for k, posterior in enumerate(posteriors):
-        if values is not None and k >= len(values):
+    remaining = iter(posteriors)
+    at_once = AT_ONCE if isinstance(posteriors, list | tuple) else 1  # a generator shall hold no more than one client
+    while group := list(islice(remaining, at_once)):
+        start = accumulator.count
+        if values is not None and start + len(group) > len(values):
             raise FusionError(f"{len(values)} weights for more than {len(values)} posteriors; give one per client")
-        accumulator.add(posterior, 1.0 if values is None else values[k])
+        shares = [1.0] * len(group) if values is None else values[start : start + len(group)]
+        accumulator.add_all(list(zip(group, shares, strict=True)))
+        group.clear()
     if values is not None and accumulator.count != len(values):
         raise FusionError(f"{len(values)} weights for {accumulator.count} posteriors; give one per client")
     return accumulator.compute()
@@ -242,7 +273,8 @@ def check_finite(posterior: GaussianPosterior, who: str) -> None:
         total = mean.sum() if posterior.is_point_mass else mean.sum() + variance.sum()
     else:
         variances = (value for value in posterior.variance.values() if not is_zero(value))
-        total = sum(value.detach().sum() for value in (*posterior.mean.values(), *variances))
+        with torch.no_grad():
+            total = torch.stack([value.sum() for value in (*posterior.mean.values(), *variances)]).sum()
     if math.isfinite(total):
         return
     for kind, values in (("mean", posterior.mean), ("variance", posterior.variance)):

@@ -175,6 +175,14 @@ def add(statistics: Statistics, key: str, value: Tensor, scale: float = 1.0) -> 
         statistics[key].add_(value, alpha=scale)
 
 
+def add_number(statistics: Statistics, key: str, number: float, like: Tensor) -> None:
+    """``statistics[key] += number``, a scalar of the dtype and device of ``like``; a missing key counts as 0."""
+    if key in statistics:
+        statistics[key].add_(number)
+    else:
+        statistics[key] = like.new_tensor(number)
+
+
 def of_zeros(variance: Tensor) -> Tensor:
     """Return a variance that is known to be all zero as one number, shape (1,), which broadcasts; others unchanged."""
     return variance[:1] if is_zero(variance) else variance

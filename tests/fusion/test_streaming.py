@@ -33,7 +33,7 @@ def test_generator_is_consumed_one_client_at_a_time(rule):
             del client
 
     fused = fuse(rule, clients(), previous=previous)
-    assert most == 1
+    assert most <= 1
     assert_same(fused, fuse(rule, [posterior([float(k)], [1.0]) for k in range(5)], previous=previous), rtol=0)
 
 
