@@ -23,6 +23,9 @@ POINT_PIECE = 2**18
 MOST_AT_ONCE = 2**22
 """Entries of a stack up to which its rows are flattened at once, which takes 64 MiB."""
 
+Cuts = list[list[tuple[str, int, int]]]
+"""Pieces of a posterior, each a list of (name of a tensor, start, stop)."""
+
 
 @dataclass(frozen=True, eq=False)
 class GaussianPosterior:
@@ -133,7 +136,7 @@ class GaussianPosterior:
             self.mean, self.variance, is_point_mass=self.is_point_mass, _flat=(mean, variance)
         )
 
-    def cuts(self) -> list[list[tuple[str, int, int]]]:
+    def cuts(self) -> Cuts:
         """Return what :meth:`pieces` consist of: lists of (name, start, stop) in the order of :meth:`flatten`.
 
         A large tensor is cut, small neighbours share a piece. Pieces have up to :data:`PIECE` entries, those of tensors
@@ -141,7 +144,7 @@ class GaussianPosterior:
         """
         if self.num_parameters <= PIECE:
             return [[(name, 0, value.numel()) for name, value in self.mean.items()]]
-        cuts: list[list[tuple[str, int, int]]] = []
+        cuts: Cuts = []
         size = room = 0
         for name, value in self.mean.items():
             known = POINT_PIECE if is_zero(self.variance[name]) else PIECE
@@ -155,7 +158,7 @@ class GaussianPosterior:
                 cuts[-1].append((name, start, stop))
         return cuts
 
-    def pieces(self, cuts: Sequence[Sequence[tuple[str, int, int]]] | None = None) -> list[GaussianPosterior]:
+    def pieces(self, cuts: Cuts | None = None) -> list[GaussianPosterior]:
         """This posterior in pieces, views in the order of :meth:`flatten`.
 
         What is done piece by piece happens in the cache of the processor, and takes a fraction of the time.

@@ -15,6 +15,7 @@ from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
 from lightning_fedbayes.fusion.rule import Cohort, FusionRule, Statistics, SumRule
 from lightning_fedbayes.posterior import (
     PIECE,
+    Cuts,
     GaussianPosterior,
     check_posterior,
     check_same_structure,
@@ -57,7 +58,7 @@ class FusionAccumulator:
         self._sums: list[Statistics] = []
         self._scale = None if relative else 1.0
         self._like: GaussianPosterior | None = None
-        self._cuts: list[list[tuple[str, int, int]]] | None = None
+        self._cuts: Cuts | None = None
         self._posteriors: list[GaussianPosterior] = []
         self._weights: list[float] = []
         self._clients: list[int] = []
