@@ -18,7 +18,7 @@ from lightning_fedbayes.fusion.distributed import fuse_distributed
 from lightning_fedbayes.fusion.rule import add
 from lightning_fedbayes.guard import FEWEST, Guard, Limits
 from lightning_fedbayes.messages import ClientUpdate, check_mapping
-from lightning_fedbayes.posterior import MOST_AT_ONCE, PIECE, Cuts, GaussianPosterior, check_posterior, is_zero
+from lightning_fedbayes.posterior import MOST_AT_ONCE, PIECE, GaussianPosterior, check_posterior, is_zero
 from lightning_fedbayes.weighting import (
     PER_CLIENT,
     ClientFacts,
@@ -122,7 +122,7 @@ class Aggregation:
         self._judge_at = FEWEST
         self._buffers: dict[str, Tensor] = {}
         self._previous_buffers = buffers
-        self._disagreement = _Disagreement(previous.cuts())
+        self._disagreement = _Disagreement()
 
     def __len__(self) -> int:
         """Number of clients that this process has admitted."""
@@ -404,8 +404,9 @@ class Aggregation:
             return
         if not self._by_pieces:
             clients = [(update, posterior.with_flat(*posterior.flatten()), w) for update, posterior, w in clients]
-        self._accumulator.add_checked([(update.client, posterior, weight) for update, posterior, weight in clients])
-        self._disagreement.add([(posterior, weight) for _, posterior, weight in clients if weight > 0])
+        self._accumulator.add_checked(
+            [(update.client, posterior, weight) for update, posterior, weight in clients], self._disagreement.add
+        )
         for update, _, weight in clients:
             self._weights[update.client] = weight
             if self._streams:
@@ -439,40 +440,30 @@ def _with(update: ClientUpdate, posterior: GaussianPosterior, buffers: dict[str,
 
 
 class _Disagreement:
-    """Running mean of the clients' means, and the disagreement Σω‖μ_k − μ‖² as one number, by West's recursion.
+    """Running mean of the clients' means, and the disagreement Σω‖μ_k − μ‖² as one number, by West's recursion."""
 
-    Args:
-        cuts: pieces in which the means are summed up, see :meth:`GaussianPosterior.pieces`.
-    """
-
-    def __init__(self, cuts: Cuts) -> None:
-        self._cuts = cuts
-        self._weight = 0.0
+    def __init__(self) -> None:
+        self._weights: list[float] = []  # of each piece, as all lists here
         self._means: list[Tensor] = []
-        self._within: list[Tensor] = []  # of each piece
+        self._within: list[Tensor] = []
 
-    def add(self, clients: Sequence[tuple[GaussianPosterior, float]]) -> None:
-        """Add clients, of each its posterior and its weight, which is positive."""
-        steps = []
-        for _, weight in clients:
-            before, self._weight = self._weight, self._weight + weight
-            steps.append((weight / self._weight, before * weight / self._weight))
-        for place, parts in enumerate(zip(*(posterior.pieces(self._cuts) for posterior, _ in clients))):
-            for part, (share, spread) in zip(parts, steps):
-                mean, _ = part.flatten()
-                if place == len(self._means):
-                    self._means.append(mean.clone())
-                    self._within.append(mean.new_zeros(()))
-                    continue
-                step = mean - self._means[place]
-                self._means[place].add_(step, alpha=share)
-                self._within[place].add_(torch.dot(step, step), alpha=spread)
+    def add(self, place: int, mean: Tensor, weight: float) -> None:
+        """Add a client's piece number ``place``: its means, shape (entries,), float64, and its weight, positive."""
+        if place == len(self._means):
+            self._weights.append(weight)
+            self._means.append(mean.clone())
+            self._within.append(mean.new_zeros(()))
+            return
+        before, self._weights[place] = self._weights[place], self._weights[place] + weight
+        step = mean - self._means[place]
+        self._means[place].add_(step, alpha=weight / self._weights[place])
+        self._within[place].add_(torch.dot(step, step), alpha=before * weight / self._weights[place])
 
     def statistics(self, with_mean: bool) -> Statistics:
         """Return weight and disagreement of these clients, and their mean where other processes have others."""
         if not self._means:
             return {}
-        sums = {"weight": self._means[0].new_tensor(self._weight), "within": torch.stack(self._within).sum()}
+        sums = {"weight": self._means[0].new_tensor(self._weights[0]), "within": torch.stack(self._within).sum()}
         return {**sums, "mean": torch.cat(self._means)} if with_mean else sums
 
 

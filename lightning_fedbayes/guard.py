@@ -165,10 +165,10 @@ class Guard:
         lengths = []
         for name, value in self.previous.mean.items():
             parts = [each.mean[name].detach().reshape(-1).split(PIECE) for each in (self.previous, *clients)]
+            dtype = torch.promote_types(value.dtype, torch.float32)  # a difference is exact to half a unit there
             squares = []
             for before, *blocks in zip(*parts) if value.numel() else ():
-                before = flatten([before], torch.float64)
-                steps = [flatten([block], torch.float64).sub_(before) for block in blocks]
+                steps = [flatten([block.to(dtype) - before.to(dtype)], torch.float64) for block in blocks]
                 squares.append(torch.stack([torch.dot(step, step) for step in steps]))
             if squares:
                 lengths.append(sum(squares[1:], squares[0]).sqrt())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -95,7 +95,10 @@ class FusionAccumulator:
             checked.append((number, posterior, weight))
         self.add_checked(checked)
 
-    def add_checked(self, clients: Sequence[tuple[int, GaussianPosterior, float]]) -> None:
+    def add_checked(
+        self, clients: Sequence[tuple[int, GaussianPosterior, float]],
+        watch: Callable[[int, Tensor, float], None] | None = None,
+    ) -> None:
         """Add clients whose posteriors have been checked.
 
         Of a large network each piece is summed up over all these clients before the next one, so that the sums stay in
@@ -104,6 +107,8 @@ class FusionAccumulator:
         Args:
             clients: of each the number by which a rule with a state recognises it in later rounds; its posterior, its
                 parameters in the order of the others'; and its weight, at least 0.
+            watch: is called with (number of the piece, its means as a vector, the client's weight) for every piece of
+                every client that counts, while the piece is in the cache.
         """
         self.count += len(clients)
         counted = [each for each in clients if each[2] > 0 or not self.rule.uses_weights]
@@ -118,15 +123,21 @@ class FusionAccumulator:
         weights = [weight / self._scale for _, _, weight in counted]
         self._weights += weights
         self._clients += [client for client, _, _ in counted]
-        if isinstance(self.rule, SumRule):
-            pieces = zip(*(self._pieces(posterior) for _, posterior, _ in counted), strict=True)
-            for place, parts in enumerate(pieces):
-                if place == len(self._sums):
-                    self._sums.append({})
-                for part, weight in zip(parts, weights, strict=True):
-                    self.rule.update(self._sums[place], *part.flatten(), weight)
-        else:
+        sums = self.rule if isinstance(self.rule, SumRule) else None
+        if sums is None:
             self._posteriors += [posterior.clone() for _, posterior, _ in counted]
+            if watch is None:
+                return
+        pieces = zip(*(self._pieces(posterior) for _, posterior, _ in counted), strict=True)
+        for place, parts in enumerate(pieces):
+            if sums is not None and place == len(self._sums):
+                self._sums.append({})
+            for part, weight, (_, _, given) in zip(parts, weights, counted, strict=True):
+                mean, variance = part.flatten()
+                if sums is not None:
+                    sums.update(self._sums[place], mean, variance, weight)
+                if watch is not None and given > 0:
+                    watch(place, mean, given)
 
     @property
     def total(self) -> float:
@@ -171,7 +182,8 @@ class FusionAccumulator:
 
     def _pieces(self, posterior: GaussianPosterior) -> list[GaussianPosterior]:
         """Return what the rule sums up separately."""
-        return posterior.pieces(self._cuts) if self.rule.by_columns else [posterior]
+        whole = isinstance(self.rule, SumRule) and not self.rule.by_columns
+        return [posterior] if whole else posterior.pieces(self._cuts)
 
     def finish(self, statistics: Statistics) -> GaussianPosterior:
         """Return the global posterior by a sum-type rule from the sums over all clients."""
