@@ -122,7 +122,8 @@ class Aggregation:
         self._judge_at = FEWEST
         self._buffers: dict[str, Tensor] = {}
         self._previous_buffers = buffers
-        self._disagreement = _Disagreement()
+        borrows = self._by_pieces and guard is not None and collective.size == 1
+        self._disagreement = _Disagreement(borrows)
 
     def __len__(self) -> int:
         """Number of clients that this process has admitted."""
@@ -440,30 +441,45 @@ def _with(update: ClientUpdate, posterior: GaussianPosterior, buffers: dict[str,
 
 
 class _Disagreement:
-    """Running mean of the clients' means, and the disagreement Σω‖μ_k − μ‖² as one number, by West's recursion."""
+    """Running mean of the clients' means, and the disagreement Σω‖μ_k − μ‖² as one number, by West's recursion.
 
-    def __init__(self) -> None:
+    Args:
+        borrows: take the mean from the rule's sums where they contain it. False where other processes have clients, or
+            where sums that contain it may cease to.
+    """
+
+    def __init__(self, borrows: bool) -> None:
+        self._borrows = borrows
         self._weights: list[float] = []  # of each piece, as all lists here
         self._means: list[Tensor] = []
         self._within: list[Tensor] = []
 
-    def add(self, place: int, mean: Tensor, weight: float) -> None:
-        """Add a client's piece number ``place``: its means, shape (entries,), float64, and its weight, positive."""
-        if place == len(self._means):
+    def add(self, place: int, mean: Tensor, weight: float, known: tuple[Tensor, Tensor] | None) -> None:
+        """Add a client's piece number ``place``; see :data:`~lightning_fedbayes.fusion.accumulator.Watch`."""
+        if place == len(self._weights):
             self._weights.append(weight)
-            self._means.append(mean.clone())
             self._within.append(mean.new_zeros(()))
+            if not self._borrows or known is None:
+                self._means.append(mean.clone())
             return
-        before, self._weights[place] = self._weights[place], self._weights[place] + weight
-        step = mean - self._means[place]
-        self._means[place].add_(step, alpha=weight / self._weights[place])
-        self._within[place].add_(torch.dot(step, step), alpha=before * weight / self._weights[place])
+        before, after = self._weights[place], self._weights[place] + weight
+        self._weights[place] = after
+        if self._means:
+            step = mean - self._means[place]
+            self._means[place].add_(step, alpha=weight / after)
+            spread = before * weight / after
+        else:  # the distance to the mean with this client is shorter by before / after
+            assert known is not None
+            step = torch.sub(mean, known[0], alpha=1 / float(known[1]))
+            spread = weight * after / before
+        self._within[place].add_(torch.dot(step, step), alpha=spread)
 
     def statistics(self, with_mean: bool) -> Statistics:
         """Return weight and disagreement of these clients, and their mean where other processes have others."""
-        if not self._means:
+        if not self._weights:
             return {}
-        sums = {"weight": self._means[0].new_tensor(self._weights[0]), "within": torch.stack(self._within).sum()}
+        within = torch.stack(self._within).sum()
+        sums = {"weight": within.new_tensor(self._weights[0]), "within": within}
         return {**sums, "mean": torch.cat(self._means)} if with_mean else sums
 
 

@@ -23,6 +23,9 @@ from lightning_fedbayes.posterior import (
     zeros_like,
 )
 
+Watch = Callable[[int, Tensor, float, "tuple[Tensor, Tensor] | None"], None]
+"""Function of the number of a piece; its means as a vector; the client's weight; the rule's :meth:`SumRule.average` of
+the clients so far, this one included."""
 AT_ONCE = 8
 """Clients of a list that are summed up together."""
 
@@ -72,11 +75,12 @@ class FusionAccumulator:
         """
         self.add_all([(posterior, weight)])
 
-    def add_all(self, clients: Sequence[tuple[GaussianPosterior, float]]) -> None:
+    def add_all(self, clients: Sequence[tuple[GaussianPosterior, float]], *, look: bool = True) -> None:
         """Add several clients in order, all or none; for a large network in less time than one by one.
 
         Args:
             clients: posterior and weight of each.
+            look: look for values that are not finite. False leaves large point masses to :meth:`check_values`.
 
         Raises:
             FusionError: see :meth:`add`.
@@ -91,13 +95,25 @@ class FusionAccumulator:
             posterior = posterior.ordered(like.names)
             if posterior.num_parameters <= PIECE:
                 posterior = posterior.with_flat(*posterior.flatten())
-            check_finite(posterior, who)
+            if look or weight == 0 or posterior.num_parameters <= PIECE or not posterior.is_point_mass:
+                check_finite(posterior, who)
             checked.append((number, posterior, weight))
         self.add_checked(checked)
 
+    def check_values(self, posteriors: Iterable[GaussianPosterior]) -> None:
+        """Raise FusionError if a value of ``posteriors``, the clients so far, is not finite.
+
+        They are only looked at if the mean over them, in which such a value shows, is not known or not finite.
+        """
+        sums = self.rule if isinstance(self.rule, SumRule) else None
+        means = [None if sums is None else sums.average(each) for each in self._sums] or [None]
+        if not all(mean is not None and math.isfinite(mean[0].sum()) for mean in means):
+            for number, posterior in enumerate(posteriors):
+                check_finite(posterior, f"client {number}")
+
     def add_checked(
         self, clients: Sequence[tuple[int, GaussianPosterior, float]],
-        watch: Callable[[int, Tensor, float], None] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """Add clients whose posteriors have been checked.
 
@@ -107,8 +123,7 @@ class FusionAccumulator:
         Args:
             clients: of each the number by which a rule with a state recognises it in later rounds; its posterior, its
                 parameters in the order of the others'; and its weight, at least 0.
-            watch: is called with (number of the piece, its means as a vector, the client's weight) for every piece of
-                every client that counts, while the piece is in the cache.
+            watch: is called for every piece of every client that counts, while it is in the cache.
         """
         self.count += len(clients)
         counted = [each for each in clients if each[2] > 0 or not self.rule.uses_weights]
@@ -137,7 +152,7 @@ class FusionAccumulator:
                 if sums is not None:
                     sums.update(self._sums[place], mean, variance, weight)
                 if watch is not None and given > 0:
-                    watch(place, mean, given)
+                    watch(place, mean, given, None if sums is None else sums.average(self._sums[place]))
 
     @property
     def total(self) -> float:
@@ -236,14 +251,17 @@ def fuse(
     if not isinstance(posteriors, Iterable) or hasattr(posteriors, "shape"):
         raise FusionError(f"posteriors={shown(posteriors)}: give the clients' posteriors")
     remaining = iter(posteriors)
-    at_once = AT_ONCE if isinstance(posteriors, list | tuple) else 1  # a generator shall hold no more than one client
+    held = posteriors if isinstance(posteriors, list | tuple) else None
+    at_once = 1 if held is None else AT_ONCE  # a generator shall hold no more than one client
     while group := list(islice(remaining, at_once)):
         start = accumulator.count
         if values is not None and start + len(group) > len(values):
             raise FusionError(f"{len(values)} weights for more than {len(values)} posteriors; give one per client")
         shares = [1.0] * len(group) if values is None else values[start : start + len(group)]
-        accumulator.add_all(list(zip(group, shares, strict=True)))
+        accumulator.add_all(list(zip(group, shares, strict=True)), look=held is None)
         group.clear()
+    if held:
+        accumulator.check_values(held)
     if values is not None and accumulator.count != len(values):
         raise FusionError(f"{len(values)} weights for {accumulator.count} posteriors; give one per client")
     return accumulator.compute()

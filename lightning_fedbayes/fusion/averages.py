@@ -43,6 +43,10 @@ class _AverageRule(SumRule):
         variance = self.invert(statistics["spread"] / weight**self.weight_power)
         return mean / weight, variance.expand(mean.shape)
 
+    def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
+        """See :meth:`SumRule.average`."""
+        return statistics["mean"], statistics["weight"]
+
 
 @register_fusion("weighted_average", aliases=("nwa", "eaa", "fedavg", "centered_linear_pool"))
 class WeightedAverage(_AverageRule):
@@ -143,6 +147,10 @@ class LinearPool(SumRule):
         add(statistics, "disagreement", other["disagreement"])
         if "variance" in other:
             add(statistics, "variance", other["variance"])
+
+    def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
+        """See :meth:`SumRule.average`."""
+        return statistics["mean"], statistics["mean"].new_ones(())
 
     def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
         """See :meth:`SumRule.compute`."""

@@ -46,6 +46,10 @@ class _ProductRule(SumRule):
         add_product(statistics, "precision_mean", precision, mean)
         add(statistics, "precision", precision)
 
+    def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
+        """See :meth:`SumRule.average`; the sums of point masses contain it."""
+        return None if "precision" in statistics else (statistics["atom_mean"], statistics["atom_weight"])
+
     def merge(self, statistics: Statistics, other: Statistics) -> None:
         """See :meth:`SumRule.merge`; the largest weight is a maximum, all else are sums."""
         if not other:

@@ -142,6 +142,13 @@ class SumRule(FusionRule):
             previous: the global posterior that the clients started from.
         """
 
+    def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
+        """Return the weighted mean of the clients' means, if ``statistics`` contain it, as (numerator, denominator).
+
+        Whoever needs the mean as well need then not sum it up. None, "they do not", is always right.
+        """
+        return None
+
     def merge(self, statistics: Statistics, other: Statistics) -> None:
         """Add the sums over other clients to ``statistics``, in place."""
         for key, value in other.items():
