@@ -232,11 +232,16 @@ class GaussianPosterior:
                     for n, v in self.variance.items()}
         return self._of_checked({name: value.to(device) for name, value in self.mean.items()}, variance)
 
-    def flatten(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """Mean and variance as two vectors of shape (P,), in the order of :attr:`names`; not to be written into."""
+    def flatten(self, dtype: torch.dtype = torch.float64, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Mean and variance as two vectors of shape (P,), in the order of :attr:`names`; not to be written into.
+
+        Args:
+            dtype: of the vectors.
+            room: vector of ``dtype`` and at least P entries, into which the mean may be written; None: a new one.
+        """
         if self._flat is not None and dtype == torch.float64:
             return self._flat
-        mean = flatten(self.mean.values(), dtype)
+        mean = flatten(self.mean.values(), dtype, room)
         if self.is_point_mass:
             return mean, zeros_like(mean)
         return mean, flatten((self.variance[name] for name in self.mean), dtype)
@@ -369,13 +374,13 @@ def is_zero(variance: Tensor) -> bool:
     return not any(variance.stride()) and variance.as_strided((), ()).item() == 0
 
 
-def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+def flatten(tensors: Iterable[Tensor], dtype: torch.dtype, room: Tensor | None = None) -> Tensor:
     """The entries of ``tensors`` one after the other, as one detached vector of ``dtype``, shape (P,).
 
-    The vector lies where the tensors lie, but on the CPU for MPS, which has no float64.
+    The vector lies where the tensors lie, but on the CPU for MPS, which has no float64; or at the start of ``room``.
     """
     parts = [tensor.detach().reshape(-1) for tensor in tensors]
-    if len(parts) == 1 and parts[0].device.type != "mps":
+    if len(parts) == 1 and room is None and parts[0].device.type != "mps":
         return parts[0].to(dtype, copy=True)
     if any(part.device.type == "mps" for part in parts):
         parts = [part.cpu() for part in parts]
@@ -384,9 +389,11 @@ def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
     if not parts:
         return torch.zeros(0, dtype=dtype)
     lengths = [len(part) for part in parts]
-    if len(parts) > 1 and sum(lengths) <= PIECE:
+    if len(parts) > 1 and sum(lengths) <= PIECE and room is None:
         return torch.cat(parts).to(dtype)
-    vector = torch.empty(sum(lengths), dtype=dtype, device=parts[0].device)  # no copy in the other dtype
+    if room is None:
+        room = torch.empty(sum(lengths), dtype=dtype, device=parts[0].device)  # no copy in the other dtype
+    vector = room[: sum(lengths)]
     for target, part in zip(vector.split(lengths), parts):
         target.copy_(part)
     return vector

@@ -143,16 +143,25 @@ class FusionAccumulator:
             self._posteriors += [posterior.clone() for _, posterior, _ in counted]
             if watch is None:
                 return
+        room = self._room(first)
         pieces = zip(*(self._pieces(posterior) for _, posterior, _ in counted), strict=True)
         for place, parts in enumerate(pieces):
             if sums is not None and place == len(self._sums):
                 self._sums.append({})
             for part, weight, (_, _, given) in zip(parts, weights, counted, strict=True):
-                mean, variance = part.flatten()
+                mean, variance = part.flatten(room=room)
                 if sums is not None:
                     sums.update(self._sums[place], mean, variance, weight)
                 if watch is not None and given > 0:
                     watch(place, mean, given, None if sums is None else sums.average(self._sums[place]))
+
+    def _room(self, client: GaussianPosterior) -> Tensor | None:
+        """Return a vector for the means of a piece, so that memory is not mapped anew for each; None if it is whole."""
+        if self._cuts is None or len(self._cuts) == 1 or not self.rule.by_columns:
+            return None
+        device = next(iter(client.mean.values())).device
+        entries = max(sum(stop - start for _, start, stop in cut) for cut in self._cuts)
+        return torch.empty(entries, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
 
     @property
     def total(self) -> float:

@@ -128,7 +128,7 @@ class SumRule(FusionRule):
 
         Args:
             statistics: the sums so far that :meth:`compute` needs.
-            mean, variance: the client's posterior, shape (P,), float64.
+            mean, variance: the client's posterior, shape (P,), float64; with ``by_columns`` valid until the call ends.
             weight: the client's weight ω > 0, not normalised.
         """
 
