@@ -162,7 +162,7 @@ class Aggregation:
         if self._streams and (self._unmeasured == FEWEST or (self._unmeasured and at_once)):
             self._judge()
         if self._streams and is_large and self._held and self._held[-1].client == update.client:
-            self._held[-1] = _with(update, update.posterior.clone(), self._held[-1].buffers)  # half of the memory
+            self._held[-1] = replace(self._held[-1], posterior=update.posterior.clone())  # half of the memory
         if self._previous_buffers is None:
             self._previous_buffers = dict(update.buffers)
 

@@ -169,16 +169,14 @@ class GaussianPosterior:
         cuts = self.cuts() if cuts is None else cuts
         if len(cuts) == 1:
             return [self]
-        means, variances = ({name: value.detach().reshape(-1) for name, value in each.items()}
-                            for each in (self.mean, self.variance))
-        groups = [tuple({name: vectors[name][start:stop] for name, start, stop in cut} for vectors in (means, variances))
-                  for cut in cuts]
+        both = [{n: value.detach().reshape(-1) for n, value in each.items()} for each in (self.mean, self.variance)]
+        groups = [[{n: vectors[n][start:stop] for n, start, stop in cut} for vectors in both] for cut in cuts]
         known = {"is_point_mass": True} if self.is_point_mass else {}
         if self._flat is None:
             return [self._of_checked(*group, **known) for group in groups]
         lengths = [sum(stop - start for _, start, stop in cut) for cut in cuts]
         flat = zip(*(vector.split(lengths) for vector in self._flat))
-        return [self._of_checked(*group, _flat=both, **known) for group, both in zip(groups, flat)]
+        return [self._of_checked(*group, _flat=pair, **known) for group, pair in zip(groups, flat)]
 
     def joined(self, pieces: Iterable[GaussianPosterior]) -> GaussianPosterior:
         """The inverse of :meth:`pieces`, with this posterior's names, shapes and dtypes; takes pieces one by one."""
