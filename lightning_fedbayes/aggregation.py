@@ -18,7 +18,7 @@ from lightning_fedbayes.fusion.distributed import fuse_distributed
 from lightning_fedbayes.fusion.rule import add
 from lightning_fedbayes.guard import FEWEST, Guard, Limits
 from lightning_fedbayes.messages import ClientUpdate, check_mapping
-from lightning_fedbayes.posterior import MOST_AT_ONCE, GaussianPosterior, check_posterior, is_zero
+from lightning_fedbayes.posterior import MOST_AT_ONCE, PIECE, GaussianPosterior, check_posterior, is_zero
 from lightning_fedbayes.weighting import (
     PER_CLIENT,
     ClientFacts,
@@ -112,6 +112,8 @@ class Aggregation:
         self._streams = isinstance(rule, SumRule) and isinstance(weighting, str) and weighting in PER_CLIENT
         self._accumulator = FusionAccumulator(rule, previous, relative=collective.size == 1)
         self._clips = guard is not None and not rule.resists
+        points = previous.is_point_mass if guard is None else guard.is_deterministic
+        self._by_pieces = points and previous.num_parameters > PIECE  # no client is copied into one vector
         self._held: list[ClientUpdate] = []
         self._unmeasured = 0  # of those held, the last ones
         self._weights: dict[int, float] = {}
@@ -120,7 +122,8 @@ class Aggregation:
         self._judge_at = FEWEST
         self._buffers: dict[str, Tensor] = {}
         self._previous_buffers = buffers
-        self._disagreement: Statistics = {}
+        borrows = self._by_pieces and guard is not None and collective.size == 1
+        self._disagreement = _Disagreement(borrows)
 
     def __len__(self) -> int:
         """Number of clients that this process has admitted."""
@@ -138,7 +141,9 @@ class Aggregation:
         check_structure(update.posterior, self.previous, who)
         if update.posterior.names != self.previous.names:
             update = replace(update, posterior=update.posterior.ordered(self.previous.names))
-        posterior = update.posterior.with_flat(*update.posterior.flatten())
+        posterior = update.posterior
+        if not self._by_pieces:
+            posterior = posterior.with_flat(*posterior.flatten())
         check_finite(posterior, who)
         self._check_buffers(update.buffers, who)
         if self.guard is not None:
@@ -146,17 +151,18 @@ class Aggregation:
         if self._streams:
             self._weights[update.client] = self._weight(update)
         if self._streams and not self._clips:
-            self._fuse(update, posterior, self._weights[update.client])
+            self._fuse([(update, posterior, self._weights[update.client])])
         else:
             posterior = posterior if self._streams else posterior.clone()
             buffers = {name: value.clone() for name, value in update.buffers.items()}
             self._held.append(_with(update, posterior, buffers))
             self._unmeasured += 1
-        is_large = posterior.num_parameters > MOST_AT_ONCE
-        if self._streams and (self._unmeasured == (1 if is_large else 2 * FEWEST)):
+        is_large = self._by_pieces or posterior.num_parameters > MOST_AT_ONCE
+        at_once = is_large and (self._limits is not None or not self._by_pieces)
+        if self._streams and self._unmeasured == (1 if at_once else FEWEST if is_large else 2 * FEWEST):
             self._judge()
-            if is_large and self._held and self._held[-1].client == update.client:
-                self._held[-1] = replace(self._held[-1], posterior=update.posterior.clone())  # half of the memory
+        if self._streams and is_large and self._held and self._held[-1].client == update.client:
+            self._held[-1] = replace(self._held[-1], posterior=update.posterior.clone())  # half of the memory
         if self._previous_buffers is None:
             self._previous_buffers = dict(update.buffers)
 
@@ -170,7 +176,10 @@ class Aggregation:
         assert self.guard is not None
         if self._unmeasured:
             recent = self._held[len(self._held) - self._unmeasured :]
-            sizes = self.guard.sizes([update.posterior.flatten() for update in recent])
+            if self._by_pieces:
+                sizes = self.guard.shifts([update.posterior for update in recent])
+            else:
+                sizes = self.guard.sizes([update.posterior.flatten() for update in recent])
             self._sizes.update(zip((update.client for update in recent), sizes))
             self._unmeasured = 0
         if self._streams:
@@ -184,11 +193,13 @@ class Aggregation:
     def _release(self) -> None:
         """Add the clients that wait and are within the limits that are known so far."""
         held, self._held = self._held, []
+        ready = []
         for update, suspect in zip(held, self._suspects(held, self._weights)):
             if suspect:
                 self._held.append(update)
             else:
-                self._fuse(update, update.posterior, self._weights[update.client])
+                ready.append((update, update.posterior, self._weights[update.client]))
+        self._fuse(ready)
 
     def _suspects(self, updates: Sequence[ClientUpdate], weights: Mapping[int, float]) -> list[bool]:
         """Return for each client whether a size of its update is above its limit, or no limits are known yet."""
@@ -298,6 +309,7 @@ class Aggregation:
             self._limits = self.guard.limits(sizes, ordered)
             beyond = (sizes > self._limits.of(ordered)).flatten(1).any(1).tolist()
             outlying = tuple(sorted(client for client, is_beyond in zip(clients, beyond, strict=True) if is_beyond))
+        ready = []
         for update, suspect in zip(self._held, self._suspects(self._held, weights)):
             posterior, weight = update.posterior, weights[update.client]
             if suspect:
@@ -305,7 +317,11 @@ class Aggregation:
                 assert self._limits is not None
                 mean, variance = self.guard.clip(*posterior.flatten(), self._limits.of([weight])[0])
                 posterior = posterior.unflatten(mean, variance).with_flat(mean, variance)
-            self._fuse(update, posterior, weight)
+            ready.append((update, posterior, weight))
+            if suspect or len(ready) == FEWEST:  # few clipped vectors are held at once
+                self._fuse(ready)
+                ready = []
+        self._fuse(ready)
         return outlying
 
     def _merge(self, shares: Mapping[int, float], *others: Reduction) -> list[Statistics]:
@@ -322,19 +338,12 @@ class Aggregation:
 
     def _disagreement_of(self, apart: Statistics) -> float:
         """Return the weighted variance of the clients' means, averaged over the parameters."""
-        if self.collective.size == 1:
-            return float((apart["disagreement"] / apart["weight"]).mean())
-        between_and_within = float(apart["disagreement"]) + float(apart["within"])
-        return between_and_within / float(apart["weight"]) / self.previous.num_parameters
+        between_and_within = float(apart.get("disagreement", 0.0)) + float(apart["within"])
+        return between_and_within / float(apart["weight"]) / max(1, self.previous.num_parameters)
 
     def _disagreement_reduction(self) -> Reduction:
-        """Return the sums behind :meth:`_disagreement_of`.
-
-        Of several processes each sends the mean of its clients, and their variance around it as one number.
-        """
-        own = self._disagreement
-        if own and self.collective.size > 1:
-            own = {"weight": own["weight"], "mean": own["mean"], "within": own["disagreement"].sum()}
+        """Return the sums behind :meth:`_disagreement_of`."""
+        own = self._disagreement.statistics(self.collective.size > 1)
         return Reduction(own, self.previous.num_parameters, merge_disagreement, totals_only=True)
 
     def _buffers_reduction(self) -> Reduction:
@@ -386,17 +395,24 @@ class Aggregation:
         assert isinstance(self.weighting, str)
         return PER_CLIENT[self.weighting](ClientFacts.of(update, self.previous))
 
-    def _fuse(self, update: ClientUpdate, posterior: GaussianPosterior, weight: float) -> None:
-        """Add one admitted client, whose posterior is as the guard left it, to all running sums."""
-        posterior = posterior.with_flat(*posterior.flatten())
-        self._accumulator.add_checked(update.client, posterior, weight)
-        self._weights[update.client] = weight
-        if weight == 0:
+    def _fuse(self, clients: Sequence[tuple[ClientUpdate, GaussianPosterior, float]]) -> None:
+        """Add admitted clients to all running sums: of each its update, its posterior as the guard left it, its weight.
+
+        A large deterministic network is summed up piece by piece over all of them, any other client by client.
+        """
+        if not self._by_pieces and len(clients) > 1:
+            for each in clients:
+                self._fuse([each])
             return
-        mean, _ = posterior.flatten()
-        add_disagreement(self._disagreement, mean, mean.new_tensor(weight))
-        if self._streams:
-            self._add_buffers(update, weight)
+        if not self._by_pieces:
+            clients = [(update, posterior.with_flat(*posterior.flatten()), w) for update, posterior, w in clients]
+        self._accumulator.add_checked(
+            [(update.client, posterior, weight) for update, posterior, weight in clients], self._disagreement.add
+        )
+        for update, _, weight in clients:
+            self._weights[update.client] = weight
+            if self._streams:
+                self._add_buffers(update, weight)
 
     def _add_buffers(self, update: ClientUpdate, weight: float) -> None:
         """Add a client's buffers to the running sums."""
@@ -423,6 +439,49 @@ def _with(update: ClientUpdate, posterior: GaussianPosterior, buffers: dict[str,
     copy = object.__new__(ClientUpdate)
     vars(copy).update(vars(update), posterior=posterior, buffers=buffers)
     return copy
+
+
+class _Disagreement:
+    """Running mean of the clients' means, and the disagreement Σω‖μ_k − μ‖² as one number, by West's recursion.
+
+    Args:
+        borrows: take the mean from the rule's sums where they contain it. False where other processes have clients, or
+            where sums that contain it may cease to.
+    """
+
+    def __init__(self, borrows: bool) -> None:
+        self._borrows = borrows
+        self._weights: list[float] = []  # of each piece, as all lists here
+        self._means: list[Tensor] = []
+        self._within: list[Tensor] = []
+
+    def add(self, place: int, mean: Tensor, weight: float, known: tuple[Tensor, Tensor] | None) -> None:
+        """Add a client's piece number ``place``; see :data:`~lightning_fedbayes.fusion.accumulator.Watch`."""
+        if place == len(self._weights):
+            self._weights.append(weight)
+            self._within.append(mean.new_zeros(()))
+            if not self._borrows or known is None:
+                self._means.append(mean.clone())
+            return
+        before, after = self._weights[place], self._weights[place] + weight
+        self._weights[place] = after
+        if self._means:
+            step = mean - self._means[place]
+            self._means[place].add_(step, alpha=weight / after)
+            spread = before * weight / after
+        else:  # the distance to the mean with this client is shorter by before / after
+            assert known is not None
+            step = torch.sub(mean, known[0], alpha=1 / float(known[1]))
+            spread = weight * after / before
+        self._within[place].add_(torch.dot(step, step), alpha=spread)
+
+    def statistics(self, with_mean: bool) -> Statistics:
+        """Return weight and disagreement of these clients, and their mean where other processes have others."""
+        if not self._weights:
+            return {}
+        within = torch.stack(self._within).sum()
+        sums = {"weight": within.new_tensor(self._weights[0]), "within": within}
+        return {**sums, "mean": torch.cat(self._means)} if with_mean else sums
 
 
 def shares_of(weights: Mapping[int, float], reliability: Mapping[int, float]) -> dict[int, float]:

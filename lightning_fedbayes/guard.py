@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, check_number
-from lightning_fedbayes.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.posterior import PIECE, GaussianPosterior, flatten, is_zero
 
 MOST_CHANGE = 1e12
 """Factor by which a variance may change in one round: of σ a million. The most that honest clients did was
@@ -82,15 +83,25 @@ class Guard:
         self._deterministic = [name for name in previous.names if name not in probabilistic]
         self._lengths = [value.numel() for value in previous.mean.values()]
         self._numels = torch.tensor([n for n in self._lengths if n], dtype=torch.float64)
-        self._mean, variance = previous.flatten()
         self._is_point_mass = previous.is_point_mass
         if self._is_point_mass:
             return
+        self._mean, variance = previous.flatten()
         random = [torch.full((n,), name in probabilistic) for name, n in zip(previous.names, self._lengths)]
         known = torch.cat(random).to(variance.device) & (variance > 0) if random else variance > 0
         self._is_point_mass = not bool(known.any())
         self._unknown = None if bool(known.all()) else ~known
         self._variance = torch.where(known, variance, 1.0)
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        """The means of a deterministic network as one vector, which a large one seldom needs."""
+        return self.previous.flatten()[0]
+
+    @property
+    def is_deterministic(self) -> bool:
+        """True if the network has no variances, so that sizes follow from the means alone."""
+        return self._is_point_mass
 
     def check(self, posterior: GaussianPosterior, who: str) -> None:
         """Refuse variances that no training gives.
@@ -149,6 +160,21 @@ class Guard:
         parts = self._parts(ratio)
         least, most = (torch.stack([extreme(part, 1) for part in parts], 1) for extreme in (torch.amin, torch.amax))
         return torch.stack([shift, self._norms(difference.div_(ratio)), 1 / least, most], 1)
+
+    def shifts(self, clients: Sequence[GaussianPosterior]) -> Tensor:
+        """Return :meth:`sizes` of clients of a deterministic network, block by block: of no client a copy is made."""
+        lengths = []
+        for name, value in self.previous.mean.items():
+            parts = [each.mean[name].detach().reshape(-1).split(PIECE) for each in (self.previous, *clients)]
+            dtype = torch.promote_types(value.dtype, torch.float32)  # a difference is exact to half a unit there
+            squares = []
+            for before, *blocks in zip(*parts) if value.numel() else ():
+                steps = [flatten([block.to(dtype) - before.to(dtype)], torch.float64) for block in blocks]
+                squares.append(torch.stack([torch.dot(step, step) for step in steps]))
+            if squares:
+                lengths.append(sum(squares[1:], squares[0]).sqrt())
+        shift = torch.stack(lengths, 1)
+        return torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)], 1).cpu()
 
     def limits(self, sizes: Tensor, weights: Sequence[float]) -> Limits:
         r"""Return the largest sizes that are allowed.

@@ -18,8 +18,13 @@ MOST_ROWS = 20
 """Tensors in the table of a notebook."""
 PIECE = 2**17
 """Entries of a piece of a large posterior: in double precision they fit into a usual second-level cache."""
+POINT_PIECE = 2**18
+"""Entries of a piece of point masses, which few operations read: fewer pieces cost less than the cache saves."""
 MOST_AT_ONCE = 2**22
 """Entries of a stack up to which its rows are flattened at once, which takes 64 MiB."""
+
+Cuts = list[list[tuple[str, int, int]]]
+"""Pieces of a posterior, each a list of (name of a tensor, start, stop)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,31 +136,47 @@ class GaussianPosterior:
             self.mean, self.variance, is_point_mass=self.is_point_mass, _flat=(mean, variance)
         )
 
-    def pieces(self) -> list[GaussianPosterior]:
-        """This posterior in pieces of up to :data:`PIECE` entries, views in the order of :meth:`flatten`.
+    def cuts(self) -> Cuts:
+        """Return what :meth:`pieces` consist of: lists of (name, start, stop) in the order of :meth:`flatten`.
 
-        A large tensor is cut, small ones share a piece. What is done piece by piece happens in the cache of the
-        processor, and takes a fraction of the time.
+        A large tensor is cut, small neighbours share a piece. Pieces have up to :data:`PIECE` entries, those of tensors
+        that are known to be deterministic :data:`POINT_PIECE`. A small posterior is one piece.
         """
         if self.num_parameters <= PIECE:
-            return [self]
-        groups: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-        room = 0
+            return [[(name, 0, value.numel()) for name, value in self.mean.items()]]
+        cuts: Cuts = []
+        size = room = 0
         for name, value in self.mean.items():
-            parts = (each.detach().reshape(-1).split(PIECE) for each in (value, self.variance[name]))
-            for part, variance in zip(*parts):
-                if not groups or part.numel() > room:
-                    groups.append(({}, {}))
-                    room = PIECE
-                room -= part.numel()
-                groups[-1][0][name] = part
-                groups[-1][1][name] = variance
+            known = POINT_PIECE if is_zero(self.variance[name]) else PIECE
+            size, room = known, room if known == size else 0
+            for start in range(0, max(value.numel(), 1), size):
+                stop = min(start + size, value.numel())
+                if not cuts or stop - start > room:
+                    cuts.append([])
+                    room = size
+                room -= stop - start
+                cuts[-1].append((name, start, stop))
+        return cuts
+
+    def pieces(self, cuts: Cuts | None = None) -> list[GaussianPosterior]:
+        """This posterior in pieces, views in the order of :meth:`flatten`.
+
+        What is done piece by piece happens in the cache of the processor, and takes a fraction of the time.
+
+        Args:
+            cuts: :meth:`cuts` of a posterior of the same names and shapes; None: of this one.
+        """
+        cuts = self.cuts() if cuts is None else cuts
+        if len(cuts) == 1:
+            return [self]
+        both = [{n: value.detach().reshape(-1) for n, value in each.items()} for each in (self.mean, self.variance)]
+        groups = [[{n: vectors[n][start:stop] for n, start, stop in cut} for vectors in both] for cut in cuts]
         known = {"is_point_mass": True} if self.is_point_mass else {}
         if self._flat is None:
             return [self._of_checked(*group, **known) for group in groups]
-        lengths = [sum(part.numel() for part in mean.values()) for mean, _ in groups]
+        lengths = [sum(stop - start for _, start, stop in cut) for cut in cuts]
         flat = zip(*(vector.split(lengths) for vector in self._flat))
-        return [self._of_checked(*group, _flat=both, **known) for group, both in zip(groups, flat)]
+        return [self._of_checked(*group, _flat=pair, **known) for group, pair in zip(groups, flat)]
 
     def joined(self, pieces: Iterable[GaussianPosterior]) -> GaussianPosterior:
         """The inverse of :meth:`pieces`, with this posterior's names, shapes and dtypes; takes pieces one by one."""
@@ -209,11 +230,16 @@ class GaussianPosterior:
                     for n, v in self.variance.items()}
         return self._of_checked({name: value.to(device) for name, value in self.mean.items()}, variance)
 
-    def flatten(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """Mean and variance as two vectors of shape (P,), in the order of :attr:`names`; not to be written into."""
+    def flatten(self, dtype: torch.dtype = torch.float64, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Mean and variance as two vectors of shape (P,), in the order of :attr:`names`; not to be written into.
+
+        Args:
+            dtype: of the vectors.
+            room: vector of ``dtype`` and at least P entries, into which the mean may be written; None: a new one.
+        """
         if self._flat is not None and dtype == torch.float64:
             return self._flat
-        mean = flatten(self.mean.values(), dtype)
+        mean = flatten(self.mean.values(), dtype, room)
         if self.is_point_mass:
             return mean, zeros_like(mean)
         return mean, flatten((self.variance[name] for name in self.mean), dtype)
@@ -346,12 +372,14 @@ def is_zero(variance: Tensor) -> bool:
     return not any(variance.stride()) and variance.as_strided((), ()).item() == 0
 
 
-def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+def flatten(tensors: Iterable[Tensor], dtype: torch.dtype, room: Tensor | None = None) -> Tensor:
     """The entries of ``tensors`` one after the other, as one detached vector of ``dtype``, shape (P,).
 
-    The vector lies where the tensors lie, but on the CPU for MPS, which has no float64.
+    The vector lies where the tensors lie, but on the CPU for MPS, which has no float64; or at the start of ``room``.
     """
     parts = [tensor.detach().reshape(-1) for tensor in tensors]
+    if len(parts) == 1 and room is None and parts[0].device.type != "mps":
+        return parts[0].to(dtype, copy=True)
     if any(part.device.type == "mps" for part in parts):
         parts = [part.cpu() for part in parts]
     if len({part.dtype for part in parts}) > 1:  # each is exact in the result, but not in each other
@@ -359,9 +387,11 @@ def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
     if not parts:
         return torch.zeros(0, dtype=dtype)
     lengths = [len(part) for part in parts]
-    if len(parts) > 1 and sum(lengths) <= PIECE:
+    if len(parts) > 1 and sum(lengths) <= PIECE and room is None:
         return torch.cat(parts).to(dtype)
-    vector = torch.empty(sum(lengths), dtype=dtype, device=parts[0].device)  # no copy in the other dtype
+    if room is None:
+        room = torch.empty(sum(lengths), dtype=dtype, device=parts[0].device)  # no copy in the other dtype
+    vector = room[: sum(lengths)]
     for target, part in zip(vector.split(lengths), parts):
         target.copy_(part)
     return vector

@@ -203,3 +203,54 @@ def test_clients_that_wait_may_change_after_they_were_admitted(monkeypatch, at_o
     for name in SHAPES:
         assert torch.equal(fused.mean[name], expected.mean[name])
         assert torch.equal(fused.variance[name], expected.variance[name])
+
+
+WIDE = {"body": (300, 500), "bias": (7,), "empty": (0,), "head": (140_000,)}
+DETERMINISTIC = GaussianPosterior.point_mass({n: torch.ones(s) for n, s in WIDE.items()})
+
+
+def wide(client, factor=1.0):
+    """An update of a large deterministic network."""
+    draws = torch.Generator().manual_seed(client)
+    mean = {n: 1 + factor * (1 + torch.randn(s, generator=draws)) for n, s in WIDE.items()}
+    return ClientUpdate(client, 10 + client, GaussianPosterior.point_mass(mean))
+
+
+def result_of(updates, rule):
+    """The result of a round whose clients overwrite their tensors once they are admitted."""
+    server = Server(DETERMINISTIC, fusion=rule)
+    server.begin(RoundPlan(0, tuple(update.client for update in updates)))
+    for update in updates:
+        assert server.admit(update).error is None
+        for tensor in update.posterior.mean.values():
+            tensor.fill_(7.0)
+    return server.finish()
+
+
+@pytest.mark.parametrize("count", [5, 17])
+@pytest.mark.parametrize("attacked", [(), (0, 9)])
+@pytest.mark.parametrize("rule", ["reverse_kl_barycenter", "conflation", "weighted_average", "linear_pool"])
+def test_a_large_deterministic_network_is_fused_in_pieces_as_in_one_vector(monkeypatch, rule, attacked, count):
+    def updates():
+        return [wide(k, -50.0 if k in attacked else 1.0) for k in range(count)]
+
+    result = result_of(updates(), rule)
+    monkeypatch.setattr("lightning_fedbayes.aggregation.PIECE", 10**9)  # each client is copied into one vector
+    expected = result_of(updates(), rule)
+    assert result.figures["disagreement"] == pytest.approx(expected.figures["disagreement"], rel=1e-9)
+    assert result.figures["outlying_clients"] == expected.figures["outlying_clients"]
+    assert (result.figures["outlying_clients"] > 0) == (count == 17 and bool(attacked))
+    for name in WIDE:
+        torch.testing.assert_close(result.posterior.mean[name], expected.posterior.mean[name], rtol=1e-7, atol=1e-7)
+        if not attacked:
+            assert torch.equal(result.posterior.mean[name], expected.posterior.mean[name])
+            assert torch.equal(result.posterior.variance[name], expected.posterior.variance[name])
+
+
+@pytest.mark.parametrize("rule", ["reverse_kl_barycenter", "gaussian_fit", "weighted_average", "coordinate_median"])
+def test_disagreement_of_a_large_deterministic_network_is_the_variance_of_its_means(rule):
+    result = result_of([wide(k) for k in range(9)], rule)
+    means = torch.stack([torch.cat([m.flatten() for m in wide(k).posterior.mean.values()]) for k in range(9)]).double()
+    weights = torch.tensor([result.weights[k] for k in range(9)], dtype=torch.float64)
+    spread = weights @ (means - weights @ means).square()
+    assert result.figures["disagreement"] == pytest.approx(float(spread.mean()), rel=1e-12)

@@ -19,8 +19,8 @@ from statistics import median
 
 import torch
 
-from lightning_fedbayes.fusion import SumRule, available_fusions, fuse, get_rule
-from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes import ClientUpdate, GaussianPosterior, RoundPlan, Server, fuse
+from lightning_fedbayes.fusion import SumRule, available_fusions, get_rule
 
 FEW = 20
 """Clients of the smaller memory measurement."""
@@ -94,26 +94,41 @@ def state_dict_mean(states: list[dict[str, torch.Tensor]], weights: list[float])
     return mean
 
 
-def measure_deterministic(rules: list[str], repeats: int) -> dict[str, tuple[float, float]]:
-    """CPU seconds per client of the plain mean (as "") and of every rule, in turn; and multiples of the plain mean."""
+def serve(rule: str, posteriors: list[GaussianPosterior], weights: list[float]) -> None:
+    """One round of a server whose clients train a deterministic network."""
+    server = Server(posteriors[0], fusion=rule)
+    server.begin(RoundPlan(0, tuple(range(len(posteriors)))))
+    for k, (posterior, weight) in enumerate(zip(posteriors, weights, strict=True)):
+        server.admit(ClientUpdate(k, int(weight), posterior))
+    server.finish()
+
+
+def measure_deterministic(rules: list[str], repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """CPU seconds per client of the plain mean (as "") and of every rule, in turn; and multiples of the plain mean.
+
+    Of each rule: clients of a list, clients of a generator, clients of a server.
+    """
     draws = torch.Generator().manual_seed(0)
     states = [{name: torch.randn(shape, generator=draws) for name, shape in resnet18_shapes().items()}
               for _ in range(DETERMINISTIC)]
     posteriors = [GaussianPosterior.point_mass(state) for state in states]
     weights = [1.0 + k % 7 for k in range(DETERMINISTIC)]
-    contestants: dict[str, Callable[[], object]] = {"": lambda: state_dict_mean(states, weights)}
+    contestants: dict[tuple[str, int], Callable[[], object]] = {("", 0): lambda: state_dict_mean(states, weights)}
     for rule in rules:
-        contestants[rule] = lambda rule=rule: fuse(rule, iter(posteriors), weights, posteriors[0])
-    taken: dict[str, list[float]] = {name: [] for name in contestants}
+        contestants[rule, 0] = lambda rule=rule: fuse(rule, posteriors, weights, posteriors[0])
+        contestants[rule, 1] = lambda rule=rule: fuse(rule, iter(posteriors), weights, posteriors[0])
+        contestants[rule, 2] = lambda rule=rule: serve(rule, posteriors, weights)
+    taken: dict[tuple[str, int], list[float]] = {name: [] for name in contestants}
     for _ in range(repeats + 1):
         for name, function in contestants.items():
             start = time.process_time()
             function()
             taken[name].append((time.process_time() - start) / DETERMINISTIC)
-    return {
-        name: (median(values[1:]), median(a / b for a, b in zip(values[1:], taken[""][1:], strict=True)))
-        for name, values in taken.items()
-    }
+    found: dict[str, list[tuple[float, float]]] = {}
+    for (rule, _), values in taken.items():
+        ratios = [a / b for a, b in zip(values[1:], taken["", 0][1:], strict=True)]
+        found.setdefault(rule, []).append((median(values[1:]), median(ratios)))
+    return found
 
 
 def peak_bytes() -> int:
@@ -170,10 +185,11 @@ def main() -> None:
         print(f"| {rule} | {times[rule]:.3f} | {times[rule] / baseline:.1f} | {few:.0f} | {many:.0f} |")
 
     print(f"\n{DETERMINISTIC} deterministic clients of ResNet-18's size, CPU time per client.\n")
-    print("| rule | ms | × mean |")
-    print("|---|---:|---:|")
-    for rule, (taken, ratio) in measure_deterministic(rules, options.repeats).items():
-        print(f"| {rule or 'mean of state dicts in float32'} | {1e3 * taken:.1f} | {ratio:.1f} |")
+    print("| rule | list, ms | × mean | one by one, ms | × mean | server, ms | × mean |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for rule, figures in measure_deterministic(rules, options.repeats).items():
+        cells = " | ".join(f"{1e3 * taken:.1f} | {ratio:.1f}" for taken, ratio in figures)
+        print(f"| {rule or 'mean of state dicts in float32'} | {cells} |{'' if rule else ' | | | |'}")
 
 
 if __name__ == "__main__":

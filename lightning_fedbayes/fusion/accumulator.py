@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
 from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState, Statistics, SumRule
 from lightning_fedbayes.posterior import (
     PIECE,
+    Cuts,
     GaussianPosterior,
     check_posterior,
     check_same_structure,
@@ -21,6 +23,12 @@ from lightning_fedbayes.posterior import (
     is_zero,
     zeros_like,
 )
+
+Watch = Callable[[int, Tensor, float, "tuple[Tensor, Tensor] | None"], None]
+"""Function of the number of a piece; its means as a vector; the client's weight; the rule's :meth:`SumRule.average` of
+the clients so far, this one included."""
+AT_ONCE = 8
+"""Clients of a list that are summed up together."""
 
 
 class FusionAccumulator:
@@ -54,6 +62,7 @@ class FusionAccumulator:
         self._sums: list[Statistics] = []
         self._scale = None if relative else 1.0
         self._like: GaussianPosterior | None = None
+        self._cuts: Cuts | None = None
         self._posteriors: list[GaussianPosterior] = []
         self._weights: list[float] = []
         self._clients: list[int] = []
@@ -65,42 +74,95 @@ class FusionAccumulator:
             FusionError: names or shapes differ from those before, a value is not finite, or the weight is negative
                 or not finite. The clients added before are kept as they were.
         """
-        who = f"client {self.count}"
-        check_number(f"{who}: weight", weight, "[0, inf)", error=FusionError)
-        like = self.previous if self.previous is not None else self._like
-        check_structure(posterior, posterior if like is None else like, who)
-        if like is not None:
-            posterior = posterior.ordered(like.names)
-        if posterior.num_parameters <= PIECE:
-            posterior = posterior.with_flat(*posterior.flatten())
-        check_finite(posterior, who)
-        self.add_checked(self.count, posterior, weight)
+        self.add_all([(posterior, weight)])
 
-    def add_checked(self, client: int, posterior: GaussianPosterior, weight: float) -> None:
-        """Add a client whose posterior has been checked.
+    def add_all(self, clients: Sequence[tuple[GaussianPosterior, float]], *, look: bool = True) -> None:
+        """Add several clients in order, all or none; for a large network in less time than one by one.
 
         Args:
-            client: the number by which a rule with a state recognises the client in later rounds.
-            posterior: the client's posterior, its parameters in the order of the others'.
-            weight: at least 0.
+            clients: posterior and weight of each.
+            look: look for values that are not finite. False leaves large point masses to :meth:`check_values`.
+
+        Raises:
+            FusionError: see :meth:`add`.
         """
-        self.count += 1
-        if weight == 0 and self.rule.uses_weights:
+        checked = []
+        like = self.previous if self.previous is not None else self._like
+        for number, (posterior, weight) in enumerate(clients, start=self.count):
+            who = f"client {number}"
+            check_number(f"{who}: weight", weight, "[0, inf)", error=FusionError)
+            check_structure(posterior, posterior if like is None else like, who)
+            like = posterior if like is None else like
+            posterior = posterior.ordered(like.names)
+            if posterior.num_parameters <= PIECE:
+                posterior = posterior.with_flat(*posterior.flatten())
+            if look or weight == 0 or posterior.num_parameters <= PIECE or not posterior.is_point_mass:
+                check_finite(posterior, who)
+            checked.append((number, posterior, weight))
+        self.add_checked(checked)
+
+    def check_values(self, posteriors: Iterable[GaussianPosterior]) -> None:
+        """Raise FusionError if a value of ``posteriors``, the clients so far, is not finite.
+
+        They are only looked at if the mean over them, in which such a value shows, is not known or not finite.
+        """
+        sums = self.rule if isinstance(self.rule, SumRule) else None
+        means = [None if sums is None else sums.average(each) for each in self._sums] or [None]
+        if not all(mean is not None and math.isfinite(mean[0].sum()) for mean in means):
+            for number, posterior in enumerate(posteriors):
+                check_finite(posterior, f"client {number}")
+
+    def add_checked(
+        self, clients: Sequence[tuple[int, GaussianPosterior, float]],
+        watch: Watch | None = None,
+    ) -> None:
+        """Add clients whose posteriors have been checked.
+
+        Of a large network each piece is summed up over all these clients before the next one, so that the sums stay in
+        the processor's cache. The result is that of adding them one by one.
+
+        Args:
+            clients: of each the number by which a rule with a state recognises it in later rounds; its posterior, its
+                parameters in the order of the others'; and its weight, at least 0.
+            watch: is called for every piece of every client that counts, while it is in the cache.
+        """
+        self.count += len(clients)
+        counted = [each for each in clients if each[2] > 0 or not self.rule.uses_weights]
+        if not counted:
             return
+        _, first, weight = counted[0]
         if self._scale is None:
             self._scale = weight if weight > 0 else 1.0
         if self._like is None:
-            self._like = GaussianPosterior.point_mass({n: zeros_like(m) for n, m in posterior.mean.items()})
-        weight = weight / self._scale
-        self._weights.append(weight)
-        self._clients.append(client)
-        if isinstance(self.rule, SumRule):
-            pieces = self._pieces(posterior)
-            self._sums = self._sums or [{} for _ in pieces]
-            for sums, piece in zip(self._sums, pieces, strict=True):
-                self.rule.update(sums, *piece.flatten(), weight)
-        else:
-            self._posteriors.append(posterior.clone())
+            self._like = GaussianPosterior.point_mass({n: zeros_like(m) for n, m in first.mean.items()})
+            self._cuts = first.cuts()
+        weights = [weight / self._scale for _, _, weight in counted]
+        self._weights += weights
+        self._clients += [client for client, _, _ in counted]
+        sums = self.rule if isinstance(self.rule, SumRule) else None
+        if sums is None:
+            self._posteriors += [posterior.clone() for _, posterior, _ in counted]
+            if watch is None:
+                return
+        room = self._room(first)
+        pieces = zip(*(self._pieces(posterior) for _, posterior, _ in counted), strict=True)
+        for place, parts in enumerate(pieces):
+            if sums is not None and place == len(self._sums):
+                self._sums.append({})
+            for part, weight, (_, _, given) in zip(parts, weights, counted, strict=True):
+                mean, variance = part.flatten(room=room)
+                if sums is not None:
+                    sums.update(self._sums[place], mean, variance, weight)
+                if watch is not None and given > 0:
+                    watch(place, mean, given, None if sums is None else sums.average(self._sums[place]))
+
+    def _room(self, client: GaussianPosterior) -> Tensor | None:
+        """Return a vector for the means of a piece, so that memory is not mapped anew for each; None if it is whole."""
+        if self._cuts is None or len(self._cuts) == 1 or not self.rule.by_columns:
+            return None
+        device = next(iter(client.mean.values())).device
+        entries = max(sum(stop - start for _, start, stop in cut) for cut in self._cuts)
+        return torch.empty(entries, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
 
     @property
     def total(self) -> float:
@@ -151,7 +213,8 @@ class FusionAccumulator:
 
     def _pieces(self, posterior: GaussianPosterior) -> list[GaussianPosterior]:
         """Return what the rule sums up separately."""
-        return posterior.pieces() if self.rule.by_columns else [posterior]
+        whole = isinstance(self.rule, SumRule) and not self.rule.by_columns
+        return [posterior] if whole else posterior.pieces(self._cuts)
 
     def finish(self, statistics: Statistics, state: RuleState) -> Fused:
         """Return the result of a sum-type rule from the sums over all clients; for ``state`` see :meth:`result`."""
@@ -203,10 +266,18 @@ def fuse(
     values = None if weights is None else _weight_values(weights)
     if not isinstance(posteriors, Iterable) or hasattr(posteriors, "shape"):
         raise FusionError(f"posteriors={shown(posteriors)}: give the clients' posteriors")
-    for k, posterior in enumerate(posteriors):
-        if values is not None and k >= len(values):
+    remaining = iter(posteriors)
+    held = posteriors if isinstance(posteriors, list | tuple) else None
+    at_once = 1 if held is None else AT_ONCE  # a generator shall hold no more than one client
+    while group := list(islice(remaining, at_once)):
+        start = accumulator.count
+        if values is not None and start + len(group) > len(values):
             raise FusionError(f"{len(values)} weights for more than {len(values)} posteriors; give one per client")
-        accumulator.add(posterior, 1.0 if values is None else values[k])
+        shares = [1.0] * len(group) if values is None else values[start : start + len(group)]
+        accumulator.add_all(list(zip(group, shares, strict=True)), look=held is None)
+        group.clear()
+    if held:
+        accumulator.check_values(held)
     if values is not None and accumulator.count != len(values):
         raise FusionError(f"{len(values)} weights for {accumulator.count} posteriors; give one per client")
     return accumulator.compute()
@@ -268,7 +339,8 @@ def check_finite(posterior: GaussianPosterior, who: str) -> None:
         total = mean.sum() if posterior.is_point_mass else mean.sum() + variance.sum()
     else:
         variances = (value for value in posterior.variance.values() if not is_zero(value))
-        total = sum(value.detach().sum() for value in (*posterior.mean.values(), *variances))
+        with torch.no_grad():
+            total = torch.stack([value.sum() for value in (*posterior.mean.values(), *variances)]).sum()
     if math.isfinite(total):
         return
     for kind, values in (("mean", posterior.mean), ("variance", posterior.variance)):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.fusion.registry import register_fusion
-from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add, of_zeros
+from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add, add_number, of_zeros
 from lightning_fedbayes.posterior import PIECE, GaussianPosterior
 
 
@@ -33,7 +33,7 @@ class _AverageRule(SumRule):
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
         """See :meth:`SumRule.update`."""
-        add(statistics, "weight", mean.new_tensor(weight))
+        add_number(statistics, "weight", weight, mean)
         add(statistics, "mean", mean, weight)
         add(statistics, "spread", self.transform(of_zeros(variance)), weight**self.weight_power)
 
@@ -42,6 +42,10 @@ class _AverageRule(SumRule):
         weight, mean = statistics["weight"], statistics["mean"]
         variance = self.invert(statistics["spread"] / weight**self.weight_power)
         return mean / weight, variance.expand(mean.shape)
+
+    def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
+        """See :meth:`SumRule.average`."""
+        return statistics["mean"], statistics["weight"]
 
 
 @register_fusion("weighted_average", aliases=("nwa", "eaa", "fedavg", "centered_linear_pool"))
@@ -129,7 +133,7 @@ class LinearPool(SumRule):
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
         """See :meth:`SumRule.update`."""
-        add_disagreement(statistics, mean, mean.new_tensor(weight))
+        add_disagreement(statistics, mean, weight)
         add(statistics, "variance", of_zeros(variance), weight)
 
     def merge(self, statistics: Statistics, other: Statistics) -> None:
@@ -143,6 +147,10 @@ class LinearPool(SumRule):
         add(statistics, "disagreement", other["disagreement"])
         if "variance" in other:
             add(statistics, "variance", other["variance"])
+
+    def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
+        """See :meth:`SumRule.average`."""
+        return statistics["mean"], statistics["mean"].new_ones(())
 
     def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
         """See :meth:`SumRule.compute`."""
@@ -165,24 +173,27 @@ class GaussianFit(LinearPool):
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
         """See :meth:`SumRule.update`."""
-        add_disagreement(statistics, mean, mean.new_tensor(1.0))
+        add_disagreement(statistics, mean, 1.0)
 
     def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
         """See :meth:`SumRule.compute`."""
         return statistics["mean"], statistics["disagreement"] / statistics["weight"]
 
 
-def add_disagreement(statistics: Statistics, mean: Tensor, weight: Tensor) -> None:
+def add_disagreement(statistics: Statistics, mean: Tensor, weight: Tensor | float) -> None:
     """Add a group of clients of mean ``mean`` and total weight ``weight`` to the running mean and Σω(μ_k − μ)²."""
+    weight = float(weight)
     if "mean" not in statistics:
-        statistics.update(weight=weight.clone(), mean=mean.clone(), disagreement=mean.new_zeros(mean.shape))
+        statistics.update(
+            weight=mean.new_tensor(weight), mean=mean.clone(), disagreement=mean.new_zeros(mean.shape)
+        )
         return
-    before = statistics["weight"]
+    before = float(statistics["weight"])
     total = before + weight
-    share, spread = float(weight / total), float(before * weight / total)
+    share, spread = weight / total, before * weight / total
     pieces = (each.split(PIECE) for each in (mean, statistics["mean"], statistics["disagreement"]))
     for new, average, disagreement in zip(*pieces):  # piece by piece, so that the step stays in the cache
         step = new - average
         average.add_(step, alpha=share)
         disagreement.addcmul_(step, step, value=spread)
-    statistics["weight"] = total
+    statistics["weight"] = mean.new_tensor(total)

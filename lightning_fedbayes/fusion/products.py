@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, check_number
 from lightning_fedbayes.fusion.registry import register_fusion
-from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add, add_product, of_zeros
+from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add, add_number, add_product, of_zeros
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero, zeros_like
 
 
@@ -30,9 +30,9 @@ class _ProductRule(SumRule):
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
         """See :meth:`SumRule.update`."""
         weight = weight if self.uses_weights else 1.0
-        add(statistics, "weight", mean.new_tensor(weight))
-        largest = mean.new_tensor(weight)
-        statistics["max_weight"] = torch.maximum(statistics.get("max_weight", largest), largest)
+        add_number(statistics, "weight", weight, mean)
+        if "max_weight" not in statistics or weight > statistics["max_weight"]:
+            statistics["max_weight"] = mean.new_tensor(weight)
         if is_zero(variance):
             add(statistics, "atom_weight", of_zeros(variance) + 1, weight)
             add(statistics, "atom_mean", mean, weight)
@@ -45,6 +45,10 @@ class _ProductRule(SumRule):
             add(statistics, "atom_mean", mean * atom, weight)
         add_product(statistics, "precision_mean", precision, mean)
         add(statistics, "precision", precision)
+
+    def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
+        """See :meth:`SumRule.average`; the sums of point masses contain it."""
+        return None if "precision" in statistics else (statistics["atom_mean"], statistics["atom_weight"])
 
     def merge(self, statistics: Statistics, other: Statistics) -> None:
         """See :meth:`SumRule.merge`; the largest weight is a maximum, all else are sums."""

@@ -134,7 +134,7 @@ class SumRule(FusionRule):
 
         Args:
             statistics: the sums so far that :meth:`compute` needs.
-            mean, variance: the client's posterior, shape (P,), float64.
+            mean, variance: the client's posterior, shape (P,), float64; with ``by_columns`` valid until the call ends.
             weight: the client's weight ω > 0, not normalised.
         """
 
@@ -158,6 +158,13 @@ class SumRule(FusionRule):
             state: after the rounds before; it is not changed.
         """
         return Fused(like.unflatten(*self.compute(statistics, like, previous)), state=state)
+
+    def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
+        """Return the weighted mean of the clients' means, if ``statistics`` contain it, as (numerator, denominator).
+
+        Whoever needs the mean as well need then not sum it up. None, "they do not", is always right.
+        """
+        return None
 
     def merge(self, statistics: Statistics, other: Statistics) -> None:
         """Add the sums over other clients to ``statistics``, in place."""
@@ -199,6 +206,14 @@ def add(statistics: Statistics, key: str, value: Tensor, scale: float = 1.0) -> 
         statistics[key] = statistics[key] + value * scale
     else:
         statistics[key].add_(value, alpha=scale)
+
+
+def add_number(statistics: Statistics, key: str, number: float, like: Tensor) -> None:
+    """``statistics[key] += number``, a scalar of the dtype and device of ``like``; a missing key counts as 0."""
+    if key in statistics:
+        statistics[key].add_(number)
+    else:
+        statistics[key] = like.new_tensor(number)
 
 
 def of_zeros(variance: Tensor) -> Tensor:
