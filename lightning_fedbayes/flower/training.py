@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of
 from lightning_fedbayes.errors import FederationError
-from lightning_fedbayes.fusion import FusionRule, Sites
+from lightning_fedbayes.fusion import FusionRule
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
@@ -31,7 +31,6 @@ from lightning_fedbayes.trainer import FitLoop, check_schedulers, check_trainer
 from lightning_fedbayes.training.loader import FederatedLoader, batching_of
 from lightning_fedbayes.training.model import ResidentModel
 from lightning_fedbayes.training.sequential import SequentialEngine
-from lightning_fedbayes.training.sites import RoundSites
 
 
 @dataclass(frozen=True)
@@ -228,10 +227,9 @@ class ClientTraining(L.Callback):
         self._engine = SequentialEngine(
             self._loop.context(), model, self._loader, keep_optimizer=keep, seed=task.seed
         )
-        if isinstance(self.rule, Sites):
-            base = self.rule.base(task.posterior.to(pl_module.device), {"begun": True} if task.begun else {})
-            self._engine.sites = RoundSites(self.rule, pl_module, base, model.local_names)
         self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
+        begun = {"begun": True} if task.begun else {}
+        self._engine.begin_sites(self.rule, task.posterior.to(pl_module.device), begun)
         self._loop.install(self._engine, self._engine.begin_batch, self._end_batch)
         start = getattr(pl_module, "on_federation_start", None)
         if start is not None:

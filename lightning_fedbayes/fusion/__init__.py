@@ -1,6 +1,5 @@
 """Posterior fusion: rules by name, and the function that applies them."""
 
-from lightning_fedbayes.exchange.reduction import Statistics
 from lightning_fedbayes.fusion.accumulator import FusionAccumulator, fuse
 from lightning_fedbayes.fusion.alpha import AlphaBarycenter, HellingerBarycenter
 from lightning_fedbayes.fusion.auto import AutoFusion
@@ -32,7 +31,7 @@ from lightning_fedbayes.fusion.registry import (
 )
 from lightning_fedbayes.fusion.reliability import Reliability
 from lightning_fedbayes.fusion.robust import CoordinateMedian, GeometricMedian, Krum, MultiKrum, TrimmedMean
-from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, SumRule
+from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, Statistics, SumRule
 from lightning_fedbayes.fusion.sites import BayesADMM, PartitionedVI, Sites
 
 __all__ = [

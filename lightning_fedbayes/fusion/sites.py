@@ -160,7 +160,14 @@ class Sites(SumRule):
 
 @register_fusion("pvi")
 class PartitionedVI(Sites):
-    """:class:`Sites` as partitioned variational inference: ρ = α = 1, damped, since clients train at once.
+    r""":class:`Sites` as partitioned variational inference, :math:`\rho = \alpha = 1`.
+
+    It is damped, since clients train at once.
+
+    When to use it: linear models and other convex losses, whose local problems are solved well.
+
+    Args:
+        damping, prior_mean, prior_std: see :class:`Sites`.
 
     Source: Ashman et al. 2022.
     """
@@ -172,6 +179,11 @@ class PartitionedVI(Sites):
 @register_fusion("bayes_admm")
 class BayesADMM(Sites):
     r""":class:`Sites` as federated ADMM from Bayesian duality: :math:`\alpha = 1 / (1 + K\rho)`, undamped.
+
+    When to use it: neural networks.
+
+    Args:
+        step, prior_mean, prior_std: see :class:`Sites`.
 
     Source: Möllenhoff et al. 2026.
     """

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +14,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fedbayes.fusion import FusionRule, RuleState, Sites
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan
+from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.training.client import Client, ClientState
 from lightning_fedbayes.training.context import Step, TrainingContext
 from lightning_fedbayes.training.loader import FederatedLoader
@@ -93,6 +96,24 @@ class Engine(ABC):
         """Prepare for the clients of ``plan``, which may be none."""
         self.plan = plan
         self._trained = {}
+
+    def begin_sites(self, rule: FusionRule, posterior: GaussianPosterior, state: RuleState) -> None:
+        """Before a round, let clients take their cavities as priors and keep their sites, if ``rule`` is one of sites.
+
+        Args:
+            rule: the fusion rule.
+            posterior: the global posterior that the clients start from.
+            state: the rule's state; a rule that begins anew knows of no site, so the clients forget theirs.
+
+        Raises:
+            FederationError: the module has no parameters for sites, or other priors than the rule.
+        """
+        if not isinstance(rule, Sites):
+            return
+        if not state:
+            self.states = {client: replace(kept, site={}) for client, kept in self.states.items()}
+        base = rule.base(posterior, state)
+        self.sites = RoundSites(rule, self.model.module, base, self.model.local_names)
 
     def span(self, batch_idx: int) -> tuple[int, int]:
         """Return the range of the loop's batches that hooks and ``training_step`` see as one epoch.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning as L
@@ -13,7 +13,6 @@ from lightning_fedbayes.adversaries import assign
 from lightning_fedbayes.aggregation import Aggregate
 from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.exchange import ALONE, Collective
-from lightning_fedbayes.fusion import Sites
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.messages import ClientFailure, ClientOutcome, ClientUpdate
@@ -25,7 +24,6 @@ from lightning_fedbayes.settings import FederationSettings
 from lightning_fedbayes.training.attacks import RoundAdversaries, held_back
 from lightning_fedbayes.training.engine import Engine, Trained
 from lightning_fedbayes.training.scoring import held_out_loss, kept_attributes, own_hook
-from lightning_fedbayes.training.sites import RoundSites
 
 Stage = Literal["between", "training", "fused"]
 
@@ -102,13 +100,8 @@ class Federation:
         self.stage = "training"
         if self.settings.prior == "global":
             set_prior(module, self.server.posterior, exclude=self.engine.model.local_names)
-        rule = self.settings.fusion
-        if isinstance(rule, Sites):
-            state = self.server.rule_state
-            if not state:  # a server that begins anew knows of no site
-                self.engine.states = {client: replace(kept, site={}) for client, kept in self.engine.states.items()}
-            base = rule.base(self.server.posterior, state)
-            self.engine.sites = RoundSites(rule, module, base, self.engine.model.local_names)
+        if not isinstance(self.settings.fusion, AutoFusion | str):
+            self.engine.begin_sites(self.settings.fusion, self.server.posterior, self.server.rule_state)
         self.server.begin(plan)
         attackers = assign(self.settings.attacks, self.engine.names, self.settings.seed)
         self._adversaries = RoundAdversaries(attackers, plan, self.server.posterior, self.settings.seed)
