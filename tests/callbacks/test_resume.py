@@ -57,6 +57,7 @@ SETTINGS = {
         "fusion": fb.Reliability("ivar_vb", then="rklb"), "adversaries": fb.GaussianVector(clients=[1]),
     },
     "state of covariance": {"fusion": "icov_vb", "adversaries": fb.RandomUpdate(clients=[0])},
+    "sites": {"fusion": "sites", "local_epochs": 2},
     "held posteriors": {"weighting": "max_discrepancy", "fusion": "linear_pool"},
 }
 

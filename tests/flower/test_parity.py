@@ -36,6 +36,8 @@ CASES = {
     "linear pool": (hybrid, {"fusion": "linear_pool", "weighting": "max_discrepancy"}, {}),
     "with a state": (hybrid, {"fusion": "ivar_vb", "weighting": "equal"}, {}),
     "cohorts": (hybrid, {"fraction": 0.5}, {}),
+    "sites": (hybrid, {"fusion": "sites"}, {"fusion": "sites"}),
+    "sites of cohorts": (hybrid, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites", "local_epochs": 2}),
     "kept optimizers": (Scheduled, {}, {"optimizer_state": "keep"}),
     "cohorts that keep": (Scheduled, {"fraction": 0.5}, {"optimizer_state": "keep", "local_parameters": ["net.2.*"]}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),
@@ -50,7 +52,7 @@ def test_same_posterior_as_in_one_process(make, server, client, shared, tmp_path
     kept = {name: client[name] for name in ("buffers", "local_parameters") if name in client}
     grid = LocalGrid(client_apps(make=make, shared=shared, state_folder=tmp_path, **client))
     run(grid, strategy, make=make, **kept)
-    assert_same(strategy, in_process(make=make, **server, **client, seed=3))
+    assert_same(strategy, in_process(make=make, **{**server, **client}, seed=3))
 
 
 def test_clients_with_data_of_their_own():

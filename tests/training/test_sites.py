@@ -1,0 +1,232 @@
+"""Sites in training: one client, fixed points, the pooled posterior, the engines, and what is refused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from bayesian_torch.layers import LinearReparameterization as PeerLinear
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.fusion import Sites
+from lightning_fedbayes.layers import LinearReparameterization, kl_divergence
+from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior
+from tests.federations import Plain, federate
+
+NOISE, EXAMPLES, FEATURES = 0.5, 60, 3
+
+
+def data(seed: int = 1, binary: bool = False) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(EXAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+    y = x @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    y = y + NOISE * torch.randn(EXAMPLES, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, (y > 0).double() if binary else y)
+
+
+class Exact(L.LightningModule):
+    """One Bayesian layer whose expected loss is in closed form, so that training draws nothing."""
+
+    def __init__(self, optimizer: str = "adam") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = LinearReparameterization(FEATURES, 1, bias=False).double()
+        self.optimizer, self.count = optimizer, EXAMPLES
+
+    def on_client_start(self, client) -> None:
+        self.count = client.num_examples
+
+    def expected_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Mean over the examples of the expectation of (y − wx)² / 2s²."""
+        gaussian = next(self.layer.gaussian_parameters())
+        errors = (y - (x @ gaussian.mean.T)[:, 0]) ** 2 + (x**2 @ gaussian.variance.T)[:, 0]
+        return errors.mean() / 2 / NOISE**2
+
+    def training_step(self, batch, batch_idx) -> Tensor:
+        return self.expected_loss(*batch) + kl_divergence(self) / self.count
+
+    def configure_optimizers(self):
+        if self.optimizer == "adam":
+            return torch.optim.Adam(self.parameters(), lr=0.05)
+        return torch.optim.LBFGS(self.parameters(), max_iter=300, tolerance_grad=1e-13, tolerance_change=1e-16,
+                                 history_size=20, line_search_fn="strong_wolfe")
+
+
+class Logistic(Exact):
+    """The expectation by quadrature: the logit of an example is Gaussian."""
+
+    def expected_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        nodes, weights = (torch.as_tensor(each) for each in np.polynomial.hermite_e.hermegauss(20))
+        gaussian = next(self.layer.gaussian_parameters())
+        centre, spread = (x @ gaussian.mean.T)[:, 0], (x**2 @ gaussian.variance.T)[:, 0].sqrt()
+        logits = centre + spread * nodes[:, None]
+        losses = nn.functional.binary_cross_entropy_with_logits(logits, y.expand_as(logits), reduction="none")
+        return (weights[:, None] * losses).sum(0).mean() / weights.sum()
+
+
+def whole(examples: TensorDataset) -> DataLoader:
+    return DataLoader(examples, batch_size=EXAMPLES)
+
+
+def fit(module: L.LightningModule, rounds: int, examples=None, **options) -> fb.FederatedBayes:
+    federation = fb.FederatedBayes(options.pop("partition", fb.SizesPartition((30, 20, 10))), **options)
+    federate(module, federation, rounds, whole(examples or data()))
+    return federation
+
+
+def test_one_client_is_plain_variational_training():
+    """With ρ = α = 1 its cavity is the prior, in every round."""
+    module, plain, examples = Exact(), Exact(), data()
+    fit(module, 3, examples, partition=fb.SizesPartition((EXAMPLES,)), fusion=Sites(1.0, 1.0, "pvi"), local_epochs=7,
+        optimizer_state="keep")
+    trainer = L.Trainer(max_epochs=21, accelerator="cpu", logger=False, enable_checkpointing=False,
+                        enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(plain, whole(examples))
+    ours, theirs = fb.read_posterior(module), fb.read_posterior(plain)
+    torch.testing.assert_close(ours.mean["layer.weight"], theirs.mean["layer.weight"], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(ours.variance["layer.weight"], theirs.variance["layer.weight"], rtol=1e-6, atol=1e-8)
+
+
+def test_a_conjugate_model_is_the_pooled_one_after_a_round():
+    x, y = data().tensors
+    module = Exact("lbfgs")
+    federation = fit(module, 2, fusion=Sites(1.0, 1.0, "pvi"), engine="sequential")
+    orthogonal = 1 + (x**2).sum(0) / NOISE**2
+    torch.testing.assert_close(1 / fb.read_posterior(module).variance["layer.weight"][0], orthogonal, rtol=1e-7, atol=0)
+    assert federation.history[1]["sites/held_back"] == 0
+
+
+@pytest.mark.parametrize(("kind", "rule", "rounds"), [
+    (Logistic, Sites(1.0, 0.5, "pvi"), 60), (Logistic, Sites(1.0, 1.0, "admm"), 80), (Exact, Sites(1.0, 0.5, "pvi"), 60)
+])
+def test_the_pooled_elbo_is_stationary_at_a_fixed_point(kind, rule, rounds):
+    """And so the posterior is the mean-field posterior of the pooled data, which does not depend on the partition."""
+    examples, module = data(binary=kind is Logistic), kind("lbfgs")
+    federation = fit(module, rounds, examples, fusion=rule, engine="sequential")
+    assert federation.history[-1]["sites/change"] < 1e-9
+    module.count = EXAMPLES
+    module.training_step(examples.tensors, 0).backward()
+    mean, rho = (getattr(module.layer, name) for name in ("mu_weight", "rho_weight"))
+    assert float(mean.grad.abs().max()) < 1e-5
+    assert float(rho.grad.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"fraction": 0.67}, {"local_epochs": 2}, {"clients_at_once": 2}], ids=str)
+@pytest.mark.parametrize("rule", [Sites(0.5, 1.0, "admm"), Sites(1.0, 0.3, "pvi")], ids=["admm", "pvi"])
+def test_both_engines_give_one_posterior(rule, options):
+    posteriors = []
+    for engine in ("sequential", "vectorized"):
+        module = Exact()
+        federation = fit(module, 5, fusion=rule, engine=engine, **options)
+        posteriors.append((fb.read_posterior(module), federation.history[-1]["sites/change"]))
+    (first, change), (second, other) = posteriors
+    torch.testing.assert_close(first.mean, second.mean, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(first.variance, second.variance, rtol=1e-6, atol=1e-9)
+    assert change == pytest.approx(other, rel=1e-6)
+
+
+class Two(Exact):
+    """Two small layers and a large one: joint draws, and a cavity on its own."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.other = LinearReparameterization(FEATURES, 2).double()
+        self.large = LinearReparameterization(130, 130, bias=False).double()
+        self.draws = draws
+        for name, parameter in self.named_parameters() if draws else ():
+            if "rho" in name:
+                parameter.data.fill_(-30.0)
+
+    def training_step(self, batch, batch_idx) -> Tensor:
+        x, y = batch
+        with nullcontext() if self.draws else fb.layers.mean_only(self):
+            outputs = self.layer(x)[:, 0] + self.other(x).sum(1) + self.large(x[:, :1].expand(-1, 130)).mean(1)
+        return ((outputs - y) ** 2).mean() + kl_divergence(self) / self.count
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_joint_form_of_a_stack_is_that_of_single_clients(draws):
+    """Of the draws, and of the divergence; σ of 1e-13 makes a draw its mean."""
+    results = []
+    for engine in ("sequential", "vectorized"):
+        module = Two(draws)
+        fit(module, 3, fusion=Sites(0.7, 1.0, "admm"), engine=engine)
+        results.append(fb.read_posterior(module))
+    torch.testing.assert_close(results[0].mean, results[1].mean, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(results[0].variance, results[1].variance, rtol=1e-5, atol=1e-12)
+
+
+def test_the_cavity_prior_is_the_divergence_from_the_cavity():
+    """Where the cavity is proper: ρ KL(q ‖ cavity), less its value at the global posterior."""
+    generator = torch.Generator().manual_seed(0)
+    mean, shift, spread = (torch.randn(4, generator=generator, dtype=torch.float64) for _ in range(3))
+    centre, std, rho = torch.ones(4).double(), torch.full((4,), 0.5).double(), 0.3
+    precision, eta = torch.full((4,), 0.2).double(), shift
+    cavity = CavityPrior(centre, std, rho / std**2 - precision, eta - precision * centre, rho)
+    natural = 1 / std**2 - precision / rho, centre / std**2 - eta / rho
+    proper = NormalPrior(natural[1] / natural[0], natural[0].rsqrt())
+    sigma = spread.exp()
+    expected = rho * (proper.kl(mean, sigma) - proper.kl(centre, std))
+    torch.testing.assert_close(cavity.kl(mean, sigma), expected)
+    mean.requires_grad_()
+    sigma.requires_grad_()
+    gradients = torch.autograd.grad(cavity.kl(mean, sigma), (mean, sigma))
+    for found, closed in zip(gradients, cavity.gradients(mean.detach(), sigma.detach()), strict=True):
+        torch.testing.assert_close(found, closed)
+
+
+class Peer(Plain):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(1, 1))
+        self.peer = PeerLinear(6, 3)
+
+
+REFUSALS = {
+    "no Gaussian parameter": (Plain, {}, "has no Gaussian parameter"),
+    "layers of another package": (Peer, {}, "whose prior must be proper"),
+    "another prior": (Exact, {"fusion": Sites(prior_std=0.5)}, "has the prior NormalPrior"),
+    "all are local": (Exact, {"local_parameters": ["*layer*"]}, "local_parameters|Gaussian"),
+}
+
+
+@pytest.mark.parametrize(("kind", "options", "says"), REFUSALS.values(), ids=REFUSALS)
+def test_networks_without_sites_are_refused_before_training(kind, options, says):
+    with pytest.raises(FederationError, match=says):
+        fit(kind(), 1, engine="sequential", **{"fusion": "sites", **options})
+
+
+def test_the_layers_have_their_own_priors_between_rounds():
+    module = Exact()
+    fit(module, 2, fusion="sites", engine="sequential")
+    (parameter,) = module.layer.gaussian_parameters()
+    assert parameter.prior is module.layer.priors["weight"]
+
+
+def test_a_failed_client_keeps_the_site_it_had():
+    class Fails(Exact):
+        broken = False
+
+        def on_client_start(self, client) -> None:
+            super().on_client_start(client)
+            self.broken = client.number == 1 and client.round == 1
+
+        def training_step(self, batch, batch_idx) -> Tensor:
+            if self.broken:
+                raise RuntimeError("no")
+            return super().training_step(batch, batch_idx)
+
+    module = Fails()
+    federation = fit(module, 2, fusion=Sites(1.0, 0.5, "pvi"), engine="sequential")
+    after = federation.state_dict()
+    fit_once = Fails()
+    one = fit(fit_once, 1, fusion=Sites(1.0, 0.5, "pvi"), engine="sequential").state_dict()
+    assert torch.equal(after["clients"][1]["site"]["precision"], one["clients"][1]["site"]["precision"])
+    total = 1 + sum(state["site"]["precision"] for state in after["clients"].values())
+    (state,) = after["rule_states"].values()
+    torch.testing.assert_close(state["precision"], total, rtol=1e-12, atol=1e-12)
