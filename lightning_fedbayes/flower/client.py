@@ -34,11 +34,11 @@ NODE_CONFIG_KEY = "partition-id"
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Options of a client's Trainer, unless others are given: a client writes no files and says nothing."""
 
-CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "sites")
+CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "share", "sites")
 """Keys of a message's configuration that the server sets.
 
-For "federation" and "accepted" see :class:`StateFile`; "begun" is False until the rule has fused a round; "sites" are
-the options of :class:`~lightning_fedbayes.fusion.Sites`, "" for other rules.
+For "federation" and "accepted" see :class:`StateFile`; "begun" is False until the rule has fused a round; "share" is
+that of a client among all; "sites" are the options of :class:`~lightning_fedbayes.fusion.Sites`, "" for other rules.
 """
 
 DataModule = L.LightningDataModule | Callable[[Context], L.LightningDataModule]
@@ -265,8 +265,10 @@ def _task(message: Message, context: Context, kept: Mapping[int, Any]) -> Task:
     arrays, config = message.content["arrays"], _config(message)
     assert isinstance(arrays, ArrayRecord)
     posterior, buffers = from_arrays(arrays, "the server")
-    begun = config["begun"]
-    return Task(client_number(context), config["server-round"] - 1, config["seed"], posterior, buffers, kept, begun)
+    return Task(
+        client_number(context), config["server-round"] - 1, config["seed"], posterior, buffers, kept, config["begun"],
+        config["share"],
+    )
 
 
 def _config(message: Message) -> dict[str, Any]:

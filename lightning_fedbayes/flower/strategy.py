@@ -230,6 +230,7 @@ class FusionStrategy(Strategy):
         common = {
             "server-round": server_round, "seed": self.seed, "federation": self._federation,
             "begun": bool(self.server.rule_state), "sites": sites_of(self.rule),
+            "share": 1 / max(1, len(self._roster.nodes)),
         }
         messages = []
         for node, client in nodes.items():

@@ -45,6 +45,7 @@ class Task:
         buffers: the global buffers, name → tensor; none if they are frozen.
         kept: the client's state after its earlier rounds (``Engine.state_dict``).
         begun: True if the server's rule has fused a round.
+        share: the client's share of all clients.
     """
 
     client: int
@@ -54,6 +55,7 @@ class Task:
     buffers: Mapping[str, Tensor]
     kept: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     begun: bool = False
+    share: float = 1.0
 
 
 def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed: int) -> Clients:
@@ -229,7 +231,8 @@ class ClientTraining(L.Callback):
         )
         self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
         begun = {"begun": True} if task.begun else {}
-        self._engine.begin_sites(self.rule, task.posterior.to(pl_module.device), begun)
+        shares = {task.client: task.share}
+        self._engine.begin_sites(self.rule, task.posterior.to(pl_module.device), begun, shares)
         self._loop.install(self._engine, self._engine.begin_batch, self._end_batch)
         start = getattr(pl_module, "on_federation_start", None)
         if start is not None:

@@ -25,6 +25,9 @@ r"""Precision :math:`\Lambda = 1/\sigma^2` and shift :math:`\eta = \mu/\sigma^2`
 
 LEAST_SHARE = 0.25
 """Share of its precision that a parameter keeps at least in a round; what would take more is held back."""
+OWN_SHARE = 1.5
+"""Factor of a site's share of the precision in the step of its client. Above 1 the local problem is bounded where the
+loss is convex; a change is then damped enough if the damping is below 2 (OWN_SHARE − 1) / OWN_SHARE."""
 
 
 @register_fusion("sites")
@@ -33,26 +36,31 @@ class Sites(SumRule):
 
     A round, for every client k of the cohort, with :math:`\lambda = (\Lambda, \eta)`:
 
-    1. the client minimises :math:`n_k E_q[\ell_k] + \rho\, KL(q \| \text{cavity}_k)`, with the cavity
-       :math:`\lambda - \lambda_k / \rho`, and sends the result :math:`q_k`;
-    2. client and server change its site by :math:`\delta\rho\,(\lambda(q_k) - \lambda)`;
-    3. the server's new posterior is :math:`(1 - \alpha)\,\mathrm{mean}_k\,\lambda(q_k)
-       + \alpha\,(\lambda_0 + \sum_k \lambda_k)`, with the prior :math:`\lambda_0` and the sites of *all* clients.
+    1. the client minimises :math:`n_k E_q[\ell_k] + \rho_k KL(q \| \text{cavity}_k)`, with the cavity
+       :math:`\lambda - \lambda_k / \rho_k`; the result is :math:`q_k`;
+    2. it changes its site by :math:`\Delta_k = \delta\rho_k\,(\lambda(q_k) - \lambda)`, and sends the posterior
+       :math:`\lambda + \Delta_k`: the global one after its change alone;
+    3. the server's new posterior is :math:`\alpha\,(\lambda_0 + \sum_k \lambda_k) + (1 - \alpha)\,\mathrm{mean}_k\,
+       \lambda(q_k)`, with the prior :math:`\lambda_0` and the sites of *all* clients.
 
     In the first round the prior stands in the place of the global posterior. A client that is absent keeps its site.
-    No entry of the precision falls below a quarter of its value in one round: what would take it lower is held back
-    for that entry (``sites/held_back`` counts them; ``sites/change`` is the divergence of the new posterior from the
-    old one, in nats per parameter, and goes to 0). Deterministic parameters are averaged by the clients' weights.
+    The default step is that of every client and parameter, :math:`\rho_k = w_k + 1.5 \max(0, \Lambda_k) / \Lambda`,
+    with the client's share :math:`w_k` of all examples (``weighting="equal"``: of all clients). No cavity is improper
+    then: a local problem with a convex loss is bounded. No precision falls below a quarter of its value in one round;
+    what would take it lower is held back for that entry. Figures: ``sites/held_back`` counts such entries,
+    ``sites/change`` is the divergence of the new posterior from the old one, in nats per parameter, and goes to 0.
+    Deterministic parameters are averaged by the clients' weights.
 
     When to use it: whenever the posterior is to mean something after many rounds, above all with unlike clients. It
     needs layers of this package, whose prior is :math:`N(m, s^2)`, and a loss with their KL divergence over the number
     of the client's examples. It trusts its clients: none of them is clipped, since each keeps what it has sent.
 
     Args:
-        step: :math:`\rho` > 0: a smaller one lets clients go further from the global posterior.
-        damping: :math:`\delta` in (0, 1]: the part of a change that is applied.
+        step: "share", the default above, or one :math:`\rho` > 0 for all clients: a smaller one lets them go further
+            from the global posterior.
+        damping: :math:`\delta` in (0, 1].
         averaging: :math:`\alpha` in (0, 1]; "pvi" is 1, the sites alone; "admm" is :math:`1 / (1 + K\rho)` for the K
-            clients of the round, which is stable on neural networks.
+            clients of the round. Below 1 the step must be a number.
         prior_mean, prior_std: m and s of the layers' own prior.
 
     Raises:
@@ -65,15 +73,17 @@ class Sites(SumRule):
     resists: ClassVar[bool] = True  # no update is clipped: the client would keep another site than the server counts
 
     def __init__(
-        self, step: float = 0.1, damping: float = 1.0, averaging: float | str = "admm", prior_mean: float = 0.0,
-        prior_std: float = 1.0,
+        self, step: float | str = "share", damping: float = 0.6, averaging: float | str = "pvi",
+        prior_mean: float = 0.0, prior_std: float = 1.0,
     ) -> None:
-        check_number("step", step, "(0, inf)", error=FusionError, why="it scales the divergence from the cavity")
+        if step != "share":
+            why = "it scales the divergence from the cavity; 'share' chooses it for every client"
+            check_number("step", step, "(0, inf)", error=FusionError, why=why)
         check_number("damping", damping, "(0, 1]", error=FusionError, why="it is the part of a change that is applied")
         if averaging not in ("pvi", "admm"):
-            if isinstance(averaging, str):
-                raise FusionError(f"averaging={shown(averaging)}: give 'pvi', 'admm' or a number in (0, 1]")
             check_number("averaging", averaging, "(0, 1]", error=FusionError, why="'pvi' is 1, 'admm' is 1 / (1 + K ρ)")
+        if step == "share" and averaging not in ("pvi", 1):
+            raise FusionError(f"averaging={shown(averaging)} needs one step for all clients: give step=0.1, say")
         check_number("prior_mean", prior_mean, "(-1e38, 1e38)", error=FusionError)
         check_number("prior_std", prior_std, "(0, 1e19)", error=FusionError, why="it is a standard deviation")
         self.step = step
@@ -100,10 +110,29 @@ class Sites(SumRule):
         }
         return GaussianPosterior(mean, variance)
 
-    def change(self, base: Natural, trained: Natural) -> Natural:
-        r"""Return the change :math:`\delta\rho\,(\lambda(q_k) - \lambda)` of a client's site."""
-        scale = self.step * self.damping
-        return (trained[0] - base[0]) * scale, (trained[1] - base[1]) * scale
+    def steps(self, share: float, site_precision: Tensor | float, precision: Tensor) -> Tensor:
+        r"""Return :math:`\rho_k` of every parameter, shape (P,).
+
+        Args:
+            share: the client's share of all examples.
+            site_precision: of its site.
+            precision: of the global posterior.
+        """
+        if not isinstance(self.step, str):
+            return torch.full_like(precision, self.step)
+        return share + OWN_SHARE * torch.as_tensor(site_precision).clamp_min(0) / precision
+
+    def sent(self, base: Natural, trained: Natural, steps: Tensor) -> Natural:
+        r"""Return :math:`\lambda + \Delta_k`, what a client sends; its precision is at least a quarter of the old one.
+
+        Args:
+            base: :math:`\lambda`.
+            trained: :math:`\lambda(q_k)`.
+            steps: :math:`\rho_k`, shape (P,).
+        """
+        scale = steps * self.damping
+        moved = [old + scale * (new - old) for old, new in zip(base, trained)]
+        return held_back(base, (moved[0], moved[1]), torch.ones_like(base[0], dtype=torch.bool))[0]
 
     # -- at the server -------------------------------------------------------------------------------------------------
 
@@ -140,13 +169,11 @@ class Sites(SumRule):
         total = statistics["precision"], statistics["shift"]
         base = natural_of(self.base(like if previous is None else previous, state), total[0])
         sites = (state["precision"], state["shift"]) if state else base
-        changes = self.change((base[0] * count, base[1] * count), total)
+        changes = total[0] - count * base[0], total[1] - count * base[1]
         sites = sites[0] + changes[0], sites[1] + changes[1]
-        share = {"pvi": 1.0, "admm": 1 / (1 + count * self.step)}.get(str(self.averaging), self.averaging)
-        assert isinstance(share, float | int)
-        target = [share * kept + (1 - share) * sent / count for kept, sent in zip(sites, total)]
+        target = self._target(base, changes, sites, count)
         random = torch.ones_like(total[0], dtype=torch.bool) if atom is None else ~atom.expand_as(total[0])
-        (precision, shift), held = held_back(base, (target[0], target[1]), random)
+        (precision, shift), held = held_back(base, target, random)
         mean, variance = shift / precision, 1 / precision
         if atom_mean is not None:
             mean, variance = torch.where(random, mean, atom_mean), torch.where(random, variance, 0.0)
@@ -156,6 +183,17 @@ class Sites(SumRule):
             state={"precision": sites[0].where(random, 0.0), "shift": sites[1].where(random, 0.0)},
             figures={"sites/change": float(moved), "sites/held_back": float(held)},
         )
+
+
+    def _target(self, base: Natural, changes: Natural, sites: Natural, count: float) -> Natural:
+        """Return the new global posterior before anything is held back."""
+        if isinstance(self.step, str) or self.averaging in ("pvi", 1):
+            return sites
+        share = 1 / (1 + count * self.step) if isinstance(self.averaging, str) else self.averaging
+        scale = count * self.step * self.damping  # of the clients' own posteriors in what they sent
+        parts = zip(base, changes, sites)
+        precision, shift = (share * kept + (1 - share) * (old + change / scale) for old, change, kept in parts)
+        return precision, shift
 
 
 @register_fusion("pvi")

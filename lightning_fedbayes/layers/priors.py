@@ -144,7 +144,7 @@ class CavityPrior:
     Args:
         mean, std: m and s.
         curvature, slope: A and c, with the precision Λ and shift η of the client's site.
-        step: :math:`\rho`.
+        step: :math:`\rho` > 0.
 
     All tensors are of the parameter's shape; of a stack of clients, or in a joint prior, of any that broadcasts.
 
@@ -155,7 +155,7 @@ class CavityPrior:
     std: Tensor
     curvature: Tensor
     slope: Tensor
-    step: float
+    step: Tensor
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
         """The sum above, a scalar, with the gradient of autograd."""
@@ -175,7 +175,7 @@ class CavityPrior:
     def gradients(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
         """Return the derivatives of each entry's term by mean and standard deviation."""
         of_mean = torch.addcmul(self.slope, mean - self.mean, self.curvature)
-        return of_mean, torch.addcmul(-self.step / std, std, self.curvature)
+        return of_mean, torch.addcmul(-(self.step / std), std, self.curvature)
 
 
 P = TypeVar("P", bound=Prior)

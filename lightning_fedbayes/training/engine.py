@@ -22,7 +22,7 @@ from lightning_fedbayes.training.client import Client, ClientState
 from lightning_fedbayes.training.context import Step, TrainingContext
 from lightning_fedbayes.training.loader import FederatedLoader
 from lightning_fedbayes.training.log import Collected, TrainingLog
-from lightning_fedbayes.training.model import ResidentModel
+from lightning_fedbayes.training.model import ResidentModel, Tensors
 from lightning_fedbayes.training.sites import RoundSites
 
 Trained = tuple[Collected, dict[int, dict[str, Any]]]
@@ -97,13 +97,16 @@ class Engine(ABC):
         self.plan = plan
         self._trained = {}
 
-    def begin_sites(self, rule: FusionRule, posterior: GaussianPosterior, state: RuleState) -> None:
+    def begin_sites(
+        self, rule: FusionRule, posterior: GaussianPosterior, state: RuleState, shares: Mapping[int, float]
+    ) -> None:
         """Before a round, let clients take their cavities as priors and keep their sites, if ``rule`` is one of sites.
 
         Args:
             rule: the fusion rule.
             posterior: the global posterior that the clients start from.
             state: the rule's state; a rule that begins anew knows of no site, so the clients forget theirs.
+            shares: client → its share of all examples.
 
         Raises:
             FederationError: the module has no parameters for sites, or other priors than the rule.
@@ -113,7 +116,13 @@ class Engine(ABC):
         if not state:
             self.states = {client: replace(kept, site={}) for client, kept in self.states.items()}
         base = rule.base(posterior, state)
-        self.sites = RoundSites(rule, self.model.module, base, self.model.local_names)
+        self.sites = RoundSites(rule, self.model.module, base, shares, self.model.local_names)
+
+    def own_site(self, client: int, posterior: GaussianPosterior) -> tuple[GaussianPosterior, Tensors]:
+        """Return what a client that has trained to ``posterior`` sends, and the site that it keeps, if any."""
+        if self.sites is None:
+            return posterior, {}
+        return self.sites.sent(client, self.states.get(client, ClientState()).site, posterior)
 
     def span(self, batch_idx: int) -> tuple[int, int]:
         """Return the range of the loop's batches that hooks and ``training_step`` see as one epoch.

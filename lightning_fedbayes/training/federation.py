@@ -101,7 +101,9 @@ class Federation:
         if self.settings.prior == "global":
             set_prior(module, self.server.posterior, exclude=self.engine.model.local_names)
         if not isinstance(self.settings.fusion, AutoFusion | str):
-            self.engine.begin_sites(self.settings.fusion, self.server.posterior, self.server.rule_state)
+            sizes = self.engine.sizes if self.settings.weighting == "train_size" else [1] * len(self.engine.sizes)
+            shares = {client: size / sum(sizes) for client, size in enumerate(sizes)}
+            self.engine.begin_sites(self.settings.fusion, self.server.posterior, self.server.rule_state, shares)
         self.server.begin(plan)
         attackers = assign(self.settings.attacks, self.engine.names, self.settings.seed)
         self._adversaries = RoundAdversaries(attackers, plan, self.server.posterior, self.settings.seed)

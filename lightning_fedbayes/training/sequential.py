@@ -99,7 +99,7 @@ class SequentialEngine(Engine):
         state = self.states.get(client.number, ClientState())
         self.model.load_client(state.local)
         if self.sites is not None:
-            self.sites.install(state.site)
+            self.sites.install(client.number, state.site)
         if self._state is not None:
             self._state.restore()
         for i, optimizer in enumerate(self._optimizers):
@@ -178,9 +178,9 @@ class SequentialEngine(Engine):
         except PosteriorError as unreadable:
             return ClientFailure(client.number, unreadable, client.num_examples, self.seconds())
         kept = [optimizer.read() for optimizer in self._optimizers] if self.keep_optimizer else []
+        posterior, site = self.own_site(client.number, posterior)
         self._trained[client.number] = ClientState(
-            self.model.read_local(), [state for state, _ in kept], [changes for _, changes in kept],
-            {} if self.sites is None else self.sites.after(self.states.get(client.number), posterior),
+            self.model.read_local(), [state for state, _ in kept], [changes for _, changes in kept], site
         )
         return ClientUpdate(client.number, client.num_examples, posterior, buffers, metrics, self.seconds())
 

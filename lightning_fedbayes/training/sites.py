@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior
 from lightning_fedbayes.posterior import GaussianPosterior
-from lightning_fedbayes.training.client import ClientState
 from lightning_fedbayes.training.model import Tensors
+
+Fields = tuple[Tensor, Tensor, Tensor]
+"""Curvature, slope and step of a cavity, see :class:`~lightning_fedbayes.layers.priors.CavityPrior`, shape (P,)."""
 
 
 class RoundSites:
@@ -27,14 +29,19 @@ class RoundSites:
         rule: the fusion rule.
         module: the resident network, whose layers hold their own priors.
         base: see :meth:`~lightning_fedbayes.fusion.Sites.base`.
+        shares: client → its share of all examples.
         local: names of Gaussian parameters that never leave a client.
 
     Raises:
         FederationError: the network has no such parameter, or one whose prior is not the rule's.
     """
 
-    def __init__(self, rule: Sites, module: nn.Module, base: GaussianPosterior, local: Collection[str] = ()) -> None:
+    def __init__(
+        self, rule: Sites, module: nn.Module, base: GaussianPosterior, shares: Mapping[int, float],
+        local: Collection[str] = (),
+    ) -> None:
         self.rule = rule
+        self.shares = shares
         self.module = module
         found = gaussian_parameters(module)
         self.parameters = {name: found[name] for name in base.names if name in found and name not in local}
@@ -42,31 +49,32 @@ class RoundSites:
         self.base = _part(base, self.parameters)
         self._natural = natural_of(self.base, self.base.flatten()[0])
 
-    def fields(self, site: Tensors) -> tuple[Tensor, Tensor]:
-        """Return curvature and slope of the cavity of a client with this ``site``, shape (P,), float64."""
+    def fields(self, client: int, site: Tensors) -> Fields:
+        """Return curvature, slope and step of the cavity of a client with this ``site``."""
         precision, shift = self._natural
-        curvature, slope = self.rule.step * precision, torch.zeros_like(shift)
-        if site:
-            own = {name: value.to(precision.device) for name, value in site.items()}
-            curvature = curvature - own["precision"]
-            slope = own["shift"] - own["precision"] * (shift / precision)
-        return curvature, slope
+        if not site:
+            steps = self.rule.steps(self.shares[client], 0.0, precision)
+            return steps * precision, torch.zeros_like(shift), steps
+        own = {name: value.to(precision.device) for name, value in site.items()}
+        steps = self.rule.steps(self.shares[client], own["precision"], precision)
+        slope = own["shift"] - own["precision"] * (shift / precision)
+        return steps * precision - own["precision"], slope, steps
 
-    def cavities(self, curvature: Tensor, slope: Tensor) -> dict[str, CavityPrior]:
+    def cavities(self, fields: Sequence[Tensor]) -> dict[str, CavityPrior]:
         """Return the prior of each parameter from :meth:`fields`, or a stack of them of shape (clients, P)."""
         lengths = [value.numel() for value in self.base.mean.values()]
         priors = {}
-        parts = zip(self.parameters.items(), curvature.split(lengths, -1), slope.split(lengths, -1))
-        for (name, parameter), *fields in parts:  # in the parameter's shape and dtype
+        parts = zip(*(field.split(lengths, -1) for field in fields))
+        for (name, parameter), each in zip(self.parameters.items(), parts, strict=True):
             like, shape = parameter.mean, self.base.mean[name].shape
             mean, std = self.base.mean[name].to(like), self.base.variance[name].to(like).sqrt()
-            bent, slope = (field.to(like).reshape(*field.shape[:-1], *shape) for field in fields)
-            priors[name] = CavityPrior(mean, std, bent, slope, self.rule.step)
+            curvature, slope, step = (field.to(like).reshape(*field.shape[:-1], *shape) for field in each)
+            priors[name] = CavityPrior(mean, std, curvature, slope, step)
         return priors
 
-    def install(self, site: Tensors) -> None:
+    def install(self, client: int, site: Tensors) -> None:
         """Make the cavity of a client with this ``site`` the prior of the network."""
-        priors = self.cavities(*self.fields(site))
+        priors = self.cavities(self.fields(client, site))
         for name, parameter in self.parameters.items():
             parameter.replace_prior(priors[name])
 
@@ -74,14 +82,25 @@ class RoundSites:
         """Give the layers their own priors back."""
         set_prior(self.module, None)
 
-    def after(self, state: ClientState | None, posterior: GaussianPosterior) -> Tensors:
-        """Return the site of a client that has trained to ``posterior``, from its ``state`` before."""
-        change = self.rule.change(self._natural, natural_of(_part(posterior, self.parameters), self._natural[0]))
-        before = {} if state is None else state.site
-        return {
-            name: value.add_(before[name].to(value.device)) if before else value
-            for name, value in zip(("precision", "shift"), change)
-        }
+    def sent(self, client: int, site: Tensors, posterior: GaussianPosterior) -> tuple[GaussianPosterior, Tensors]:
+        """Return what a client sends, and its new site, whose change is that of what is sent, bit by bit.
+
+        Args:
+            client: its number.
+            site: before its training.
+            posterior: after it.
+        """
+        trained = _part(posterior, self.parameters)
+        steps = self.fields(client, site)[2]
+        precision, shift = self.rule.sent(self._natural, natural_of(trained, self._natural[0]), steps)
+        proposal = trained.unflatten(shift / precision, 1 / precision)
+        whole = GaussianPosterior({**posterior.mean, **proposal.mean}, {**posterior.variance, **proposal.variance})
+        kept = {}
+        for name, before, after in zip(("precision", "shift"), self._natural, natural_of(proposal, self._natural[0])):
+            kept[name] = after - before
+            if site:
+                kept[name] += site[name].to(after.device)
+        return whole, kept
 
 
 def check_priors(rule: Sites, parameters: dict[str, GaussianParameter]) -> None:

@@ -36,8 +36,10 @@ CASES = {
     "linear pool": (hybrid, {"fusion": "linear_pool", "weighting": "max_discrepancy"}, {}),
     "with a state": (hybrid, {"fusion": "ivar_vb", "weighting": "equal"}, {}),
     "cohorts": (hybrid, {"fraction": 0.5}, {}),
-    "sites": (hybrid, {"fusion": "sites"}, {"fusion": "sites"}),
-    "sites of cohorts": (hybrid, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites", "local_epochs": 2}),
+    "sites": (hybrid, {"fusion": "sites", "weighting": "equal"}, {"fusion": "sites"}),
+    "sites of cohorts": (
+        hybrid, {"fusion": "sites", "weighting": "equal", "fraction": 0.5}, {"fusion": "sites", "local_epochs": 2}
+    ),
     "kept optimizers": (Scheduled, {}, {"optimizer_state": "keep"}),
     "cohorts that keep": (Scheduled, {"fraction": 0.5}, {"optimizer_state": "keep", "local_parameters": ["net.2.*"]}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),

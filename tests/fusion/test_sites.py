@@ -32,12 +32,10 @@ class Clients:
         """n E[ℓ] + ρ KL(q ‖ cavity) has its minimum at the cavity plus the likelihood over ρ."""
         base = natural_of(self.rule.base(self.server.posterior, self.server.rule_state), torch.zeros(0))
         site = self.sites.get(client, (torch.zeros(3), torch.zeros(3)))
-        precision, shift = (
-            before + (own - kept) / self.rule.step
-            for before, own, kept in zip(base, LIKELIHOODS[client], site)
-        )
-        change = self.rule.change(base, (precision, shift))
-        self.sites[client] = site[0] + change[0], site[1] + change[1]
+        steps = self.rule.steps(1 / 3, site[0], base[0])
+        trained = [old + (own - kept) / steps for old, own, kept in zip(base, LIKELIHOODS[client], site)]
+        precision, shift = self.rule.sent(base, (trained[0], trained[1]), steps)
+        self.sites[client] = site[0] + precision - base[0], site[1] + shift - base[1]
         return ClientUpdate(client, 1, GaussianPosterior({"w": shift / precision}, {"w": 1 / precision}))
 
     def round(self, number: int, cohort: tuple[int, ...]) -> dict[str, float]:
@@ -67,9 +65,11 @@ def assert_equal(posterior: GaussianPosterior, expected: GaussianPosterior, tole
 ORDERS = [*itertools.permutations(((0,), (1,), (2,))), ((0, 1), (2,)), ((2,), (1, 0)), ((0, 1, 2),)]
 
 
+@pytest.mark.parametrize("step", ["share", 1.0, 0.2])
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_one_visit_to_each_client_gives_the_pooled_posterior(order):
-    clients = federation(Sites(1.0, 1.0, "pvi", *PRIOR))
+def test_one_visit_to_each_client_gives_the_pooled_posterior(order, step):
+    """Undamped, whatever the step: the exact site does not depend on it."""
+    clients = federation(Sites(step, 1.0, "pvi", *PRIOR))
     for number, cohort in enumerate(order):
         clients.round(number, cohort)
     assert_equal(clients.server.posterior, pooled())
@@ -80,6 +80,7 @@ def test_one_visit_to_each_client_gives_the_pooled_posterior(order):
 
 
 @pytest.mark.parametrize("rule", [
+    Sites(prior_mean=0.5, prior_std=2.0),
     Sites(1.0, 0.3, "pvi", *PRIOR), Sites(1.0, 1.0, "admm", *PRIOR), Sites(0.5, 1.0, 0.25, *PRIOR),
     PartitionedVI(0.5, *PRIOR), BayesADMM(0.7, *PRIOR), Sites(3.0, 0.2, "pvi", *PRIOR),
 ], ids=lambda rule: f"{rule.step}-{rule.damping}-{rule.averaging}")
@@ -152,7 +153,8 @@ def test_deterministic_parameters_are_averaged_by_weight():
 
 @pytest.mark.parametrize("wrong", [
     {"step": 0.0}, {"step": -1.0}, {"step": float("nan")}, {"damping": 0.0}, {"damping": 1.5}, {"averaging": 0.0},
-    {"averaging": "both"}, {"averaging": 2.0}, {"prior_std": 0.0}, {"prior_mean": "m"},
+    {"averaging": "both"}, {"averaging": 2.0}, {"averaging": "admm"}, {"step": "long"},
+    {"prior_std": 0.0}, {"prior_mean": "m"},
 ], ids=str)
 def test_bad_arguments_are_refused(wrong):
     with pytest.raises(FusionError, match=next(iter(wrong))):

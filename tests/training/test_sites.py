@@ -94,7 +94,7 @@ def test_one_client_is_plain_variational_training():
 
 
 def test_a_conjugate_model_is_the_pooled_one_after_a_round():
-    x, y = data().tensors
+    x, _ = data().tensors
     module = Exact("lbfgs")
     federation = fit(module, 2, fusion=Sites(1.0, 1.0, "pvi"), engine="sequential")
     orthogonal = 1 + (x**2).sum(0) / NOISE**2
@@ -103,7 +103,8 @@ def test_a_conjugate_model_is_the_pooled_one_after_a_round():
 
 
 @pytest.mark.parametrize(("kind", "rule", "rounds"), [
-    (Logistic, Sites(1.0, 0.5, "pvi"), 60), (Logistic, Sites(1.0, 1.0, "admm"), 80), (Exact, Sites(1.0, 0.5, "pvi"), 60)
+    (Logistic, Sites(), 60), (Logistic, Sites(1.0, 0.5, "pvi"), 60),
+    (Logistic, Sites(1.0, 1.0, "admm"), 80), (Exact, Sites(1.0, 0.5, "pvi"), 60)
 ])
 def test_the_pooled_elbo_is_stationary_at_a_fixed_point(kind, rule, rounds):
     """And so the posterior is the mean-field posterior of the pooled data, which does not depend on the partition."""
@@ -118,7 +119,9 @@ def test_the_pooled_elbo_is_stationary_at_a_fixed_point(kind, rule, rounds):
 
 
 @pytest.mark.parametrize("options", [{}, {"fraction": 0.67}, {"local_epochs": 2}, {"clients_at_once": 2}], ids=str)
-@pytest.mark.parametrize("rule", [Sites(0.5, 1.0, "admm"), Sites(1.0, 0.3, "pvi")], ids=["admm", "pvi"])
+@pytest.mark.parametrize(
+    "rule", [Sites(), Sites(0.5, 1.0, "admm"), Sites(1.0, 0.3, "pvi")], ids=["share", "admm", "pvi"]
+)
 def test_both_engines_give_one_posterior(rule, options):
     posteriors = []
     for engine in ("sequential", "vectorized"):
@@ -168,7 +171,7 @@ def test_the_cavity_prior_is_the_divergence_from_the_cavity():
     mean, shift, spread = (torch.randn(4, generator=generator, dtype=torch.float64) for _ in range(3))
     centre, std, rho = torch.ones(4).double(), torch.full((4,), 0.5).double(), 0.3
     precision, eta = torch.full((4,), 0.2).double(), shift
-    cavity = CavityPrior(centre, std, rho / std**2 - precision, eta - precision * centre, rho)
+    cavity = CavityPrior(centre, std, rho / std**2 - precision, eta - precision * centre, torch.full_like(std, rho))
     natural = 1 / std**2 - precision / rho, centre / std**2 - eta / rho
     proper = NormalPrior(natural[1] / natural[0], natural[0].rsqrt())
     sigma = spread.exp()

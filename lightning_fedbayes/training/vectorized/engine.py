@@ -253,10 +253,9 @@ class VectorizedEngine(Engine):
             if self._batches[slot]:
                 metrics = {"train_loss": losses[slot] / self._batches[slot], **metrics}
             buffers = stack.read_buffers(slot)
-            results.append(ClientUpdate(number, self.sizes[number], posteriors[slot], buffers, metrics, seconds))
+            posterior, site = self.own_site(number, posteriors[slot])
+            results.append(ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds))
             kept = [self._kept[slot]] if slot in self._kept else []
-            before = self.states.get(number)
-            site = {} if self.sites is None else self.sites.after(before, posteriors[slot])
             self._trained[number] = ClientState(stack.read_local(slot), kept, site=site)
         last = self.client(self._positions[chunk.clients[-1]])
         vars(self.context.module).update(attributes_of(stack.attributes, last))

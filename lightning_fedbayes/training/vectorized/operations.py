@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -468,13 +468,12 @@ class StackedCavities:
 
     Args:
         sites: the sites of the round.
-        curvature, slope: of each client, shape (clients, P), see
-            :meth:`~lightning_fedbayes.training.sites.RoundSites.fields`.
+        fields: of each client, shape (clients, P), see :meth:`~lightning_fedbayes.training.sites.RoundSites.fields`.
     """
 
-    def __init__(self, sites: RoundSites, curvature: Tensor, slope: Tensor) -> None:
+    def __init__(self, sites: RoundSites, fields: Sequence[Tensor]) -> None:
         self._sites = sites
-        self._stacks = sites.cavities(curvature, slope)
+        self._stacks = sites.cavities(fields)
         self._joint: CavityPrior | None = None
         self._installed: dict[tuple[int, str], CavityPrior] = {}
 
@@ -492,9 +491,8 @@ class StackedCavities:
             parts = [self._stacks[names[id(each.mean)]] for each in gaussians.small]
             mean = torch.cat([part.mean.flatten() for part in parts])
             std = torch.cat([part.std.flatten() for part in parts])
-            curvature = torch.cat([part.curvature.flatten(1) for part in parts], 1)
-            slope = torch.cat([part.slope.flatten(1) for part in parts], 1)
-            self._joint = CavityPrior(mean, std, curvature, slope, parts[0].step)
+            own = [torch.cat([each.flatten(1) for each in field], 1) for field in zip(*map(_own, parts))]
+            self._joint = CavityPrior(mean, std, *own)
 
     @contextmanager
     def installed(self, view: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -502,7 +500,7 @@ class StackedCavities:
         parameters = self._sites.parameters
         for name, each in parameters.items():
             stack = self._stacks[name]
-            prior = replace(stack, curvature=view(stack.curvature), slope=view(stack.slope))
+            prior = CavityPrior(stack.mean, stack.std, *map(view, _own(stack)))
             each.replace_prior(prior)
             self._installed[id(each.layer), each.path] = prior
         try:
@@ -513,7 +511,7 @@ class StackedCavities:
 
     def stacks(self) -> list[Tensor]:
         """Return what differs between clients, in the order in which :meth:`installed` asks for views."""
-        return [each for stack in self._stacks.values() for each in (stack.curvature, stack.slope)]
+        return [each for stack in self._stacks.values() for each in _own(stack)]
 
     def joint(self, small: Sequence[GaussianParameter]) -> CavityPrior | None:
         """Return the joint cavity of the ``small`` parameters; None if one has another prior."""
@@ -522,7 +520,12 @@ class StackedCavities:
 
 
 def _rows_of(cavity: CavityPrior, slots: Slots) -> CavityPrior:
-    return replace(cavity, curvature=take_rows(cavity.curvature, slots), slope=take_rows(cavity.slope, slots))
+    return CavityPrior(cavity.mean, cavity.std, *(take_rows(each, slots) for each in _own(cavity)))
+
+
+def _own(cavity: CavityPrior) -> list[Tensor]:
+    """Return what differs between clients."""
+    return [cavity.curvature, cavity.slope, cavity.step]
 
 
 def shared_prior(gaussians: Sequence[GaussianParameter]) -> tuple[float, float] | None:

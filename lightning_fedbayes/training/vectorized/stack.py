@@ -78,7 +78,9 @@ class ClientStack:
         # first, because it may fail: nothing has been replaced yet
         self.attributes = start_clients(step.module, clients, step.swap, everything)
         self.optimizer = StackedOptimizer(optimizer, rows, kept, stacked_keys)
-        self._cavities = None if sites is None else step.cavities(sites, [state.site for state in states])
+        self._cavities = None if sites is None else step.cavities(
+            sites, [client.number for client in clients], [state.site for state in states]
+        )
 
     def forward_backward(
         self, slots: Slots, batch: Any, steps: int, batch_idx: int, *, alone: bool, clip: Clip | None = None
