@@ -15,7 +15,6 @@ QUESTIONS = ("What", "Whether", "How", "Who", "Whose", "Whom", "Which", "Where",
 """Words that no docstring opens with."""
 
 RETIRED = {
-    r"\b[Ss]ites?\b": "a Gaussian parameter, or a client; a site is a client's factor of the posterior",
     r"\b[Jj]udg(?:e|es|ed|ing|ement)\b": "a rule infers the reliability of clients",
     r"\breliability (?:diagram|of predictions?)\b": "calibration; reliability is of a client",
     r"\b[Mm]eetings?\b|\b[Tt]alks?\b": "collective call",

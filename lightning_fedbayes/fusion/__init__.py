@@ -12,7 +12,7 @@ from lightning_fedbayes.fusion.averages import (
     WeightedSum,
 )
 from lightning_fedbayes.fusion.gram import Gram, GramRule, gram_of
-from lightning_fedbayes.fusion.inferred import InferredRule
+from lightning_fedbayes.fusion.inferred import InferredRule, Reliability
 from lightning_fedbayes.fusion.inverse_covariance import InverseCovarianceMLE, InverseCovarianceVB
 from lightning_fedbayes.fusion.inverse_variance import InverseVarianceMLE, InverseVarianceVB
 from lightning_fedbayes.fusion.preaggregation import NearestNeighbourMixing, NormClipping, Preaggregation
@@ -29,7 +29,6 @@ from lightning_fedbayes.fusion.registry import (
     rule_name,
     unregister_fusion,
 )
-from lightning_fedbayes.fusion.reliability import Reliability
 from lightning_fedbayes.fusion.robust import CoordinateMedian, GeometricMedian, Krum, MultiKrum, TrimmedMean
 from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, Statistics, SumRule
 from lightning_fedbayes.fusion.sites import BayesADMM, PartitionedVI, Sites

@@ -1,17 +1,90 @@
-"""Rules that infer each client's noise from the updates of all rounds, and their state."""
+"""Rules that infer each client's noise from the updates of all rounds, their geometry, and a rule that uses them.
+
+Squared distances are those of K clients and, last, the origin, shape (K + 1, K + 1), or of any n points where a
+docstring says so.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, check_number
-from lightning_fedbayes.fusion.distances import centred_products, consensus, near_clients
-from lightning_fedbayes.fusion.gram import combine, combine_variances, fused_by_shares, gram_of, squared_distances
-from lightning_fedbayes.fusion.rule import Cohort, Fused, ReliabilityRule, RuleState
+from lightning_fedbayes.fusion.gram import Gram, combine, combine_variances, fused_by_shares, gram_of, squared_distances
+from lightning_fedbayes.fusion.registry import get_rule, rule_name
+from lightning_fedbayes.fusion.robust import GeometricMedian
+from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, check_no_sites
+
+FAR = 1e8
+"""Squared distance to its nearest clients, in units of the others', from which a client is left out."""
+NOTHING = 1e-9
+"""Ratio of noise variances below which the smaller is 0 except for rounding."""
+
+
+def consensus(distances: Tensor) -> Tensor:
+    """Return the shares of the K clients in their geometric median, shape (K,)."""
+    clients = distances[:-1, :-1]
+    weights = torch.full((len(clients),), 1 / len(clients), dtype=torch.float64)
+    centre = int(clients.sort(1).values[:, len(clients) // 2].argmin())
+    towards = distances[:, centre]
+    return GeometricMedian().infer_shares(Gram((towards[:, None] + towards - distances) / 2, 1), weights)[0]
+
+
+def residuals(distances: Tensor, shares: Tensor) -> Tensor:
+    """Return the squared distances of n points to their combination with ``shares``, which sum to 1, shape (n,)."""
+    return squared_lengths(distances, torch.eye(len(shares), dtype=torch.float64) - shares[:, None])
+
+
+def signal_of(distances: Tensor, shares: Tensor) -> Tensor:
+    """Return the squared distance of the clients' combination with ``shares`` to the origin, a scalar."""
+    return squared_lengths(distances, torch.cat([shares, -shares.sum(0, keepdim=True)])[:, None])[0]
+
+
+def centred_products(distances: Tensor, shares: Tensor) -> Tensor:
+    """Return the products of n points' differences to their combination with ``shares``, of sum 1, shape (n, n)."""
+    directions = torch.eye(len(shares), dtype=torch.float64) - shares[:, None]
+    return -(directions.T @ distances @ directions) / 2
+
+
+def gram_about_last(distances: Tensor) -> Tensor:
+    """Return the inner products of the first n − 1 points relative to the last, shape (n − 1, n − 1)."""
+    towards = distances[:-1, -1]
+    return (towards[:, None] + towards - distances[:-1, :-1]) / 2
+
+
+def squared_lengths(distances: Tensor, directions: Tensor) -> Tensor:
+    """Return ‖Σ_i b_i p_i‖² for columns b of ``directions``, shape (n, m), each of sum 0, from distances of n points.
+
+    Only differences of points enter, so nothing cancels however far all of them are from the origin.
+    """
+    return (-(directions * (distances @ directions)).sum(0) / 2).clamp_min(0)
+
+
+def least_noise(noise: Tensor, floor: float) -> float:
+    """Return ``floor`` in units of the lower quartile of ``noise``, which a majority that sends noise does not raise.
+
+    Where the quartile is 0 compared with the median, some clients are the consensus itself: the unit is then the
+    median, or, where that is 0 too, the largest.
+    """
+    ordered = noise.sort().values
+    quartile, median, largest = (float(ordered[place]) for place in (len(noise) // 4, len(noise) // 2, -1))
+    scale = quartile if quartile > NOTHING * median else median if median > NOTHING * largest else largest
+    return floor * (scale or 1.0)
+
+
+def near_clients(distances: Tensor) -> Tensor:
+    """Return a mask, shape (K,): False for a client so far off that rounding loses the distances of the others.
+
+    Such a client counts as absent in that round.
+    """
+    count = len(distances) - 1
+    nearest = distances[:-1, :-1].sort(1).values[:, min(count - 1, max(1, count // 4))]
+    return nearest <= FAR * least_noise(nearest, 1.0)
+
 
 NEGLIGIBLE = 0.01
 """Part of an equal share below which a client is reported as left out."""
@@ -180,3 +253,61 @@ def positive_semidefinite(products: Tensor) -> Tensor:
     gram = (vectors * values.clamp_min(0)) @ vectors.T
     again = gram.diagonal().clamp_min(torch.finfo(gram.dtype).tiny).rsqrt() * lengths
     return gram * again[:, None] * again
+
+
+class Reliability(ReliabilityRule):
+    """Weights inferred by one rule, posteriors fused by another.
+
+    ::
+
+        FederatedBayes(fusion=Reliability("ivar_vb", then="reverse_kl_barycenter"))
+
+    When to use it: Bayesian networks whose clients cannot be trusted. ``by`` uses the means only, since a client
+    can claim any variance; ``then`` fuses means and variances with the reliability as the clients' weights.
+
+    Args:
+        by: a rule that infers reliabilities: a name (``ivar_vb``, ``icov_vb``, ``geometric_median``, ``multi_krum``, …)
+            or a rule object.
+        then: a rule that takes weights: a name or a rule object.
+
+    Raises:
+        FusionError: ``by`` infers no reliabilities, or ``then`` takes no weights.
+    """
+
+    def __init__(self, by: str | FusionRule = "ivar_vb", then: str | FusionRule = "reverse_kl_barycenter") -> None:
+        self.by, self.then = get_rule(by), get_rule(then)
+        check_no_sites(self.then, "Reliability(then=...)")
+        if not isinstance(self.by, ReliabilityRule):
+            raise FusionError(
+                f"Reliability(by='{rule_name(self.by)}'): that rule infers no reliability of clients; give one that "
+                "does, such as 'ivar_vb', 'icov_vb', 'geometric_median' or 'multi_krum'"
+            )
+        if not self.then.uses_weights:
+            raise FusionError(
+                f"Reliability(then='{rule_name(self.then)}'): that rule takes no weights; give one that does, such as "
+                "'reverse_kl_barycenter' or 'weighted_average'"
+            )
+        # attributes of this object, not of its class: they follow from the two rules
+        vars(self).update(uses_weights=self.by.uses_weights, resists=self.then.resists,
+                          by_columns=self.by.by_columns and self.then.by_columns,
+                          needs_previous=self.by.needs_previous or self.then.needs_previous)
+
+    def init(self) -> RuleState:
+        """See :meth:`FusionRule.init`."""
+        return {"by": self.by.init(), "then": self.then.init()}
+
+    def apply(self, cohort: Cohort, state: RuleState) -> Fused:
+        """See :meth:`FusionRule.apply`."""
+        inferred = self.by.apply(cohort, state["by"])
+        shares = torch.tensor([inferred.reliability[client] for client in cohort.clients], dtype=torch.float64)
+        trusted = [position for position, share in enumerate(shares.tolist()) if share > 0]
+        fused = self.then.apply(
+            replace(
+                cohort,
+                posteriors=[cohort.posteriors[position] for position in trusted],
+                weights=shares[trusted] / shares[trusted].sum(),
+                clients=tuple(cohort.clients[position] for position in trusted),
+            ),
+            state["then"],
+        )
+        return replace(inferred, posterior=fused.posterior, state={"by": inferred.state, "then": fused.state})

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, check_at_least, check_number
-from lightning_fedbayes.fusion.distances import (
+from lightning_fedbayes.fusion.inferred import (
+    InferredRule,
     centred_products,
     consensus,
     gram_about_last,
@@ -17,7 +18,6 @@ from lightning_fedbayes.fusion.distances import (
     residuals,
     signal_of,
 )
-from lightning_fedbayes.fusion.inferred import InferredRule
 from lightning_fedbayes.fusion.latent_noise import MOVED, Latent, climb, least_squares, start, update_spread
 from lightning_fedbayes.fusion.registry import register_fusion
 

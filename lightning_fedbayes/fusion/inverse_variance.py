@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, check_at_least, check_number
-from lightning_fedbayes.fusion.distances import (
+from lightning_fedbayes.fusion.inferred import (
+    InferredRule,
     consensus,
     gram_about_last,
     least_noise,
@@ -14,7 +15,6 @@ from lightning_fedbayes.fusion.distances import (
     signal_of,
     squared_lengths,
 )
-from lightning_fedbayes.fusion.inferred import InferredRule
 from lightning_fedbayes.fusion.registry import register_fusion
 
 

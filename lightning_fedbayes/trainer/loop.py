@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 
 from lightning_fedbayes.exchange import Collective
-from lightning_fedbayes.trainer.boundary import RoundBoundary, close_round, pending_plateau, step_plateau
+from lightning_fedbayes.trainer.checkpoints import RoundBoundary, close_round, pending_plateau, step_plateau
 from lightning_fedbayes.trainer.data import FederatedSource, held_out_batches
 from lightning_fedbayes.trainer.fast_loop import (
     Advance,

@@ -18,7 +18,7 @@ from lightning_fedbayes.errors import FederationError, sendable
 from lightning_fedbayes.plan import Batching, RoundPlan, check_batches, client_batches, client_order
 from lightning_fedbayes.seeding import derive_seed, seed_host
 from lightning_fedbayes.settings import FederationSettings, check_cohort
-from lightning_fedbayes.training.poisoning import poisoned
+from lightning_fedbayes.training.attacks import poisoned
 
 
 class FailedBatch:

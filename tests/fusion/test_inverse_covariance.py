@@ -7,7 +7,7 @@ import torch
 
 from lightning_fedbayes import FusionError, fuse
 from lightning_fedbayes.fusion import InverseCovarianceMLE, InverseCovarianceVB
-from lightning_fedbayes.fusion.distances import centred_products, gram_about_last
+from lightning_fedbayes.fusion.inferred import centred_products, gram_about_last
 from lightning_fedbayes.fusion.inverse_covariance import expectation_maximisation
 from lightning_fedbayes.fusion.latent_noise import (
     Latent,

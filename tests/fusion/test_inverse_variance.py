@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_fedbayes import fuse
 from lightning_fedbayes.fusion import Cohort, InverseVarianceMLE, InverseVarianceVB
-from lightning_fedbayes.fusion.distances import consensus
+from lightning_fedbayes.fusion.inferred import consensus
 from lightning_fedbayes.fusion.inverse_variance import coordinate_ascent, evidence
 
 from .untrusted import distances_of, error, independent, normal, origin, point_masses

@@ -25,8 +25,7 @@ from lightning_fedbayes.training.engine import SMALL_STEP, Engine, threads_for
 from lightning_fedbayes.training.loader import FederatedLoader
 from lightning_fedbayes.training.model import ResidentModel
 from lightning_fedbayes.training.vectorized.log import StackedTrainingLog
-from lightning_fedbayes.training.vectorized.probe import ProbeResult
-from lightning_fedbayes.training.vectorized.reasons import explained
+from lightning_fedbayes.training.vectorized.probe import ProbeResult, explained
 from lightning_fedbayes.training.vectorized.schedule import (
     Group,
     Scheduler,

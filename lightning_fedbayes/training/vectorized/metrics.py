@@ -203,7 +203,7 @@ class Member:
 
 
 class BatchValue:
-    """What a metric returns for a batch, known after the step: it can be logged, and everything else is refused.
+    """Result of a metric for a batch, known after the step: it can be logged, and everything else is refused.
 
     Args:
         call: of the metric.

@@ -14,7 +14,7 @@ import torchmetrics
 from torch import nn
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.training.vectorized.elementwise import check_elementwise
+from lightning_fedbayes.training.vectorized.optimizer import check_elementwise
 from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader, network, parameters
 
 
