@@ -1,4 +1,4 @@
-"""Ten clients learn handwritten digits: FedAvg against three posterior fusions of one hybrid Bayesian network.
+"""Ten clients learn handwritten digits: FedAvg, two other fusions and sites, beside training on the pooled data.
 
 Run it with ``make demo``, or ``python examples/digits.py --help``. The data are the 1,797 digits that ship with
 scikit-learn. Writes a table, pictures and one offline W&B run per fusion rule to ``--output``.
@@ -22,7 +22,8 @@ from lightning_fedbayes.callbacks.loggers import markdown_table
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.quiet import quietly
 
-RULES = ("weighted_average", "weighted_sum", "reverse_kl_barycenter", "conflation")
+RULES = ("weighted_average", "reverse_kl_barycenter", "conflation", "sites")
+POOLED = "pooled data"
 COLUMNS = ("fusion", "accuracy", "ECE", "NLL", "worst client", "epistemic", "seconds")
 
 
@@ -43,15 +44,16 @@ def federate(fusion: str, arguments: argparse.Namespace) -> tuple[list[float], l
     model = fb.HybridBayesianClassifier(
         mlp(64, 10), bayesian_last=2, estimator="flipout", learning_rate=0.01, kl_weight=0.05
     )
+    pooled = fusion == POOLED  # one client that has all data
     federation = fb.FederatedBayes(
-        fb.DirichletPartition(clients=arguments.clients, alpha=0.5),
+        fb.IIDPartition(clients=1) if pooled else fb.DirichletPartition(clients=arguments.clients, alpha=0.5),
         local_epochs=2,
-        fusion=fusion,
+        fusion="weighted_average" if pooled else fusion,
         seed=arguments.seed,
     )
     curve = Curves("val/nll")
     logger = WandbLogger(
-        project="fedbayes", group="digits", name=fusion, version=f"{arguments.started}-{fusion}",
+        project="fedbayes", group="digits", name=fusion, version=f"{arguments.started}-{fusion.replace(' ', '-')}",
         save_dir=arguments.output, offline=True,
     )
     trainer = L.Trainer(
@@ -84,8 +86,9 @@ def main() -> None:
     torch.set_num_threads(1)  # threads cost a network this small more than they gain
 
     rows, curves, counts = [], {}, None
-    for number, fusion in enumerate(RULES, start=1):
-        print(f"[{number}/{len(RULES)}] {fusion}", flush=True)
+    names = (POOLED, *RULES)
+    for number, fusion in enumerate(names, start=1):
+        print(f"[{number}/{len(names)}] {fusion}", flush=True)
         row, curves[fusion], federation = federate(fusion, arguments)
         rows.append([fusion, *row])
         assert federation.clients is not None

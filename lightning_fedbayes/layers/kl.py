@@ -162,6 +162,31 @@ class JointPrior(Protocol):
         ...
 
 
+class JointKL(torch.autograd.Function):
+    """The divergence of several networks from a :class:`JointPrior`, with its closed-form gradient.
+
+    Args:
+        mean, std: shape (networks, entries).
+        prior: of all of them.
+
+    Returns: shape (networks,).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, std: Tensor, prior: JointPrior) -> Tensor:
+        """Return the prior's values."""
+        ctx.prior = prior
+        ctx.save_for_backward(mean, std)
+        return prior.values(mean, std)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        """Return the gradients of mean and standard deviation."""
+        scale = gradients[0].unsqueeze(-1)
+        of_mean, of_std = ctx.prior.gradients(*ctx.saved_tensors)
+        return of_mean.mul_(scale), of_std.mul_(scale), None
+
+
 class JointDraw(torch.autograd.Function):
     r"""Reparameterised draws of several parameters of several networks, and each network's divergence from its prior.
 

@@ -168,9 +168,9 @@ class CavityPrior:
         return self._terms(mean, std).sum(-1)
 
     def _terms(self, mean: Tensor, std: Tensor) -> Tensor:
-        move, ratio = mean - self.mean, std / self.std
-        spread = (ratio * ratio - 1) * (self.std * self.std) + move * move
-        return spread * self.curvature / 2 + move * self.slope - self.step * ratio.log()
+        move = mean - self.mean
+        spread = torch.addcmul(move * move, std, std) - self.std * self.std
+        return torch.addcmul(move * self.slope, spread, self.curvature, value=0.5) - self.step * (std / self.std).log()
 
     def gradients(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
         """Return the derivatives of each entry's term by mean and standard deviation."""

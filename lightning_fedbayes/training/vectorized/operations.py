@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter, draw, sum_kl
 from lightning_fedbayes.layers.functional import softplus_std
-from lightning_fedbayes.layers.kl import SMALL, JointDraw, PlainGaussianKL, joined_kl_sum
+from lightning_fedbayes.layers.kl import SMALL, JointDraw, JointKL, PlainGaussianKL, joined_kl_sum
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
-from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior
+from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, Prior
 from lightning_fedbayes.layers.whole_network import kl_divergence
 from lightning_fedbayes.private_torch import (
     outside_vmap,
@@ -256,11 +256,24 @@ def divergence(mode: StackedOperations, module: nn.Module) -> Tensor | None:
     joint = None
     if part.others is not None and stack_of(mode.gaussians.small[0].mean, mode.level) is not None:
         joint = mode.joint.divergence()
+        joint = cavity_divergence(mode) if joint is None else joint
     with mode:
         if joint is None:
             return sum_kl(part.every)
         joint = to_client_view(joint, mode.level)
         return joint + sum_kl(part.others) if part.others else joint
+
+
+def cavity_divergence(mode: StackedOperations) -> Tensor | None:
+    """Return the divergence of every client's small parameters from its cavity, shape (clients,); None without one."""
+    prior = mode.joint.cavity()
+    mus = [stack_of(each.mean, mode.level) for each in mode.gaussians.small]
+    sigmas = [std_stack(mode, each.rho) for each in mode.gaussians.small]
+    if prior is None or any(each is None for each in (*mus, *sigmas)):
+        return None
+    with outside_vmap():
+        mean, sigma = (torch.cat([each.flatten(1) for each in part if each is not None], 1) for part in (mus, sigmas))
+        return JointKL.apply(mean, sigma, prior)  # pyright: ignore[reportReturnType]
 
 
 def kl_sum(
@@ -454,9 +467,13 @@ class JointDraws:
         same = self._joint_prior() == self._prior and all(pair in self._index for pair in live)
         return self._joint[-1] if same else None
 
+    def cavity(self) -> CavityPrior | None:
+        """Return the joint cavity of the small parameters; None if they have other priors."""
+        return None if self._cavities is None else self._cavities.joint(self._small)
+
     def _joint_prior(self) -> tuple[float, float] | CavityPrior | None:
         """Return the prior that the small parameters have in common; None if it has no closed form here."""
-        return shared_prior(self._small) if self._cavities is None else self._cavities.joint(self._small)
+        return shared_prior(self._small) if self._cavities is None else self.cavity()
 
     def _changed(self) -> bool:
         """Return whether a parameter has been written into since the draw."""
@@ -475,14 +492,18 @@ class StackedCavities:
         self._sites = sites
         self._stacks = sites.cavities(fields)
         self._joint: CavityPrior | None = None
-        self._installed: dict[tuple[int, str], CavityPrior] = {}
+        self._installed: dict[tuple[int, str], Prior] = {}
+        self._chosen: dict[tuple[int, ...], StackedCavities] = {}
 
     def rows(self, slots: Slots) -> StackedCavities:
         """Return the cavities of the clients in ``slots``."""
-        chosen = copy.copy(self)
-        chosen._joint = None if self._joint is None else _rows_of(self._joint, slots)
-        chosen._stacks = {name: _rows_of(stack, slots) for name, stack in self._stacks.items()}
-        return chosen
+        key = tuple(slots)
+        if key not in self._chosen:
+            chosen = copy.copy(self)
+            chosen._joint = None if self._joint is None else _rows_of(self._joint, slots)
+            chosen._stacks = {name: _rows_of(stack, slots) for name, stack in self._stacks.items()}
+            self._chosen[key] = chosen
+        return self._chosen[key]
 
     def join(self, gaussians: GaussianParameters) -> None:
         """Lay the cavities of the small parameters side by side, for joint draws."""
@@ -495,12 +516,11 @@ class StackedCavities:
             self._joint = CavityPrior(mean, std, *own)
 
     @contextmanager
-    def installed(self, view: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Inside, every parameter has its cavity as one client sees it, by ``view``, as its prior."""
+    def installed(self, as_seen: Callable[[CavityPrior], Prior]) -> Iterator[None]:
+        """Inside, every parameter has its cavity, ``as_seen`` by one client, as its prior."""
         parameters = self._sites.parameters
         for name, each in parameters.items():
-            stack = self._stacks[name]
-            prior = CavityPrior(stack.mean, stack.std, *map(view, _own(stack)))
+            prior = as_seen(self._stacks[name])
             each.replace_prior(prior)
             self._installed[id(each.layer), each.path] = prior
         try:
@@ -510,13 +530,29 @@ class StackedCavities:
                 each.replace_prior(None)
 
     def stacks(self) -> list[Tensor]:
-        """Return what differs between clients, in the order in which :meth:`installed` asks for views."""
+        """Return what differs between clients, cavity by cavity in the order of :meth:`installed`."""
         return [each for stack in self._stacks.values() for each in _own(stack)]
 
     def joint(self, small: Sequence[GaussianParameter]) -> CavityPrior | None:
         """Return the joint cavity of the ``small`` parameters; None if one has another prior."""
         mine = all(each.prior is self._installed.get((id(each.layer), each.path)) for each in small)
         return self._joint if mine else None
+
+
+class SeenCavity:
+    """The cavity of one client under vmap, made of a stack of them when it is asked for.
+
+    Args:
+        stack: the clients' cavities.
+        view: makes of a stack what one client sees.
+    """
+
+    def __init__(self, stack: CavityPrior, view: Callable[[Tensor], Tensor]) -> None:
+        self._stack, self._view = stack, view
+
+    def kl(self, mean: Tensor, std: Tensor) -> Tensor:
+        """See :meth:`~lightning_fedbayes.layers.priors.CavityPrior.kl`."""
+        return CavityPrior(self._stack.mean, self._stack.std, *map(self._view, _own(self._stack))).kl(mean, std)
 
 
 def _rows_of(cavity: CavityPrior, slots: Slots) -> CavityPrior:

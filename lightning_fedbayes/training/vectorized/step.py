@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
+from lightning_fedbayes.layers.priors import CavityPrior
 from lightning_fedbayes.private_torch import (
     has_vmap_primitives,
     to_client_view,
@@ -30,6 +31,7 @@ from lightning_fedbayes.training.vectorized.operations import (
     ClientOperations,
     GaussianParameters,
     JointDraws,
+    SeenCavity,
     StackedCavities,
     StackedOperations,
 )
@@ -135,7 +137,7 @@ class StackedStep:
             batch = [to_client_view(each, level) for each in batch] if is_list_of_tensors(batch) else view(batch)
             joint = JointDraws(self._gaussians, parameters, views, cavities)
             operations = StackedOperations(level, self._gaussians, joint)
-            with nullcontext() if cavities is None else cavities.installed(view):
+            with nullcontext() if cavities is None else cavities.installed(lambda stack: SeenCavity(stack, view)):
                 outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, operations)
             self.fused_times = operations.fused_times
             return [to_stack(output, level, count) for output in outputs], assemble
@@ -148,7 +150,9 @@ class StackedStep:
 
         def step(views: Tensors, stacked: dict[str, Any], batch: Any, fields: list[Tensor]) -> list[Tensor]:
             held, given = {**attributes.shared, **stacked}, iter(fields)
-            with nullcontext() if cavities is None else cavities.installed(lambda _: next(given)):
+            with nullcontext() if cavities is None else cavities.installed(
+                lambda stack: CavityPrior(stack.mean, stack.std, next(given), next(given), next(given))
+            ):
                 outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, ClientOperations())
             assembles.append(assemble)
             return outputs
