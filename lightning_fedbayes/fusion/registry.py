@@ -107,7 +107,7 @@ def available_fusions(aliases: bool = False) -> list[str]:
     """Return the names of all registered rules, sorted; with ``aliases``, their other names too.
 
     >>> available_fusions()[:2]
-    ['alpha_barycenter', 'conflation']
+    ['alpha_barycenter', 'bayes_admm']
     """
     check_flag("aliases", aliases, error=FusionError)
     return sorted([*_RULES, *_ALIASES] if aliases else _RULES)

@@ -198,9 +198,9 @@ class Sites(SumRule):
 
 @register_fusion("pvi")
 class PartitionedVI(Sites):
-    r""":class:`Sites` as partitioned variational inference, :math:`\rho = \alpha = 1`.
+    r"""Sites in the form of partitioned variational inference, damped, since clients train at once.
 
-    It is damped, since clients train at once.
+    That is :math:`\rho = \alpha = 1` in :class:`Sites`.
 
     When to use it: linear models and other convex losses, whose local problems are solved well.
 
@@ -216,7 +216,9 @@ class PartitionedVI(Sites):
 
 @register_fusion("bayes_admm")
 class BayesADMM(Sites):
-    r""":class:`Sites` as federated ADMM from Bayesian duality: :math:`\alpha = 1 / (1 + K\rho)`, undamped.
+    r"""Sites in the form of federated ADMM from Bayesian duality, undamped.
+
+    That is :math:`\alpha = 1 / (1 + K\rho)` in :class:`Sites`.
 
     When to use it: neural networks.
 

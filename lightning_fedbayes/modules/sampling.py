@@ -139,7 +139,7 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
 
     Returns: shape (S, batch, *); (1, batch, *) for a network without randomness.
     """
-
+    check_kind("network", network, nn.Module, "give a torch.nn.Module", error=FedBayesError)
     check_at_least("samples", samples, 1, error=FedBayesError)
     check_tensor("inputs", inputs, error=FedBayesError)
 

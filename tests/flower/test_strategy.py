@@ -293,9 +293,9 @@ def test_weightings_by_divergence_are_refused_for_deterministic_networks():
         FusionStrategy(weighting="distance", wait_for=4).start(LocalGrid(client_apps()), initial_arrays(Plain()), 1)
 
 
-def test_any_registered_rule_will_do():
+def test_any_registered_rule_will_do(tmp_path):
     for name in fb.available_fusions():
         strategy = FusionStrategy(name, wait_for=4)
-        run(LocalGrid(client_apps()), strategy, rounds=1)
+        run(LocalGrid(client_apps(fusion=name, state_folder=tmp_path / name)), strategy, rounds=1)
         assert [rule_name(rule) for rule in strategy.server.rules.values()] == [name]
         assert strategy.server.history[0]["failed_rounds"] == 0, name
