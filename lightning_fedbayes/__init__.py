@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         PartitionError,
         PosteriorError,
     )
-    from lightning_fedbayes.fusion import AutoFusion, Reliability, available_fusions, fuse, register_fusion
+    from lightning_fedbayes.fusion import AutoFusion, Reliability, Sites, available_fusions, fuse, register_fusion
     from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior, with_mc_dropout
     from lightning_fedbayes.messages import ClientFailure, ClientUpdate
     from lightning_fedbayes.modules import (
@@ -102,6 +102,7 @@ __all__ = [
     "ScaledUpdate",
     "Server",
     "SignFlip",
+    "Sites",
     "SizesPartition",
     "UCIDataModule",
     "UncertaintyReport",
