@@ -1,4 +1,4 @@
-"""Handwritten digits, a network of Bayesian layers: predictions of the federated posterior beside those of pooled data."""
+"""Handwritten digits, a network of Bayesian layers: predictions of a federation beside those of pooled training."""
 
 from __future__ import annotations
 

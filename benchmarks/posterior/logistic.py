@@ -1,6 +1,7 @@
 """Bayesian logistic regression: distance of every round's posterior from the mean-field posterior of the pooled data.
 
-Nothing is estimated: the expected loss is an integral over one Gaussian, the logit, and L-BFGS solves a client's problem.
+Nothing is estimated: an example's expected loss is an integral over one Gaussian, its logit, and L-BFGS solves each
+client's problem.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def tables(results: Results) -> str:
     """Return the report of all finished cells, in Markdown."""
     parts = []
     if rows := rows_of(results, "logistic"):
-        parts += ["### Logistic regression", logistic_table(rows), "![KL by round](results/kl.png)", bars_by_round(rows)]
+        parts += ["### Logistic regression", logistic_table(rows), bars_by_round(rows)]
     if rows := rows_of(results, "digits"):
         parts += ["### Digits", digits_table(rows), digits_bars(rows)]
     return "\n\n".join(parts)
@@ -104,10 +104,9 @@ def digits_bars(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str, An
     """Return sites beside pooled training, seed by seed."""
     of_rule = {rule: seeds for (_, rule, _), seeds in rows.items()}
     lines = []
-    for seed, ours in of_rule.get("sites", {}).items():
-        theirs = of_rule.get("pooled", {}).get(seed)
-        if theirs is None:
-            continue
+    ours_of, theirs_of = of_rule.get("sites", {}), of_rule.get("pooled", {})
+    for seed in sorted(ours_of.keys() & theirs_of.keys()):
+        ours, theirs = ours_of[seed], theirs_of[seed]
         factor = ours["mutual_information"] / theirs["mutual_information"]
         met = [ours["nll"] <= NLL_BAR, max(factor, 1 / factor) <= FACTOR_BAR]
         lines.append([seed, f"{ours['nll']:.3f}", f"{theirs['nll']:.3f}", f"{factor:.2f}",

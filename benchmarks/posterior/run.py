@@ -2,8 +2,8 @@
 
     python -m benchmarks.posterior.run [--only logistic|digits] [--out FOLDER]
 
-The data ship with scikit-learn. Each finished cell is one line of FOLDER/cells.jsonl, and no cell is run twice: a run that was
-killed goes on where it stopped. Without --out the tables are written into README.md as well.
+The data ship with scikit-learn. Each finished cell is one line of FOLDER/cells.jsonl, and no cell is run twice: a run
+that was killed goes on where it stopped. Without --out the tables are written into README.md as well.
 """
 
 from __future__ import annotations

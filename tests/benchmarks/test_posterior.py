@@ -65,7 +65,8 @@ def test_cells_are_kept_and_a_page_takes_their_tables(tmp_path):
     page.write_text(f"before\n{BEGIN}\noutdated\n{END}\nafter\n")
     include(page, tables({cell: result}))
     assert "outdated" not in page.read_text()
-    assert page.read_text().startswith("before") and page.read_text().endswith("after\n")
+    assert page.read_text().startswith("before")
+    assert page.read_text().endswith("after\n")
 
 
 def test_the_page_shows_the_cells_that_are_stored():
