@@ -50,13 +50,10 @@ def logistic_table(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str,
     """Return distances after some rounds, means over the seeds."""
     lines = []
     for (split, rule, prior), seeds in rows.items():
-        failed = [result["error"] for result in seeds.values() if "error" in result]
-        if failed:
-            lines.append([split, rule, prior_of(rule, prior), len(seeds), failed[0].split(":")[0], "", "", ""])
-            continue
-        columns = [[statistics.fmean(result[key][at - 1] for result in seeds.values()) for at in AT
-                    if at <= len(next(iter(seeds.values()))[key])] for key in ("kl", "mean_error", "variance_ratio")]
-        shown = [" / ".join(f"{value:.2g}" for value in column) for column in columns]
+        shown = []
+        for key in ("kl", "mean_error", "variance_ratio"):
+            by_round = [statistics.fmean(values) for values in zip(*(result[key] for result in seeds.values()))]
+            shown.append(" / ".join(f"{by_round[at - 1]:.2g}" for at in AT if at <= len(by_round)))
         held = f"{statistics.fmean(result['held_back'] for result in seeds.values()):.0f}" if sites(rule) else ""
         lines.append([split, rule, prior_of(rule, prior), len(seeds), *shown, held])
     when = ", ".join(map(str, AT))
@@ -71,14 +68,13 @@ def bars_by_round(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str, 
     for (split, rule, _), seeds in rows.items():
         if not sites(rule):
             continue
-        good = [result for result in seeds.values() if "error" not in result]
-        within = [reached(result) for result in good]
-        latest = "not reached" if math.inf in within or len(good) < len(seeds) else str(max(within))
-        worst = [max((result[key][-1] for result in good), default=math.nan) for key in ("kl", "mean_error")]
-        lines.append([split, rule, latest, *(f"{value:.2g}" for value in worst)])
+        latest = max(reached(result) for result in seeds.values())
+        worst = [max(result[key][-1] for result in seeds.values()) for key in ("kl", "mean_error")]
+        shown = "not reached" if latest == math.inf else latest
+        lines.append([split, rule, len(seeds), shown, *(f"{value:.2g}" for value in worst)])
     head = f"both bars (KL ≤ {KL_BAR}, mean ≤ {MEAN_BAR} sd) hold from round"
-    return ("The worst of the seeds:\n\n"
-            + markdown_table(["clients", "rule", head, "KL, last round", "error of the mean, last round"], lines))
+    heads = ["clients", "rule", "seeds", head, "KL, last round", "error of the mean, last round"]
+    return f"The worst of the seeds:\n\n{markdown_table(heads, lines)}"
 
 
 def reached(result: Mapping[str, Any]) -> float:
@@ -93,10 +89,9 @@ def digits_table(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str, A
     """Return the scores, mean ± standard error over the seeds."""
     lines = []
     for (_, rule, prior), seeds in rows.items():
-        good = [result for result in seeds.values() if "error" not in result]
-        scores = [mean_and_error([result[key] for result in good])
+        scores = [mean_and_error([result[key] for result in seeds.values()])
                   for key in ("nll", "ece", "accuracy", "mutual_information")]
-        lines.append([rule, prior_of(rule, prior), len(good), *scores])
+        lines.append([rule, prior_of(rule, prior), len(seeds), *scores])
     return markdown_table(["rule", "prior", "seeds", "NLL", "ECE", "accuracy", "mutual information, nats"], lines)
 
 
@@ -128,8 +123,6 @@ def prior_of(rule: str, prior: str) -> str:
 
 def mean_and_error(values: Sequence[float]) -> str:
     """Return mean ± standard error."""
-    if not values:
-        return "failed"
     error = f" ± {statistics.stdev(values) / math.sqrt(len(values)):.3f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.3f}{error}"
 
@@ -147,8 +140,8 @@ def curves(results: Results, file: Path) -> None:
         axes.grid(color=GRID, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
         for (where, rule, prior), seeds in rows.items():
-            kl = next(iter(seeds.values())).get("kl")
-            if where == split and kl:
+            kl = next(iter(seeds.values()))["kl"]
+            if where == split:
                 number = rules.index(rule)
                 label = f"{rule}, {prior_of(rule, prior)}"
                 axes.plot(range(1, len(kl) + 1), kl, color=PALETTE[number % len(PALETTE)], label=label,
@@ -156,7 +149,7 @@ def curves(results: Results, file: Path) -> None:
                           linewidth=2.4 if rule == "sites" else 1.3)
         axes.axhline(KL_BAR, color="#777777", linewidth=0.8)
         axes.set(title=split, xlabel="round")
-    grid[0].set(ylabel="KL per parameter, nats", yscale="log", ylim=(1e-6, 30))
+    grid[0].set(ylabel="KL per parameter, nats", yscale="log", ylim=(5e-7, 30))
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=7)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=90)
