@@ -65,7 +65,7 @@ def breast_cancer() -> tuple[logistic.TensorDataset, GaussianPosterior]:
 
 def result_of(cell: Cell) -> dict[str, Any]:
     """Run a cell."""
-    options = {"fusion": cell.rule, "prior": cell.prior}
+    options: dict[str, Any] = {"fusion": cell.rule, "prior": cell.prior}
     if cell.study == "logistic":
         return logistic.run(*breast_cancer(), logistic.SPLITS[cell.split], ROUNDS, cell.seed, **options)
     if cell.rule == "pooled":
