@@ -76,6 +76,7 @@ class WeightedSum(WeightedAverage):
     Source: [FBDL] eq. (11); [BA-BFL] "GAA".
     """
 
+    narrows: ClassVar[bool] = True
     weight_power = 2
 
 

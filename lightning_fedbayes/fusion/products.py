@@ -85,6 +85,7 @@ class Conflation(_ProductRule):
     Source: [FBDL] eq. (15).
     """
 
+    narrows: ClassVar[bool] = True
     uses_weights: ClassVar[bool] = False
 
     def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:

@@ -80,6 +80,8 @@ class FusionRule(ABC):
     """True if the rule itself bounds what a minority of clients can do. It then gets updates as they were sent; for
     other rules a :class:`~lightning_fedbayes.Server` bounds the influence of each client."""
 
+    narrows: ClassVar[bool] = False
+    """True if K clients that agree have 1/K of their variance: over rounds with ``prior="global"`` it goes to 0."""
     keeps_sites: ClassVar[bool] = False
     """True if every client keeps what it sends as its site (:class:`~lightning_fedbayes.fusion.Sites`)."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.adversaries import assign
 from lightning_fedbayes.aggregation import Aggregate
@@ -26,6 +27,8 @@ from lightning_fedbayes.training.engine import Engine, Trained
 from lightning_fedbayes.training.scoring import held_out_loss, kept_attributes, own_hook
 
 Stage = Literal["between", "training", "fused"]
+MANY = 3
+"""Rounds after which a variance that shrinks in each of them has lost its meaning."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,23 @@ class Federation:
             sizes = self.engine.sizes if self.settings.weighting == "train_size" else [1] * len(self.engine.sizes)
             shares = {client: size / sum(sizes) for client, size in enumerate(sizes)}
             self.engine.begin_sites(self.settings.fusion, self.server.posterior, self.server.rule_state, shares)
+        self._warn_of_narrow_variances()
         self.server.begin(plan)
         attackers = assign(self.settings.attacks, self.engine.names, self.settings.seed)
         self._adversaries = RoundAdversaries(attackers, plan, self.server.posterior, self.settings.seed)
         self._received, self._waiting, self._sent = 0, [], {}
         self._keeps_clients = bool(getattr(module, "needs_client_posteriors", False))
         self.engine.begin_round(self.share)
+
+    def _warn_of_narrow_variances(self) -> None:
+        """Say once that a rule which narrows ends without a variance, where every round starts from the last one's."""
+        (name, rule), *others = self.server.rules.items()
+        narrows = rule.narrows and not others and self.settings.prior == "global"
+        if narrows and self.round == MANY and not self.server.posterior.is_point_mass:
+            rank_zero_info(
+                f"fusion='{name}' with prior='global' divides the variance by the number of clients in every round: it "
+                "means nothing any more. fusion='sites' keeps its meaning."
+            )
 
     def take_over(self) -> None:
         """Make the module's present parameters and buffers the global model, if a hook has changed them."""

@@ -233,3 +233,13 @@ def test_a_failed_client_keeps_the_site_it_had():
     total = 1 + sum(state["site"]["precision"] for state in after["clients"].values())
     (state,) = after["rule_states"].values()
     torch.testing.assert_close(state["precision"], total, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("options", "warned"), [
+    ({"fusion": "conflation", "prior": "global"}, 1), ({"fusion": "weighted_sum", "prior": "global"}, 1),
+    ({"fusion": "conflation"}, 0), ({"fusion": "weighted_average", "prior": "global"}, 0),
+], ids=str)
+def test_a_variance_that_shrinks_in_every_round_is_named_once(options, warned, caplog):
+    caplog.set_level("INFO")
+    fit(Exact(), 6, engine="sequential", **options)
+    assert caplog.text.count("fusion='sites' keeps its meaning") == warned
