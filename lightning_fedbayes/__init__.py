@@ -39,7 +39,15 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         PartitionError,
         PosteriorError,
     )
-    from lightning_fedbayes.fusion import AutoFusion, Reliability, Sites, available_fusions, fuse, register_fusion
+    from lightning_fedbayes.fusion import (
+        AutoFusion,
+        Reliability,
+        Sites,
+        available_fusions,
+        fuse,
+        register_fusion,
+        remove_client,
+    )
     from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior, with_mc_dropout
     from lightning_fedbayes.messages import ClientFailure, ClientUpdate
     from lightning_fedbayes.modules import (
@@ -116,6 +124,7 @@ __all__ = [
     "noise_multiplier_for",
     "read_posterior",
     "register_fusion",
+    "remove_client",
     "with_kl",
     "with_mc_dropout",
 ]

@@ -31,7 +31,7 @@ from lightning_fedbayes.fusion.registry import (
 )
 from lightning_fedbayes.fusion.robust import CoordinateMedian, GeometricMedian, Krum, MultiKrum, TrimmedMean
 from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, Statistics, SumRule
-from lightning_fedbayes.fusion.sites import BayesADMM, PartitionedVI, Sites
+from lightning_fedbayes.fusion.sites import BayesADMM, PartitionedVI, Sites, remove_client
 
 __all__ = [
     "AlphaBarycenter",
@@ -79,6 +79,7 @@ __all__ = [
     "get_rule",
     "gram_of",
     "register_fusion",
+    "remove_client",
     "rule_name",
     "unregister_fusion",
 ]

@@ -9,12 +9,13 @@ client starts a round from the global posterior q and takes the *cavity*, q with
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, check_number, shown
+from lightning_fedbayes.errors import FederationError, FusionError, check_at_least, check_number, shown
 from lightning_fedbayes.exchange.reduction import Statistics
 from lightning_fedbayes.fusion.registry import register_fusion
 from lightning_fedbayes.fusion.rule import Fused, FusionRule, Moments, RuleState, SumRule, add, add_product, of_zeros
@@ -244,6 +245,70 @@ def natural_of(posterior: GaussianPosterior, like: Tensor) -> Natural:
     mean, variance = (value.to(like.device) for value in posterior.flatten())
     precision = torch.where(variance > 0, 1 / variance, 0.0)
     return precision, precision * mean
+
+
+def without_site(posterior: GaussianPosterior, state: RuleState, site: Natural) -> GaussianPosterior:
+    r"""Return the posterior without a client's site, :math:`\lambda_0 + \sum_{j \ne k} \lambda_j`.
+
+    Exact where the model is conjugate; elsewhere the others' sites have been fitted beside the one that goes.
+
+    Args:
+        posterior: the global one.
+        state: the rule's.
+        site: of the client, shape (parameters that are no point masses,).
+
+    Raises:
+        FusionError: the other sites give a parameter no positive precision.
+    """
+    old = natural_of(posterior, state["precision"])
+    random = old[0] > 0
+    precision, shift = (state[name].clone() for name in ("precision", "shift"))
+    if len(site[0]) != int(random.sum()):
+        raise FusionError(f"a site of {len(site[0])} parameters, but the posterior has {int(random.sum())}")
+    precision[random] -= site[0].to(precision.device)
+    shift[random] -= site[1].to(shift.device)
+    wrong = int((precision[random] <= 0).sum())
+    if wrong:
+        raise FusionError(
+            f"without that client {wrong} of {len(site[0])} parameters have no positive precision; train some rounds "
+            "of the others from the posterior as it is"
+        )
+    mean, variance = posterior.flatten()
+    precision = precision.where(random, 1.0)
+    return posterior.unflatten((shift / precision).where(random, mean), (1 / precision).where(random, variance))
+
+
+def remove_client(federation: Any, client: int) -> GaussianPosterior:
+    """Return the global posterior without what a client has contributed to it.
+
+    When to use it: a client leaves ``fusion="sites"`` and takes its data with it. The result is exact for conjugate
+    models; for others train some rounds of the remaining clients from it (``fb.load_posterior(module, posterior)``).
+
+    Args:
+        federation: a :class:`~lightning_fedbayes.FederatedBayes` that has trained, or the content of a checkpoint
+            (``torch.load(path, weights_only=False)``).
+        client: its number.
+
+    Raises:
+        FederationError: there is no such federation, or it has no site of that client.
+        FusionError: the other clients' sites alone give no posterior.
+    """
+    check_at_least("client", client, 0)
+    if isinstance(federation, Mapping):
+        callbacks = federation.get("callbacks")
+        states = list(callbacks.values()) if isinstance(callbacks, Mapping) else []
+    else:
+        states = [federation.state_dict()] if hasattr(federation, "state_dict") else []
+    found = [state for state in states if isinstance(state, Mapping) and {"rule_states", "clients"} <= state.keys()]
+    if not found:
+        raise FederationError(f"{shown(federation)}: give a FederatedBayes that has trained, or a checkpoint's content")
+    (state,) = found
+    site = state["clients"].get(client, {}).get("site")
+    if not site:
+        raise FederationError(f"client {shown(client)} has no site: it has trained in no federation by fusion='sites'")
+    (kept,) = state["rule_states"].values()
+    posterior = GaussianPosterior.from_state_dict(state["posterior"])
+    return without_site(posterior, kept, (site["precision"], site["shift"]))
 
 
 def held_back(old: Natural, new: Natural, random: Tensor) -> tuple[Natural, int]:

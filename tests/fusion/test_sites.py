@@ -10,7 +10,7 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes import ClientUpdate, FusionError, GaussianPosterior, RoundPlan, Server
 from lightning_fedbayes.fusion import BayesADMM, PartitionedVI, Reliability, Sites
-from lightning_fedbayes.fusion.sites import LEAST_SHARE, Natural, natural_of
+from lightning_fedbayes.fusion.sites import LEAST_SHARE, Natural, natural_of, without_site
 
 PRIOR = (0.5, 2.0)
 LIKELIHOODS = [
@@ -89,6 +89,21 @@ def test_every_form_goes_to_the_pooled_posterior(rule):
     for number in range(300):
         clients.round(number, (0, 1, 2))
     assert_equal(clients.server.posterior, pooled(), 1e-8)
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+@pytest.mark.parametrize("rule", [Sites(1.0, 1.0, "pvi", *PRIOR), Sites(prior_mean=0.5, prior_std=2.0)], ids=str)
+def test_the_posterior_without_a_client_is_that_of_the_others(rule, gone):
+    clients = federation(rule)
+    for number in range(40):
+        clients.round(number, (0, 1, 2))
+    rest = tuple(client for client in range(3) if client != gone)
+    removed = without_site(clients.server.posterior, clients.server.rule_state, clients.sites[gone])
+    assert_equal(removed, pooled(rest))
+    with pytest.raises(FusionError, match="no positive precision"):
+        without_site(removed, clients.server.rule_state, (torch.full((3,), 1e9).double(), torch.zeros(3).double()))
+    with pytest.raises(FusionError, match="a site of 1 parameters"):
+        without_site(removed, clients.server.rule_state, (torch.ones(1).double(), torch.ones(1).double()))
 
 
 def test_clients_that_are_absent_keep_their_part():

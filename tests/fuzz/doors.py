@@ -189,6 +189,16 @@ def fused(kind, **arguments):
     fb.fuse(kind(**arguments), THREE, previous=posterior(variance=1e3))
 
 
+def removed(**arguments):
+    """The client of a federation by sites; None stands for a checkpoint of one."""
+    posterior_state = {"mean": {"w": torch.zeros(1)}, "variance": {"w": torch.ones(1)}}
+    site = {"precision": torch.zeros(1).double(), "shift": torch.zeros(1).double()}
+    kept = {"sites": {"precision": torch.ones(1).double(), "shift": torch.zeros(1).double()}}
+    state = {"posterior": posterior_state, "rule_states": kept, "clients": {0: {"site": site}}}
+    given = {"callbacks": {"FederatedBayes": state}} if arguments["federation"] is None else arguments["federation"]
+    fb.remove_client(given, arguments["client"])
+
+
 def layer(kind, **arguments):
     made = kind(**arguments)
     made.kl_loss()
@@ -209,6 +219,7 @@ DOORS = {
     "register_fusion": (registered, {"name": "a_rule_of_a_test", "aliases": ("its_other_name",)}),
     "available_fusions": (fb.available_fusions, {"aliases": True}),
     "get_rule": (fusion.get_rule, {"rule": "linear_pool"}),
+    "remove_client": (removed, {"federation": None, "client": 0}),
     "rule_name": (fusion.rule_name, {"rule": "rklb"}),
     "unregister_fusion": (unregistered, {"name": "a_rule_of_a_test"}),
     "epsilon_of": (fb.epsilon_of, {"noise_multiplier": 1.0, "delta": 1e-5, "rounds": 2, "fraction": 1.0}),

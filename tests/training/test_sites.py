@@ -243,3 +243,15 @@ def test_a_variance_that_shrinks_in_every_round_is_named_once(options, warned, c
     caplog.set_level("INFO")
     fit(Exact(), 6, engine="sequential", **options)
     assert caplog.text.count("fusion='sites' keeps its meaning") == warned
+
+
+def test_a_client_is_removed_from_a_callback_and_from_a_checkpoint():
+    federation = fit(Exact(), 3, fusion="sites", engine="sequential")
+    state = federation.state_dict()
+    others = 1 + sum(state["clients"][k]["site"]["precision"] for k in (0, 2))
+    for source in (federation, {"callbacks": {"FederatedBayes": state, "ModelCheckpoint": {}}}):
+        removed = fb.remove_client(source, 1)
+        torch.testing.assert_close(1 / removed.variance["layer.weight"][0], others)
+    for wrong, client in ((federation, 7), ({}, 0), (None, 0), (fb.FederatedBayes(), 0)):
+        with pytest.raises(FederationError, match=r"has no site|has trained"):
+            fb.remove_client(wrong, client)
