@@ -161,7 +161,8 @@ class RoundState:
             changed = [name for name, value in vars(each).items() if fingerprint(value) != prints.get(name, ABSENT)]
             self.shared |= {f"{type(each).__name__}.{name}" for name in changed}
         for each, training in self._modes:
-            each.training = training
+            if each.training is not training:  # nn.Module's own setattr costs 1 µs
+                each.training = training
         for parameter, flag in self._flags:
             if parameter.requires_grad is not flag:
                 parameter.requires_grad_(flag)
