@@ -92,7 +92,9 @@ def test_every_form_goes_to_the_pooled_posterior(rule):
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
-@pytest.mark.parametrize("rule", [Sites(1.0, 1.0, "pvi", *PRIOR), Sites(prior_mean=0.5, prior_std=2.0)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [Sites(1.0, 1.0, "pvi", *PRIOR), Sites(prior_mean=0.5, prior_std=2.0)], ids=["pvi", "share"]
+)
 def test_the_posterior_without_a_client_is_that_of_the_others(rule, gone):
     clients = federation(rule)
     for number in range(40):
