@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, check_number
 from lightning_fedbayes.fusion.registry import register_fusion
-from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add, add_number, add_product, of_zeros
-from lightning_fedbayes.posterior import GaussianPosterior, is_zero, zeros_like
+from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add_number, add_precisions
+from lightning_fedbayes.posterior import GaussianPosterior, zeros_like
 
 
 class _ProductRule(SumRule):
@@ -33,18 +33,7 @@ class _ProductRule(SumRule):
         add_number(statistics, "weight", weight, mean)
         if "max_weight" not in statistics or weight > statistics["max_weight"]:
             statistics["max_weight"] = mean.new_tensor(weight)
-        if is_zero(variance):
-            add(statistics, "atom_weight", of_zeros(variance) + 1, weight)
-            add(statistics, "atom_mean", mean, weight)
-            return
-        precision = torch.reciprocal(variance).mul_(weight)
-        if variance.numel() and variance.min() == 0:
-            atom = variance == 0
-            precision.masked_fill_(atom, 0)
-            add(statistics, "atom_weight", atom.to(mean.dtype), weight)
-            add(statistics, "atom_mean", mean * atom, weight)
-        add_product(statistics, "precision_mean", precision, mean)
-        add(statistics, "precision", precision)
+        add_precisions(statistics, mean, variance, weight, weight)
 
     def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
         """See :meth:`SumRule.average`; the sums of point masses contain it."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError
@@ -229,3 +230,28 @@ def add_product(statistics: Statistics, key: str, first: Tensor, second: Tensor)
         statistics[key].addcmul_(first, second)
     else:
         statistics[key] = first * second
+
+
+def add_precisions(statistics: Statistics, mean: Tensor, variance: Tensor, weight: float, atom_weight: float) -> None:
+    r"""Add a client's weighted precision :math:`\omega/\sigma^2` and :math:`\omega\mu/\sigma^2` to ``statistics``.
+
+    Where it is a point mass, of infinite precision, its mean is summed apart ("atom_mean", "atom_weight").
+
+    Args:
+        statistics: the sums so far; "precision" and "precision_mean", shape (P,), are missing without a variance.
+        mean, variance: of the client, shape (P,), float64.
+        weight: :math:`\omega` of its Gaussian parameters.
+        atom_weight: that of its point masses.
+    """
+    if is_zero(variance):
+        add(statistics, "atom_weight", of_zeros(variance) + 1, atom_weight)
+        add(statistics, "atom_mean", mean, atom_weight)
+        return
+    precision = torch.reciprocal(variance).mul_(weight)
+    if variance.numel() and variance.min() == 0:
+        atom = variance == 0
+        precision.masked_fill_(atom, 0)
+        add(statistics, "atom_weight", atom.to(mean.dtype), atom_weight)
+        add(statistics, "atom_mean", mean * atom, atom_weight)
+    add_product(statistics, "precision_mean", precision, mean)
+    add(statistics, "precision", precision)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_fedbayes.errors import FederationError, FusionError, check_at_least, check_number, shown
 from lightning_fedbayes.exchange.reduction import Statistics
 from lightning_fedbayes.fusion.registry import register_fusion
-from lightning_fedbayes.fusion.rule import Fused, FusionRule, Moments, RuleState, SumRule, add, add_product, of_zeros
+from lightning_fedbayes.fusion.rule import Fused, FusionRule, Moments, RuleState, SumRule, add_number, add_precisions
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero, zeros_like
 
 Natural = tuple[Tensor, Tensor]
@@ -139,19 +139,8 @@ class Sites(SumRule):
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
         """See :meth:`SumRule.update`: sums of precisions and shifts; of deterministic parameters, weighted means."""
-        add(statistics, "count", mean.new_ones(()))
-        if is_zero(variance):
-            add(statistics, "atom_weight", of_zeros(variance) + 1, weight)
-            add(statistics, "atom_mean", mean, weight)
-            return
-        precision = torch.reciprocal(variance)
-        if variance.numel() and variance.min() == 0:
-            atom = variance == 0
-            precision.masked_fill_(atom, 0)
-            add(statistics, "atom_weight", atom.to(mean.dtype), weight)
-            add(statistics, "atom_mean", mean * atom, weight)
-        add_product(statistics, "shift", precision, mean)
-        add(statistics, "precision", precision)
+        add_number(statistics, "count", 1.0, mean)
+        add_precisions(statistics, mean, variance, 1.0, weight)
 
     def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
         """See :meth:`SumRule.compute`: the result of a first round."""
@@ -167,7 +156,7 @@ class Sites(SumRule):
             assert atom_mean is not None
             return Fused(like.unflatten(atom_mean, zeros_like(atom_mean)), state=state)
         count = float(statistics["count"])
-        total = statistics["precision"], statistics["shift"]
+        total = statistics["precision"], statistics["precision_mean"]
         base = natural_of(self.base(like if previous is None else previous, state), total[0])
         sites = (state["precision"], state["shift"]) if state else base
         changes = total[0] - count * base[0], total[1] - count * base[1]

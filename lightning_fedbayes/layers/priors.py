@@ -148,7 +148,7 @@ class CavityPrior:
 
     All tensors are of the parameter's shape; of a stack of clients, or in a joint prior, of any that broadcasts.
 
-    Source: methods of :class:`~lightning_fedbayes.fusion.Sites`.
+    Source: Ashman et al. 2022; see :class:`~lightning_fedbayes.fusion.Sites`.
     """
 
     mean: Tensor
