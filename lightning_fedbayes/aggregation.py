@@ -266,14 +266,14 @@ class Aggregation:
         total = sum(weights.values()) if several else self._accumulator.total
         self._accumulator.check_not_empty(total)
         if isinstance(self.rule, SumRule) and not several:
-            fused = self._accumulator.result(self.state)
+            fused = self._accumulator.result(self.state, weights)
             shares = shares_of(weights, {})
             apart, buffers = self._merge(shares)
         elif isinstance(self.rule, SumRule):
             shares = shares_of(weights, {})
             sums = Reduction(self._accumulator.statistics, self.previous.num_parameters, self.rule.merge)
             apart, buffers, merged = self._merge(shares, sums)
-            fused = self._accumulator.finish(merged, self.state)
+            fused = self._accumulator.finish(merged, self.state, weights)
         else:
             cohort = self._accumulator.cohort(total)
             fused = fuse_distributed(self.rule, cohort, self._accumulator.like, self.state, self.collective)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -195,31 +195,36 @@ class FusionAccumulator:
         state = self.rule.init()
         if not isinstance(self.rule, SumRule):
             return self.rule.apply(self.cohort(self.total), state).posterior
-        return self.result(state).posterior
+        return self.result(state, dict(enumerate(self._weights))).posterior
 
-    def result(self, state: RuleState) -> Fused:
-        """Return the result of a sum-type rule for all clients so far, after rounds that left this ``state``."""
+    def result(self, state: RuleState, weights: Mapping[int, float]) -> Fused:
+        """Return the result of a sum-type rule for all clients so far.
+
+        Args:
+            state: that the rounds before have left.
+            weights: client → its weight, not normalised.
+        """
         assert isinstance(self.rule, SumRule)
         likes = self._pieces(self.like)
         if len(likes) == 1:
-            return self.rule.advance(self._sums[0], self.like, self.previous, state)
+            return self.rule.advance(self._sums[0], self.like, self.previous, state, weights)
         before = [None] * len(likes) if self.previous is None else self._pieces(self.previous)
         try:
             parts = zip(self._sums, likes, before, strict=True)
             fused = (like.unflatten(*self.rule.compute(sums, like, previous)) for sums, like, previous in parts)
             return Fused(self.like.joined(fused), state=state)
         except FusionError:
-            return self.finish(self.statistics, state)  # so that the message speaks of the whole network
+            return self.finish(self.statistics, state, weights)  # so that the message speaks of the whole network
 
     def _pieces(self, posterior: GaussianPosterior) -> list[GaussianPosterior]:
         """Return what the rule sums up separately."""
         whole = isinstance(self.rule, SumRule) and not self.rule.by_columns
         return [posterior] if whole else posterior.pieces(self._cuts)
 
-    def finish(self, statistics: Statistics, state: RuleState) -> Fused:
-        """Return the result of a sum-type rule from the sums over all clients; for ``state`` see :meth:`result`."""
+    def finish(self, statistics: Statistics, state: RuleState, weights: Mapping[int, float]) -> Fused:
+        """Return the result of a sum-type rule from the sums over all clients; for the others see :meth:`result`."""
         assert isinstance(self.rule, SumRule)
-        return self.rule.advance(statistics, self.like, self.previous, state)
+        return self.rule.advance(statistics, self.like, self.previous, state, weights)
 
     def cohort(self, total: float) -> Cohort:
         """Return the clients for a rule that is no sum; ``total`` is the sum of the weights in all processes."""

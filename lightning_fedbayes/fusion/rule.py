@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -152,13 +152,15 @@ class SumRule(FusionRule):
         """
 
     def advance(
-        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState
+        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState,
+        weights: Mapping[int, float],
     ) -> Fused:
         """Return the result of a round; a rule with a state, whose ``by_columns`` is False, overrides this.
 
         Args:
             statistics, like, previous: see :meth:`compute`.
             state: after the rounds before; it is not changed.
+            weights: client → its weight ω, not normalised, in all processes.
         """
         return Fused(like.unflatten(*self.compute(statistics, like, previous)), state=state)
 

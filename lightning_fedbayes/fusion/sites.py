@@ -50,7 +50,14 @@ class Sites(SumRule):
     then: a local problem with a convex loss is bounded. No precision falls below a quarter of its value in one round;
     what would take it lower is held back for that entry. Figures: ``sites/held_back`` counts such entries,
     ``sites/change`` is the divergence of the new posterior from the old one, in nats per parameter, and goes to 0.
-    Deterministic parameters are averaged by the clients' weights.
+
+    Deterministic parameters :math:`\theta` are averaged by the clients' weights :math:`\omega_k`, which ends somewhere
+    else than pooled training where clients are unlike. With a ``pull`` :math:`\mu` they take the form of FedDyn, which
+    is consensus ADMM: in local training the loss, a mean over examples, gains :math:`\tfrac{\mu}{2} \|\theta -
+    \theta_g\|^2 - \langle v_k, \theta - \theta_g \rangle`; the client's dual variable becomes :math:`v_k + \mu
+    (\theta_g - \theta_k)`, and the global value the cohort's weighted mean less :math:`1 / \mu` times the weighted mean
+    of the duals of *all* clients that have taken part. Its fixed point minimises the weighted sum of the clients'
+    losses. A network without Gaussian parameters needs a pull: the rule *is* FedDyn then.
 
     When to use it: whenever the posterior is to mean something after many rounds, above all with unlike clients. It
     needs layers of this package, whose prior is :math:`N(m, s^2)`, and a loss with their KL divergence over the number
@@ -63,11 +70,13 @@ class Sites(SumRule):
         averaging: :math:`\alpha` in (0, 1]; "pvi" is 1, the sites alone; "admm" is :math:`1 / (1 + K\rho)` for the K
             clients of the round. Below 1 the step must be a number.
         prior_mean, prior_std: m and s of the layers' own prior.
+        pull: :math:`\mu` > 0, FedDyn's :math:`\alpha`, for deterministic parameters; None averages them.
 
     Raises:
         FusionError: an argument is out of range.
 
-    Source: Ashman et al. 2022 (:math:`\rho = \alpha = 1`); Möllenhoff et al. 2026 ("admm").
+    Source: Ashman et al. 2022 (:math:`\rho = \alpha = 1`); Möllenhoff et al. 2026 ("admm"); Acar et al. 2021,
+    Algorithm 1 (the pull).
     """
 
     keeps_sites: ClassVar[bool] = True
@@ -75,7 +84,7 @@ class Sites(SumRule):
 
     def __init__(
         self, step: float | str = "share", damping: float = 0.6, averaging: float | str = "pvi",
-        prior_mean: float = 0.0, prior_std: float = 1.0,
+        prior_mean: float = 0.0, prior_std: float = 1.0, pull: float | None = None,
     ) -> None:
         if step != "share":
             why = "it scales the divergence from the cavity; 'share' chooses it for every client"
@@ -87,16 +96,22 @@ class Sites(SumRule):
             raise FusionError(f"averaging={shown(averaging)} needs one step for all clients: give step=0.1, say")
         check_number("prior_mean", prior_mean, "(-1e38, 1e38)", error=FusionError)
         check_number("prior_std", prior_std, "(0, 1e19)", error=FusionError, why="it is a standard deviation")
+        if pull is not None:
+            why = "it holds deterministic parameters to the global ones; None averages them"
+            check_number("pull", pull, "(0, inf)", error=FusionError, why=why)
         self.step = step
         self.damping = damping
         self.averaging = averaging
         self.prior_mean = prior_mean
         self.prior_std = prior_std
+        self.pull = pull
 
     # -- at the clients ------------------------------------------------------------------------------------------------
 
     def base(self, previous: GaussianPosterior, state: RuleState) -> GaussianPosterior:
         """Return what stands for the global posterior in cavities and changes: in the first round the prior.
+
+        Deterministic parameters have no prior, and stay.
 
         Args:
             previous: the global posterior that the clients start from.
@@ -104,7 +119,10 @@ class Sites(SumRule):
         """
         if state:
             return previous
-        mean = {name: torch.full_like(value, self.prior_mean) for name, value in previous.mean.items()}
+        mean = {
+            name: value if is_zero(previous.variance[name]) else torch.full_like(value, self.prior_mean)
+            for name, value in previous.mean.items()
+        }
         variance = {
             name: zeros_like(value) if is_zero(value) else torch.full_like(value, self.prior_std**2)
             for name, value in previous.variance.items()
@@ -143,18 +161,31 @@ class Sites(SumRule):
         add_precisions(statistics, mean, variance, 1.0, weight)
 
     def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """See :meth:`SumRule.compute`: the result of a first round."""
-        return self.advance(statistics, like, previous, {}).posterior.flatten()
+        """See :meth:`SumRule.compute`: the result of a first round, in which the sum of the weights cancels."""
+        return self.advance(statistics, like, previous, {}, {0: 1.0}).posterior.flatten()
 
     def advance(
-        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState
+        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState,
+        weights: Mapping[int, float],
     ) -> Fused:
-        """See :meth:`SumRule.advance`; the state holds the natural parameters of prior times all sites."""
+        """See :meth:`SumRule.advance`; the state holds the natural parameters of prior times all sites, and the duals.
+
+        That is "dual", the sum of all clients' duals times their "weights".
+
+        Raises:
+            FusionError: there is a pull, and a client has another weight than in an earlier round.
+        """
         atom = statistics["atom_weight"] > 0 if "atom_weight" in statistics else None
         atom_mean = None if atom is None else statistics["atom_mean"] / statistics["atom_weight"]
+        duals: RuleState = {}
+        if atom is not None and atom_mean is not None and previous is not None and self.pull is not None:
+            known = known_weights(state, weights)
+            change = (previous.flatten()[0].to(atom_mean.device) - atom_mean).where(atom, 0.0)
+            duals = {"dual": self.pull * sum(weights.values()) * change + state.get("dual", 0.0), "weights": known}
+            atom_mean = atom_mean - duals["dual"] / (self.pull * sum(known.values()))
         if "precision" not in statistics:
             assert atom_mean is not None
-            return Fused(like.unflatten(atom_mean, zeros_like(atom_mean)), state=state)
+            return Fused(like.unflatten(atom_mean, zeros_like(atom_mean)), state=duals)
         count = float(statistics["count"])
         total = statistics["precision"], statistics["precision_mean"]
         base = natural_of(self.base(like if previous is None else previous, state), total[0])
@@ -170,10 +201,9 @@ class Sites(SumRule):
         moved = divergence(precision, shift, *base)[random].mean()
         return Fused(
             like.unflatten(mean, variance),
-            state={"precision": sites[0].where(random, 0.0), "shift": sites[1].where(random, 0.0)},
+            state={"precision": sites[0].where(random, 0.0), "shift": sites[1].where(random, 0.0), **duals},
             figures={"sites/change": float(moved), "sites/held_back": float(held)},
         )
-
 
     def _target(self, base: Natural, changes: Natural, sites: Natural, count: float) -> Natural:
         """Return the new global posterior before anything is held back."""
@@ -213,20 +243,35 @@ class BayesADMM(Sites):
     When to use it: neural networks.
 
     Args:
-        step, prior_mean, prior_std: see :class:`Sites`.
+        step, prior_mean, prior_std, pull: see :class:`Sites`.
 
     Source: Möllenhoff et al. 2026.
     """
 
-    def __init__(self, step: float = 0.1, prior_mean: float = 0.0, prior_std: float = 1.0) -> None:
-        super().__init__(step, 1.0, "admm", prior_mean, prior_std)
+    def __init__(
+        self, step: float = 0.1, prior_mean: float = 0.0, prior_std: float = 1.0, pull: float | None = None
+    ) -> None:
+        super().__init__(step, 1.0, "admm", prior_mean, prior_std, pull)
 
 
 def sites_of(rule: FusionRule) -> str:
     """Return the options of sites that clients and server must have in common, in words; "" for other rules."""
     if not isinstance(rule, Sites):
         return ""
-    return f"step={rule.step}, damping={rule.damping}, prior=N({rule.prior_mean}, {rule.prior_std}²)"
+    prior = f"N({rule.prior_mean}, {rule.prior_std}²)"
+    return f"step={rule.step}, damping={rule.damping}, prior={prior}, pull={rule.pull}"
+
+
+def known_weights(state: RuleState, weights: Mapping[int, float]) -> dict[int, float]:
+    """Return the weights of all clients that have taken part; raise FusionError if one has changed."""
+    before = state.get("weights", {})
+    for client, weight in weights.items():
+        if before.get(client, weight) != weight:
+            raise FusionError(
+                f"client {client} has weight {weight:g}, but {before[client]:g} in an earlier round, by which its dual "
+                "variable counts: keep the numbers of examples, or give weighting='equal'"
+            )
+    return {**before, **weights}
 
 
 def natural_of(posterior: GaussianPosterior, like: Tensor) -> Natural:
@@ -272,6 +317,7 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
 
     When to use it: a client leaves ``fusion="sites"`` and takes its data with it. The result is exact for conjugate
     models; for others train some rounds of the remaining clients from it (``fb.load_posterior(module, posterior)``).
+    Deterministic parameters, which have no factors, stay as they are.
 
     Args:
         federation: a :class:`~lightning_fedbayes.FederatedBayes` that has trained, or the content of a checkpoint
@@ -292,8 +338,8 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
     if not found:
         raise FederationError(f"{shown(federation)}: give a FederatedBayes that has trained, or a checkpoint's content")
     (state,) = found
-    site = state["clients"].get(client, {}).get("site")
-    if not site:
+    site = state["clients"].get(client, {}).get("site", {})
+    if "precision" not in site:
         raise FederationError(f"client {shown(client)} has no site: it has trained in no federation by fusion='sites'")
     (kept,) = state["rule_states"].values()
     posterior = GaussianPosterior.from_state_dict(state["posterior"])

@@ -24,6 +24,7 @@ from lightning_fedbayes.training.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.training.log import TrainingLog
 from lightning_fedbayes.training.model import ResidentModel
 from lightning_fedbayes.training.optimizers import ClientOptimizer, remade
+from lightning_fedbayes.training.sites import Pull
 from lightning_fedbayes.training.snapshot import RoundState
 
 
@@ -52,6 +53,7 @@ class SequentialEngine(Engine):
         self._is_alone = is_alone
         self._state: RoundState | None = None
         self._told: set[str] = set()
+        self._pull: Pull | None = None
         self._optimizers = [
             ClientOptimizer(each, partial(remade, context.remake_optimizers, i, each), keep=self.keep_optimizer)
             for i, each in enumerate(context.optimizers)
@@ -100,6 +102,7 @@ class SequentialEngine(Engine):
         self.model.load_client(state.local)
         if self.sites is not None:
             self.sites.install(client.number, state.site)
+            self._pull = self.sites.pull([state.site])
         if self._state is not None:
             self._state.restore()
         for i, optimizer in enumerate(self._optimizers):
@@ -131,7 +134,11 @@ class SequentialEngine(Engine):
         try:
             if isinstance(batch, FailedBatch):
                 raise batch.error
-            outputs = step(optimizer, batch_idx, kwargs)
+            if self._pull is None:
+                outputs = step(optimizer, batch_idx, kwargs)
+            else:
+                with self._pull.added(self.context.module, self.model.parameters):
+                    outputs = step(optimizer, batch_idx, kwargs)
         except (MisconfigurationException, FedBayesError):
             raise  # a mistake in the set-up, the same for every client
         except Exception as error:

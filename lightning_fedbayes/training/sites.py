@@ -1,9 +1,12 @@
-"""The clients' sites in a round: the cavity that each takes as its prior, and how training changes its site."""
+"""The clients' sites in a round: the cavity that each takes as its prior, its pull, and how training changes both."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 
@@ -14,16 +17,77 @@ from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior
 from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.training.context import loss_and_rest
 from lightning_fedbayes.training.model import Tensors
 
 Fields = tuple[Tensor, Tensor, Tensor]
 """Curvature, slope and step of a cavity, see :class:`~lightning_fedbayes.layers.priors.CavityPrior`, shape (P,)."""
 
 
-class RoundSites:
-    """The clients' sites in one round. A site is {"precision": Λ, "shift": η}, shape (P,) each, float64.
+class Pull:
+    r"""The term of FedDyn in the loss of a client, or of each client in a stack.
 
-    P counts the Gaussian parameters that are federated, in the order of the posterior.
+    .. math:: \tfrac{\mu}{2} \|\theta - \theta_g\|^2 - \langle v, \theta - \theta_g \rangle
+
+    It is a part of the loss, not a change of gradients, so it is counted once however many batches are accumulated,
+    scaled with the loss, clipped with the gradient, and seen by an optimizer that evaluates the loss itself.
+
+    Args:
+        strength: :math:`\mu`.
+        centre: name → global value of a deterministic parameter.
+        duals: name → v, of the parameter's shape; in a stack (clients, *).
+    """
+
+    def __init__(self, strength: float, centre: Tensors, duals: Tensors) -> None:
+        self.strength = strength
+        self.centre = centre
+        self.duals = duals
+
+    def __call__(self, parameters: Mapping[str, Tensor], stack: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return the term.
+
+        Args:
+            parameters: name → parameter; those that are missing do not train.
+            stack: takes the rows of the clients of a step out of a stack; None: there is one client.
+
+        Returns: a scalar; in a stack of shape (clients,).
+        """
+        term = torch.zeros((), device=next(iter(self.centre.values())).device)
+        for name, centre in self.centre.items():
+            if name in parameters:
+                move, dual = parameters[name].to(centre.dtype) - centre, self.duals[name]
+                each = move * (self.strength / 2 * move - (dual if stack is None else stack(dual)))
+                term = term + (each.sum() if stack is None else each.reshape(len(each), -1).sum(1))
+        return term
+
+    @contextmanager
+    def added(self, module: L.LightningModule, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, ``module.training_step`` returns the loss with the term at ``parameters``."""
+        own, mine = vars(module), "training_step" in vars(module)
+        step = module.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            loss, rest = (None, {}) if output is None else loss_and_rest(output)
+            if loss is None or not loss.requires_grad:
+                return output
+            loss = loss + self(parameters).to(loss)
+            return {"loss": loss, **rest} if rest else loss
+
+        own["training_step"] = training_step
+        try:
+            yield
+        finally:
+            own.pop("training_step")
+            if mine:
+                own["training_step"] = step
+
+
+class RoundSites:
+    """The clients' sites in one round.
+
+    A site is {"precision": Λ, "shift": η}, shape (P,) each, float64, where P counts the Gaussian parameters that are
+    federated, in the order of the posterior; with a pull also {"dual": v} of the deterministic ones, in that order.
 
     Args:
         rule: the fusion rule.
@@ -48,6 +112,10 @@ class RoundSites:
         check_priors(rule, self.parameters)
         self.base = _part(base, self.parameters)
         self._natural = natural_of(self.base, self.base.flatten()[0])
+        pulled = [] if rule.pull is None else [name for name in base.names if name not in self.parameters]
+        self.centre = {name: value.to(torch.promote_types(value.dtype, torch.float32))
+                       for name, value in base.mean.items() if name in pulled}
+        self._frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
 
     def fields(self, client: int, site: Tensors) -> Fields:
         """Return curvature, slope and step of the cavity of a client with this ``site``."""
@@ -72,9 +140,33 @@ class RoundSites:
             priors[name] = CavityPrior(mean, std, curvature, slope, step)
         return priors
 
+    def pull(self, sites: Sequence[Tensors], *, stacked: bool = False) -> Pull | None:
+        """Return the pull of a client with this site, or of a stack of clients; None if nothing is pulled.
+
+        Raises:
+            FederationError: a parameter with a dual is frozen: the global value would be pushed on for ever.
+        """
+        if not self.centre:
+            return None
+        assert self.rule.pull is not None
+        lengths = [value.numel() for value in self.centre.values()]
+        vectors = [site["dual"] if "dual" in site else torch.zeros(sum(lengths)) for site in sites]
+        whole = torch.stack(vectors) if stacked else vectors[0]
+        duals = {
+            name: part.to(value).reshape(*whole.shape[:-1], *value.shape)
+            for (name, value), part in zip(self.centre.items(), whole.split(lengths, -1), strict=True)
+        }
+        for name in self._frozen:
+            if name in duals and duals[name].any():
+                raise FederationError(
+                    f"'{name}' has been trained with pull={self.rule.pull:g} and is frozen now, while its dual "
+                    "variables still move the global value: keep it trainable, or begin anew"
+                )
+        return Pull(self.rule.pull, self.centre, duals)
+
     def install(self, client: int, site: Tensors) -> None:
         """Make the cavity of a client with this ``site`` the prior of the network."""
-        priors = self.cavities(self.fields(client, site))
+        priors = self.cavities(self.fields(client, site)) if self.parameters else {}
         for name, parameter in self.parameters.items():
             parameter.replace_prior(priors[name])
 
@@ -90,25 +182,34 @@ class RoundSites:
             site: before its training.
             posterior: after it.
         """
+        kept = {}
+        if self.centre:
+            moved = [(value.double() - posterior.mean[name].double()).flatten() for name, value in self.centre.items()]
+            assert self.rule.pull is not None
+            kept["dual"] = self.rule.pull * torch.cat(moved)
+            if "dual" in site:
+                kept["dual"] += site["dual"].to(kept["dual"].device)
+        if not self.parameters:
+            return posterior, kept
         trained = _part(posterior, self.parameters)
         steps = self.fields(client, site)[2]
         precision, shift = self.rule.sent(self._natural, natural_of(trained, self._natural[0]), steps)
         proposal = trained.unflatten(shift / precision, 1 / precision)
         whole = GaussianPosterior({**posterior.mean, **proposal.mean}, {**posterior.variance, **proposal.variance})
-        kept = {}
         for name, before, after in zip(("precision", "shift"), self._natural, natural_of(proposal, self._natural[0])):
             kept[name] = after - before
-            if site:
+            if name in site:
                 kept[name] += site[name].to(after.device)
         return whole, kept
 
 
 def check_priors(rule: Sites, parameters: dict[str, GaussianParameter]) -> None:
-    """Raise FederationError unless all ``parameters``, of which there are some, have the prior of ``rule``."""
-    if not parameters:
+    """Raise FederationError unless all ``parameters`` have the prior of ``rule``, and there are some or it pulls."""
+    if not parameters and rule.pull is None:
         raise FederationError(
             "fusion='sites' federates a posterior, and the module has no Gaussian parameter that is federated: make "
-            "layers Bayesian, as by fb.bayesianize(module, last=1), or take fusion='weighted_average'"
+            "layers Bayesian, as by fb.bayesianize(module, last=1), take fusion='weighted_average', or FedDyn: "
+            "fusion=fb.Sites(pull=0.1)"
         )
     for name, parameter in parameters.items():
         if not isinstance(parameter.layer, BayesianLayer):

@@ -78,9 +78,12 @@ class ClientStack:
         # first, because it may fail: nothing has been replaced yet
         self.attributes = start_clients(step.module, clients, step.swap, everything)
         self.optimizer = StackedOptimizer(optimizer, rows, kept, stacked_keys)
-        self._cavities = None if sites is None else step.cavities(
-            sites, [client.number for client in clients], [state.site for state in states]
-        )
+        own = [state.site for state in states]
+        self._cavities, self._pull = None, None
+        if sites is not None:
+            self._pull = sites.pull(own, stacked=True)
+            if sites.parameters:
+                self._cavities = step.cavities(sites, [client.number for client in clients], own)
 
     def forward_backward(
         self, slots: Slots, batch: Any, steps: int, batch_idx: int, *, alone: bool, clip: Clip | None = None
@@ -110,10 +113,13 @@ class ClientStack:
                 parameters, buffers, Attributes(stacked, self.attributes.shared), batch, batch_idx,
                 None if self._cavities is None else self._cavities.rows(slots),
             )
-            if output.losses is not None:
+            losses = output.losses
+            if losses is not None:
+                if self._pull is not None:
+                    losses = losses + self._pull(parameters, lambda stack: take_rows(stack, slots)).to(losses)
                 for parameter in optimizer.parameters:
                     parameter.grad = None
-                output.losses.backward(torch.ones_like(output.losses))  # the clients share no parameter
+                losses.backward(torch.ones_like(losses))  # the clients share no parameter
                 if clip is not None:
                     clip([p.grad for p in optimizer.parameters if p.grad is not None])
         except Exception:
@@ -122,9 +128,7 @@ class ClientStack:
             raise
         for name, buffer in (buffers | output.buffers).items():
             put_rows(self.buffers[name], slots, buffer)
-        if output.losses is None:
-            return None, output.rest
-        return output.losses.detach(), output.rest
+        return None if losses is None else losses.detach(), output.rest
 
     def read_posteriors(self) -> list[GaussianPosterior]:
         """Return the posterior that each client sends, slot by slot: views of the stack."""
