@@ -168,10 +168,39 @@ def test_deterministic_parameters_are_averaged_by_weight():
     assert float(fused.variance["head"]) == 0
 
 
+def test_a_pull_corrects_the_mean_by_the_duals_of_all_clients():
+    """Acar et al. 2021, Algorithm 1, with clients of weights 3 and 1, of whom the second is absent in round 2."""
+    variance = {"w": torch.ones(2).double(), "head": torch.zeros(1).double()}
+    def posterior(value):
+        return GaussianPosterior({"w": torch.ones(2).double(), "head": torch.tensor([value]).double()}, variance)
+    server, pull, duals, head = Server(posterior(0.5), fusion=Sites(pull=0.2)), 0.2, {0: 0.0, 1: 0.0}, 0.5
+    for number, sent in enumerate([{0: 1.0, 1: 5.0}, {0: 1.5}, {0: 3.0, 1: -1.0}]):
+        server.begin(RoundPlan(number, tuple(sent)))
+        for client, value in sent.items():
+            server.admit(ClientUpdate(client, (30, 10)[client], posterior(value)))
+            duals[client] += pull * (head - value)
+        weights = {client: (30, 10)[client] for client in sent}
+        mean = sum(weights[client] * value for client, value in sent.items()) / sum(weights.values())
+        head = mean - (30 * duals[0] + 10 * duals[1]) / 40 / pull
+        found = server.finish().posterior.mean["head"]
+        torch.testing.assert_close(found, torch.tensor([head]).double())
+    torch.testing.assert_close(server.rule_state["dual"][2], torch.tensor(30 * duals[0] + 10 * duals[1]).double())
+
+
+def test_a_client_whose_weight_changes_is_refused():
+    """Its dual counts by the weight of the rounds before."""
+    server = Server(GaussianPosterior.point_mass({"w": torch.zeros(1)}), fusion=Sites(pull=1.0))
+    for number, size in enumerate((10, 20)):
+        server.begin(RoundPlan(number, (0,)))
+        server.admit(ClientUpdate(0, size, GaussianPosterior.point_mass({"w": torch.ones(1)})))
+        result = server.finish()
+    assert "client 0 has weight 20, but 10 in an earlier round" in str(result.refusal)
+
+
 @pytest.mark.parametrize("wrong", [
     {"step": 0.0}, {"step": -1.0}, {"step": float("nan")}, {"damping": 0.0}, {"damping": 1.5}, {"averaging": 0.0},
     {"averaging": "both"}, {"averaging": 2.0}, {"averaging": "admm"}, {"step": "long"},
-    {"prior_std": 0.0}, {"prior_mean": "m"},
+    {"prior_std": 0.0}, {"prior_mean": "m"}, {"pull": 0.0}, {"pull": -1.0}, {"pull": "strong"},
 ], ids=str)
 def test_bad_arguments_are_refused(wrong):
     with pytest.raises(FusionError, match=next(iter(wrong))):

@@ -177,9 +177,11 @@ def rules():
         "NearestNeighbourMixing": {"then": "linear_pool", "byzantine": 0},
         "NormClipping": {"then": "linear_pool", "radius": 1.0},
         "Reliability": {"by": "ivar_vb", "then": "linear_pool"},
-        "BayesADMM": {"step": 0.1, "prior_mean": 0.0, "prior_std": 1.0},
+        "BayesADMM": {"step": 0.1, "prior_mean": 0.0, "prior_std": 1.0, "pull": 0.1},
         "PartitionedVI": {"damping": 0.3, "prior_mean": 0.0, "prior_std": 1.0},
-        "Sites": {"step": 0.1, "damping": 0.5, "averaging": "admm", "prior_mean": 0.0, "prior_std": 1.0},
+        "Sites": {
+            "step": 0.1, "damping": 0.5, "averaging": "admm", "prior_mean": 0.0, "prior_std": 1.0, "pull": 0.1
+        },
         "TrimmedMean": {"trim": 0.1},
     }
     return {name: (partial(fused, getattr(fusion, name)), given) for name, given in arguments.items()}

@@ -70,6 +70,37 @@ class Logistic(Exact):
         return (weights[:, None] * losses).sum(0).mean() / weights.sum()
 
 
+class Mixed(Exact):
+    """A bias that is deterministic beside weights that are not."""
+
+    def __init__(self, optimizer: str = "adam") -> None:
+        super().__init__(optimizer)
+        self.bias = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def expected_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().expected_loss(x, y - self.bias)
+
+
+class Squares(Exact):
+    """Least squares without any Gaussian parameter."""
+
+    def __init__(self, optimizer: str = "adam") -> None:
+        super().__init__(optimizer)
+        self.layer = nn.Linear(FEATURES, 1, bias=False).double()
+        nn.init.ones_(self.layer.weight)
+
+    def training_step(self, batch, batch_idx) -> Tensor:
+        x, y = batch
+        return ((y - self.layer(x)[:, 0]) ** 2).mean() / 2
+
+
+def unlike(sizes: tuple[int, ...]) -> tuple[fb.ClientDatasets, TensorDataset]:
+    """Clients that differ: each has the next examples in the order of the first column. And all data in this order."""
+    x, y = data()[data().tensors[0][:, 0].argsort()]
+    parts = zip(x.split(sizes), y.split(sizes))
+    return fb.ClientDatasets({str(k): TensorDataset(*part) for k, part in enumerate(parts)}), TensorDataset(x, y)
+
+
 def whole(examples: TensorDataset) -> DataLoader:
     return DataLoader(examples, batch_size=EXAMPLES)
 
@@ -104,7 +135,8 @@ def test_a_conjugate_model_is_the_pooled_one_after_a_round():
 
 @pytest.mark.parametrize(("kind", "rule", "rounds"), [
     (Logistic, Sites(), 60), (Logistic, Sites(1.0, 0.5, "pvi"), 60),
-    (Logistic, Sites(1.0, 1.0, "admm"), 80), (Exact, Sites(1.0, 0.5, "pvi"), 60)
+    (Logistic, Sites(1.0, 1.0, "admm"), 80), (Exact, Sites(1.0, 0.5, "pvi"), 60), (Mixed, Sites(pull=4.0), 80),
+    (Mixed, Sites(1.0, 1.0, "admm", pull=4.0), 80),
 ])
 def test_the_pooled_elbo_is_stationary_at_a_fixed_point(kind, rule, rounds):
     """And so the posterior is the mean-field posterior of the pooled data, which does not depend on the partition."""
@@ -113,21 +145,78 @@ def test_the_pooled_elbo_is_stationary_at_a_fixed_point(kind, rule, rounds):
     assert federation.history[-1]["sites/change"] < 1e-9
     module.count = EXAMPLES
     module.training_step(examples.tensors, 0).backward()
-    mean, rho = (getattr(module.layer, name) for name in ("mu_weight", "rho_weight"))
-    assert float(mean.grad.abs().max()) < 1e-5
-    assert float(rho.grad.abs().max()) < 1e-5
+    for name, parameter in module.named_parameters():
+        assert float(parameter.grad.abs().max()) < 1e-5, name
+
+
+def distance_to(module: Squares, weights: Tensor, examples: TensorDataset) -> float:
+    """From the minimiser of the sum of squares with these weights of the examples."""
+    x, y = (each * weights.sqrt().view(-1, *[1] * (each.dim() - 1)) for each in examples.tensors)
+    return float((module.layer.weight[0] - torch.linalg.lstsq(x, y).solution).abs().max().detach())
+
+
+@pytest.mark.parametrize(("options", "rounds"), [
+    ({}, 80), ({"fraction": 0.67}, 300), ({"fraction": 0.34}, 300), ({"weighting": "equal"}, 80),
+    ({"sizes": (EXAMPLES,)}, 60),
+], ids=str)
+def test_a_pull_ends_at_the_minimiser_of_the_pooled_data(options, rounds):
+    """Whose network has no Gaussian parameter: FedDyn, where averaging ends elsewhere unless there is one client."""
+    sizes = options.get("sizes", (30, 20, 10))
+    (clients, examples), weights = unlike(sizes), torch.ones(EXAMPLES).double()
+    if "weighting" in options:  # every client counts the same
+        weights = torch.cat([torch.full((size,), 1 / size) for size in sizes]).double()
+    options = {"partition": None, "engine": "sequential", **options}
+    options.pop("sizes", None)
+    module, averaged = Squares("lbfgs"), Squares("lbfgs")
+    fit(module, rounds, clients, fusion=Sites(pull=1.0), **options)
+    assert distance_to(module, weights, examples) < 1e-6
+    fit(averaged, 5, clients, fusion="weighted_average", **options)
+    assert (distance_to(averaged, weights, examples) > 1e-2) == (len(sizes) > 1)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}, {"lbfgs": True}
+], ids=str)
+def test_the_pull_is_a_term_of_the_loss(options):
+    """However Lightning takes its steps; in a first round, where v = 0, of one client: 2 times its result less θ_g."""
+
+    class Pulled(Squares):
+        def training_step(self, batch, batch_idx) -> Tensor:
+            return super().training_step(batch, batch_idx) + 0.7 / 2 * (self.layer.weight - 1).square().sum()
+
+    options = dict(options)
+    kind = "lbfgs" if options.pop("lbfgs", False) else "adam"
+    ours, theirs, batches = Squares(kind), Pulled(kind), DataLoader(data(), batch_size=15)
+    federate(ours, fb.FederatedBayes(fb.SizesPartition((EXAMPLES,)), fusion=Sites(pull=0.7), local_epochs=3,
+                                     engine="sequential"), 1, batches, **options)
+    plain = fb.FederatedBayes(fb.SizesPartition((EXAMPLES,)), local_epochs=3, engine="sequential")
+    federate(theirs, plain, 1, batches, **options)
+    torch.testing.assert_close(ours.layer.weight, 2 * theirs.layer.weight - 1, rtol=1e-6, atol=1e-9)
+    assert "training_step" not in vars(ours)
+
+
+def test_a_parameter_that_is_frozen_after_rounds_with_a_pull_is_refused():
+    """Its global value would move with the duals for ever."""
+
+    class Freezes(Mixed):
+        def on_train_epoch_start(self) -> None:
+            self.bias.requires_grad_(self.current_epoch != 1)
+
+    with pytest.raises(FederationError, match="'bias' has been trained with pull=1"):
+        fit(Freezes(), 2, fusion=Sites(pull=1.0), engine="sequential")
 
 
 @pytest.mark.parametrize("options", [{}, {"fraction": 0.67}, {"local_epochs": 2}, {"clients_at_once": 2}], ids=str)
-@pytest.mark.parametrize(
-    "rule", [Sites(), Sites(0.5, 1.0, "admm"), Sites(1.0, 0.3, "pvi")], ids=["share", "admm", "pvi"]
-)
-def test_both_engines_give_one_posterior(rule, options):
+@pytest.mark.parametrize(("kind", "rule"), [
+    (Exact, Sites()), (Exact, Sites(0.5, 1.0, "admm")), (Exact, Sites(1.0, 0.3, "pvi")), (Mixed, Sites(pull=0.5)),
+    (Squares, Sites(pull=0.5)),
+], ids=["share", "admm", "pvi", "mixed", "squares"])
+def test_both_engines_give_one_posterior(kind, rule, options):
     posteriors = []
     for engine in ("sequential", "vectorized"):
-        module = Exact()
+        module = kind()
         federation = fit(module, 5, fusion=rule, engine=engine, **{"local_epochs": 4, **options})
-        posteriors.append((fb.read_posterior(module), federation.history[-1]["sites/change"]))
+        posteriors.append((fb.read_posterior(module), federation.history[-1].get("sites/change", 0.0)))
     (first, change), (second, other) = posteriors
     torch.testing.assert_close(first.mean, second.mean, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(first.variance, second.variance, rtol=1e-6, atol=1e-9)
@@ -212,7 +301,7 @@ def test_the_layers_have_their_own_priors_between_rounds():
 
 
 def test_a_failed_client_keeps_the_site_it_had():
-    class Fails(Exact):
+    class Fails(Mixed):
         broken = False
 
         def on_client_start(self, client) -> None:
@@ -224,15 +313,20 @@ def test_a_failed_client_keeps_the_site_it_had():
                 raise RuntimeError("no")
             return super().training_step(batch, batch_idx)
 
-    module = Fails()
-    federation = fit(module, 2, fusion=Sites(1.0, 0.5, "pvi"), engine="sequential")
+    module, rule = Fails(), Sites(1.0, 0.5, "pvi", pull=0.3)
+    federation = fit(module, 2, fusion=rule, engine="sequential")
     after = federation.state_dict()
     fit_once = Fails()
-    one = fit(fit_once, 1, fusion=Sites(1.0, 0.5, "pvi"), engine="sequential").state_dict()
-    assert torch.equal(after["clients"][1]["site"]["precision"], one["clients"][1]["site"]["precision"])
-    total = 1 + sum(state["site"]["precision"] for state in after["clients"].values())
+    one = fit(fit_once, 1, fusion=rule, engine="sequential").state_dict()
+    for name, kept in after["clients"][1]["site"].items():
+        assert torch.equal(kept, one["clients"][1]["site"][name])
     (state,) = after["rule_states"].values()
-    torch.testing.assert_close(state["precision"], total, rtol=1e-12, atol=1e-12)
+    sites = [kept["site"] for _, kept in sorted(after["clients"].items())]
+    total = 1 + sum(site["precision"] for site in sites)
+    torch.testing.assert_close(state["precision"][-FEATURES:], total, rtol=1e-12, atol=1e-12)
+    dual = sum(size * site["dual"] for size, site in zip((30, 20, 10), sites, strict=True))
+    torch.testing.assert_close(state["dual"][:1], dual, rtol=1e-12, atol=1e-12)
+    assert float(dual.abs()) > 1e-3
 
 
 @pytest.mark.parametrize(("options", "warned"), [
