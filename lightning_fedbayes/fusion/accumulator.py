@@ -195,14 +195,14 @@ class FusionAccumulator:
         state = self.rule.init()
         if not isinstance(self.rule, SumRule):
             return self.rule.apply(self.cohort(self.total), state).posterior
-        return self.result(state, dict(enumerate(self._weights))).posterior
+        return self.result(state, {}).posterior
 
     def result(self, state: RuleState, weights: Mapping[int, float]) -> Fused:
         """Return the result of a sum-type rule for all clients so far.
 
         Args:
             state: that the rounds before have left.
-            weights: client → its weight, not normalised.
+            weights: client → its weight, not normalised; empty outside a federation.
         """
         assert isinstance(self.rule, SumRule)
         likes = self._pieces(self.like)

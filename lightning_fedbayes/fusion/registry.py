@@ -23,8 +23,9 @@ _OF_SERVERS = (
     "'weighted_average' is its average without the step"
 )
 ALGORITHMS = {
-    **dict.fromkeys(("fedprox", "moon", "feddyn", "ditto", "feddecorr", "fedlc"), _OF_CLIENTS),
+    **dict.fromkeys(("fedprox", "moon", "ditto", "feddecorr", "fedlc"), _OF_CLIENTS),
     **dict.fromkeys(("fedadam", "fedyogi", "fedadagrad", "fedavgm", "fedopt", "mime"), _OF_SERVERS),
+    "feddyn": "it is what fusion='sites' does with deterministic parameters; fb.Sites(pull=0.1) sets its alpha",
     "scaffold": "it keeps control variates at clients and server, which is no fusion rule; 'weighted_average' fuses "
                 "without them",
     "fednova": "it divides updates by the clients' numbers of steps, which is no fusion rule; 'weighted_average' with "

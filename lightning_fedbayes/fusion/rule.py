@@ -160,7 +160,7 @@ class SumRule(FusionRule):
         Args:
             statistics, like, previous: see :meth:`compute`.
             state: after the rounds before; it is not changed.
-            weights: client → its weight ω, not normalised, in all processes.
+            weights: client → its weight ω, not normalised, in all processes; empty outside a federation.
         """
         return Fused(like.unflatten(*self.compute(statistics, like, previous)), state=state)
 

@@ -51,13 +51,14 @@ class Sites(SumRule):
     what would take it lower is held back for that entry. Figures: ``sites/held_back`` counts such entries,
     ``sites/change`` is the divergence of the new posterior from the old one, in nats per parameter, and goes to 0.
 
-    Deterministic parameters :math:`\theta` are averaged by the clients' weights :math:`\omega_k`, which ends somewhere
-    else than pooled training where clients are unlike. With a ``pull`` :math:`\mu` they take the form of FedDyn, which
-    is consensus ADMM: in local training the loss, a mean over examples, gains :math:`\tfrac{\mu}{2} \|\theta -
-    \theta_g\|^2 - \langle v_k, \theta - \theta_g \rangle`; the client's dual variable becomes :math:`v_k + \mu
-    (\theta_g - \theta_k)`, and the global value the cohort's weighted mean less :math:`1 / \mu` times the weighted mean
-    of the duals of *all* clients that have taken part. Its fixed point minimises the weighted sum of the clients'
-    losses. A network without Gaussian parameters needs a pull: the rule *is* FedDyn then.
+    Deterministic parameters :math:`\theta` take the form of FedDyn, which is consensus ADMM. The loss of local
+    training, a mean over examples, gains :math:`\tfrac{\mu}{2} \|\theta - \theta_g\|^2 - \langle v_k, \theta - \theta_g
+    \rangle` with the pull :math:`\mu`; the client's dual variable becomes :math:`v_k + \mu (\theta_g - \theta_k)`; the
+    global value is the cohort's weighted mean less :math:`1 / \mu` times the weighted mean of the duals of *all*
+    clients that have taken part. Where this stands still, the gradient of the weighted sum of the clients' losses is 0,
+    as after pooled training; plain averaging ends elsewhere if clients are unlike. A network without Gaussian
+    parameters is trained by FedDyn alone. ``pull=None`` averages by the clients' weights. Digits, Dirichlet(0.1), last
+    layer Bayesian, 20 rounds of 5 local epochs, three seeds: accuracy 0.953 and NLL 0.204, averaged 0.887 and 0.369.
 
     When to use it: whenever the posterior is to mean something after many rounds, above all with unlike clients. It
     needs layers of this package, whose prior is :math:`N(m, s^2)`, and a loss with their KL divergence over the number
@@ -70,7 +71,8 @@ class Sites(SumRule):
         averaging: :math:`\alpha` in (0, 1]; "pvi" is 1, the sites alone; "admm" is :math:`1 / (1 + K\rho)` for the K
             clients of the round. Below 1 the step must be a number.
         prior_mean, prior_std: m and s of the layers' own prior.
-        pull: :math:`\mu` > 0, FedDyn's :math:`\alpha`, for deterministic parameters; None averages them.
+        pull: :math:`\mu` > 0, FedDyn's :math:`\alpha`, for deterministic parameters: a smaller one lets them go further
+            from the global ones. None averages them.
 
     Raises:
         FusionError: an argument is out of range.
@@ -84,7 +86,7 @@ class Sites(SumRule):
 
     def __init__(
         self, step: float | str = "share", damping: float = 0.6, averaging: float | str = "pvi",
-        prior_mean: float = 0.0, prior_std: float = 1.0, pull: float | None = None,
+        prior_mean: float = 0.0, prior_std: float = 1.0, pull: float | None = 0.1,
     ) -> None:
         if step != "share":
             why = "it scales the divergence from the cavity; 'share' chooses it for every client"
@@ -161,8 +163,8 @@ class Sites(SumRule):
         add_precisions(statistics, mean, variance, 1.0, weight)
 
     def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """See :meth:`SumRule.compute`: the result of a first round, in which the sum of the weights cancels."""
-        return self.advance(statistics, like, previous, {}, {0: 1.0}).posterior.flatten()
+        """See :meth:`SumRule.compute`: the result of a first round, with deterministic parameters averaged."""
+        return self.advance(statistics, like, previous, {}, {}).posterior.flatten()
 
     def advance(
         self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState,
@@ -178,11 +180,12 @@ class Sites(SumRule):
         atom = statistics["atom_weight"] > 0 if "atom_weight" in statistics else None
         atom_mean = None if atom is None else statistics["atom_mean"] / statistics["atom_weight"]
         duals: RuleState = {}
-        if atom is not None and atom_mean is not None and previous is not None and self.pull is not None:
-            known = known_weights(state, weights)
+        if atom is not None and atom_mean is not None and previous is not None and weights and self.pull is not None:
+            known, before = known_weights(state, weights), state.get("dual", 0.0)
+            heard, total = sum(weights.values()), sum(known.values())
             change = (previous.flatten()[0].to(atom_mean.device) - atom_mean).where(atom, 0.0)
-            duals = {"dual": self.pull * sum(weights.values()) * change + state.get("dual", 0.0), "weights": known}
-            atom_mean = atom_mean - duals["dual"] / (self.pull * sum(known.values()))
+            duals = {"dual": before + self.pull * heard * change, "weights": known}
+            atom_mean = atom_mean - heard / total * change - before / (self.pull * total)
         if "precision" not in statistics:
             assert atom_mean is not None
             return Fused(like.unflatten(atom_mean, zeros_like(atom_mean)), state=duals)
@@ -249,7 +252,7 @@ class BayesADMM(Sites):
     """
 
     def __init__(
-        self, step: float = 0.1, prior_mean: float = 0.0, prior_std: float = 1.0, pull: float | None = None
+        self, step: float = 0.1, prior_mean: float = 0.0, prior_std: float = 1.0, pull: float | None = 0.1
     ) -> None:
         super().__init__(step, 1.0, "admm", prior_mean, prior_std, pull)
 
@@ -269,7 +272,7 @@ def known_weights(state: RuleState, weights: Mapping[int, float]) -> dict[int, f
         if before.get(client, weight) != weight:
             raise FusionError(
                 f"client {client} has weight {weight:g}, but {before[client]:g} in an earlier round, by which its dual "
-                "variable counts: keep the numbers of examples, or give weighting='equal'"
+                "variable counts: keep the numbers of examples, or give weighting='equal' or pull=None"
             )
     return {**before, **weights}
 

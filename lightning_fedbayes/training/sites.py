@@ -40,7 +40,7 @@ class Pull:
 
     def __init__(self, strength: float, centre: Tensors, duals: Tensors) -> None:
         self.strength = strength
-        self.centre = centre
+        self.centre = dict(centre)
         self.duals = duals
 
     def __call__(self, parameters: Mapping[str, Tensor], stack: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -59,6 +59,13 @@ class Pull:
                 each = move * (self.strength / 2 * move - (dual if stack is None else stack(dual)))
                 term = term + (each.sum() if stack is None else each.reshape(len(each), -1).sum(1))
         return term
+
+    def lay_out(self, stacks: Mapping[str, Tensor]) -> None:
+        """Lay the values out in memory as the parameters ``stacks``; operations on unlike layouts take much longer."""
+        for name in self.centre.keys() & stacks.keys():
+            like, centre, dual = stacks[name], self.centre[name], self.duals[name]
+            self.centre[name] = torch.empty_like(like[0], dtype=centre.dtype).copy_(centre)
+            self.duals[name] = torch.empty_like(like, dtype=dual.dtype).copy_(dual)
 
     @contextmanager
     def added(self, module: L.LightningModule, parameters: Mapping[str, Tensor]) -> Iterator[None]:
@@ -208,8 +215,8 @@ def check_priors(rule: Sites, parameters: dict[str, GaussianParameter]) -> None:
     if not parameters and rule.pull is None:
         raise FederationError(
             "fusion='sites' federates a posterior, and the module has no Gaussian parameter that is federated: make "
-            "layers Bayesian, as by fb.bayesianize(module, last=1), take fusion='weighted_average', or FedDyn: "
-            "fusion=fb.Sites(pull=0.1)"
+            "layers Bayesian, as by fb.bayesianize(module, last=1), take fusion='weighted_average', or leave pull= at "
+            "its default, which is FedDyn"
         )
     for name, parameter in parameters.items():
         if not isinstance(parameter.layer, BayesianLayer):

@@ -58,7 +58,6 @@ SETTINGS = {
     },
     "state of covariance": {"fusion": "icov_vb", "adversaries": fb.RandomUpdate(clients=[0])},
     "sites": {"fusion": "sites", "local_epochs": 2},
-    "pulled sites": {"fusion": fb.Sites(pull=0.1), "local_epochs": 2},
     "held posteriors": {"weighting": "max_discrepancy", "fusion": "linear_pool"},
 }
 

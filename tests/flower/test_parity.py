@@ -40,10 +40,7 @@ CASES = {
     "sites of cohorts": (
         hybrid, {"fusion": "sites", "weighting": "equal", "fraction": 0.5}, {"fusion": "sites", "local_epochs": 2}
     ),
-    "pulled sites": (
-        hybrid, {"fusion": fb.Sites(pull=0.1), "fraction": 0.5, "weighting": "equal"}, {"fusion": fb.Sites(pull=0.1)}
-    ),
-    "pull without sites": (Scheduled, {"fusion": fb.Sites(pull=0.1)}, {"fusion": fb.Sites(pull=0.1)}),
+    "sites of no Gaussian": (Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
     "kept optimizers": (Scheduled, {}, {"optimizer_state": "keep"}),
     "cohorts that keep": (Scheduled, {"fraction": 0.5}, {"optimizer_state": "keep", "local_parameters": ["net.2.*"]}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),

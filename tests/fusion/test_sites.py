@@ -155,11 +155,11 @@ def test_no_precision_falls_below_a_quarter_and_the_sites_stay_exact():
     torch.testing.assert_close(result.posterior.mean["w"][0], torch.tensor(share * 0.04 / LEAST_SHARE).double())
 
 
-def test_deterministic_parameters_are_averaged_by_weight():
+def test_without_a_pull_deterministic_parameters_are_averaged_by_weight():
     variance = {"w": torch.ones(1).double(), "head": torch.zeros(1).double()}
     def posterior(value):
         return GaussianPosterior({"w": torch.ones(1).double(), "head": torch.tensor([value]).double()}, variance)
-    server = Server(posterior(0.0), fusion="sites")
+    server = Server(posterior(0.0), fusion=Sites(pull=None))
     server.begin(RoundPlan(0, (0, 1)))
     server.admit(ClientUpdate(0, 30, posterior(1.0)))
     server.admit(ClientUpdate(1, 10, posterior(5.0)))

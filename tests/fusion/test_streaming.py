@@ -179,7 +179,7 @@ def test_a_large_network_is_fused_piece_by_piece_as_in_one_vector(rule, variance
     accumulator = FusionAccumulator(get_rule(rule), previous)
     for client, weight in zip(clients, weights):
         accumulator.add(client, weight)
-    fused, at_once = accumulator.compute(), accumulator.finish(accumulator.statistics, {}, {0: 1.0}).posterior
+    fused, at_once = accumulator.compute(), accumulator.finish(accumulator.statistics, {}, {}).posterior
     # the whole as one vector, without a shortcut for point masses: variances of 0 that fill their tensors
     vectors = [(mean, variance.contiguous()) for mean, variance in (client.flatten() for client in clients)]
     sums = {}

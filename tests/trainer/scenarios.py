@@ -131,7 +131,7 @@ SCENARIOS = {
     "none_valid": {"bayesian": 0, "fusion": "geometric_median", "engine": "sequential", "broken": True,
                    "min_clients": 6, "max_failed_rounds": 9},
     "buffers": {"bayesian": 0, "fusion": Drawn(), "engine": "sequential", "sizes": (30, 12), "make": Features},
-    "sites": {"bayesian": 1, "fusion": fb.Sites(pull=0.1), "engine": "sequential", "fraction": 0.8},
+    "sites": {"bayesian": 1, "fusion": "sites", "engine": "sequential", "fraction": 0.8},
     "stopped": {"bayesian": 0, "fusion": "weighted_average", "engine": "sequential", "callbacks": [Stops()]},
     "split": {"bayesian": 2, "fusion": "conflation", "engine": "sequential", "sizes": (36, 12, 24), "batch_size": 12,
               "estimator": "reparameterization", "strategy": "ddp"},

@@ -280,7 +280,7 @@ class Peer(Plain):
 
 
 REFUSALS = {
-    "no Gaussian parameter": (Plain, {}, "has no Gaussian parameter"),
+    "no Gaussian parameter": (Plain, {"fusion": Sites(pull=None)}, "has no Gaussian parameter"),
     "layers of another package": (Peer, {}, "whose prior must be proper"),
     "another prior": (Exact, {"fusion": Sites(prior_std=0.5)}, "has the prior NormalPrior"),
     "all are local": (Exact, {"local_parameters": ["*layer*"]}, "local_parameters|Gaussian"),

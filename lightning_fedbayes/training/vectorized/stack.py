@@ -82,6 +82,8 @@ class ClientStack:
         self._cavities, self._pull = None, None
         if sites is not None:
             self._pull = sites.pull(own, stacked=True)
+            if self._pull is not None:
+                self._pull.lay_out(dict(zip(self.names, rows)))
             if sites.parameters:
                 self._cavities = step.cavities(sites, [client.number for client in clients], own)
 
