@@ -30,7 +30,8 @@ class Pull:
     .. math:: \tfrac{\mu}{2} \|\theta - \theta_g\|^2 - \langle v, \theta - \theta_g \rangle
 
     It is a part of the loss, not a change of gradients, so it is counted once however many batches are accumulated,
-    scaled with the loss, clipped with the gradient, and seen by an optimizer that evaluates the loss itself.
+    scaled with the loss, clipped with the gradient, and seen by an optimizer that evaluates the loss itself. The figure
+    "train_loss" contains it, as it contains the divergence from the cavity.
 
     Args:
         strength: :math:`\mu`.
@@ -120,8 +121,9 @@ class RoundSites:
         self.base = _part(base, self.parameters)
         self._natural = natural_of(self.base, self.base.flatten()[0])
         pulled = [] if rule.pull is None else [name for name in base.names if name not in self.parameters]
-        self.centre = {name: value.to(torch.promote_types(value.dtype, torch.float32))
-                       for name, value in base.mean.items() if name in pulled}
+        self.centre = {name: base.mean[name].to(torch.promote_types(base.mean[name].dtype, torch.float32))
+                       for name in pulled}
+        self._start = _part(base, pulled).flatten()[0]
         self._frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
 
     def fields(self, client: int, site: Tensors) -> Fields:
@@ -157,7 +159,8 @@ class RoundSites:
             return None
         assert self.rule.pull is not None
         lengths = [value.numel() for value in self.centre.values()]
-        vectors = [site["dual"] if "dual" in site else torch.zeros(sum(lengths)) for site in sites]
+        zeros = torch.zeros_like(self._start)
+        vectors = [site["dual"].to(zeros.device) if "dual" in site else zeros for site in sites]
         whole = torch.stack(vectors) if stacked else vectors[0]
         duals = {
             name: part.to(value).reshape(*whole.shape[:-1], *value.shape)
@@ -191,11 +194,10 @@ class RoundSites:
         """
         kept = {}
         if self.centre:
-            moved = [(value.double() - posterior.mean[name].double()).flatten() for name, value in self.centre.items()]
             assert self.rule.pull is not None
-            kept["dual"] = self.rule.pull * torch.cat(moved)
+            kept["dual"] = self.rule.pull * (self._start - _part(posterior, self.centre).flatten()[0])
             if "dual" in site:
-                kept["dual"] += site["dual"].to(kept["dual"].device)
+                kept["dual"] += site["dual"].to(self._start.device)
         if not self.parameters:
             return posterior, kept
         trained = _part(posterior, self.parameters)
