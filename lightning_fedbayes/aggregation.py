@@ -16,9 +16,9 @@ from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
 from lightning_fedbayes.fusion.averages import add_disagreement
 from lightning_fedbayes.fusion.distributed import fuse_distributed
 from lightning_fedbayes.fusion.rule import add
-from lightning_fedbayes.guard import FEWEST, Guard, Limits
+from lightning_fedbayes.guard import FEWEST, MOST_MEASURED, Guard, Limits
 from lightning_fedbayes.messages import ClientUpdate, check_mapping
-from lightning_fedbayes.posterior import MOST_AT_ONCE, PIECE, GaussianPosterior, check_posterior, is_zero
+from lightning_fedbayes.posterior import MOST_AT_ONCE, PIECE, GaussianPosterior, is_zero
 from lightning_fedbayes.weighting import (
     PER_CLIENT,
     ClientFacts,
@@ -101,7 +101,6 @@ class Aggregation:
         guard: Guard | None = None,
     ) -> None:
         check_kind("rule", rule, FusionRule, "give a rule object, such as get_rule('conflation')", error=FusionError)
-        check_posterior(previous, "previous", error=FusionError)
         check_mapping("buffers", {} if buffers is None else buffers, Tensor)
         self.rule = rule
         self.guard = guard
@@ -114,12 +113,15 @@ class Aggregation:
         self._clips = guard is not None and not rule.resists
         points = previous.is_point_mass if guard is None else guard.is_deterministic
         self._by_pieces = points and previous.num_parameters > PIECE  # no client is copied into one vector
+        waiting = 2 * FEWEST * previous.num_parameters
+        self._is_small = waiting <= MOST_AT_ONCE and not self._by_pieces
+        self._group = max(2 * FEWEST, MOST_MEASURED // max(1, previous.num_parameters)) if self._is_small else FEWEST
         self._held: list[ClientUpdate] = []
         self._unmeasured = 0  # of those held, the last ones
         self._weights: dict[int, float] = {}
         self._sizes: dict[int, Tensor] = {}
         self._limits: Limits | None = None
-        self._judge_at = FEWEST
+        self._num_judged, self._judge_at = 0, FEWEST  # clients that the limits know; that they are to know next
         self._buffers: dict[str, Tensor] = {}
         self._previous_buffers = buffers
         borrows = self._by_pieces and guard is not None and collective.size == 1
@@ -143,7 +145,7 @@ class Aggregation:
             update = replace(update, posterior=update.posterior.ordered(self.previous.names))
         posterior = update.posterior
         if not self._by_pieces:
-            posterior = posterior.with_flat(*posterior.flatten())
+            posterior = posterior.flattened()
         check_finite(posterior, who)
         self._check_buffers(update.buffers, who)
         if self.guard is not None:
@@ -157,9 +159,9 @@ class Aggregation:
             buffers = {name: value.clone() for name, value in update.buffers.items()}
             self._held.append(_with(update, posterior, buffers))
             self._unmeasured += 1
-        is_large = self._by_pieces or posterior.num_parameters > MOST_AT_ONCE
+        is_large = not self._is_small
         at_once = is_large and (self._limits is not None or not self._by_pieces)
-        if self._streams and self._unmeasured == (1 if at_once else FEWEST if is_large else 2 * FEWEST):
+        if self._streams and self._unmeasured == (1 if at_once else self._group):
             self._judge()
         if self._streams and is_large and self._held and self._held[-1].client == update.client:
             self._held[-1] = replace(self._held[-1], posterior=update.posterior.clone())  # half of the memory
@@ -169,9 +171,9 @@ class Aggregation:
     def _judge(self) -> None:
         """Measure the clients that came since the last call, and add those that need no longer wait.
 
-        The limits are set anew at 7 clients of this process (small networks: 14), 14, 28, … A client that passes is
-        then at most ``max_influence`` times as large as an honest one, as long as less than half of the clients so far
-        are bad. Without outliers the sums are added up in the order of arrival.
+        The limits are set anew at 7 clients of this process (small networks: 14 or more), 14, 28, … A client that
+        passes is then at most ``max_influence`` times as large as an honest one, as long as less than half of the
+        clients so far are bad. Without outliers the sums are added up in the order of arrival.
         """
         assert self.guard is not None
         if self._unmeasured:
@@ -185,9 +187,10 @@ class Aggregation:
         if self._streams:
             self._release()
             if len(self._sizes) >= self._judge_at:
-                self._judge_at *= 2
+                self._judge_at = 2 * len(self._sizes)
                 sizes, weights = list(self._sizes.values()), list(self._weights.values())
                 self._limits = self.guard.limits(torch.stack(sizes), weights)
+                self._num_judged = len(sizes)
                 self._release()
 
     def _release(self) -> None:
@@ -217,6 +220,8 @@ class Aggregation:
         Infinite entries are allowed where the global buffer has them: a mask of minus infinities is a buffer, too.
         """
         like = buffers if self._previous_buffers is None else self._previous_buffers
+        if not like and not buffers:
+            return
         wrong = [name for name in sorted(like.keys() | buffers.keys()) if not _alike(like.get(name), buffers.get(name))]
         if wrong:
             raise FusionError(
@@ -306,7 +311,8 @@ class Aggregation:
             sizes = torch.cat([each.sizes for each in everyone if each.sizes is not None])
             clients = [client for each in everyone for client in each.clients]
             ordered = [weights[client] for client in clients]
-            self._limits = self.guard.limits(sizes, ordered)
+            if self._limits is None or self._num_judged < len(clients):
+                self._limits = self.guard.limits(sizes, ordered)
             beyond = (sizes > self._limits.of(ordered)).flatten(1).any(1).tolist()
             outlying = tuple(sorted(client for client, is_beyond in zip(clients, beyond, strict=True) if is_beyond))
         ready = []
@@ -315,8 +321,10 @@ class Aggregation:
             if suspect:
                 assert self.guard is not None
                 assert self._limits is not None
-                mean, variance = self.guard.clip(*posterior.flatten(), self._limits.of([weight])[0])
-                posterior = posterior.unflatten(mean, variance).with_flat(mean, variance)
+                limits = self._limits.of([weight])[0]
+                mean, variance = self.guard.clip(*posterior.flatten(), limits, self._sizes[update.client])
+                sums = isinstance(self.rule, SumRule)  # for which the vectors are enough
+                posterior = posterior.with_flat(mean, variance) if sums else posterior.unflatten(mean, variance)
             ready.append((update, posterior, weight))
             if suspect or len(ready) == FEWEST:  # few clipped vectors are held at once
                 self._fuse(ready)
@@ -398,14 +406,14 @@ class Aggregation:
     def _fuse(self, clients: Sequence[tuple[ClientUpdate, GaussianPosterior, float]]) -> None:
         """Add admitted clients to all running sums: of each its update, its posterior as the guard left it, its weight.
 
-        A large deterministic network is summed up piece by piece over all of them, any other client by client.
+        A large network with variances is summed up client by client, so that one flat vector is held at a time.
         """
-        if not self._by_pieces and len(clients) > 1:
+        if not self._by_pieces and not self._is_small and len(clients) > 1:  # one flat vector at a time
             for each in clients:
                 self._fuse([each])
             return
         if not self._by_pieces:
-            clients = [(update, posterior.with_flat(*posterior.flatten()), w) for update, posterior, w in clients]
+            clients = [(update, posterior.flattened(), weight) for update, posterior, weight in clients]
         self._accumulator.add_checked(
             [(update.client, posterior, weight) for update, posterior, weight in clients], self._disagreement.add
         )

@@ -4,6 +4,7 @@ import difflib
 import math
 import pickle
 from collections.abc import Iterable, Sequence, Set
+from functools import cache
 from numbers import Integral, Number, Rational, Real
 from os import PathLike
 from pathlib import Path
@@ -94,6 +95,8 @@ def check_at_least(
     Traceback (most recent call last):
     lightning_fedbayes.errors.FederationError: rounds=0: give at least 1
     """
+    if type(value) is int and least <= value <= most:  # nearly always
+        return
     if not is_whole(value):
         raise error(f"{name}={shown(value)}: give a whole number{why and f'; {why}'}")
     if value < least:
@@ -112,12 +115,20 @@ def check_number(
     Traceback (most recent call last):
     lightning_fedbayes.errors.FederationError: fraction=2: give a finite number in (0, 1]; the share of clients ...
     """
-    low, high = map(float, interval[1:-1].split(","))
-    closed = [end for end, bracket in ((low, interval[0]), (high, interval[-1])) if bracket in "[]"]
+    low, high, closed = _ends(interval)
+    if type(value) is float and low < value < high:  # nearly always
+        return
     if not is_number(value) or not (low < float(value) < high or float(value) in closed):
         inside = {"(-inf, inf)": "", "(0, inf)": " above 0", "[0, inf)": " of at least 0"}.get(
             interval, f" in {interval}")
         raise error(f"{name}={shown(value)}: give a finite number{inside}{why and f'; {why}'}")
+
+
+@cache
+def _ends(interval: str) -> tuple[float, float, tuple[float, ...]]:
+    """Return both ends of an interval, and those of them that belong to it."""
+    low, high = map(float, interval[1:-1].split(","))
+    return low, high, tuple(end for end, bracket in ((low, interval[0]), (high, interval[-1])) if bracket in "[]")
 
 
 def check_choice(

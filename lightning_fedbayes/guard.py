@@ -28,8 +28,9 @@ MOST_CHANGE = 1e12
 FEWEST = 7
 """Least number of clients whose median says what is usual: three bad ones are a minority among them, while fewer honest
 clients, of few batches each, may differ by more than ``max_influence``. So many wait for one another before any is
-added to sums. Of small networks twice as many wait and are measured together, which takes a fraction of the time."""
-MOST_AT_ONCE = 2**16
+added to sums. Of small networks twice as many wait, or :data:`MOST_MEASURED` entries of them, and are measured
+together, which takes a fraction of the time."""
+MOST_MEASURED = 2**16
 """Entries of all clients that are measured at once: more would not stay in the cache."""
 
 
@@ -87,8 +88,10 @@ class Guard:
         if self._is_point_mass:
             return
         self._mean, variance = previous.flatten()
-        random = [torch.full((n,), name in probabilistic) for name, n in zip(previous.names, self._lengths)]
-        known = torch.cat(random).to(variance.device) & (variance > 0) if random else variance > 0
+        known = variance > 0
+        if self._deterministic:
+            random = [torch.full((n,), name in probabilistic) for name, n in zip(previous.names, self._lengths)]
+            known &= torch.cat(random).to(variance.device)
         self._is_point_mass = not bool(known.any())
         self._unknown = None if bool(known.all()) else ~known
         self._variance = torch.where(known, variance, 1.0)
@@ -144,19 +147,19 @@ class Guard:
         Args:
             clients: mean and variance of each, shape (P,), float64.
         """
-        at_once = max(1, MOST_AT_ONCE // max(1, sum(self._lengths)))
-        groups = [clients[start : start + at_once] for start in range(0, len(clients), at_once)]
-        return torch.cat([self._sizes(*map(_rows, zip(*group))) for group in groups]).cpu()
+        at_once = max(1, MOST_MEASURED // max(1, sum(self._lengths)))
+        groups = (clients[start : start + at_once] for start in range(0, len(clients), at_once))
+        return torch.cat([self._sizes(*map(list, zip(*group))) for group in groups]).cpu()
 
-    def _sizes(self, means: Tensor, variances: Tensor) -> Tensor:
-        """Return the sizes of a group of clients from their means and variances, shape (clients, P)."""
+    def _sizes(self, means: list[Tensor], variances: list[Tensor]) -> Tensor:
+        """Return the sizes of a group of clients from their means and variances, shape (P,) each."""
         if self._is_point_mass:  # tensor by tensor: a vector of all differences would not stay in the cache
-            pairs = zip(self._parts(means), self._parts(self._mean[None]))
+            pairs = zip(self._parts(_rows(means)), self._parts(self._mean[None]))
             shift = torch.stack([torch.linalg.vector_norm(part - before, dim=1) for part, before in pairs], 1)
             return torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)], 1)
-        difference = means - self._mean
+        difference = _rows(means) - self._mean
         shift = self._norms(difference)
-        ratio = self._ratio(variances)
+        ratio = self._ratio(_rows(variances))
         parts = self._parts(ratio)
         least, most = (torch.stack([extreme(part, 1) for part in parts], 1) for extreme in (torch.amin, torch.amax))
         return torch.stack([shift, self._norms(difference.div_(ratio)), 1 / least, most], 1)
@@ -200,25 +203,25 @@ class Guard:
         shifts *= 1 + 2 / self._numels.sqrt()
         return Limits(self.max_influence * medians, weight)
 
-    def clip(self, mean: Tensor, variance: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
+    def clip(self, mean: Tensor, variance: Tensor, limits: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance with every size within its limit; entries that are within stay as they are.
 
         Variances are brought to the nearest allowed value, entry by entry; then each tensor's update is shortened.
 
         Args:
             mean, variance: of the client, shape (P,), float64; they are not changed.
-            limits: of this client, shape (4, tensors).
+            limits, sizes: of this client, shape (4, tensors).
         """
-        limits = limits.to(mean.device)
+        limits, sizes = limits.to(mean.device), sizes.to(mean.device)
         lengths = self._numels.to(mean.device, torch.int64)
-        if not self._is_point_mass:
+        if bool((sizes[2:] > limits[2:]).any()):
             ratio = self._ratio(variance)
             bounded = torch.minimum(
                 torch.maximum(ratio, (1 / limits[2]).repeat_interleave(lengths)), limits[3].repeat_interleave(lengths)
             )
             variance = torch.where(bounded == ratio, variance, self._variance * bounded)
-        sizes = self.sizes([(mean, variance)])[0, :2].to(mean.device)
-        kept = torch.where(sizes > limits[:2], limits[:2] / sizes, 1.0).amin(0).repeat_interleave(lengths)
+            sizes = self.sizes([(mean, variance)])[0].to(mean.device)
+        kept = torch.where(sizes > limits, limits / sizes, 1.0)[:2].amin(0).repeat_interleave(lengths)
         return torch.where(kept < 1, self._mean + kept * (mean - self._mean), mean), variance
 
     def _ratio(self, variance: Tensor) -> Tensor:
@@ -235,9 +238,9 @@ class Guard:
         return [part for part in rows.split(self._lengths, 1) if part.shape[1]]
 
 
-def _rows(vectors: Sequence[Tensor]) -> Tensor:
+def _rows(vectors: list[Tensor]) -> Tensor:
     """Return vectors of equal length as the rows of a matrix; one alone is not copied."""
-    return torch.stack(list(vectors)) if len(vectors) > 1 else vectors[0][None]
+    return torch.stack(vectors) if len(vectors) > 1 else vectors[0][None]
 
 
 def weighted_median(values: Tensor, weights: Sequence[float]) -> Tensor:

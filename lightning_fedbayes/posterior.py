@@ -108,7 +108,7 @@ class GaussianPosterior:
         """Names of the parameters, in the order in which :meth:`flatten` lays them out."""
         return tuple(self.mean)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Number of scalar parameters P."""
         return sum(value.numel() for value in self.mean.values())
@@ -126,15 +126,18 @@ class GaussianPosterior:
         variance = {name: zeros_like(v) if is_zero(v) else v.detach().clone() for name, v in self.variance.items()}
         return self._of_checked({name: value.detach().clone() for name, value in self.mean.items()}, variance)
 
+    def flattened(self) -> GaussianPosterior:
+        """This posterior, which knows what :meth:`flatten` returns, whatever becomes of its tensors."""
+        return self if self._flat is not None else self.with_flat(*self.flatten())
+
     def with_flat(self, mean: Tensor, variance: Tensor) -> GaussianPosterior:
         """This posterior, for which :meth:`flatten` returns ``mean`` and ``variance``, whatever becomes of its tensors.
 
         Args:
             mean, variance: shape (P,), float64; not to be written into.
         """
-        return self._of_checked(
-            self.mean, self.variance, is_point_mass=self.is_point_mass, _flat=(mean, variance)
-        )
+        known = {"is_point_mass": self.is_point_mass, "num_parameters": self.num_parameters}
+        return self._of_checked(self.mean, self.variance, _flat=(mean, variance), **known)
 
     def cuts(self) -> Cuts:
         """Return what :meth:`pieces` consist of: lists of (name, start, stop) in the order of :meth:`flatten`.
@@ -206,13 +209,13 @@ class GaussianPosterior:
             variances = repeat([zeros_like(self.mean[name][0]) for name in self.variance])
         else:
             variances = zip(*(each.unbind(0) for each in self.variance.values()))
+        known = {"num_bytes": size, "is_point_mass": self.is_point_mass,
+                 "num_parameters": self.num_parameters // len(next(iter(self.mean.values())))}
         double = all(mean.device.type != "mps" for mean in self.mean.values())
         flat = self._flat_rows() if double and self.num_parameters <= MOST_AT_ONCE else repeat(None)
         for mean, variance, both in zip(means, variances, flat):
-            posteriors.append(self._of_checked(
-                dict(zip(self.mean, mean)), dict(zip(self.variance, variance)), _flat=both, num_bytes=size,
-                is_point_mass=self.is_point_mass,
-            ))
+            own = dict(zip(self.mean, mean)), dict(zip(self.variance, variance))
+            posteriors.append(self._of_checked(*own, _flat=both, **known))
         return posteriors
 
     def _flat_rows(self) -> Iterable[tuple[Tensor, Tensor]]:
@@ -270,12 +273,13 @@ class GaussianPosterior:
             assert vector is not None
             if vector.shape != (self.num_parameters,):
                 raise PosteriorError(f"{kind} has shape {tuple(vector.shape)}; give one of ({self.num_parameters},)")
+        variance = None if variance is None or is_zero(variance) else variance
         means, variances, start = {}, {}, 0
         for name, like in self.mean.items():
             stop = start + like.numel()
             means[name] = mean[start:stop].view(like.shape).to(like.dtype, copy=True).to(like.device)
             part = None if variance is None else variance[start:stop]
-            if part is None or is_zero(part) or not part.any():
+            if part is None or not part.any():
                 variances[name] = zeros_like(means[name])
             else:
                 variances[name] = part.view(like.shape).to(like.dtype, copy=True).to(like.device)

@@ -18,7 +18,7 @@ from lightning_fedbayes.fusion.auto import AutoFusion, names_of
 from lightning_fedbayes.guard import Guard, check_influence, probabilistic_names
 from lightning_fedbayes.messages import ClientFailure, ClientOutcome, ClientUpdate, check_mapping
 from lightning_fedbayes.plan import RoundPlan
-from lightning_fedbayes.posterior import GaussianPosterior, check_posterior
+from lightning_fedbayes.posterior import PIECE, GaussianPosterior, check_posterior
 from lightning_fedbayes.weighting import CohortWeights, check_probabilistic, check_weighting
 
 HELD_OUT_LOSS = "held_out_loss/"
@@ -166,11 +166,13 @@ class Server:
         self._plan = plan
         self._outcomes = {}
         self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
-        bound = self.max_influence
-        guard = None if bound is None else Guard(self.posterior, self._probabilistic, bound)
+        previous, bound = self.posterior, self.max_influence
+        if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else nobody needs it as one vector
+            previous = previous.flattened()
+        guard = None if bound is None else Guard(previous, self._probabilistic, bound)
         self._aggregations = {
             name: Aggregation(
-                rule, self.weighting, self.posterior, self.buffers, self._rule_states[name], self.collective, guard
+                rule, self.weighting, previous, self.buffers, self._rule_states[name], self.collective, guard
             )
             for name, rule in self.rules.items()
         }

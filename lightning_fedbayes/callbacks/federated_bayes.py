@@ -134,6 +134,7 @@ class FederatedBayes(L.Callback):
         self._restored: dict[str, Any] | None = None
         self._loop: FitLoop | None = None
         self._loader: FederatedLoader | None = None
+        self._plan: tuple[RoundPlan, Any, Any] = RoundPlan(-1, ()), None, None  # and its clients and batching
         self._report = FederationReport()
         self._uncertainty = UncertaintyReport()
 
@@ -231,7 +232,7 @@ class FederatedBayes(L.Callback):
             return before
 
         def plan(clients: Any, batching: Batching) -> RoundPlan:
-            whole = plan_round(trainer.current_epoch, clients.sizes, batching)
+            whole = self._planned(trainer, clients, batching)
             return share_of(whole, collective.rank, collective.size)
 
         self._loader = federated_loader(loader, self.settings, plan, self._loop.part, **self._loop.limits)
@@ -240,6 +241,14 @@ class FederatedBayes(L.Callback):
             if self._federation is not None:
                 self._federation.engine.use(self._loader)
         return self._loader
+
+    def _planned(self, trainer: L.Trainer, clients: Any, batching: Batching) -> RoundPlan:
+        """Return the plan of the present round, for all processes; the loader and the hooks ask for the same one."""
+        plan, planned_clients, planned_batching = self._plan
+        if plan.round != trainer.current_epoch or planned_clients is not clients or planned_batching is not batching:
+            plan = plan_round(trainer.current_epoch, clients.sizes, batching)
+            self._plan = plan, clients, batching
+        return plan
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the federation, and continue where a checkpoint or an earlier fit left off."""
@@ -275,14 +284,14 @@ class FederatedBayes(L.Callback):
         loop.begin_round()
         self._uncertainty.set_clients(clients.sizes, clients.counts, clients.classes)
         self._report.set_clients(clients)  # data may have been reloaded
-        self._plan = plan_round(trainer.current_epoch, clients.sizes, loader.batching)
-        share = share_of(self._plan, loop.collective.rank, loop.collective.size)
+        plan = self._planned(trainer, clients, loader.batching)
+        share = share_of(plan, loop.collective.rank, loop.collective.size)
         loop.set_length(self.federation.engine.num_batches(share))
 
     def _begin_batch(self, trainer: L.Trainer, batch_idx: int) -> None:
         """At the round's first batch begin it; at a client's first batch, give it the global posterior."""
         if batch_idx == 0:  # here, not in on_train_epoch_start: the hooks of others may still change the weights there
-            self.federation.begin(self._plan)
+            self.federation.begin(self._plan[0])
         clients = self.federation.engine.begin_batch(batch_idx)
         if clients:
             self._report.show_clients(trainer, clients)

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of
 from lightning_fedbayes.errors import FederationError
-from lightning_fedbayes.fusion import FusionRule
+from lightning_fedbayes.fusion import FusionRule, Sites
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
@@ -230,9 +230,10 @@ class ClientTraining(L.Callback):
             self._loop.context(), model, self._loader, keep_optimizer=keep, seed=task.seed
         )
         self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
-        begun = {"begun": True} if task.begun else {}
-        shares = {task.client: task.share}
-        self._engine.begin_sites(self.rule, task.posterior.to(pl_module.device), begun, shares)
+        if isinstance(self.rule, Sites):
+            begun = {"begun": True} if task.begun else {}
+            shares = {task.client: task.share}
+            self._engine.begin_sites(self.rule, task.posterior.to(pl_module.device), begun, shares)
         self._loop.install(self._engine, self._engine.begin_batch, self._end_batch)
         start = getattr(pl_module, "on_federation_start", None)
         if start is not None:

@@ -95,7 +95,7 @@ class FusionAccumulator:
             like = posterior if like is None else like
             posterior = posterior.ordered(like.names)
             if posterior.num_parameters <= PIECE:
-                posterior = posterior.with_flat(*posterior.flatten())
+                posterior = posterior.flattened()
             if look or weight == 0 or posterior.num_parameters <= PIECE or not posterior.is_point_mass:
                 check_finite(posterior, who)
             checked.append((number, posterior, weight))
@@ -326,14 +326,15 @@ def _is_like(posterior: Any, like: GaussianPosterior) -> bool:
     mean, variance, shapes = posterior.mean, posterior.variance, like.mean
     if not isinstance(variance, dict) or not mean.keys() == variance.keys() == shapes.keys():
         return False
-    devices = set()
+    device = None
     for name, value in mean.items():
         spread, shape = variance[name], shapes[name].shape
-        for each in (value, spread):
-            if not is_dense(each) or each.shape != shape or not each.is_floating_point():
-                return False
-            devices.add(each.device)
-    return len(devices) < 2
+        if not (is_dense(value) and is_dense(spread) and value.shape == spread.shape == shape):
+            return False
+        device = value.device if device is None else device
+        if not (value.is_floating_point() and spread.is_floating_point() and value.device == spread.device == device):
+            return False
+    return True
 
 
 def check_finite(posterior: GaussianPosterior, who: str) -> None:

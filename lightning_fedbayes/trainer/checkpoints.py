@@ -6,6 +6,7 @@ import copy
 import os
 import zipfile
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class RoundBoundary:
     """
 
     def __init__(self, trainer: L.Trainer) -> None:
-        self.loop_state = trainer.fit_loop.state_dict()
+        self.loop_state = loop_state(trainer.fit_loop)
         self.global_step = trainer.global_step
         self.schedulers = [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         self.param_groups = [
@@ -112,6 +113,22 @@ class RoundBoundary:
         for state, groups in zip(checkpoint.get("optimizer_states", []), self.param_groups, strict=False):
             state["param_groups"] = [{**now, **then} for now, then in zip(state["param_groups"], groups, strict=True)]
         close_round(checkpoint, rounds_done)
+
+
+def loop_state(loop: Any, prefix: str = "") -> dict[str, Any]:
+    """Return ``loop.state_dict()`` in a fraction of its time, which every round pays."""
+    state = {f"{prefix}state_dict": loop.on_save_checkpoint()}
+    for name, value in vars(loop).items():
+        if hasattr(value, "on_save_checkpoint"):
+            state |= loop_state(value, f"{prefix}{name}.")
+        elif is_dataclass(value) and hasattr(value, "state_dict"):
+            state[f"{prefix}{name}"] = _counts(value)
+    return state
+
+
+def _counts(progress: Any) -> dict[str, Any]:
+    """Return the fields of Lightning's counters, as ``dataclasses.asdict`` does."""
+    return {name: _counts(value) if is_dataclass(value) else value for name, value in vars(progress).items()}
 
 
 def close_round(checkpoint: Checkpoint, rounds_done: int) -> None:

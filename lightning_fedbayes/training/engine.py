@@ -14,7 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.fusion import FusionRule, RuleState, Sites
+from lightning_fedbayes.fusion import RuleState, Sites
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan
 from lightning_fedbayes.posterior import GaussianPosterior
@@ -98,9 +98,9 @@ class Engine(ABC):
         self._trained = {}
 
     def begin_sites(
-        self, rule: FusionRule, posterior: GaussianPosterior, state: RuleState, shares: Mapping[int, float]
+        self, rule: Sites, posterior: GaussianPosterior, state: RuleState, shares: Mapping[int, float]
     ) -> None:
-        """Before a round, let clients take their cavities as priors and keep their sites, if ``rule`` is one of sites.
+        """Before a round by sites, let clients take their cavities as priors and keep their sites.
 
         Args:
             rule: the fusion rule.
@@ -111,8 +111,6 @@ class Engine(ABC):
         Raises:
             FederationError: the module has no parameters for sites, or other priors than the rule.
         """
-        if not isinstance(rule, Sites):
-            return
         if not state:
             self.states = {client: replace(kept, site={}) for client, kept in self.states.items()}
         base = rule.base(posterior, state)

@@ -14,7 +14,7 @@ from lightning_fedbayes.adversaries import assign
 from lightning_fedbayes.aggregation import Aggregate
 from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.exchange import ALONE, Collective
-from lightning_fedbayes.fusion.auto import AutoFusion
+from lightning_fedbayes.fusion import AutoFusion, Sites
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.messages import ClientFailure, ClientOutcome, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan, share_of
@@ -103,10 +103,11 @@ class Federation:
         self.stage = "training"
         if self.settings.prior == "global":
             set_prior(module, self.server.posterior, exclude=self.engine.model.local_names)
-        if not isinstance(self.settings.fusion, AutoFusion | str):
+        fusion = self.settings.fusion
+        if isinstance(fusion, Sites):
             sizes = self.engine.sizes if self.settings.weighting == "train_size" else [1] * len(self.engine.sizes)
             shares = {client: size / sum(sizes) for client, size in enumerate(sizes)}
-            self.engine.begin_sites(self.settings.fusion, self.server.posterior, self.server.rule_state, shares)
+            self.engine.begin_sites(fusion, self.server.posterior, self.server.rule_state, shares)
         self._warn_of_narrow_variances()
         self.server.begin(plan)
         attackers = assign(self.settings.attacks, self.engine.names, self.settings.seed)

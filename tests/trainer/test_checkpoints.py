@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.trainer import damage
+from lightning_fedbayes.trainer.checkpoints import RoundBoundary
 from tests.federations import Plain, assert_equal, federate, loader, parameters, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")
@@ -135,3 +136,10 @@ def test_a_checkpoint_from_before_the_first_round_is_a_start(tmp_path):
     module, federation, _ = run(tmp_path / "resumed", 2, tmp_path / "start.ckpt")
     assert len(federation.history) == 2
     assert_equal(dict(whole.state_dict()), dict(module.state_dict()))
+
+
+def test_the_progress_that_a_round_notes_is_lightnings_own(tmp_path):
+    _, _, made = run(tmp_path, 2)
+    noted = RoundBoundary(made).loop_state
+    assert noted == made.fit_loop.state_dict()
+    assert noted["epoch_loop.batch_progress"]["total"]["ready"] > 0
