@@ -119,7 +119,8 @@ class Aggregation:
         self._held: list[ClientUpdate] = []
         self._unmeasured = 0  # of those held, the last ones
         self._weights: dict[int, float] = {}
-        self._sizes: dict[int, Tensor] = {}
+        self._rows: dict[int, int] = {}  # client that is measured → its row in the sizes
+        self._sizes = torch.empty(0)  # shape (clients, 4, tensors)
         self._limits: Limits | None = None
         self._num_judged, self._judge_at = 0, FEWEST  # clients that the limits know; that they are to know next
         self._buffers: dict[str, Tensor] = {}
@@ -182,15 +183,15 @@ class Aggregation:
                 sizes = self.guard.shifts([update.posterior for update in recent])
             else:
                 sizes = self.guard.sizes([update.posterior.flatten() for update in recent])
-            self._sizes.update(zip((update.client for update in recent), sizes))
+            self._sizes = torch.cat([self._sizes, sizes]) if self._rows else sizes
+            self._rows.update((update.client, row) for row, update in enumerate(recent, start=len(self._rows)))
             self._unmeasured = 0
         if self._streams:
-            self._release()
-            if len(self._sizes) >= self._judge_at:
-                self._judge_at = 2 * len(self._sizes)
-                sizes, weights = list(self._sizes.values()), list(self._weights.values())
-                self._limits = self.guard.limits(torch.stack(sizes), weights)
-                self._num_judged = len(sizes)
+            if self._limits is not None:
+                self._release()
+            if len(self._rows) >= self._judge_at:
+                self._num_judged, self._judge_at = len(self._rows), 2 * len(self._rows)
+                self._limits = self.guard.limits(self._sizes, list(self._weights.values()))
                 self._release()
 
     def _release(self) -> None:
@@ -211,8 +212,8 @@ class Aggregation:
         if self._limits is None:
             return [True] * len(updates)
         limits = self._limits.of(weights[update.client] for update in updates)
-        sizes = torch.stack([self._sizes[update.client] for update in updates])
-        return (sizes > limits).flatten(1).any(1).tolist()
+        rows = [self._rows[update.client] for update in updates]
+        return (self._sizes[rows] > limits).flatten(1).any(1).tolist()
 
     def _check_buffers(self, buffers: Mapping[str, Tensor], who: str) -> None:
         """Raise FusionError unless ``buffers`` have the structure of those before and are finite wherever those are.
@@ -237,7 +238,7 @@ class Aggregation:
         """Return what the other processes must know of this one's clients before :meth:`finish`."""
         if self._clips:
             self._judge()
-        sizes = torch.stack(list(self._sizes.values())) if self._sizes else None
+        sizes = self._sizes if self._rows else None
         if self._streams:
             return Admitted(tuple(self._weights), tuple(self._weights.values()), sizes=sizes)
         clients = tuple(update.client for update in self._held)
@@ -316,13 +317,13 @@ class Aggregation:
             beyond = (sizes > self._limits.of(ordered)).flatten(1).any(1).tolist()
             outlying = tuple(sorted(client for client, is_beyond in zip(clients, beyond, strict=True) if is_beyond))
         ready = []
-        for update, suspect in zip(self._held, self._suspects(self._held, weights)):
-            posterior, weight = update.posterior, weights[update.client]
+        for update in self._held:
+            posterior, weight, suspect = update.posterior, weights[update.client], update.client in outlying
             if suspect:
                 assert self.guard is not None
                 assert self._limits is not None
-                limits = self._limits.of([weight])[0]
-                mean, variance = self.guard.clip(*posterior.flatten(), limits, self._sizes[update.client])
+                limits, sizes = self._limits.of([weight])[0], self._sizes[self._rows[update.client]]
+                mean, variance = self.guard.clip(*posterior.flatten(), limits, sizes)
                 sums = isinstance(self.rule, SumRule)  # for which the vectors are enough
                 posterior = posterior.with_flat(mean, variance) if sums else posterior.unflatten(mean, variance)
             ready.append((update, posterior, weight))

@@ -186,6 +186,8 @@ class FederationReport:
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in named.items()})
         trainer.callback_metrics["round"] = torch.tensor(figures["round"])
+        if not trainer.loggers:
+            return
         shown = {f"federation/{name}": figures[name] for name in self._worth_a_chart(figures)}
         curves = self._client_curves(accuracy)
         place = {"round": figures["round"], "epoch": trainer.current_epoch}
