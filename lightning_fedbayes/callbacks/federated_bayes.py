@@ -322,9 +322,11 @@ class FederatedBayes(L.Callback):
             seed_everything(derive_seed(self.settings.seed, "validation", trainer.current_epoch))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the round beside the validation's figures: it is their x-axis."""
+        """Log the round beside the validation's figures: it is their x-axis. Estimate the ELBO of sites."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
+            if self.federation.stage == "fused":
+                self.federation.note_likelihood(self._uncertainty.log_likelihood)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round's figures."""

@@ -246,11 +246,14 @@ class FederationReport:
     def finish(self, trainer: L.Trainer, accuracy: Tensor | None, history: Sequence[Mapping[str, float]]) -> None:
         """Log the table of clients, that of the reliabilities with a picture, and that of the chosen rules.
 
+        Of a federation by sites print a line on how far it has come.
+
         Args:
             trainer: its loggers get them.
             accuracy: accuracy of the global model for each client, shape (clients,); None if unknown.
             history: the figures of every round.
         """
+        tell_of_sites(history)
         if not trainer.loggers or not self.records:
             return
         rows = []
@@ -302,6 +305,20 @@ def learnt_variances(module: nn.Module) -> list[str]:
     if not all(isinstance(each.layer, BayesianLayer) for each in parameters.values()):
         return []
     return [name for name, each in parameters.items() if each.rho.requires_grad]
+
+
+def tell_of_sites(history: Sequence[Mapping[str, float]]) -> None:
+    """Print how far a federation by sites has come: the last change, entries held back, the estimate of the ELBO."""
+    last = history[-1] if history else {}
+    if "sites/change" not in last:
+        return
+    held = [row["sites/held_back"] for row in history if row.get("sites/held_back")]
+    elbo = f"; the pooled ELBO is about {last['sites/elbo']:.4g} nats per example" if "sites/elbo" in last else ""
+    rank_zero_info(
+        f"Sites: round {last['round']:.0f} changed the posterior by {last['sites/change']:.2g} nats per parameter (0 "
+        f"where nothing is left to learn); {sum(held):.0f} entries were held back, in {len(held)} of {len(history)} "
+        f"rounds{elbo}."
+    )
 
 
 def log_choices(trainer: L.Trainer, history: Sequence[Mapping[str, float]]) -> None:

@@ -65,6 +65,7 @@ class UncertaintyReport(L.Callback):
         self._hits: dict[int, Tensor] = {}
         self._totals: dict[int, Tensor] = {}
         self._seen = 0
+        self._log_likelihood = 0.0
 
     # -- collecting ----------------------------------------------------------------------------------------------------
 
@@ -95,6 +96,8 @@ class UncertaintyReport(L.Callback):
         mean = probs.mean(0)
         correct = mean.argmax(-1) == target
         self._seen += len(target)
+        likelihood = probs[:, torch.arange(len(target)), target].double()
+        self._log_likelihood += float(likelihood.clamp_min(torch.finfo(probs.dtype).tiny).log().mean(0).sum())
         self._calibration.update(mean, target)
         for name, measure in MEASURES.items():
             self._retained[name].update(correct, measure(probs))
@@ -102,6 +105,11 @@ class UncertaintyReport(L.Callback):
         for sums, values in ((self._hits, correct.double()), (self._totals, ones)):
             current = torch.zeros(mean.shape[-1], dtype=torch.float64).index_add_(0, target, values)
             sums[loader] = sums[loader] + current if loader in sums else current
+
+    @property
+    def log_likelihood(self) -> tuple[float, int]:
+        r"""Sum of :math:`E_q \log p(y \mid x, \theta)` over the examples since the start, and their number."""
+        return self._log_likelihood, self._seen
 
     # -- reporting -----------------------------------------------------------------------------------------------------
 

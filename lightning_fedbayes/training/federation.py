@@ -256,6 +256,25 @@ class Federation:
         with model.unchanged(), kept_attributes(model.module, "global_round"):
             yield score
 
+    def note_likelihood(self, of_process: tuple[float, int]) -> None:
+        r"""Add to the figures of the last round of sites an estimate of the pooled ELBO, nats per training example.
+
+        .. math:: E_q \log p(y \mid x, \theta) - KL(q \| p) / n
+
+        with the mean over examples held out in place of the n examples of the clients, of whom the server has none. It
+        grows with the rounds, and is highest at the posterior of the pooled data, as far as the two samples agree.
+
+        Args:
+            of_process: sum of the first term over the examples that this process has scored, and their number.
+        """
+        rule, server = self.settings.fusion, self.server
+        if not isinstance(rule, Sites) or server.posterior.is_point_mass:
+            return
+        sums, counts = zip(*server.collective.all_gather(of_process))
+        if sum(counts):
+            divergence = float(server.posterior.kl(rule.base(server.posterior, {})))
+            server.history[-1]["sites/elbo"] = sum(sums) / sum(counts) - divergence / sum(self.engine.sizes)
+
     def abandon(self) -> None:
         """Forget an unfinished round: the module holds the global posterior that it started from."""
         self.engine.end_round(success=False)

@@ -13,6 +13,7 @@ from lightning_fedbayes.metrics.functional import (
     epistemic_uncertainty,
     predictive_entropy,
 )
+from tests.federations import bayesian, blobs, federate, loader
 
 CLASSES, EXAMPLES = 3, 120
 AREAS = {"entropy": predictive_entropy, "aleatoric": aleatoric_uncertainty, "epistemic": epistemic_uncertainty}
@@ -276,3 +277,42 @@ def test_predictions_of_another_shape_are_left_alone(probs, target):
     report = fb.UncertaintyReport()
     report.on_validation_batch_end(None, None, {"probs": probs, "target": target}, None, 0)
     assert report._seen == 0
+
+
+def test_the_log_likelihood_is_the_mean_over_samples_of_logarithms():
+    probs, target = table(samples=5)
+    report = fb.UncertaintyReport()
+    for part in torch.arange(EXAMPLES).split(50):
+        report.update(probs[:, part], target[part])
+    total, count = report.log_likelihood
+    assert count == EXAMPLES
+    assert total == pytest.approx(float(probs.log()[:, torch.arange(EXAMPLES), target].mean(0).sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("fusion", ["sites", "reverse_kl_barycenter"])
+def test_rounds_of_sites_estimate_the_pooled_elbo(fusion, caplog):
+    class Watch(L.Callback):
+        """Notes what the report has summed up in the last validation."""
+
+        def on_validation_end(self, trainer, pl_module):
+            (report,) = (each for each in trainer.callbacks if isinstance(each, fb.UncertaintyReport))
+            self.last = report.log_likelihood
+
+    watch, federation = Watch(), fb.FederatedBayes(fb.IIDPartition(3), fusion=fusion)
+    with caplog.at_level("INFO"):
+        made = federate(bayesian(), federation, val=loader(blobs(30, seed=1), shuffle=False), callbacks=[watch])
+    if fusion != "sites":
+        assert not any("sites/elbo" in row for row in federation.history)
+        return
+    total, count = watch.last
+    q = federation.posterior
+    prior = torch.distributions.Normal(0.0, 1.0)
+    divergence = sum(
+        float(torch.distributions.kl_divergence(torch.distributions.Normal(m.double(), v.double().sqrt()), prior).sum())
+        for m, v in zip(q.mean.values(), q.variance.values()) if v.any()
+    )
+    elbo = federation.history[-1]["sites/elbo"]
+    assert count == 30
+    assert elbo == pytest.approx(total / 30 - divergence / 90, rel=1e-5)
+    assert float(made.callback_metrics["federation/sites/elbo"]) == pytest.approx(elbo, rel=1e-5)
+    assert f"the pooled ELBO is about {elbo:.4g} nats per example" in caplog.text
