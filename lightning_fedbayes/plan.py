@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import LARGEST, FederationError, check_at_least, check_number, is_whole, shown
 from lightning_fedbayes.seeding import generator
+
+Fraction = float | Literal["turns"]
+"""Share of the clients in a round, or one client after the other."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Batching:
         shuffle: a new order in every local epoch; otherwise the data set's own.
         drop_last: leave out a last batch that is not full.
         local_epochs: passes over a client's data per round, E.
-        fraction: share of the clients that take part in a round, C in (0, 1].
+        fraction: share of the clients that take part in a round, C in (0, 1], or "turns": one after the other.
         seed: where all orders and cohorts come from.
         limit: most batches of each client in a local epoch: a number (int), or a share of them (float), rounded down.
     """
@@ -31,7 +35,7 @@ class Batching:
     shuffle: bool = True
     drop_last: bool = False
     local_epochs: int = 1
-    fraction: float = 1.0
+    fraction: Fraction = 1.0
     seed: int = 0
     limit: int | float = 1.0
 
@@ -106,21 +110,32 @@ def share_of(plan: RoundPlan, rank: int, count: int) -> RoundPlan:
     return RoundPlan(plan.round, cohort, starts, plan.local_epochs)
 
 
-def cohort_size(clients: int, fraction: float) -> int:
-    """Number of clients in a round, max(⌊C·K + ½⌋, 1)."""
-    return max(int(fraction * clients + 0.5), 1)
+def cohort_size(clients: int, fraction: Fraction) -> int:
+    """Number of clients in a round, max(⌊C·K + ½⌋, 1); 1 where they take turns."""
+    return 1 if isinstance(fraction, str) else max(int(fraction * clients + 0.5), 1)
 
 
-def choose_cohort(round: int, clients: int, fraction: float, seed: int) -> tuple[int, ...]:
-    """:func:`cohort_size` of K clients, drawn without replacement, ascending.
+def check_fraction(fraction: Fraction) -> None:
+    """Raise FederationError unless the share of clients in a round lies in (0, 1], or is "turns"."""
+    if not (isinstance(fraction, str) and fraction == "turns"):
+        why = "it is the share of clients in a round; 'turns' takes one client after the other"
+        check_number("fraction", fraction, "(0, 1]", why=why)
+
+
+def choose_cohort(round: int, clients: int, fraction: Fraction, seed: int) -> tuple[int, ...]:
+    """:func:`cohort_size` of K clients, drawn without replacement, ascending; "turns": number ``round`` modulo K.
 
     >>> choose_cohort(0, clients=4, fraction=1.0, seed=0)
     (0, 1, 2, 3)
+    >>> [choose_cohort(round, clients=2, fraction="turns", seed=0) for round in range(3)]
+    [(0,), (1,), (0,)]
     """
     check_at_least("round", round, 0)
     check_at_least("clients", clients, 1)
-    check_number("fraction", fraction, "(0, 1]")
+    check_fraction(fraction)
     check_at_least("seed", seed, -LARGEST)
+    if fraction == "turns":
+        return (round % clients,)
     size = cohort_size(clients, fraction)
     if size >= clients:
         return tuple(range(clients))

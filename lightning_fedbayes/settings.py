@@ -12,7 +12,6 @@ from lightning_fedbayes.errors import (
     FederationError,
     check_at_least,
     check_choice,
-    check_number,
     check_strings,
     shown,
 )
@@ -20,7 +19,7 @@ from lightning_fedbayes.fusion import FusionRule, Sites, rule_name
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.guard import check_influence
 from lightning_fedbayes.partition import Partition
-from lightning_fedbayes.plan import cohort_size
+from lightning_fedbayes.plan import Fraction, check_fraction, cohort_size
 from lightning_fedbayes.privacy import UpdatePrivacy
 from lightning_fedbayes.server import candidates
 from lightning_fedbayes.weighting import CohortWeights, check_weighting
@@ -47,7 +46,7 @@ class FederationSettings:
 
     partition: Partition | None = None
     local_epochs: int = 1
-    fraction: float = 1.0
+    fraction: Fraction = 1.0
     fusion: Fusion = "reverse_kl_barycenter"
     weighting: Weighting = "train_size"
     engine: EngineName = "auto"
@@ -141,17 +140,12 @@ def check_sites_weighting(weighting: Weighting) -> None:
         )
 
 
-def check_fraction(fraction: float) -> None:
-    """Raise FederationError unless the share of clients in a round lies in (0, 1]."""
-    check_number("fraction", fraction, "(0, 1]", why="it is the share of clients in a round")
-
-
 def check_patterns(local_parameters: Any) -> tuple[str, ...]:
     """Return the patterns of local parameters; raise FederationError unless they are one string or several."""
     return check_strings("local_parameters", local_parameters, "give patterns of names, such as ['head.*']")
 
 
-def check_cohort(clients: int, fraction: float, min_clients: int) -> None:
+def check_cohort(clients: int, fraction: Fraction, min_clients: int) -> None:
     """Raise FederationError if every round would have too few clients."""
     cohort = cohort_size(clients, fraction)
     if cohort < min_clients:

@@ -15,7 +15,7 @@ from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
 from lightning_fedbayes.callbacks.wandb_account import prepare_wandb
 from lightning_fedbayes.errors import FederationError
-from lightning_fedbayes.plan import Batching, RoundPlan, plan_round, share_of
+from lightning_fedbayes.plan import Batching, Fraction, RoundPlan, plan_round, share_of
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 from lightning_fedbayes.settings import (
@@ -65,7 +65,8 @@ class FederatedBayes(L.Callback):
         partition: how the training examples are dealt out to clients. None: the training data set is a
             :class:`~lightning_fedbayes.ClientDatasets` (or ``ConcatDataset``) with one part per client.
         local_epochs: passes over a client's data per round, E.
-        fraction: share of the clients that take part in a round, C in (0, 1], drawn anew in every round.
+        fraction: share of the clients that take part in a round, C in (0, 1], drawn anew in every round; "turns": one
+            client in each round, in the order of their numbers.
         fusion: name of a fusion rule (:func:`~lightning_fedbayes.available_fusions`) or a rule object; "auto", or an
             :class:`~lightning_fedbayes.AutoFusion`, chooses one in every round on the validation data.
         weighting: how much each client counts: "equal", "train_size", "max_discrepancy", "distance", their "_l2"
@@ -109,7 +110,7 @@ class FederatedBayes(L.Callback):
         partition: Partition | None = None,
         *,
         local_epochs: int = 1,
-        fraction: float = 1.0,
+        fraction: Fraction = 1.0,
         fusion: Fusion = "reverse_kl_barycenter",
         weighting: Weighting = "train_size",
         engine: EngineName = "auto",

@@ -27,11 +27,11 @@ from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.fusion.sites import sites_of
 from lightning_fedbayes.guard import check_influence
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
-from lightning_fedbayes.plan import RoundPlan, choose_cohort
+from lightning_fedbayes.plan import Fraction, RoundPlan, check_fraction, choose_cohort
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server import Server
-from lightning_fedbayes.settings import check_cohort, check_fraction, check_sites_weighting
+from lightning_fedbayes.settings import check_cohort, check_sites_weighting
 from lightning_fedbayes.weighting import CohortWeights, check_weighting
 
 EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
@@ -52,7 +52,8 @@ class FusionStrategy(Strategy):
         fusion: name of a fusion rule (:func:`~lightning_fedbayes.available_fusions`) or a rule object.
         weighting: how much each client counts; see :class:`~lightning_fedbayes.FederatedBayes`. Sizes are what the
             clients say: "equal" if they are not to be trusted.
-        fraction: share of the clients at hand that take part in a round, C in (0, 1], drawn anew in every round.
+        fraction: share of the clients at hand that take part in a round, C in (0, 1], drawn anew in every round;
+            "turns": one of them in each round, in the order of their numbers.
         min_clients: fewer valid updates than this leave the global posterior as it was.
         wait_for: clients that must be connected before the first round of a run; later rounds go on with those that
             are left, ``min_clients`` at least.
@@ -78,7 +79,7 @@ class FusionStrategy(Strategy):
         fusion: str | FusionRule = "reverse_kl_barycenter",
         weighting: str | CohortWeights = "train_size",
         *,
-        fraction: float = 1.0,
+        fraction: Fraction = 1.0,
         min_clients: int = 1,
         wait_for: int = 2,
         max_failed_rounds: int = 3,

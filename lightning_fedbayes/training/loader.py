@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from lightning_fedbayes.adversaries import assign
 from lightning_fedbayes.data.clients import Clients, clients_of, tensors_of
 from lightning_fedbayes.errors import FederationError, sendable
-from lightning_fedbayes.plan import Batching, RoundPlan, check_batches, client_batches, client_order
+from lightning_fedbayes.plan import Batching, Fraction, RoundPlan, check_batches, client_batches, client_order
 from lightning_fedbayes.seeding import derive_seed, seed_host
 from lightning_fedbayes.settings import FederationSettings, check_cohort
 from lightning_fedbayes.training.attacks import poisoned
@@ -245,7 +245,7 @@ def _loaded(batch: Any) -> Any:
 
 
 def batching_of(
-    loader: Any, *, local_epochs: int, fraction: float, seed: int, limit: int | float = 1.0
+    loader: Any, *, local_epochs: int, fraction: Fraction, seed: int, limit: int | float = 1.0
 ) -> Batching:
     """Return the batching of the user's training loader: its batch size, shuffling and drop_last.
 
@@ -311,7 +311,7 @@ def federated_loader(
         loader, local_epochs=settings.local_epochs, fraction=settings.fraction, seed=settings.seed, limit=limit
     )
     clients = clients_of(loader.dataset, settings.partition, settings.seed)
-    if clients_in_a_round is not None:
+    if clients_in_a_round is not None and batching.fraction != "turns":
         most = max(clients_in_a_round, settings.min_clients) / len(clients)
         batching = replace(batching, fraction=min(batching.fraction, most))
     check_batches(clients.names, clients.sizes, batching)

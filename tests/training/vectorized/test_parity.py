@@ -79,6 +79,7 @@ SETTINGS = {
     "one at a time": {"clients_at_once": 1},
     "three at a time": {"clients_at_once": 3, "local_epochs": 2},
     "a third of the clients": {"fraction": 0.34},
+    "one client after the other": {"fraction": "turns"},
     "personal head": {"local_parameters": ["net.2.*"]},
     "drawn together": {"fusion": "conflation", "weighting": "max_discrepancy_l2"},
 }
