@@ -21,7 +21,10 @@ AT = (10, 20, 50)
 KL_BAR, MEAN_BAR = 0.02, 0.2
 """Bars of sites on logistic regression, within 50 rounds."""
 NLL_BAR, FACTOR_BAR = 0.16, 1.5
-"""Bars of sites on digits: NLL, and mutual information over or under that of pooled training."""
+"""Bars of sites on digits, Dirichlet(0.5): NLL, and mutual information over or under that of pooled training."""
+BAR_SPLIT = "Dirichlet(0.5)"
+POINTS_BAR = 0.5
+"""Bar of sites on FashionMNIST beside NLL and ECE: percentage points of accuracy that FedAvg may be ahead."""
 
 Results = Mapping[Any, Mapping[str, Any]]
 """Cells (study, split, rule, prior, seed) and what they gave, in the order of the tables."""
@@ -42,7 +45,9 @@ def tables(results: Results) -> str:
     if rows := rows_of(results, "logistic"):
         parts += ["### Logistic regression", logistic_table(rows), bars_by_round(rows)]
     if rows := rows_of(results, "digits"):
-        parts += ["### Digits", digits_table(rows), digits_bars(rows)]
+        parts += ["### Digits", scores_table(rows), digits_bars(rows)]
+    if rows := rows_of(results, "fashion_mnist"):
+        parts += ["### FashionMNIST", scores_table(rows), fashion_mnist_bars(rows)]
     return "\n\n".join(parts)
 
 
@@ -85,30 +90,60 @@ def reached(result: Mapping[str, Any]) -> float:
     return first if first <= len(result["kl"]) else math.inf
 
 
-def digits_table(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str, Any]]]) -> str:
+def scores_table(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str, Any]]]) -> str:
     """Return the scores, mean ± standard error over the seeds."""
     lines = []
-    for (_, rule, prior), seeds in rows.items():
+    for (split, rule, prior), seeds in rows.items():
         scores = [mean_and_error([result[key] for result in seeds.values()])
                   for key in ("nll", "ece", "accuracy", "mutual_information")]
-        lines.append([rule, prior_of(rule, prior), len(seeds), *scores])
-    return markdown_table(["rule", "prior", "seeds", "NLL", "ECE", "accuracy", "mutual information, nats"], lines)
+        traffic = "" if rule == "pooled" else f"{next(iter(seeds.values()))['megabytes']:.2f}"
+        where = "" if rule == "pooled" else split
+        lines.append([where, rule, prior_of(rule, prior), len(seeds), *scores, traffic])
+    heads = ["clients", "rule", "prior", "seeds", "NLL", "ECE", "accuracy", "mutual information, nats",
+             "MB up per round"]
+    return markdown_table(heads, lines)
 
 
 def digits_bars(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str, Any]]]) -> str:
-    """Return sites beside pooled training, seed by seed."""
-    of_rule = {rule: seeds for (_, rule, _), seeds in rows.items()}
+    """Return sites beside pooled training on the split of the bars, seed by seed."""
     lines = []
-    ours_of, theirs_of = of_rule.get("sites", {}), of_rule.get("pooled", {})
+    ours_of, theirs_of = (rows.get(key, {}) for key in ((BAR_SPLIT, "sites", "fixed"), ("none", "pooled", "fixed")))
     for seed in sorted(ours_of.keys() & theirs_of.keys()):
         ours, theirs = ours_of[seed], theirs_of[seed]
         factor = ours["mutual_information"] / theirs["mutual_information"]
         met = [ours["nll"] <= NLL_BAR, max(factor, 1 / factor) <= FACTOR_BAR]
-        lines.append([seed, f"{ours['nll']:.3f}", f"{theirs['nll']:.3f}", f"{factor:.2f}",
-                      *("yes" if each else "**no**" for each in met), f"{ours['held_back']:.0f}"])
+        lines.append([seed, f"{ours['nll']:.3f}", f"{theirs['nll']:.3f}", f"{factor:.2f}", *map(verdict, met),
+                      f"{ours['held_back']:.0f}"])
     heads = ["seed", "NLL of sites", "NLL of pooled training", "mutual information, sites / pooled",
              f"NLL ≤ {NLL_BAR}", f"within a factor {FACTOR_BAR}", "held back"]
-    return markdown_table(heads, lines)
+    return f"{BAR_SPLIT}, seed by seed:\n\n{markdown_table(heads, lines)}"
+
+
+def fashion_mnist_bars(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str, Any]]]) -> str:
+    """Return sites beside the best fusion rule and FedAvg, seed by seed."""
+    lines = []
+    for split in dict.fromkeys(split for split, _, _ in rows):
+        ours_of, fedavg_of = (rows.get((split, rule, "fixed"), {}) for rule in ("sites", "fedavg"))
+        for seed in sorted(ours_of.keys() & fedavg_of.keys()):
+            ours = ours_of[seed]
+            rivals = {f"{rule}, {prior}": seeds[seed] for (where, rule, prior), seeds in rows.items()
+                      if where == split and seed in seeds and rule != "fedavg" and not sites(rule)}
+            line, met = [], []
+            for score in ("nll", "ece"):
+                best, name = min(((each[score], name) for name, each in rivals.items()), default=(math.nan, "none"))
+                line += [f"{ours[score]:.3f}", f"{best:.3f} ({name})"]
+                met.append(ours[score] < best)
+            points = 100 * (ours["accuracy"] - fedavg_of[seed]["accuracy"])
+            met.append(points >= -POINTS_BAR)
+            lines.append([split, seed, *line, f"{points:+.1f}", *map(verdict, met), f"{ours['held_back']:.0f}"])
+    heads = ["clients", "seed", "NLL of sites", "lowest of the rules", "ECE of sites", "lowest of the rules",
+             "accuracy − FedAvg's, points", "NLL lowest", "ECE lowest", f"≥ −{POINTS_BAR} points", "held back"]
+    return f"Sites beside the best rule, each score by itself:\n\n{markdown_table(heads, lines)}"
+
+
+def verdict(met: bool) -> str:
+    """Return "yes" or a bold "no"."""
+    return "yes" if met else "**no**"
 
 
 def sites(rule: str) -> bool:
@@ -118,7 +153,7 @@ def sites(rule: str) -> bool:
 
 def prior_of(rule: str, prior: str) -> str:
     """Return what the clients have as their prior."""
-    return "cavity" if sites(rule) else "" if rule == "pooled" else prior
+    return "cavity" if sites(rule) else "" if rule in ("pooled", "fedavg") else prior
 
 
 def mean_and_error(values: Sequence[float]) -> str:

@@ -1,9 +1,10 @@
 """How far a federation ends from the posterior of the pooled data: fusion rules × prior, and sites.
 
-    python -m benchmarks.posterior.run [--only logistic|digits] [--out FOLDER]
+    python -m benchmarks.posterior.run [--only logistic|digits|fashion_mnist] [--data DIR] [--out FOLDER]
 
-The data ship with scikit-learn. Each finished cell is one line of FOLDER/cells.jsonl, and no cell is run twice: a run
-that was killed goes on where it stopped. The tables are written into README.md, or with --out into FOLDER/tables.md.
+Two of the data sets ship with scikit-learn; FashionMNIST lies in DIR or is downloaded into it, and without --data its
+cells are left out. Each finished cell is one line of FOLDER/cells.jsonl, and no cell is run twice: a run that was
+killed goes on where it stopped. The tables are written into README.md, or with --out into FOLDER/tables.md.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from benchmarks.posterior import digits, logistic
-from benchmarks.posterior.report import BEGIN, END, Results, curves, tables
+from benchmarks.posterior import images, logistic
+from benchmarks.posterior.report import BAR_SPLIT, BEGIN, END, Results, curves, tables
 from lightning_fedbayes import GaussianPosterior
 from lightning_fedbayes.quiet import quietly
 
 HERE = Path(__file__).parent
 ROUNDS = 50
 """Of logistic regression."""
-SEEDS = 5
-"""Of sites and of pooled training."""
 RULES = ("weighted_average", "reverse_kl_barycenter", "conflation")
-FORMS = {"logistic": "pvi", "digits": "bayes_admm"}
-"""The published form of sites for each study: each rule says what it is for."""
+MORE_RULES = (
+    "weighted_average", "wasserstein_barycenter", "log_variance_average", "conflation", "weighted_conflation",
+    "weighted_sum",
+)
+DEFAULT = "reverse_kl_barycenter"
+PRIORS = ("fixed", "global")
 
 
 class Cell(NamedTuple):
@@ -46,14 +49,30 @@ class Cell(NamedTuple):
 def cells() -> list[Cell]:
     """Return all cells, in the order of the tables."""
     found = []
-    for study, splits in (("logistic", logistic.SPLITS), ("digits", digits.SPLITS)):
-        for split in splits:
-            if study == "digits":
-                found += [Cell(study, split, "pooled", "fixed", seed) for seed in range(SEEDS)]
-            found += [Cell(study, split, "sites", "fixed", seed) for seed in range(SEEDS)]
-            found.append(Cell(study, split, FORMS[study], "fixed", 0))
-            found += [Cell(study, split, rule, prior, 0) for rule in RULES for prior in ("fixed", "global")]
+    for split in logistic.SPLITS:
+        found += of("logistic", split, ["sites"], ["fixed"], 5)
+        found += of("logistic", split, ["pvi"], ["fixed"], 1) + of("logistic", split, RULES, PRIORS, 1)
+    found += of("digits", "none", ["pooled"], ["fixed"], 5)
+    for split in images.SPLITS:
+        several, each = (5, 1) if split == BAR_SPLIT else (3, 3)
+        found += of("digits", split, ["sites"], ["fixed"], several)
+        found += of("digits", split, ["bayes_admm"], ["fixed"], 1) + of("digits", split, RULES, PRIORS, each)
+    found += of("fashion_mnist", "none", ["pooled"], ["fixed"], 3)
+    for split in images.SPLITS:
+        found += of("fashion_mnist", split, ["sites"], ["fixed"], 3)
+        if split == "IID":
+            found += of("fashion_mnist", split, [DEFAULT], ["global"], 3)
+        else:
+            found += of("fashion_mnist", split, ["fedavg"], ["fixed"], 3)
+            found += of("fashion_mnist", split, [DEFAULT, "linear_pool"], ["global"], 3)
+            found += of("fashion_mnist", split, MORE_RULES, ["global"], 1)
+            found += of("fashion_mnist", split, [DEFAULT], ["fixed"], 1)
     return found
+
+
+def of(study: str, split: str, rules: Sequence[str], priors: Sequence[str], seeds: int) -> list[Cell]:
+    """Return the cells of all combinations."""
+    return [Cell(study, split, rule, prior, seed) for rule in rules for prior in priors for seed in range(seeds)]
 
 
 @cache
@@ -63,20 +82,28 @@ def breast_cancer() -> tuple[logistic.TensorDataset, GaussianPosterior]:
     return data, logistic.pooled_posterior(data)
 
 
-def result_of(cell: Cell) -> dict[str, Any]:
-    """Run a cell."""
+def result_of(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
+    """Run a cell, with the files of images in ``folder``."""
     options: dict[str, Any] = {"fusion": cell.rule, "prior": cell.prior}
     if cell.study == "logistic":
         return logistic.run(*breast_cancer(), logistic.SPLITS[cell.split], ROUNDS, cell.seed, **options)
+    study = images.STUDIES[cell.study]
     if cell.rule == "pooled":
-        return digits.run(digits.POOLED, cell.seed)
-    return digits.run(digits.SPLITS[cell.split], cell.seed, **options)
+        return images.run(study, images.POOLED, cell.seed, folder)
+    return images.run(
+        study, images.SPLITS[cell.split], cell.seed, folder, bayesian=cell.rule != "fedavg", **options)
 
 
 def read(file: Path) -> Results:
     """Return the finished cells of a file, none if there is no file."""
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return {Cell(**line.pop("cell")): line for line in lines}
+
+
+def finished(file: Path) -> Results:
+    """Return the finished cells of a file in the order of the tables."""
+    done = read(file)
+    return {cell: done[cell] for cell in cells() if cell in done}
 
 
 def keep(file: Path, cell: Cell, result: dict[str, Any]) -> None:
@@ -90,19 +117,21 @@ def keep(file: Path, cell: Cell, result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("logistic", "digits"), help="one of the two studies")
+    parser.add_argument("--only", choices=("logistic", *images.STUDIES), help="one of the studies")
+    parser.add_argument("--data", type=Path, help="folder of FashionMNIST's files, which are downloaded if missing")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the fastest for models this small
     file = options.out / "cells.jsonl"
     done = read(file)
     todo = [cell for cell in cells() if cell not in done and options.only in (None, cell.study)]
+    if options.data is None:
+        todo = [cell for cell in todo if cell.study != "fashion_mnist"]
     with tqdm(sorted(todo, key=lambda cell: cell.seed)) as bar:  # a run that is killed leaves whole tables
         for cell in bar:
             bar.set_postfix_str(f"{cell.study}, {cell.split}, {cell.rule}, {cell.prior}, seed {cell.seed}")
-            keep(file, cell, result_of(cell))
-    done = read(file)
-    results = {cell: done[cell] for cell in cells() if cell in done}
+            keep(file, cell, result_of(cell, options.data))
+    results = finished(file)
     text = tables(results)
     curves(results, options.out / "kl.png")
     if options.out == HERE / "results":

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
-from benchmarks.posterior import digits, logistic
-from benchmarks.posterior.report import BEGIN, END, reached, tables
-from benchmarks.posterior.run import HERE, Cell, include, keep, read
+from benchmarks.posterior import images, logistic
+from benchmarks.posterior.report import BEGIN, END, fashion_mnist_bars, reached, rows_of, tables
+from benchmarks.posterior.run import HERE, Cell, finished, include, keep, read, result_of
+from lightning_fedbayes.modules import mlp
+from tests.data.image_files import write_idx
 
 
 def gaussian(mean: float, variance: float) -> fb.GaussianPosterior:
@@ -46,13 +48,45 @@ def test_sites_come_near_the_pooled_posterior_and_averages_do_not(few):
     assert reached(average) == math.inf
 
 
-@pytest.mark.parametrize("partition", [digits.POOLED, fb.IIDPartition(3)], ids=["pooled", "federated"])
-def test_a_small_federation_on_digits_is_scored(partition, monkeypatch):
-    monkeypatch.setattr(digits, "LOCAL_EPOCHS", 8)
-    scores = digits.run(partition, seed=0, rounds=1, hidden=8, fusion="sites")
+@pytest.mark.parametrize("partition", [images.POOLED, fb.IIDPartition(3)], ids=["pooled", "federated"])
+def test_a_small_federation_on_digits_is_scored(partition):
+    study = images.STUDIES["digits"]._replace(network=lambda: mlp(64, 10, [8]), rounds=1, local_epochs=8)
+    scores = images.run(study, partition, seed=0, fusion="sites")
     assert scores["accuracy"] > 0.3
     assert 0 < scores["nll"] < math.log(10)
     assert 0 < scores["mutual_information"] < math.log(10)
+
+
+@pytest.mark.parametrize("rule", ["sites", "fedavg"])
+def test_the_images_in_a_folder_are_trained_on_and_scored(rule, tmp_path, monkeypatch):
+    for part, count in (("train", 120), ("test", 40)):
+        labels = torch.arange(count) % 10
+        pixels = (torch.rand(count, 28, 28) * 255 * (labels + 1)[:, None, None] / 10).to(torch.uint8)
+        write_idx(tmp_path, part, pixels.numpy()[:, None], labels.to(torch.uint8).numpy())
+    monkeypatch.setattr(images, "IMAGES", 120)
+    monkeypatch.setitem(images.STUDIES, "fashion_mnist", images.STUDIES["fashion_mnist"]._replace(rounds=1))
+    monkeypatch.setitem(images.SPLITS, "IID", fb.IIDPartition(2))
+    result = result_of(Cell("fashion_mnist", "IID", rule, "fixed", 0), tmp_path)
+    assert 0 <= result["accuracy"] <= 1
+    assert (result["mutual_information"] > 0) == (rule == "sites")
+    parameters = 44_426 + 41_854 * (rule == "sites")  # of LeNet, and the variances of its last three layers
+    assert result["megabytes"] == pytest.approx(2 * 4e-6 * parameters)
+
+
+def test_bars_compare_with_the_best_rule_of_the_same_seed_and_clients():
+    def cell(rule, nll, ece, accuracy, split="Dirichlet(0.1)"):
+        scores = {"nll": nll, "ece": ece, "accuracy": accuracy, "held_back": 0.0}
+        return {Cell("fashion_mnist", split, rule, "fixed", 0): scores}
+
+    results = {
+        **cell("sites", 0.4, 0.05, 0.8), **cell("fedavg", 0.3, 0.01, 0.806), **cell("linear_pool", 0.5, 0.02, 0.7),
+        **cell("conflation", 0.45, 0.09, 0.7), **cell("weighted_sum", 0.1, 0.0, 0.9, "IID"),
+    }
+    line = fashion_mnist_bars(rows_of(results, "fashion_mnist")).splitlines()[-1]
+    assert [each.strip() for each in line.strip("|").split("|")] == [
+        "Dirichlet(0.1)", "0", "0.400", "0.450 (conflation, fixed)", "0.050", "0.020 (linear_pool, fixed)", "-0.6",
+        "yes", "**no**", "**no**", "0",
+    ]
 
 
 def test_cells_are_kept_and_a_page_takes_their_tables(tmp_path):
@@ -70,4 +104,4 @@ def test_cells_are_kept_and_a_page_takes_their_tables(tmp_path):
 
 
 def test_the_page_shows_the_cells_that_are_stored():
-    assert tables(read(HERE / "results" / "cells.jsonl")) in (HERE / "README.md").read_text()
+    assert tables(finished(HERE / "results" / "cells.jsonl")) in (HERE / "README.md").read_text()
