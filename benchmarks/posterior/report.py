@@ -96,8 +96,9 @@ def scores_table(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str, A
     for (split, rule, prior), seeds in rows.items():
         scores = [mean_and_error([result[key] for result in seeds.values()])
                   for key in ("nll", "ece", "accuracy", "mutual_information")]
-        traffic = "" if rule == "pooled" else f"{next(iter(seeds.values()))['megabytes']:.2f}"
+        sent = [result["megabytes"] for result in seeds.values() if "megabytes" in result and rule != "pooled"]
         where = "" if rule == "pooled" else split
+        traffic = f"{statistics.fmean(sent):.2f}" if sent else ""
         lines.append([where, rule, prior_of(rule, prior), len(seeds), *scores, traffic])
     heads = ["clients", "rule", "prior", "seeds", "NLL", "ECE", "accuracy", "mutual information, nats",
              "MB up per round"]
@@ -148,7 +149,7 @@ def verdict(met: bool) -> str:
 
 def sites(rule: str) -> bool:
     """Return whether a rule is a form of sites."""
-    return rule in ("sites", "pvi", "bayes_admm")
+    return rule.split(",")[0] in ("sites", "pvi", "bayes_admm")
 
 
 def prior_of(rule: str, prior: str) -> str:

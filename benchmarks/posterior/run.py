@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.posterior import images, logistic
 from benchmarks.posterior.report import BAR_SPLIT, BEGIN, END, Results, curves, tables
-from lightning_fedbayes import GaussianPosterior
+from lightning_fedbayes import GaussianPosterior, Sites
 from lightning_fedbayes.quiet import quietly
 
 HERE = Path(__file__).parent
@@ -34,6 +34,8 @@ MORE_RULES = (
 )
 DEFAULT = "reverse_kl_barycenter"
 PRIORS = ("fixed", "global")
+AVERAGED = "sites, pull=None"
+"""Sites whose deterministic parameters are averaged."""
 
 
 class Cell(NamedTuple):
@@ -63,7 +65,7 @@ def cells() -> list[Cell]:
         if split == "IID":
             found += of("fashion_mnist", split, [DEFAULT], ["global"], 3)
         else:
-            found += of("fashion_mnist", split, ["fedavg"], ["fixed"], 3)
+            found += of("fashion_mnist", split, [AVERAGED, "fedavg"], ["fixed"], 3)
             found += of("fashion_mnist", split, [DEFAULT, "linear_pool"], ["global"], 3)
             found += of("fashion_mnist", split, MORE_RULES, ["global"], 1)
             found += of("fashion_mnist", split, [DEFAULT], ["fixed"], 1)
@@ -84,7 +86,7 @@ def breast_cancer() -> tuple[logistic.TensorDataset, GaussianPosterior]:
 
 def result_of(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
     """Run a cell, with the files of images in ``folder``."""
-    options: dict[str, Any] = {"fusion": cell.rule, "prior": cell.prior}
+    options: dict[str, Any] = {"fusion": Sites(pull=None) if cell.rule == AVERAGED else cell.rule, "prior": cell.prior}
     if cell.study == "logistic":
         return logistic.run(*breast_cancer(), logistic.SPLITS[cell.split], ROUNDS, cell.seed, **options)
     study = images.STUDIES[cell.study]
