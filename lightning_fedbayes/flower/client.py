@@ -159,7 +159,7 @@ class _MessageHandler:
                 "client_app(fusion=...) the rule of FusionStrategy"
             )
         kept = StateFile(self.state_folder, client_number(context), config)
-        if own and config["accepted"] and not kept.before:
+        if own and config["accepted"] and client_number(context) not in kept.before:
             raise FederationError(
                 f"client {client_number(context)} has lost its site, which the posterior still counts, and would count "
                 "its data twice: bring its state_folder back, or remove the client from the server's checkpoint"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
@@ -73,6 +74,7 @@ class Engine(ABC):
         self.plan = RoundPlan(-1, ())
         self.prepare: Callable[[Any], Any] | None = None
         self.sites: RoundSites | None = None
+        self._has_warned = False
         self._trained: dict[int, ClientState] = {}
         self._start = 0.0
         self.use(loader)
@@ -109,15 +111,24 @@ class Engine(ABC):
             shares: client → its share of all examples.
 
         Raises:
-            FederationError: the module has no parameters for sites, or other priors than the rule.
+            FederationError: the module has no parameters for sites, other priors than the rule, or other parameters
+                than a client's site.
         """
         if not state:
             self.states = {client: replace(kept, site={}) for client, kept in self.states.items()}
         base = rule.base(posterior, state)
         self.sites = RoundSites(rule, self.model.module, base, shares, self.model.local_names)
+        warnings = [self.sites.check(client, kept.site) for client, kept in self.states.items()]
+        if any(warnings) and not self._has_warned:
+            rank_zero_info(next(filter(None, warnings)))
+            self._has_warned = True
 
     def own_site(self, client: int, posterior: GaussianPosterior) -> tuple[GaussianPosterior, Tensors]:
-        """Return what a client that has trained to ``posterior`` sends, and the site that it keeps, if any."""
+        """Return what a client that has trained to ``posterior`` sends, and the site that it keeps, if any.
+
+        Raises:
+            FusionError: training by sites has found no solution.
+        """
         if self.sites is None:
             return posterior, {}
         return self.sites.sent(client, self.states.get(client, ClientState()).site, posterior)

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.errors import FedBayesError, PosteriorError
+from lightning_fedbayes.errors import FedBayesError, FusionError, PosteriorError
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan
 from lightning_fedbayes.seeding import derive_seed, seed_everything
@@ -181,11 +181,11 @@ class SequentialEngine(Engine):
             device = self.context.device
             metrics = {name: float(mean(torch.tensor(metrics[name], device=device))) for name in sorted(metrics)}
         try:
-            posterior, buffers = self.model.read_posterior(), self.model.read_buffers()
-        except PosteriorError as unreadable:
-            return ClientFailure(client.number, unreadable, client.num_examples, self.seconds())
+            buffers = self.model.read_buffers()
+            posterior, site = self.own_site(client.number, self.model.read_posterior())
+        except (PosteriorError, FusionError) as unusable:
+            return ClientFailure(client.number, unusable, client.num_examples, self.seconds())
         kept = [optimizer.read() for optimizer in self._optimizers] if self.keep_optimizer else []
-        posterior, site = self.own_site(client.number, posterior)
         self._trained[client.number] = ClientState(
             self.model.read_local(), [state for state, _ in kept], [changes for _, changes in kept], site
         )

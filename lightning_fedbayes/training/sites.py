@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.fusion.sites import Sites, natural_of
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
@@ -126,6 +126,29 @@ class RoundSites:
         self._start = _part(base, pulled).flatten()[0]
         self._frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
 
+    def check(self, client: int, site: Tensors) -> str:
+        """Return a warning if a client's ``site`` makes its prior improper, otherwise "".
+
+        Raises:
+            FederationError: the site is of another network.
+        """
+        gaussian = self._natural[0].numel()
+        lengths = {"precision": gaussian, "shift": gaussian, "dual": self._start.numel()}
+        for name, value in site.items():
+            if value.numel() != lengths[name]:
+                raise FederationError(
+                    f"the site of client {client} is of {value.numel()} parameters ({name}), and the network has "
+                    f"{lengths[name]}: go on with the network that it was trained with, or begin anew"
+                )
+        if "precision" not in site or isinstance(self.rule.step, str):
+            return ""
+        improper = int((self.fields(client, site)[0] <= 0).sum())
+        return "" if not improper else (
+            f"The prior of client {client} is improper for {improper} of {gaussian} parameters, because "
+            f"its site outweighs step={self.rule.step} times the global precision. Its problem may have no solution; "
+            "step='share', the default, avoids that."
+        )
+
     def fields(self, client: int, site: Tensors) -> Fields:
         """Return curvature, slope and step of the cavity of a client with this ``site``."""
         precision, shift = self._natural
@@ -191,6 +214,10 @@ class RoundSites:
             client: its number.
             site: before its training.
             posterior: after it.
+
+        Raises:
+            FusionError: it is not finite, and the cavity may have been improper; with the default step the server's
+                check says so.
         """
         kept = {}
         if self.centre:
@@ -203,7 +230,14 @@ class RoundSites:
         trained = _part(posterior, self.parameters)
         steps = self.fields(client, site)[2]
         precision, shift = self.rule.sent(self._natural, natural_of(trained, self._natural[0]), steps)
-        proposal = trained.unflatten(shift / precision, 1 / precision)
+        mean = shift / precision
+        if not isinstance(self.rule.step, str) and not bool(mean.isfinite().all()):
+            raise FusionError(
+                f"client {client}: training by sites has left the finite numbers. With step={self.rule.step} a site "
+                "that outweighs the step times the global precision makes an improper prior, and the client's problem "
+                "may have no solution: leave step='share', the default, which avoids that"
+            )
+        proposal = trained.unflatten(mean, 1 / precision)
         whole = GaussianPosterior({**posterior.mean, **proposal.mean}, {**posterior.variance, **proposal.variance})
         for name, before, after in zip(("precision", "shift"), self._natural, natural_of(proposal, self._natural[0])):
             kept[name] = after - before

@@ -329,6 +329,61 @@ def test_a_failed_client_keeps_the_site_it_had():
     assert float(dual.abs()) > 1e-3
 
 
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_training_that_leaves_the_finite_numbers_fails_that_client_alone(engine, caplog):
+    class Runs(Exact):
+        def expected_loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().expected_loss(x, y) * torch.where(y.abs().max() > 1e3, torch.inf, 1.0)
+
+    x, y = data().tensors
+    parts = {str(k): TensorDataset(x[k::3], y[k::3] + 1e4 * (k == 1)) for k in range(3)}
+    federation = fb.FederatedBayes(fusion=Sites(step=0.1), engine=engine)
+    module = Runs()
+    federate(module, federation, 2, whole(fb.ClientDatasets(parts)))
+    assert [row["failed_clients"] for row in federation.history] == [1, 1]
+    assert "client 1: training by sites has left the finite numbers. With step=0.1 a site" in caplog.text
+    assert not federation.state_dict()["clients"].get(1, {}).get("site")
+    assert fb.read_posterior(module).mean["layer.weight"].isfinite().all()
+
+
+@pytest.mark.parametrize(("step", "warned"), [(0.01, True), ("share", False)])
+def test_an_improper_prior_is_named_once(step, warned, caplog):
+    fit(Exact("lbfgs"), 3, fusion=Sites(step), engine="sequential")
+    found = [each.message for each in caplog.records if "is improper" in each.message]
+    assert len(found) == warned
+    assert all("3 of 3 parameters" in each and "step='share'" in each for each in found)
+
+
+def test_a_site_of_another_network_is_refused():
+    module, federation = Exact(), fb.FederatedBayes(fb.SizesPartition((30, 20, 10)), fusion="sites")
+    trainer = federate(module, federation, 1, whole(data()))
+    federation.federation.engine.states[1].site["precision"] = torch.zeros(5)
+    trainer.fit_loop.max_epochs = 2
+    with pytest.raises(FederationError, match=r"site of client 1 is of 5 parameters .* the network has 3"):
+        trainer.fit(module, whole(data()))
+
+
+def test_a_client_without_data_is_refused_before_training():
+    empty = TensorDataset(*(each[:0] for each in data().tensors))
+    examples = whole(fb.ClientDatasets({"full": data(), "empty": empty}))
+    with pytest.raises(FederationError, match="empty"):
+        federate(Exact(), fb.FederatedBayes(fusion="sites"), 1, examples)
+
+
+def test_clients_in_turn_pass_once_over_the_data_as_streaming_bayes_does():
+    """Undamped, ρ = 1: after one pass a conjugate model is the pooled one, whatever the number of rounds after it."""
+    x, _ = data().tensors
+    module = Exact("lbfgs")
+    federation = fit(module, 3, fusion=Sites(1.0, 1.0, "pvi"), engine="sequential", fraction="turns")
+    assert [row["valid_clients"] for row in federation.history] == [1, 1, 1]
+    assert sorted(federation.state_dict()["clients"]) == [0, 1, 2]
+    after = fb.read_posterior(module)
+    torch.testing.assert_close(1 / after.variance["layer.weight"][0], 1 + (x**2).sum(0) / NOISE**2, rtol=1e-5, atol=0)
+    more = Exact("lbfgs")
+    again = fit(more, 5, fusion=Sites(1.0, 1.0, "pvi"), engine="sequential", fraction="turns")
+    assert again.history[-1]["sites/change"] < 1e-3 < federation.history[-1]["sites/change"]
+
+
 @pytest.mark.parametrize(("options", "warned"), [
     ({"fusion": "conflation", "prior": "global"}, 1), ({"fusion": "weighted_sum", "prior": "global"}, 1),
     ({"fusion": "conflation"}, 0), ({"fusion": "weighted_average", "prior": "global"}, 0),

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.errors import FedBayesError, FusionError
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan, cohort_size
 from lightning_fedbayes.seeding import derive_seed, seed_everything
@@ -245,6 +245,12 @@ class VectorizedEngine(Engine):
             losses, posteriors = self._losses.tolist(), stack.read_posteriors()
         seconds = self.seconds() / len(chunk.clients)
         for slot, number in enumerate(chunk.clients):
+            posterior, site = posteriors[slot], {}
+            try:
+                if slot not in self._failures:
+                    posterior, site = self.own_site(number, posterior)
+            except FusionError as unusable:
+                self._failures[slot] = unusable
             if slot in self._failures:
                 results.append(self._failed(slot, number, seconds))
                 continue
@@ -252,7 +258,6 @@ class VectorizedEngine(Engine):
             if self._batches[slot]:
                 metrics = {"train_loss": losses[slot] / self._batches[slot], **metrics}
             buffers = stack.read_buffers(slot)
-            posterior, site = self.own_site(number, posteriors[slot])
             results.append(ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds))
             kept = [self._kept[slot]] if slot in self._kept else []
             self._trained[number] = ClientState(stack.read_local(slot), kept, site=site)
