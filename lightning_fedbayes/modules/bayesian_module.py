@@ -96,6 +96,14 @@ class BayesianModule(L.LightningModule):
             targets: shape (batch, *).
         """
 
+    def loss_and_nll(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is trained, without the KL, and the NLL that is logged, two scalars; here they are one.
+
+        Override it to train another loss than the negative log-likelihood, such as one that wrong labels harm less.
+        """
+        nll = self.negative_log_likelihood(outputs, targets)
+        return nll, nll
+
     def unpack(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of a batch."""
         inputs, targets = batch
@@ -111,11 +119,11 @@ class BayesianModule(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Negative ELBO per example."""
         inputs, targets = self.unpack(batch)
-        nll = self.negative_log_likelihood(self(inputs), targets)
+        loss, nll = self.loss_and_nll(self(inputs), targets)
         kl, factor = kl_divergence(self.network), self.kl_factor()
         figures = {"train/nll": nll.detach(), "train/kl": kl.detach(), "train/kl_factor": factor}
         self.log_dict(figures, on_step=False, on_epoch=True, batch_size=len(targets))
-        return nll + factor * kl
+        return loss + factor * kl
 
     @property
     def num_examples(self) -> int | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torchmetrics import MetricCollection
 
+from lightning_fedbayes.errors import FedBayesError, check_number
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.metrics import (
     AleatoricUncertainty,
@@ -50,6 +52,34 @@ class ClassPrediction(NamedTuple):
     mutual_information: Tensor
 
 
+def generalized_cross_entropy(logits: Tensor, target: Tensor, exponent: float) -> Tensor:
+    r"""Generalised cross-entropy of each example, :math:`(1 - p_y^\delta) / \delta`, with p the softmax of the logits.
+
+    From :math:`-\log p_y` (:math:`\delta \to 0`) to :math:`1 - p_y` (:math:`\delta = 1`). An example's gradient is that
+    of the cross-entropy times :math:`p_y^\delta`: a label that the network finds improbable counts little.
+
+    When to use it: some labels are wrong. With clean labels the cross-entropy learns faster and is the likelihood.
+
+    Args:
+        logits: shape (batch, classes).
+        target: class of each example, integers, shape (batch,).
+        exponent: :math:`\delta` in [0, 1].
+
+    Returns: shape (batch,).
+
+    Raises:
+        FedBayesError: ``exponent`` is out of range.
+
+    Source: Zhang and Sabuncu 2018, eq. (6); as a loss of federated posteriors Mildner et al. 2025.
+
+    >>> generalized_cross_entropy(torch.zeros(1, 2), torch.tensor([0]), 1.0)
+    tensor([0.5000])
+    """
+    check_number("exponent", exponent, "[0, 1]", error=FedBayesError, why="0 is the cross-entropy, 1 is 1 − p")
+    nll = F.cross_entropy(logits, target, reduction="none")
+    return -torch.expm1(-exponent * nll) / exponent if exponent else nll
+
+
 class HybridBayesianClassifier(BayesianModule):
     r"""Classifies with a network whose last layers are Bayesian.
 
@@ -66,8 +96,11 @@ class HybridBayesianClassifier(BayesianModule):
         init: "fresh", or "pretrained" (MOPED) to start from the network's weights.
         posterior_std: initial standard deviation.
         samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive: see :class:`BayesianModule`.
+        robustness: exponent of :func:`generalized_cross_entropy`, the loss that is trained, in [0, 1]; 0 is the
+            cross-entropy. Logged and scored is the NLL in any case.
 
     Raises:
+        FedBayesError: ``robustness`` or an argument of :class:`BayesianModule` is out of range.
         ConversionError: the network has fewer layers to convert than asked for, or an argument of the conversion is
             given for a network that is taken as it is.
 
@@ -93,7 +126,9 @@ class HybridBayesianClassifier(BayesianModule):
         learning_rate: float = 1e-3,
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
         predictive: Predictive = "layers",
+        robustness: float = 0.0,
     ) -> None:
+        check_number("robustness", robustness, "[0, 1]", error=FedBayesError, why="0 is the cross-entropy")
         super().__init__(
             hybrid(
                 network, layers_to_convert(network, bayesian_last), estimator, prior_std, prior, init, posterior_std
@@ -105,6 +140,7 @@ class HybridBayesianClassifier(BayesianModule):
             optimizer=optimizer,
             predictive=predictive,
         )
+        self.robustness = robustness
         self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
         self._predictive_metrics = MetricCollection(
             {"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}, compute_groups=False
@@ -117,6 +153,11 @@ class HybridBayesianClassifier(BayesianModule):
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy of logits (batch, classes) and classes (batch,), in nats."""
         return F.cross_entropy(outputs, targets)
+
+    def loss_and_nll(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`BayesianModule.loss_and_nll`, with the generalised cross-entropy if ``robustness`` is above 0."""
+        loss, nll = super().loss_and_nll(outputs, targets)
+        return (generalized_cross_entropy(outputs, targets, self.robustness).mean() if self.robustness else loss), nll
 
     def sample_probs(self, inputs: Tensor, samples: int | None = None) -> Tensor:
         """Class probabilities of each draw of the parameters, shape (samples, batch, classes)."""

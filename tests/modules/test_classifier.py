@@ -12,9 +12,9 @@ from torch.utils.data import TensorDataset
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from lightning_fedbayes import HybridBayesianClassifier, bayesianize
-from lightning_fedbayes.errors import ConversionError
+from lightning_fedbayes.errors import ConversionError, FedBayesError
 from lightning_fedbayes.layers import MCDropout, NormalPrior, with_mc_dropout
-from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.modules import generalized_cross_entropy, mlp
 
 from .helpers import labelled, loader, trainer
 
@@ -164,6 +164,56 @@ def test_it_learns():
     run = trainer(max_epochs=15)
     run.fit(model, loader(data, 20, shuffle=True), loader(data, 200))
     assert run.callback_metrics["val/accuracy"] > 0.85
+
+
+# -- robustness --------------------------------------------------------------------------------------------------------
+
+
+def test_the_generalised_cross_entropy_lies_between_the_cross_entropy_and_the_error():
+    logits, target = 3 * torch.randn(40, 5, dtype=torch.float64), torch.randint(0, 5, (40,))
+    probs = logits.softmax(1).gather(1, target[:, None])[:, 0]
+    nll = nn.functional.cross_entropy(logits, target, reduction="none")
+    for exponent in (0.3, 0.8, 1.0):
+        torch.testing.assert_close(
+            generalized_cross_entropy(logits, target, exponent), (1 - probs**exponent) / exponent
+        )
+    assert torch.equal(generalized_cross_entropy(logits, target, 0.0), nll)
+    torch.testing.assert_close(generalized_cross_entropy(logits, target, 1e-9), nll, rtol=1e-6, atol=1e-6)
+
+
+def test_its_gradient_is_that_of_the_cross_entropy_times_a_power_of_the_probability():
+    """Also where the label is impossible: the loss is bounded, and the gradient 0."""
+    logits, target = torch.tensor([[2.0, 0.0, -1.0], [0.0, 900.0, 0.0]], requires_grad=True), torch.tensor([2, 0])
+    (found,) = torch.autograd.grad(generalized_cross_entropy(logits, target, 0.7).sum(), logits)
+    (plain,) = torch.autograd.grad(nn.functional.cross_entropy(logits, target, reduction="sum"), logits)
+    probs = logits.detach().softmax(1).gather(1, target[:, None])
+    torch.testing.assert_close(found, plain * probs**0.7)
+    assert torch.equal(found[1], torch.zeros(3))
+    assert float(generalized_cross_entropy(logits, target, 0.7)[1].detach()) == pytest.approx(1 / 0.7)
+
+
+@pytest.mark.parametrize("robustness", [0.0, 0.8])
+def test_what_is_trained_is_the_robust_loss_and_what_is_logged_the_likelihood(robustness):
+    model = HybridBayesianClassifier(mlp(6, 3, (5,)), bayesian_last=0, robustness=robustness,
+                                     optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+    x, y = labelled(20).tensors
+    before = [each.detach().clone() for each in model.parameters()]
+    nll = nn.functional.cross_entropy(model(x), y).item()
+    gradients = torch.autograd.grad(generalized_cross_entropy(model(x), y, robustness).mean(), [*model.parameters()])
+    run = trainer(max_epochs=1)
+    run.fit(model, loader(TensorDataset(x, y), 20))
+    for start, gradient, end in zip(before, gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(end.detach(), start - gradient)
+    assert float(run.callback_metrics["train/nll"]) == pytest.approx(nll, rel=1e-5)
+    assert model.hparams.robustness == robustness
+
+
+@pytest.mark.parametrize("robustness", [-0.1, 1.5, float("nan"), "0.8"])
+def test_a_robustness_that_is_no_exponent_is_refused(robustness):
+    with pytest.raises(FedBayesError, match=r"robustness=.*in \[0, 1\]"):
+        bayesian(robustness=robustness)
+    with pytest.raises(FedBayesError, match=r"exponent=.*in \[0, 1\]"):
+        generalized_cross_entropy(torch.zeros(1, 2), torch.zeros(1).long(), robustness)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -242,6 +242,16 @@ def test_a_client_with_a_hybrid_network_logs_its_own_elbo():
         torch.testing.assert_close(second.callback_metrics[name], first.callback_metrics[name], rtol=1e-3, atol=1e-4)
 
 
+def test_a_robust_loss_trains_at_once():
+    def make():
+        torch.manual_seed(0)
+        return fb.HybridBayesianClassifier(network(), bayesian_last=0, robustness=0.8, learning_rate=0.01)
+
+    results = both(make, PARTITIONS[1], local_epochs=2)
+    assert_same(results)
+    torch.testing.assert_close(*(trainer.callback_metrics["train/nll"] for _, _, trainer in results))
+
+
 @pytest.mark.parametrize("estimator", ["reparameterization", "local_reparameterization", "flipout"])
 @pytest.mark.parametrize("kind", ["classifier", "regressor", "learnt noise"])
 def test_the_ready_modules_train_at_once(kind, estimator):
