@@ -73,12 +73,16 @@ class Sites(SumRule):
         prior_mean, prior_std: m and s of the layers' own prior.
         pull: :math:`\mu` > 0, FedDyn's :math:`\alpha`, for deterministic parameters: a smaller one lets them go further
             from the global ones. None averages them.
+        renyi: :math:`\alpha` in (0, 1): the divergence from the cavity is
+            :math:`\tfrac{1}{\alpha (\alpha - 1)} \log \int q^\alpha\,\text{cavity}^{1 - \alpha}` in place of the KL,
+            which it is for :math:`\alpha \to 1`. A parameter whose cavity is improper keeps the KL; with the default
+            step there is none. The fixed point is no longer the posterior of the pooled data.
 
     Raises:
         FusionError: an argument is out of range.
 
     Source: Ashman et al. 2022 (:math:`\rho = \alpha = 1`); Möllenhoff et al. 2026 ("admm"); Acar et al. 2021,
-    Algorithm 1 (the pull).
+    Algorithm 1 (the pull); Mildner et al. 2025 (Rényi).
     """
 
     keeps_sites: ClassVar[bool] = True
@@ -87,6 +91,7 @@ class Sites(SumRule):
     def __init__(
         self, step: float | str = "share", damping: float = 0.6, averaging: float | str = "pvi",
         prior_mean: float = 0.0, prior_std: float = 1.0, pull: float | None = 0.1,
+        renyi: float | None = None,
     ) -> None:
         if step != "share":
             why = "it scales the divergence from the cavity; 'share' chooses it for every client"
@@ -101,12 +106,16 @@ class Sites(SumRule):
         if pull is not None:
             why = "it holds deterministic parameters to the global ones; None averages them"
             check_number("pull", pull, "(0, inf)", error=FusionError, why=why)
+        if renyi is not None:
+            why = "beyond, the divergence is infinite for wide posteriors; None, the limit 1, is the KL"
+            check_number("renyi", renyi, "(0, 1)", error=FusionError, why=why)
         self.step = step
         self.damping = damping
         self.averaging = averaging
         self.prior_mean = prior_mean
         self.prior_std = prior_std
         self.pull = pull
+        self.renyi = renyi
 
     # -- at the clients ------------------------------------------------------------------------------------------------
 
@@ -262,7 +271,7 @@ def sites_of(rule: FusionRule) -> str:
     if not isinstance(rule, Sites):
         return ""
     prior = f"N({rule.prior_mean}, {rule.prior_std}²)"
-    return f"step={rule.step}, damping={rule.damping}, prior={prior}, pull={rule.pull}"
+    return f"step={rule.step}, damping={rule.damping}, prior={prior}, pull={rule.pull}, renyi={rule.renyi}"
 
 
 def known_weights(state: RuleState, weights: Mapping[int, float]) -> dict[int, float]:

@@ -15,7 +15,7 @@ from lightning_fedbayes.fusion.sites import Sites, natural_of
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
-from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior
+from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, RenyiCavityPrior
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.training.context import loss_and_rest
 from lightning_fedbayes.training.model import Tensors
@@ -169,7 +169,8 @@ class RoundSites:
             like, shape = parameter.mean, self.base.mean[name].shape
             mean, std = self.base.mean[name].to(like), self.base.variance[name].to(like).sqrt()
             curvature, slope, step = (field.to(like).reshape(*field.shape[:-1], *shape) for field in each)
-            priors[name] = CavityPrior(mean, std, curvature, slope, step)
+            own = mean, std, curvature, slope, step
+            priors[name] = CavityPrior(*own) if self.rule.renyi is None else RenyiCavityPrior(*own, self.rule.renyi)
         return priors
 
     def pull(self, sites: Sequence[Tensors], *, stacked: bool = False) -> Pull | None:

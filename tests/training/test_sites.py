@@ -16,7 +16,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.fusion import Sites
 from lightning_fedbayes.layers import LinearReparameterization, kl_divergence
-from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior
+from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, RenyiCavityPrior
 from tests.federations import Plain, federate
 
 NOISE, EXAMPLES, FEATURES = 0.5, 60, 3
@@ -209,8 +209,8 @@ def test_a_parameter_that_is_frozen_after_rounds_with_a_pull_is_refused():
 @pytest.mark.parametrize("options", [{}, {"fraction": 0.67}, {"local_epochs": 2}, {"clients_at_once": 2}], ids=str)
 @pytest.mark.parametrize(("kind", "rule"), [
     (Exact, Sites()), (Exact, Sites(0.5, 1.0, "admm")), (Exact, Sites(1.0, 0.3, "pvi")), (Mixed, Sites(pull=0.5)),
-    (Squares, Sites(pull=0.5)),
-], ids=["share", "admm", "pvi", "mixed", "squares"])
+    (Squares, Sites(pull=0.5)), (Exact, Sites(renyi=0.5)), (Exact, Sites(0.5, 1.0, "admm", renyi=0.5)),
+], ids=["share", "admm", "pvi", "mixed", "squares", "renyi", "renyi_admm"])
 def test_both_engines_give_one_posterior(kind, rule, options):
     posteriors = []
     for engine in ("sequential", "vectorized"):
@@ -242,13 +242,14 @@ class Two(Exact):
         return ((outputs - y) ** 2).mean() + kl_divergence(self) / self.count
 
 
+@pytest.mark.parametrize("renyi", [None, 0.5])
 @pytest.mark.parametrize("draws", [False, True])
-def test_the_joint_form_of_a_stack_is_that_of_single_clients(draws):
-    """Of the draws, and of the divergence; σ of 1e-13 makes a draw its mean."""
+def test_the_joint_form_of_a_stack_is_that_of_single_clients(draws, renyi):
+    """Of the draws, and of the divergence; σ of 1e-13 makes a draw its mean. Adam's first step is a sign."""
     results = []
     for engine in ("sequential", "vectorized"):
         module = Two(draws)
-        fit(module, 3, fusion=Sites(0.7, 1.0, "admm"), engine=engine, local_epochs=4)  # Adam's first step is a sign
+        fit(module, 3, fusion=Sites(0.7, 1.0, "admm", renyi=renyi), engine=engine, local_epochs=4)
         results.append(fb.read_posterior(module))
     torch.testing.assert_close(results[0].mean, results[1].mean, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(results[0].variance, results[1].variance, rtol=1e-5, atol=1e-12)
@@ -271,6 +272,58 @@ def test_the_cavity_prior_is_the_divergence_from_the_cavity():
     gradients = torch.autograd.grad(cavity.kl(mean, sigma), (mean, sigma))
     for found, closed in zip(gradients, cavity.gradients(mean.detach(), sigma.detach()), strict=True):
         torch.testing.assert_close(found, closed)
+
+
+def cavity_at(curvature: Tensor, order: float | None, slope: float = 0.7) -> CavityPrior:
+    """A cavity of the global posterior N(1, 0.25) and the step 0.3."""
+    own = torch.ones_like(curvature), torch.full_like(curvature, 0.5), curvature, torch.full_like(curvature, slope)
+    step = torch.full_like(curvature, 0.3)
+    return CavityPrior(*own, step) if order is None else RenyiCavityPrior(*own, step, order)
+
+
+@pytest.mark.parametrize("order", [0.1, 0.5, 0.9])
+def test_the_renyi_divergence_is_that_of_numerical_integration(order):
+    """ρ / α(α − 1) log ∫ q^α cavity^(1 − α), less its value at the global posterior; and its gradient."""
+    curvature, step, slope, points = 0.8, 0.3, 0.7, torch.linspace(-60, 60, 400_001, dtype=torch.float64)
+    cavity = torch.distributions.Normal(torch.tensor(1 - slope / curvature, dtype=torch.float64),
+                                        (step / curvature) ** 0.5)
+
+    def integrated(mean: float, std: float) -> Tensor:
+        q = torch.distributions.Normal(torch.tensor(mean, dtype=torch.float64), std)
+        integrand = (order * q.log_prob(points) + (1 - order) * cavity.log_prob(points)).exp()
+        return step / order / (order - 1) * torch.trapezoid(integrand, points).log()
+
+    for mean, std in ((1.0, 0.5), (-1.3, 0.2), (3.0, 2.5), (0.1, 4.0)):
+        q = torch.tensor([mean, std], dtype=torch.float64, requires_grad=True)
+        prior = cavity_at(torch.tensor([curvature], dtype=torch.float64), order)
+        value = prior.kl(q[:1], q[1:])
+        torch.testing.assert_close(value, integrated(mean, std) - integrated(1.0, 0.5), rtol=1e-9, atol=1e-9)
+        closed = torch.cat(prior.gradients(q[:1].detach(), q[1:].detach()))
+        torch.testing.assert_close(torch.autograd.grad(value, q)[0], closed)
+
+
+def test_the_limit_of_the_renyi_divergence_is_the_kl_and_improper_cavities_keep_it():
+    """Their values and gradients are finite and those of the KL, at every order; nearly flat ones are no exception."""
+    generator = torch.Generator().manual_seed(0)
+    curvature = torch.tensor([2.0, 0.3, 1e-12, 1e-30, 0.0, -1e-12, -0.4, -3.0], dtype=torch.float64)
+    mean, std = torch.randn(8, generator=generator).double(), torch.randn(8, generator=generator).double().exp()
+    kl, limit, half = (cavity_at(curvature, order) for order in (None, 1 - 1e-8, 0.5))
+    torch.testing.assert_close(limit.kl(mean, std), kl.kl(mean, std), rtol=1e-6, atol=1e-6)
+    for here, there in zip(limit.gradients(mean, std), kl.gradients(mean, std), strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-6)
+    inputs = mean.clone().requires_grad_(), std.clone().requires_grad_()
+    gradients, closed = torch.autograd.grad(half.kl(*inputs), inputs), half.gradients(mean, std)
+    for found, expected, of_kl in zip(gradients, closed, kl.gradients(mean, std), strict=True):
+        torch.testing.assert_close(found, expected)
+        assert found.isfinite().all()
+        torch.testing.assert_close(expected[4:], of_kl[4:], rtol=1e-12, atol=1e-12)
+        assert not torch.isclose(expected[:2], of_kl[:2], rtol=1e-3).any()
+
+
+@pytest.mark.parametrize("renyi", [0.0, 1.0, 2.5, -0.5, float("nan"), True])
+def test_an_order_without_a_divergence_is_refused(renyi):
+    with pytest.raises(fb.FusionError, match=r"renyi=.*in \(0, 1\)"):
+        Sites(renyi=renyi)
 
 
 class Peer(Plain):

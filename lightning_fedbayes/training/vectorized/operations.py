@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -513,7 +513,7 @@ class StackedCavities:
             mean = torch.cat([part.mean.flatten() for part in parts])
             std = torch.cat([part.std.flatten() for part in parts])
             own = [torch.cat([each.flatten(1) for each in field], 1) for field in zip(*map(_own, parts))]
-            self._joint = CavityPrior(mean, std, *own)
+            self._joint = with_own(replace(parts[0], mean=mean, std=std), own)
 
     @contextmanager
     def installed(self, as_seen: Callable[[CavityPrior], Prior]) -> Iterator[None]:
@@ -552,16 +552,22 @@ class SeenCavity:
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
         """See :meth:`~lightning_fedbayes.layers.priors.CavityPrior.kl`."""
-        return CavityPrior(self._stack.mean, self._stack.std, *map(self._view, _own(self._stack))).kl(mean, std)
+        return with_own(self._stack, map(self._view, _own(self._stack))).kl(mean, std)
 
 
 def _rows_of(cavity: CavityPrior, slots: Slots) -> CavityPrior:
-    return CavityPrior(cavity.mean, cavity.std, *(take_rows(each, slots) for each in _own(cavity)))
+    return with_own(cavity, (take_rows(each, slots) for each in _own(cavity)))
 
 
 def _own(cavity: CavityPrior) -> list[Tensor]:
     """Return what differs between clients."""
     return [cavity.curvature, cavity.slope, cavity.step]
+
+
+def with_own(cavity: CavityPrior, own: Iterable[Tensor]) -> CavityPrior:
+    """Return ``cavity`` with other values of what differs between clients, in the order of curvature, slope, step."""
+    curvature, slope, step = own
+    return replace(cavity, curvature=curvature, slope=slope, step=step)
 
 
 def shared_prior(gaussians: Sequence[GaussianParameter]) -> tuple[float, float] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
-from lightning_fedbayes.layers.priors import CavityPrior
 from lightning_fedbayes.private_torch import (
     has_vmap_primitives,
     to_client_view,
@@ -34,6 +34,7 @@ from lightning_fedbayes.training.vectorized.operations import (
     SeenCavity,
     StackedCavities,
     StackedOperations,
+    with_own,
 )
 from lightning_fedbayes.training.vectorized.swap import ParameterSwap, with_attributes
 
@@ -151,7 +152,7 @@ class StackedStep:
         def step(views: Tensors, stacked: dict[str, Any], batch: Any, fields: list[Tensor]) -> list[Tensor]:
             held, given = {**attributes.shared, **stacked}, iter(fields)
             with nullcontext() if cavities is None else cavities.installed(
-                lambda stack: CavityPrior(stack.mean, stack.std, next(given), next(given), next(given))
+                lambda stack: with_own(stack, islice(given, 3))
             ):
                 outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, ClientOperations())
             assembles.append(assemble)
