@@ -102,7 +102,7 @@ class FusionStrategy(Strategy):
         check_at_least("seed", seed, -LARGEST)
         check_influence(max_influence)
         self.weighting = weighting
-        self.fraction = fraction
+        self.fraction: Fraction = fraction
         self.min_clients = min_clients
         self.wait_for = wait_for
         self.max_failed_rounds = max_failed_rounds
