@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
-from benchmarks.posterior.digits import scores
+from benchmarks.posterior.images import scores
 from lightning_fedbayes.adversaries import flip_labels
 from lightning_fedbayes.callbacks.loggers import markdown_table
 from lightning_fedbayes.modules import mlp

@@ -2,7 +2,7 @@
 
 from lightning_fedbayes.modules.added_kl import with_kl
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
-from lightning_fedbayes.modules.classifier import ClassPrediction, HybridBayesianClassifier, generalized_cross_entropy
+from lightning_fedbayes.modules.classifier import ClassPrediction, HybridBayesianClassifier
 from lightning_fedbayes.modules.deep_ensemble import DeepEnsembleRegressor
 from lightning_fedbayes.modules.linear_regression import BayesianLinearRegression
 from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
@@ -26,7 +26,6 @@ __all__ = [
     "Regressor",
     "draws_from_clients",
     "draws_from_posterior",
-    "generalized_cross_entropy",
     "is_stochastic",
     "lenet",
     "mlp",

@@ -55,10 +55,8 @@ class ClassPrediction(NamedTuple):
 def generalized_cross_entropy(logits: Tensor, target: Tensor, exponent: float) -> Tensor:
     r"""Generalised cross-entropy of each example, :math:`(1 - p_y^\delta) / \delta`, with p the softmax of the logits.
 
-    From :math:`-\log p_y` (:math:`\delta \to 0`) to :math:`1 - p_y` (:math:`\delta = 1`). An example's gradient is that
-    of the cross-entropy times :math:`p_y^\delta`: a label that the network finds improbable counts little.
-
-    When to use it: some labels are wrong. With clean labels the cross-entropy learns faster and is the likelihood.
+    From :math:`-\log p_y` (:math:`\delta \to 0`) to :math:`1 - p_y` (:math:`\delta = 1`). The gradient is that of the
+    cross-entropy times :math:`p_y^\delta`.
 
     Args:
         logits: shape (batch, classes).
@@ -67,15 +65,11 @@ def generalized_cross_entropy(logits: Tensor, target: Tensor, exponent: float) -
 
     Returns: shape (batch,).
 
-    Raises:
-        FedBayesError: ``exponent`` is out of range.
-
-    Source: Zhang and Sabuncu 2018, eq. (6); as a loss of federated posteriors Mildner et al. 2025.
+    Source: Zhang and Sabuncu 2018, eq. (6).
 
     >>> generalized_cross_entropy(torch.zeros(1, 2), torch.tensor([0]), 1.0)
     tensor([0.5000])
     """
-    check_number("exponent", exponent, "[0, 1]", error=FedBayesError, why="0 is the cross-entropy, 1 is 1 − p")
     nll = F.cross_entropy(logits, target, reduction="none")
     return -torch.expm1(-exponent * nll) / exponent if exponent else nll
 
@@ -96,8 +90,11 @@ class HybridBayesianClassifier(BayesianModule):
         init: "fresh", or "pretrained" (MOPED) to start from the network's weights.
         posterior_std: initial standard deviation.
         samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive: see :class:`BayesianModule`.
-        robustness: exponent of :func:`generalized_cross_entropy`, the loss that is trained, in [0, 1]; 0 is the
-            cross-entropy. Logged and scored is the NLL in any case.
+        robustness: :math:`\delta` in [0, 1]. What is trained is the generalised cross-entropy
+            :math:`(1 - p_y^\delta) / \delta`, under which a label that the network finds improbable counts little: for
+            data with wrong labels. 0 is the cross-entropy. Logged and scored is the NLL in any case.
+
+    Source of the robust loss: Zhang and Sabuncu 2018, eq. (6); Mildner et al. 2025.
 
     Raises:
         FedBayesError: ``robustness`` or an argument of :class:`BayesianModule` is out of range.

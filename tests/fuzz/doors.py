@@ -180,7 +180,8 @@ def rules():
         "BayesADMM": {"step": 0.1, "prior_mean": 0.0, "prior_std": 1.0, "pull": 0.1},
         "PartitionedVI": {"damping": 0.3, "prior_mean": 0.0, "prior_std": 1.0},
         "Sites": {
-            "step": 0.1, "damping": 0.5, "averaging": "admm", "prior_mean": 0.0, "prior_std": 1.0, "pull": 0.1
+            "step": 0.1, "damping": 0.5, "averaging": "admm", "prior_mean": 0.0, "prior_std": 1.0, "pull": 0.1,
+            "renyi": None,
         },
         "TrimmedMean": {"trim": 0.1},
     }
@@ -346,7 +347,8 @@ DOORS = {
     ) for shape in ("1d", "2d", "3d", "Transpose1d", "Transpose2d", "Transpose3d")},
     # modules
     "BayesianModule": (Plain, {"network": network(), **OF_MODULE}),
-    "HybridBayesianClassifier": (fb.HybridBayesianClassifier, {"network": network(), **OF_HYBRID}),
+    "HybridBayesianClassifier": (
+        fb.HybridBayesianClassifier, {"network": network(), **OF_HYBRID, "robustness": 0.0}),
     "HybridBayesianRegressor": (
         fb.HybridBayesianRegressor,
         {"network": network(), **OF_HYBRID, "noise": "learnt", "noise_std": 1.0, "targets": None}),
