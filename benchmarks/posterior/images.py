@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from torch import nn
+from torch.utils.data import Dataset, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.data.splits import SplitDataModule
@@ -95,7 +96,7 @@ def run(
     trainer.fit(module, datamodule=data)
     history = federation.history
     return {
-        **scores(module.eval(), data),
+        **scores(module.eval(), data.validation),
         "held_back": sum(each.get("sites/held_back", 0.0) for each in history),
         "megabytes": statistics.fmean(each["megabytes_up"] for each in history),
         "engine": federation.described()["engine"],
@@ -103,10 +104,10 @@ def run(
 
 
 @torch.no_grad()
-def scores(module: fb.HybridBayesianClassifier, data: SplitDataModule) -> dict[str, float]:
-    """Return accuracy, NLL, ECE and mutual information on the examples held out."""
-    assert isinstance(data.validation, torch.utils.data.TensorDataset)
-    inputs, targets = data.validation.tensors
+def scores(module: fb.HybridBayesianClassifier, held_out: Dataset[Any]) -> dict[str, float]:
+    """Return accuracy, NLL, ECE and mutual information on examples held out."""
+    assert isinstance(held_out, TensorDataset)
+    inputs, targets = held_out.tensors
     probs = torch.cat([module.sample_probs(part) for part in inputs.split(2000)], 1)
     mean = probs.mean(0)
     return {
