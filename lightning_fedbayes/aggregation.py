@@ -101,6 +101,7 @@ class Aggregation:
         guard: Guard | None = None,
     ) -> None:
         check_kind("rule", rule, FusionRule, "give a rule object, such as get_rule('conflation')", error=FusionError)
+        check_kind("previous", previous, GaussianPosterior, "give the global posterior", error=FusionError)
         check_mapping("buffers", {} if buffers is None else buffers, Tensor)
         self.rule = rule
         self.guard = guard
