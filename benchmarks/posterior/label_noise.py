@@ -96,7 +96,7 @@ def run(method: Method, share: float, seed: int, rounds: int = ROUNDS) -> dict[s
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
     )
     trainer.fit(module, datamodule=data)
-    return scores(module.eval(), data)
+    return scores(module.eval(), data.validation)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
