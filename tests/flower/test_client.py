@@ -190,3 +190,18 @@ def test_privacy_clips_updates_and_draws_fresh_noise_in_every_run(tmp_path):
 def test_privacy_refuses_buffers_when_the_app_is_made(tmp_path):
     with pytest.raises(FederationError, match="buffers unprotected"):
         client_apps(privacy=fb.UpdatePrivacy(), state_folder=tmp_path)
+
+
+@pytest.mark.parametrize("other", [None, "client-3.pt"])
+def test_a_client_without_its_own_site_is_left_out(tmp_path, other):
+    """Its data are in the posterior: it would count them twice."""
+    apps = {"fusion": "sites", "state_folder": tmp_path}
+    strategy = FusionStrategy("sites", wait_for=4, checkpoint=tmp_path / "server.pt")
+    run(LocalGrid(client_apps(**apps)), strategy, rounds=1)
+    (tmp_path / "client-2.pt").unlink()
+    if other is not None:
+        (tmp_path / other).rename(tmp_path / "client-2.pt")
+    strategy = FusionStrategy("sites", wait_for=4, checkpoint=tmp_path / "server.pt", min_clients=2)
+    grid = LocalGrid(client_apps(**apps))
+    run(grid, strategy, rounds=2)
+    assert [row["valid_clients"] for row in strategy.server.history] == [4, 3 if other is None else 2]
