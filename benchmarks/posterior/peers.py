@@ -12,40 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import lightning as L
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from benchmarks.posterior.images import STD, scores
-from lightning_fedbayes.partition import Partition
 
 SAMPLES = 32
 HIDDEN = (200, 100)
-
-
-@dataclass(frozen=True)
-class GivenPartition(Partition):
-    """The clients that each example was dealt to.
-
-    Args:
-        client: number of the client of every example.
-    """
-
-    client: tuple[int, ...]
-
-    def deal(
-        self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator
-    ) -> Sequence[np.ndarray]:
-        """Return the examples of each client."""
-        client = np.array(self.client)
-        return [np.flatnonzero(client == number) for number in np.unique(client)]
 
 
 def network(features: int, classes: int) -> nn.Sequential:
@@ -57,40 +36,40 @@ def network(features: int, classes: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
 
 
-def load(file: str, validate: bool) -> tuple[TensorDataset, tuple[int, ...], TensorDataset]:
-    """Return the training examples, their clients, and the examples to score. Inputs are scaled to at most 1."""
+def load(file: str, validate: bool) -> tuple[dict[str, TensorDataset], TensorDataset]:
+    """Return each client's training examples, and the examples to score. Inputs are scaled to at most 1."""
     arrays = np.load(file)
     scale = arrays["inputs"].max()
-    inputs, labels, client = torch.from_numpy(arrays["inputs"] / scale), arrays["labels"], arrays["client"]
-    if not validate:
-        test = TensorDataset(torch.from_numpy(arrays["test_inputs"] / scale), torch.from_numpy(arrays["test_labels"]))
-        return TensorDataset(inputs, torch.from_numpy(labels)), tuple(client.tolist()), test
-    order = np.random.default_rng(0).permutation(len(labels))
-    held = np.zeros(len(labels), bool)
-    for number in np.unique(client):
+    inputs, labels, client = (torch.from_numpy(arrays[name]) for name in ("inputs", "labels", "client"))
+    inputs, order = inputs / scale, torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))
+    kept, left_out = {}, []
+    for number in client.unique().tolist():
         own = order[client[order] == number]
-        held[own[: len(own) // 5]] = True
-    kept, left_out = (TensorDataset(inputs[rows], torch.from_numpy(labels[rows])) for rows in (~held, held))
-    return kept, tuple(client[~held].tolist()), left_out
+        count = len(own) // 5 if validate else 0
+        left_out.append(own[:count])
+        kept[str(number)] = TensorDataset(*(each[own[count:].sort().values] for each in (inputs, labels)))
+    if validate:
+        return kept, TensorDataset(*(each[torch.cat(left_out)] for each in (inputs, labels)))
+    test = torch.from_numpy(arrays["test_inputs"] / scale), torch.from_numpy(arrays["test_labels"])
+    return kept, TensorDataset(*test)
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
     """Train a federation on the split and score its global posterior."""
-    train, client, test = load(options.split, options.validate)
+    clients, test = load(options.split, options.validate)
+    features = next(iter(clients.values())).tensors[0].shape[1]
     L.seed_everything(options.seed, verbose=False)
     module = fb.HybridBayesianClassifier(
-        network(train.tensors[0].shape[1], 10), bayesian_last=len(HIDDEN) + 1, posterior_std=STD,
+        network(features, 10), bayesian_last=len(HIDDEN) + 1, posterior_std=STD,
         learning_rate=options.rate, samples=SAMPLES, kl_weight=options.kl_weight,
     )
-    federation = fb.FederatedBayes(
-        GivenPartition(client), local_epochs=options.local_epochs, fusion=options.rule, seed=options.seed
-    )
+    federation = fb.FederatedBayes(local_epochs=options.local_epochs, fusion=options.rule, seed=options.seed)
     trainer = L.Trainer(
         max_epochs=options.rounds, accelerator="cpu", logger=False, callbacks=[federation], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )
     start = time.perf_counter()
-    trainer.fit(module, DataLoader(train, batch_size=options.batch, shuffle=True))
+    trainer.fit(module, DataLoader(fb.ClientDatasets(clients), batch_size=options.batch, shuffle=True))
     seconds = time.perf_counter() - start
     held = sum(each.get("sites/held_back", 0.0) for each in federation.history)
     return {**scores(module.eval(), test), "held_back": held, "seconds": seconds}
