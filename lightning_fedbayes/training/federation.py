@@ -262,7 +262,7 @@ class Federation:
         .. math:: E_q \log p(y \mid x, \theta) - KL(q \| p) / n
 
         with the mean over examples held out in place of the n examples of the clients, of whom the server has none. It
-        grows with the rounds, and is highest at the posterior of the pooled data, as far as the two samples agree.
+        is highest at the posterior of the pooled data, as far as the two samples agree; before, it may fall in a round.
 
         Args:
             of_process: sum of the first term over the examples that this process has scored, and their number.
