@@ -26,7 +26,7 @@ from lightning_fedbayes.weighting import CohortWeights, check_weighting
 
 EngineName = Literal["auto", "sequential", "vectorized"]
 PriorPolicy = Literal["fixed", "global"]
-OptimizerPolicy = Literal["reset", "keep"]
+OptimizerPolicy = Literal["auto", "reset", "keep"]
 BufferPolicy = Literal["average", "local", "frozen"]
 Fusion = str | FusionRule | AutoFusion
 Weighting = str | CohortWeights
@@ -52,7 +52,7 @@ class FederationSettings:
     engine: EngineName = "auto"
     clients_at_once: int | None = None
     prior: PriorPolicy = "fixed"
-    optimizer_state: OptimizerPolicy = "reset"
+    optimizer_state: OptimizerPolicy = "auto"
     buffers: BufferPolicy = "average"
     local_parameters: Sequence[str] = ()
     min_clients: int = 1

@@ -78,7 +78,9 @@ class FederatedBayes(L.Callback):
             a GPU). Results with Bayesian noise depend on it, within the noise.
         prior: "fixed": the layers' own priors in every round. "global": the prior of a round is the global posterior
             that it starts from, as ``dwc`` wants it.
-        optimizer_state: "reset" in every round, or "keep" one per client from round to round.
+        optimizer_state: "reset" in every round, or "keep" one per client from round to round. "auto" keeps it under
+            ``fusion="sites"``, where every round goes on with nearly the same local problem, unless the optimizer is
+            L-BFGS, or holds more than a state per parameter; under every other rule it resets.
         buffers: "average" floating and integer buffers (BatchNorm's statistics) with the client weights; "local":
             every client keeps its own, and the global model gets the average; "frozen": they never change.
         local_parameters: patterns (``fnmatch``, e.g. ``"head.*"``) of parameters and buffers that never leave a
@@ -116,7 +118,7 @@ class FederatedBayes(L.Callback):
         engine: EngineName = "auto",
         clients_at_once: int | None = None,
         prior: PriorPolicy = "fixed",
-        optimizer_state: OptimizerPolicy = "reset",
+        optimizer_state: OptimizerPolicy = "auto",
         buffers: BufferPolicy = "average",
         local_parameters: Sequence[str] = (),
         min_clients: int = 1,

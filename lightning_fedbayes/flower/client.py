@@ -52,7 +52,7 @@ def client_app(
     local_epochs: int = 1,
     fusion: str | FusionRule = "reverse_kl_barycenter",
     prior: PriorPolicy = "fixed",
-    optimizer_state: OptimizerPolicy = "reset",
+    optimizer_state: OptimizerPolicy = "auto",
     buffers: BufferPolicy = "average",
     local_parameters: Sequence[str] = (),
     privacy: UpdatePrivacy | None = None,

@@ -225,9 +225,9 @@ class ClientTraining(L.Callback):
         if settings.prior == "global":
             set_prior(pl_module, task.posterior.to(pl_module.device), exclude=model.local_names)
         assert self._loop is not None
-        keep = settings.optimizer_state == "keep"
+        context = self._loop.context()
         self._engine = SequentialEngine(
-            self._loop.context(), model, self._loader, keep_optimizer=keep, seed=task.seed
+            context, model, self._loader, keep_optimizer=context.keeps_state(settings), seed=task.seed
         )
         self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
         if isinstance(self.rule, Sites):

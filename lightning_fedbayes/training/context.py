@@ -15,6 +15,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fedbayes.fusion import Sites
+from lightning_fedbayes.settings import FederationSettings
+from lightning_fedbayes.training.optimizers import has_own_state
+
 Step = Callable[[Optimizer, int, Mapping[str, Any]], Mapping[str, Any]]
 """A training step of the loop: (optimizer, number of the batch, {"batch": batch, ...}) → what it returned."""
 
@@ -64,6 +68,17 @@ class TrainingContext:
         half = (torch.float16, torch.bfloat16)
         is_full = type(self.precision) in (Precision, DoublePrecision)
         return not is_full or any(parameter.dtype in half for parameter in self.module.parameters())
+
+    def keeps_state(self, settings: FederationSettings) -> bool:
+        """Return True if clients keep the state of their optimizers from round to round.
+
+        Sites need it. The first steps of a new Adam are as long for noise as for a gradient, so with few steps per
+        round local training never settles; sites add up what it leaves (benchmarks/posterior/README.md, FashionMNIST).
+        """
+        if settings.optimizer_state != "auto":
+            return settings.optimizer_state == "keep"
+        keepable = not any(has_own_state(each) or isinstance(each, torch.optim.LBFGS) for each in self.optimizers)
+        return keepable and isinstance(settings.fusion, Sites)
 
 
 def takes_index(module: L.LightningModule) -> bool:

@@ -76,7 +76,7 @@ def make_engine(
         CannotVectorize: "vectorized" is asked for and impossible.
     """
     name = settings.engine
-    keep = settings.optimizer_state == "keep"
+    keep = context.keeps_state(settings)
     names, sizes = loader.clients.names, loader.clients.sizes
     one_by_one = partial(
         SequentialEngine, context, model, loader, is_alone=len(sizes) == 1, keep_optimizer=keep, seed=settings.seed

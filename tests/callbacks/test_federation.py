@@ -179,19 +179,23 @@ def test_dwc_with_the_global_prior_trains():
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_optimizer_state_is_reset_or_kept_per_client():
+@pytest.mark.parametrize(("policy", "fusion", "optimizer", "second_round"), [
+    ("reset", "fedavg", torch.optim.Adam, 0), ("keep", "fedavg", torch.optim.Adam, 4),
+    ("auto", "fedavg", torch.optim.Adam, 0), ("auto", "sites", torch.optim.Adam, 4),
+    ("auto", "sites", torch.optim.LBFGS, 0), ("reset", "sites", torch.optim.Adam, 0),
+])
+def test_optimizer_state_is_reset_or_kept_per_client(policy, fusion, optimizer, second_round):
     class Momentum(Plain):
         def __init__(self):
-            super().__init__(optimizer=lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9))
+            super().__init__(optimizer=lambda p, lr: optimizer(p, lr=lr))
             self.at_start = []
 
         def on_client_start(self, client):
             self.at_start.append((client.round, client.number, len(self.trainer.optimizers[0].state)))
 
-    for policy, second_round in (("reset", 0), ("keep", 4)):
-        module = Momentum()
-        federate(module, fb.FederatedBayes(fb.IIDPartition(2), optimizer_state=policy))
-        assert module.at_start == [(0, 0, 0), (0, 1, 0), (1, 0, second_round), (1, 1, second_round)]
+    module = Momentum()
+    federate(module, fb.FederatedBayes(fb.IIDPartition(2), fusion=fusion, optimizer_state=policy))
+    assert module.at_start == [(0, 0, 0), (0, 1, 0), (1, 0, second_round), (1, 1, second_round)]
 
 
 def test_local_parameters_never_leave_a_client():

@@ -312,7 +312,7 @@ def test_local_parameters_cannot_change_between_runs(tmp_path):
         ({"fusion": "conflation"}, "fusion=conflation (was reverse_kl_barycenter), weighting=none (was train_size)"),
         ({"fraction": 0.8, "weighting": "equal"}, "fraction=0.8 (was 0.6), weighting=equal (was train_size)"),
         ({"local_epochs": 2, "optimizer_state": "keep", "buffers": "frozen"},
-         "local_epochs=2 (was 1), optimizer_state=keep (was reset), buffers=frozen (was average)"),
+         "local_epochs=2 (was 1), optimizer_state=keep (was auto), buffers=frozen (was average)"),
     ],
 )
 def test_other_settings_of_a_resumed_run_are_told_in_one_line(tmp_path, caplog, changed, told):

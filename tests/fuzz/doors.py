@@ -149,7 +149,7 @@ OF_HYBRID = {
 }
 SETTINGS = {
     "partition": None, "local_epochs": 1, "fraction": 1.0, "fusion": "linear_pool", "weighting": "equal",
-    "engine": "auto", "clients_at_once": None, "prior": "fixed", "optimizer_state": "reset", "buffers": "average",
+    "engine": "auto", "clients_at_once": None, "prior": "fixed", "optimizer_state": "auto", "buffers": "average",
     "local_parameters": (), "min_clients": 1, "max_failed_rounds": 3, "max_influence": 2.0,
     "adversaries": (), "privacy": None, "seed": 0,
 }
