@@ -130,7 +130,7 @@ def _stacked(
     shift: float = 0.0, seed: int = SEED,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Return losses and gradients of a step of two clients; to the second one's parameters ``shift`` is added."""
-    stack = ClientStack(model, context.optimizers[0], step, clients, [ClientState()] * 2, frozenset(), {})
+    stack = ClientStack(model, context.optimizers[0], step, clients, [ClientState()] * 2)
     try:
         torch.manual_seed(seed)
         for row in stack.optimizer.rows if shift else ():

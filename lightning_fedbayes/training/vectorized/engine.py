@@ -136,8 +136,8 @@ class VectorizedEngine(Engine):
         states = [self.states.get(client.number, ClientState()) for client in clients]
         probed = self.probed
         return ClientStack(
-            self.model, self.context.optimizers[0], self._step, clients, states, probed.stacked_keys, probed.layouts,
-            self.sites,
+            self.model, self.context.optimizers[0], self._step, clients, states, probed.stacked_keys, probed.counts,
+            probed.layouts, self.sites,
         )
 
     def _prepare(self, batches: list[StackedBatch]) -> Any:

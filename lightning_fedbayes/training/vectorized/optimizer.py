@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,14 +24,15 @@ class StackedOptimizer:
 
     An elementwise optimizer steps many networks as it steps one. The state of a parameter has two parts: tensors of the
     parameter's shape, which are stacked as well, and the rest, such as Adam's number of steps, which clients that step
-    together must share. Clients are of one *kind* if the rest was equal at every step so far.
+    together must share. Clients are of one *kind* if the rest was equal at every step so far. If clients have kept
+    unlike numbers of steps, these become tensors with one entry per row, where the optimizer can compute with such.
 
     Args:
         optimizer: the user's; its ``param_groups`` hold the stacked parameters until :meth:`remove`.
         rows: the parameters of all clients, shape (clients, *), in the optimizer's order; written in place.
         states: optimizer state with which each client starts; empty for a new optimizer.
-        stacked_keys: names of the state that is stacked; see
-            :func:`~lightning_fedbayes.training.vectorized.probe.check_elementwise`.
+        stacked_keys: names of the state that is stacked; see :func:`check_elementwise`.
+        counts: names of the state that can have one entry per row; see :func:`counts_by_row`.
 
     Attributes:
         parameters: the parameters of the selected clients.
@@ -41,7 +43,8 @@ class StackedOptimizer:
         optimizer: Optimizer,
         rows: Sequence[Tensor],
         states: Sequence[OptimizerState],
-        stacked_keys: Collection[str],
+        stacked_keys: frozenset[str],
+        counts: frozenset[str] = frozenset(),
     ) -> None:
         self.optimizer = optimizer
         self.rows = list(rows)
@@ -49,7 +52,10 @@ class StackedOptimizer:
         self.parameters: list[Parameter] = []
         optimizer.state.clear()
         self._stacks: dict[int, dict[str, Tensor]] = {i: {} for i in range(len(rows))}
-        self._stacked_keys = stacked_keys
+        rests = [_without(state, stacked_keys) for state in states]
+        self._counts = frozenset() if all(_equal(rest, rests[0]) for rest in rests) else counts
+        self._stacked_keys = stacked_keys | self._counts
+        self._home: torch.device | str = "cpu"
         self._kinds: list[int] = []
         self._shared: list[dict[int, OptimizerState]] = []  # kind → steps taken → state that is not stacked
         for slot, state in enumerate(states):
@@ -87,7 +93,8 @@ class StackedOptimizer:
 
     def step(self) -> None:
         """Take an optimizer step of the selected clients."""
-        self.optimizer.step()
+        with _counting_by_row(self.optimizer) if self._counts else nullcontext():
+            self.optimizer.step()
         self._steps += 1
 
     def skip(self) -> None:
@@ -118,7 +125,8 @@ class StackedOptimizer:
         for i, parameter in enumerate(self.parameters):
             if parameter in self.optimizer.state:
                 kept[i] = {
-                    key: value[row].clone() if key in self._stacked_keys else _copy(value)
+                    key: (_entry(value, row, self._home) if key in self._counts else
+                          value[row].clone() if key in self._stacked_keys else _copy(value))
                     for key, value in self.optimizer.state[parameter].items()
                 }
         return kept
@@ -159,14 +167,11 @@ class StackedOptimizer:
 
     def _sort(self, slot: int, state: OptimizerState) -> int:
         """Stack the initial state of a client. Returns its kind, by the rest of the state."""
-        rest: OptimizerState = {}
         for i, entries in state.items():
-            rest[i] = {}
-            for key, value in entries.items():
-                if key in self._stacked_keys:
-                    self._stack(i, key, value)[slot] = value
-                else:
-                    rest[i][key] = value
+            for key in entries.keys() & self._stacked_keys:
+                self._stack(i, key, entries[key])[slot] = entries[key]
+                self._home = entries[key].device if key in self._counts else self._home
+        rest = _without(state, self._stacked_keys)
         for kind, by_steps in enumerate(self._shared):
             if _equal(by_steps[0], rest):
                 return kind
@@ -176,12 +181,42 @@ class StackedOptimizer:
     def _stack(self, i: int, key: str, like: Tensor) -> Tensor:
         """Return the stacked state ``key`` of a parameter."""
         if key not in self._stacks[i]:
-            self._stacks[i][key] = torch.zeros_like(self.rows[i], dtype=like.dtype)
+            rows = self.rows[i]
+            like = rows.new_empty(_by_row(rows), dtype=like.dtype) if key in self._counts else rows.to(like.dtype)
+            self._stacks[i][key] = torch.zeros_like(like)
         return self._stacks[i][key]
 
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _without(state: OptimizerState, keys: Collection[str]) -> OptimizerState:
+    """Return what a client's state holds besides ``keys``."""
+    return {i: {key: value for key, value in entries.items() if key not in keys} for i, entries in state.items()}
+
+
+def _by_row(rows: Tensor) -> tuple[int, ...]:
+    """Return the shape (clients, 1, ...) of one number per client, which broadcasts with ``rows``."""
+    return (len(rows), *[1] * (rows.dim() - 1))
+
+
+def _entry(counts: Tensor, row: int, device: torch.device | str) -> Tensor:
+    """Return a client's entry as the optimizer makes it for one network."""
+    return (counts[row] if counts.dim() else counts).detach().reshape(()).clone().to(device)
+
+
+@contextmanager
+def _counting_by_row(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, torch's optimizers compute with their numbers of steps as tensors, which may have one entry per row."""
+    before = [group.get("differentiable") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["differentiable"] = True
+    try:
+        yield
+    finally:
+        for group, value in zip(optimizer.param_groups, before):
+            group["differentiable"] = value
 
 
 def _equal(first: OptimizerState, second: OptimizerState) -> bool:
@@ -260,13 +295,9 @@ def check_elementwise(optimizer: Optimizer) -> frozenset[str]:
             torch.stack([scale * torch.randn(p.shape, generator=random), 100 * torch.randn(p.shape, generator=random)])
             for p in corners
         ]
-        for parameter, gradient in zip(parameters_of(together), gradients):
-            parameter.grad = gradient.to(parameter, copy=True)
-        together.step()
+        _step(together, gradients)
         for slot, single in enumerate(alone):
-            for parameter, gradient in zip(parameters_of(single), gradients):
-                parameter.grad = gradient[slot].to(parameter, copy=True)
-            single.step()
+            _step(single, [gradient[slot] for gradient in gradients])
     for i, parameter in enumerate(parameters_of(together)):
         expected = torch.stack([parameters_of(single)[i].detach() for single in alone])
         if not torch.allclose(parameter.detach(), expected, rtol=1e-4, atol=1e-6, equal_nan=True):
@@ -281,6 +312,57 @@ def check_elementwise(optimizer: Optimizer) -> frozenset[str]:
         for key, value in state.items()
         if isinstance(value, Tensor) and value.shape == parameter.shape
     )
+
+
+def counts_by_row(optimizer: Optimizer, stacked_keys: frozenset[str]) -> frozenset[str]:
+    """Return names of scalar tensors in the state, such as Adam's "step", that can have one entry per row.
+
+    Tried on copies with random gradients: a step of two stacked networks, of which the second has taken some steps
+    before, must be the step of each. Empty if it is not, or the optimizer has no such switch as torch's
+    ``differentiable``, which makes it compute with such a number as a tensor.
+    """
+    if not all(group.get("differentiable") is False for group in optimizer.param_groups):
+        return frozenset()
+    random = torch.Generator().manual_seed(0)
+    own = parameters_of(optimizer)
+    start = [torch.zeros([2, *(min(size, LARGEST) for size in p.shape)], device=p.device) for p in own]
+    try:
+        together, *alone = (_copy_of(optimizer, start) for _ in range(3))
+        for row, (single, steps) in enumerate(zip(alone, (1, STEPS))):
+            set_parameters(single, [Parameter(rows[row].clone()) for rows in start])
+            for _ in range(steps):
+                _step(single, [torch.randn(rows[row].shape, generator=random) for rows in start])
+            for rows, p in zip(start, parameters_of(single)):
+                rows[row] = p.detach()
+        set_parameters(together, [Parameter(rows.clone()) for rows in start])
+        firsts, seconds = ([single.state[p] for p in parameters_of(single)] for single in alone)
+        counts = frozenset(key for state in firsts for key, value in state.items()
+                           if isinstance(value, Tensor) and not value.dim() and key not in stacked_keys)
+        for parameter, first, second in zip(parameters_of(together), firsts, seconds):
+            together.state[parameter] = {
+                key: both.reshape(_by_row(parameter)) if key in counts else both
+                for key, both in ((key, torch.stack([value, second[key]])) for key, value in first.items())
+            }
+        for _ in range(STEPS):
+            gradients = [torch.randn(rows.shape, generator=random) for rows in start]
+            with _counting_by_row(together):
+                _step(together, gradients)
+            for row, single in enumerate(alone):
+                _step(single, [gradient[row] for gradient in gradients])
+    except Exception:  # an optimizer that cannot: its clients step kind by kind
+        return frozenset()
+    for rows, moved, *singles in zip(start, *map(parameters_of, (together, *alone))):
+        move, expected = moved.detach() - rows, torch.stack([single.detach() for single in singles]) - rows
+        if not torch.allclose(move, expected, rtol=1e-3, atol=1e-4 * float(expected.norm())):
+            return frozenset()
+    return counts
+
+
+def _step(optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
+    """Take a step with ``gradients``."""
+    for parameter, gradient in zip(parameters_of(optimizer), gradients):
+        parameter.grad = gradient.to(parameter, copy=True)
+    optimizer.step()
 
 
 def _check_closure(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:

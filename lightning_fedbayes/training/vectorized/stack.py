@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -49,7 +49,7 @@ class ClientStack:
         step: the stacked training step.
         clients: the clients in the stack, slot by slot.
         states: state that each of them has kept from earlier rounds.
-        stacked_keys: see :class:`~lightning_fedbayes.training.vectorized.optimizer.StackedOptimizer`.
+        stacked_keys, counts: see :class:`~lightning_fedbayes.training.vectorized.optimizer.StackedOptimizer`.
         layouts: name of the parameter → layout of its stack.
         sites: the clients' sites in this round; None where the rule has none.
     """
@@ -61,8 +61,9 @@ class ClientStack:
         step: StackedStep,
         clients: Sequence[Client],
         states: Sequence[ClientState],
-        stacked_keys: Collection[str],
-        layouts: Mapping[str, Layout | None],
+        stacked_keys: frozenset[str] = frozenset(),
+        counts: frozenset[str] = frozenset(),
+        layouts: Mapping[str, Layout | None] | None = None,
         sites: RoundSites | None = None,
     ) -> None:
         self.model = model
@@ -70,14 +71,14 @@ class ClientStack:
         names = {id(parameter): name for name, parameter in model.parameters.items()}
         self.names = [names[id(parameter)] for parameter in parameters_of(optimizer)]
         locals_ = [state.local for state in states]
-        rows = [_stack(model.global_parameters[name], name, locals_, layouts.get(name)) for name in self.names]
+        rows = [_stack(model.global_parameters[name], name, locals_, (layouts or {}).get(name)) for name in self.names]
         live = {**dict(model.module.named_buffers()), **model.global_buffers}
         self.buffers = {name: _stack(value, name, locals_) for name, value in live.items()}
         kept: list[OptimizerState] = [state.optimizers[0] if state.optimizers else {} for state in states]
         everything = {**dict(zip(self.names, rows)), **self.buffers}
         # first, because it may fail: nothing has been replaced yet
         self.attributes = start_clients(step.module, clients, step.swap, everything)
-        self.optimizer = StackedOptimizer(optimizer, rows, kept, stacked_keys)
+        self.optimizer = StackedOptimizer(optimizer, rows, kept, stacked_keys, counts)
         own = [state.site for state in states]
         self._cavities, self._pull = None, None
         if sites is not None:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.layers import LinearFlipout, LinearLocalReparameterization, LinearReparameterization
 from lightning_fedbayes.training.vectorized import step
+from lightning_fedbayes.training.vectorized.optimizer import StackedOptimizer
 from tests.federations import CLASSES, FEATURES, Plain, bayesian, blobs, federate, loader, network, parameters
 
 from .modules import Convolutional, Late, Logging, Padded, PerClient, SkipsShort, images, words
@@ -97,6 +98,16 @@ def test_kept_states_of_adam_may_differ_in_their_number_of_steps(optimizer_state
         optimizer_state=optimizer_state,
     )
     assert_same(results)
+
+
+def test_clients_with_unlike_numbers_of_kept_steps_step_together(monkeypatch):
+    """A round takes the steps of the longest client, 12, not those of all clients together, 23."""
+    sizes = []
+    step_of = StackedOptimizer.step
+    monkeypatch.setattr(StackedOptimizer, "step", lambda self: (sizes.append(len(self._selected)), step_of(self)))
+    federation = fb.FederatedBayes(fb.SizesPartition((48, 32, 12)), engine="vectorized", optimizer_state="keep")
+    federate(Plain(optimizer=torch.optim.Adam), federation, 3, loader(blobs(92), batch_size=4))
+    assert sizes == ([3] * 3 + [2] * 5 + [1] * 4) * 3
 
 
 @pytest.mark.parametrize("buffers", ["average", "local", "frozen"])

@@ -14,7 +14,7 @@ import torchmetrics
 from torch import nn
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.training.vectorized.optimizer import check_elementwise
+from lightning_fedbayes.training.vectorized.optimizer import check_elementwise, counts_by_row
 from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader, network, parameters
 
 
@@ -316,6 +316,24 @@ def test_elementwise_optimizers_are_recognised_and_not_changed(name):
     assert not any("exp_avg" in state for state in optimizer.state.values())
     assert optimizer.param_groups[0]["params"][0] is parameters[0]
     assert scheduler.last_epoch == 0
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_numbers_of_steps_may_differ_between_clients_where_torch_computes_with_tensors(name):
+    parameters = [nn.Parameter(torch.randn(20, 30)), nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 3))]
+    optimizer = getattr(torch.optim, name)(parameters, lr=0.1, **ELEMENTWISE[name])
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    has = name in ("Adam", "AdamW", "RMSprop", "Rprop")  # the others have no such number, or take its value
+    assert counts_by_row(optimizer, check_elementwise(optimizer)) == ({"step"} if has else set())
+    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == options
+    assert not any("exp_avg" in state for state in optimizer.state.values())
+
+
+def test_a_number_of_steps_that_all_rows_would_share_is_noticed(monkeypatch):
+    optimizer = torch.optim.Adam([nn.Parameter(torch.randn(20, 30))])
+    keys = check_elementwise(optimizer)
+    monkeypatch.setattr(torch.Tensor, "reshape", lambda self, shape: self[:1].expand(shape))  # the first client's
+    assert counts_by_row(optimizer, keys) == set()
 
 
 def test_optimizers_that_look_at_whole_tensors_are_refused():
