@@ -45,7 +45,8 @@ class InverseVarianceMLE(_InverseVariance):
     bad clients. The likelihood is unbounded (y can be one client's update, whose variance goes to 0), so the method
     starts at the geometric median, which a minority of arbitrary clients cannot move far, keeps variances above ε,
     and bounds the number of iterations. Still y may end at one client's update, mostly with a handful of nearly
-    equal clients; ``ivar_vb`` prevents that.
+    equal clients, and with so few parameters that several clients are equally likely to be it, rounding decides which;
+    ``ivar_vb`` prevents that.
 
     Args:
         memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.

@@ -57,6 +57,15 @@ def test_agrees_with_the_slow_reference(rule, reference, seed, shift):
     torch.testing.assert_close(fused.mean["w"] - shift, reference(updates), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("seed", range(3))
+def test_order_shift_and_scale_do_not_matter_far_from_saddles(rule, seed):
+    _, updates = independent(NOISE, 400, seed)
+    fused = fuse(rule, point_masses(updates), previous=origin(400)).mean["w"]
+    moved = fuse(rule, point_masses(3 - 2 * updates.flip(0)), previous=origin(400, 3)).mean["w"]
+    torch.testing.assert_close((3 - moved) / 2, fused, rtol=0, atol=1e-9)
+
+
 @given(st.integers(0, 1000), st.integers(1, 8), st.integers(1, 50), st.floats(-3, 3))
 @settings(deadline=None, max_examples=50)
 def test_evidence_never_falls(seed, clients, size, order):
