@@ -232,8 +232,7 @@ class ClientTraining(L.Callback):
         self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
         if isinstance(self.rule, Sites):
             begun = {"begun": True} if task.begun else {}
-            shares = {task.client: task.share}
-            self._engine.begin_sites(self.rule, task.posterior.to(pl_module.device), begun, shares)
+            self._engine.begin_sites(self.rule, task.posterior.to(pl_module.device), begun, task.share)
         self._loop.install(self._engine, self._engine.begin_batch, self._end_batch)
         start = getattr(pl_module, "on_federation_start", None)
         if start is not None:

@@ -100,7 +100,7 @@ class Engine(ABC):
         self._trained = {}
 
     def begin_sites(
-        self, rule: Sites, posterior: GaussianPosterior, state: RuleState, shares: Mapping[int, float]
+        self, rule: Sites, posterior: GaussianPosterior, state: RuleState, share: float
     ) -> None:
         """Before a round by sites, let clients take their cavities as priors and keep their sites.
 
@@ -108,7 +108,7 @@ class Engine(ABC):
             rule: the fusion rule.
             posterior: the global posterior that the clients start from.
             state: the rule's state; a rule that begins anew knows of no site, so the clients forget theirs.
-            shares: client → its share of all examples.
+            share: of one client among all, 1 / K.
 
         Raises:
             FederationError: the module has no parameters for sites, other priors than the rule, or other parameters
@@ -117,7 +117,7 @@ class Engine(ABC):
         if not state:
             self.states = {client: replace(kept, site={}) for client, kept in self.states.items()}
         base = rule.base(posterior, state)
-        self.sites = RoundSites(rule, self.model.module, base, shares, self.model.local_names)
+        self.sites = RoundSites(rule, self.model.module, base, share, self.model.local_names)
         warnings = [self.sites.check(client, kept.site) for client, kept in self.states.items()]
         if any(warnings) and not self._has_warned:
             rank_zero_info(next(filter(None, warnings)))

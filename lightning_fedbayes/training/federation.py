@@ -105,9 +105,8 @@ class Federation:
             set_prior(module, self.server.posterior, exclude=self.engine.model.local_names)
         fusion = self.settings.fusion
         if isinstance(fusion, Sites):
-            sizes = self.engine.sizes if self.settings.weighting == "train_size" else [1] * len(self.engine.sizes)
-            shares = {client: size / sum(sizes) for client, size in enumerate(sizes)}
-            self.engine.begin_sites(fusion, self.server.posterior, self.server.rule_state, shares)
+            share = 1 / len(self.engine.sizes)
+            self.engine.begin_sites(fusion, self.server.posterior, self.server.rule_state, share)
         self._warn_of_narrow_variances()
         self.server.begin(plan)
         attackers = assign(self.settings.attacks, self.engine.names, self.settings.seed)

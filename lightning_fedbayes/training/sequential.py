@@ -101,7 +101,7 @@ class SequentialEngine(Engine):
         state = self.states.get(client.number, ClientState())
         self.model.load_client(state.local)
         if self.sites is not None:
-            self.sites.install(client.number, state.site)
+            self.sites.install(state.site)
             self._pull = self.sites.pull([state.site])
         if self._state is not None:
             self._state.restore()

@@ -101,7 +101,7 @@ class RoundSites:
         rule: the fusion rule.
         module: the resident network, whose layers hold their own priors.
         base: see :meth:`~lightning_fedbayes.fusion.Sites.base`.
-        shares: client → its share of all examples.
+        share: of one client among all, 1 / K.
         local: names of Gaussian parameters that never leave a client.
 
     Raises:
@@ -109,11 +109,11 @@ class RoundSites:
     """
 
     def __init__(
-        self, rule: Sites, module: nn.Module, base: GaussianPosterior, shares: Mapping[int, float],
+        self, rule: Sites, module: nn.Module, base: GaussianPosterior, share: float,
         local: Collection[str] = (),
     ) -> None:
         self.rule = rule
-        self.shares = shares
+        self.share = share
         self.module = module
         found = gaussian_parameters(module)
         self.parameters = {name: found[name] for name in base.names if name in found and name not in local}
@@ -142,21 +142,21 @@ class RoundSites:
                 )
         if "precision" not in site or isinstance(self.rule.step, str):
             return ""
-        improper = int((self.fields(client, site)[0] <= 0).sum())
+        improper = int((self.fields(site)[0] <= 0).sum())
         return "" if not improper else (
             f"The prior of client {client} is improper for {improper} of {gaussian} parameters, because "
             f"its site outweighs step={self.rule.step} times the global precision. Its problem may have no solution; "
             "step='share', the default, avoids that."
         )
 
-    def fields(self, client: int, site: Tensors) -> Fields:
+    def fields(self, site: Tensors) -> Fields:
         """Return curvature, slope and step of the cavity of a client with this ``site``."""
         precision, shift = self._natural
         if not site:
-            steps = self.rule.steps(self.shares[client], 0.0, precision)
+            steps = self.rule.steps(self.share, 0.0, precision)
             return steps * precision, torch.zeros_like(shift), steps
         own = {name: value.to(precision.device) for name, value in site.items()}
-        steps = self.rule.steps(self.shares[client], own["precision"], precision)
+        steps = self.rule.steps(self.share, own["precision"], precision)
         slope = own["shift"] - own["precision"] * (shift / precision)
         return steps * precision - own["precision"], slope, steps
 
@@ -198,9 +198,9 @@ class RoundSites:
                 )
         return Pull(self.rule.pull, self.centre, duals)
 
-    def install(self, client: int, site: Tensors) -> None:
+    def install(self, site: Tensors) -> None:
         """Make the cavity of a client with this ``site`` the prior of the network."""
-        priors = self.cavities(self.fields(client, site)) if self.parameters else {}
+        priors = self.cavities(self.fields(site)) if self.parameters else {}
         for name, parameter in self.parameters.items():
             parameter.replace_prior(priors[name])
 
@@ -229,7 +229,7 @@ class RoundSites:
         if not self.parameters:
             return posterior, kept
         trained = _part(posterior, self.parameters)
-        steps = self.fields(client, site)[2]
+        steps = self.fields(site)[2]
         precision, shift = self.rule.sent(self._natural, natural_of(trained, self._natural[0]), steps)
         mean = shift / precision
         if not isinstance(self.rule.step, str) and not bool(mean.isfinite().all()):

@@ -55,7 +55,7 @@ class StackedOptimizer:
         rests = [_without(state, stacked_keys) for state in states]
         self._counts = frozenset() if all(_equal(rest, rests[0]) for rest in rests) else counts
         self._stacked_keys = stacked_keys | self._counts
-        self._home: torch.device | str = "cpu"
+        self._count = torch.zeros(())
         self._kinds: list[int] = []
         self._shared: list[dict[int, OptimizerState]] = []  # kind → steps taken → state that is not stacked
         for slot, state in enumerate(states):
@@ -93,7 +93,9 @@ class StackedOptimizer:
 
     def step(self) -> None:
         """Take an optimizer step of the selected clients."""
-        with _counting_by_row(self.optimizer) if self._counts else nullcontext():
+        states = [(self.optimizer.state.get(parameter, {}), parameter.dim()) for parameter in self.parameters]
+        by_row = any(state[key].dim() == dim for state, dim in states for key in self._counts & state.keys())
+        with _counting_by_row(self.optimizer) if by_row else nullcontext():
             self.optimizer.step()
         self._steps += 1
 
@@ -125,7 +127,7 @@ class StackedOptimizer:
         for i, parameter in enumerate(self.parameters):
             if parameter in self.optimizer.state:
                 kept[i] = {
-                    key: (_entry(value, row, self._home) if key in self._counts else
+                    key: (_entry(value, row, self._count) if key in self._counts else
                           value[row].clone() if key in self._stacked_keys else _copy(value))
                     for key, value in self.optimizer.state[parameter].items()
                 }
@@ -170,7 +172,7 @@ class StackedOptimizer:
         for i, entries in state.items():
             for key in entries.keys() & self._stacked_keys:
                 self._stack(i, key, entries[key])[slot] = entries[key]
-                self._home = entries[key].device if key in self._counts else self._home
+                self._count = entries[key] if key in self._counts else self._count
         rest = _without(state, self._stacked_keys)
         for kind, by_steps in enumerate(self._shared):
             if _equal(by_steps[0], rest):
@@ -182,8 +184,9 @@ class StackedOptimizer:
         """Return the stacked state ``key`` of a parameter."""
         if key not in self._stacks[i]:
             rows = self.rows[i]
-            like = rows.new_empty(_by_row(rows), dtype=like.dtype) if key in self._counts else rows.to(like.dtype)
-            self._stacks[i][key] = torch.zeros_like(like)
+            dtype = torch.float64 if key in self._counts else like.dtype  # as precise as Python's numbers
+            rows = rows.new_empty(_by_row(rows)) if key in self._counts else rows
+            self._stacks[i][key] = torch.zeros_like(rows, dtype=dtype)
         return self._stacks[i][key]
 
 
@@ -201,9 +204,9 @@ def _by_row(rows: Tensor) -> tuple[int, ...]:
     return (len(rows), *[1] * (rows.dim() - 1))
 
 
-def _entry(counts: Tensor, row: int, device: torch.device | str) -> Tensor:
+def _entry(counts: Tensor, row: int, like: Tensor) -> Tensor:
     """Return a client's entry as the optimizer makes it for one network."""
-    return (counts[row] if counts.dim() else counts).detach().reshape(()).clone().to(device)
+    return (counts[row] if counts.dim() else counts).detach().reshape(()).clone().to(like)
 
 
 @contextmanager
@@ -340,7 +343,7 @@ def counts_by_row(optimizer: Optimizer, stacked_keys: frozenset[str]) -> frozens
                            if isinstance(value, Tensor) and not value.dim() and key not in stacked_keys)
         for parameter, first, second in zip(parameters_of(together), firsts, seconds):
             together.state[parameter] = {
-                key: both.reshape(_by_row(parameter)) if key in counts else both
+                key: both.reshape(_by_row(parameter)).double() if key in counts else both
                 for key, both in ((key, torch.stack([value, second[key]])) for key, value in first.items())
             }
         for _ in range(STEPS):

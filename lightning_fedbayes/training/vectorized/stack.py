@@ -86,7 +86,7 @@ class ClientStack:
             if self._pull is not None:
                 self._pull.lay_out(dict(zip(self.names, rows)))
             if sites.parameters:
-                self._cavities = step.cavities(sites, [client.number for client in clients], own)
+                self._cavities = step.cavities(sites, own)
 
     def forward_backward(
         self, slots: Slots, batch: Any, steps: int, batch_idx: int, *, alone: bool, clip: Clip | None = None

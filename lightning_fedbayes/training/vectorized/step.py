@@ -116,9 +116,9 @@ class StackedStep:
             stacks, assemble = self._take(parameters, buffers, attributes, batch, batch_idx, cavities)
         return assemble(stacks)
 
-    def cavities(self, sites: RoundSites, clients: Sequence[int], own: Sequence[Tensors]) -> StackedCavities:
-        """Return the cavities of ``clients`` with these sites of their ``own``."""
-        stacked = StackedCavities(sites, [torch.stack(field) for field in zip(*map(sites.fields, clients, own))])
+    def cavities(self, sites: RoundSites, own: Sequence[Tensors]) -> StackedCavities:
+        """Return the cavities of clients with these sites of their ``own``."""
+        stacked = StackedCavities(sites, [torch.stack(field) for field in zip(*map(sites.fields, own))])
         stacked.join(self._gaussians)
         return stacked
 
