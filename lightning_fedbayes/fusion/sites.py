@@ -26,9 +26,9 @@ r"""Precision :math:`\Lambda = 1/\sigma^2` and shift :math:`\eta = \mu/\sigma^2`
 
 LEAST_SHARE = 0.25
 """Share of its precision that a parameter keeps at least in a round; what would take more is held back."""
-HOLD = 3.0
-"""How firmly the default step holds each of K clients to the global posterior: its cavity has HOLD / K times the global
-precision at least. On losses that are quadratic rounds converge if the damping is at most 2 / (HOLD + 1)."""
+OWN_SHARE = 1.5
+"""Factor of a site's share of the precision in the step of its client. Above 1 the local problem is bounded where the
+loss is convex; a change is then damped enough if the damping is below 2 (OWN_SHARE − 1) / OWN_SHARE."""
 
 
 @register_fusion("sites")
@@ -45,9 +45,9 @@ class Sites(SumRule):
        \lambda(q_k)`, with the prior :math:`\lambda_0` and the sites of *all* clients.
 
     In the first round the prior stands in the place of the global posterior. A client that is absent keeps its site.
-    The default step is that of every client and parameter, :math:`\rho_k = 3 / K + \max(0, \Lambda_k) / \Lambda` for K
-    clients in all. No cavity is improper then: a local problem with a convex loss is bounded. No precision falls below
-    a quarter of its value in one round; what would take it lower is held back for that entry. Figures:
+    The default step is that of every client and parameter, :math:`\rho_k = 1 / K + 1.5 \max(0, \Lambda_k) / \Lambda` for
+    K clients in all. No cavity is improper then: a local problem with a convex loss is bounded. No precision falls
+    below a quarter of its value in one round; what would take it lower is held back for that entry. Figures:
     ``sites/held_back`` counts such entries, ``sites/change`` is the divergence of the new posterior from the old one,
     in nats per parameter, and goes to 0. Clients keep the state of their optimizers, see ``optimizer_state``.
 
@@ -89,7 +89,7 @@ class Sites(SumRule):
     resists: ClassVar[bool] = True  # no update is clipped: the client would keep another site than the server counts
 
     def __init__(
-        self, step: float | str = "share", damping: float = 0.5, averaging: float | str = "pvi",
+        self, step: float | str = "share", damping: float = 0.6, averaging: float | str = "pvi",
         prior_mean: float = 0.0, prior_std: float = 1.0, pull: float | None = 0.1,
         renyi: float | None = None,
     ) -> None:
@@ -150,7 +150,7 @@ class Sites(SumRule):
         """
         if not isinstance(self.step, str):
             return torch.full_like(precision, self.step)
-        return HOLD * share + torch.as_tensor(site_precision).clamp_min(0) / precision
+        return share + OWN_SHARE * torch.as_tensor(site_precision).clamp_min(0) / precision
 
     def sent(self, base: Natural, trained: Natural, steps: Tensor) -> Natural:
         r"""Return :math:`\lambda + \Delta_k`, what a client sends; its precision is at least a quarter of the old one.
