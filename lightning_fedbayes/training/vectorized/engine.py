@@ -25,6 +25,7 @@ from lightning_fedbayes.training.engine import SMALL_STEP, Engine, threads_for
 from lightning_fedbayes.training.loader import FederatedLoader
 from lightning_fedbayes.training.model import ResidentModel
 from lightning_fedbayes.training.vectorized.log import StackedTrainingLog
+from lightning_fedbayes.training.vectorized.optimizer import counts_by_row
 from lightning_fedbayes.training.vectorized.probe import ProbeResult, explained
 from lightning_fedbayes.training.vectorized.schedule import (
     Group,
@@ -75,6 +76,8 @@ class VectorizedEngine(Engine):
         super().__init__(context, model, loader, StackedTrainingLog(context), **options)
         self._step = StackedStep(context, self.log)
         self._clip = clipping(context)
+        optimizer = context.optimizers[0]
+        self._counts = counts_by_row(optimizer, probed.stacked_keys) if self.keep_optimizer else frozenset[str]()
         self._stack: ClientStack | None = None
         self._failures: dict[int, Exception] = {}
         self.prepare = self._prepare
@@ -136,7 +139,7 @@ class VectorizedEngine(Engine):
         states = [self.states.get(client.number, ClientState()) for client in clients]
         probed = self.probed
         return ClientStack(
-            self.model, self.context.optimizers[0], self._step, clients, states, probed.stacked_keys, probed.counts,
+            self.model, self.context.optimizers[0], self._step, clients, states, probed.stacked_keys, self._counts,
             probed.layouts, self.sites,
         )
 

@@ -33,7 +33,7 @@ from lightning_fedbayes.training.model import ResidentModel
 from lightning_fedbayes.training.snapshot import LIBRARIES
 from lightning_fedbayes.training.vectorized.dry_run import check_against_single, check_buffers, dry_run
 from lightning_fedbayes.training.vectorized.log import StackedTrainingLog
-from lightning_fedbayes.training.vectorized.optimizer import check_elementwise, counts_by_row
+from lightning_fedbayes.training.vectorized.optimizer import check_elementwise
 from lightning_fedbayes.training.vectorized.schedule import stack_batches
 from lightning_fedbayes.training.vectorized.stack import ClientStack, Layout, layout_of
 from lightning_fedbayes.training.vectorized.step import StackedStep
@@ -45,7 +45,6 @@ class ProbeResult:
 
     Args:
         stacked_keys: names of the optimizer's state that has the parameter's shape.
-        counts: names of its state that can have one entry per client.
         layouts: name of the parameter → memory layout of its stacked gradient.
         reads_index: ``training_step`` uses the number of the batch.
         flops: floating-point operations of one client's step, in matrix products and convolutions.
@@ -54,7 +53,6 @@ class ProbeResult:
     """
 
     stacked_keys: frozenset[str]
-    counts: frozenset[str]
     layouts: Mapping[str, Layout | None]
     reads_index: bool
     flops: int
@@ -112,8 +110,7 @@ def probe(
         log.remove()
     own = sum(p.numel() * p.element_size() for p in parameters_of(optimizer))
     total = allocations.bytes // 2 + own * (2 + len(stacked_keys))
-    counts = counts_by_row(optimizer, stacked_keys)
-    return ProbeResult(stacked_keys, counts, layouts, index.is_read, flops.get_total_flops() // 2, total, fused_times)
+    return ProbeResult(stacked_keys, layouts, index.is_read, flops.get_total_flops() // 2, total, fused_times)
 
 
 def _first_batch(context: TrainingContext, loader: FederatedLoader, clients: Sequence[Client]) -> Any:
