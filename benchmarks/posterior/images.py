@@ -66,12 +66,13 @@ STUDIES = {
         lambda _, seed: fb.DigitsDataModule(BATCH, seed=seed), lambda: mlp(64, 10, [50]), bayesian_last=2, rounds=20,
         local_epochs=20, rate=0.01, samples=100),
     "fashion_mnist": Study(
-        fashion_mnist, lenet, bayesian_last=3, rounds=20, local_epochs=1, rate=0.003, samples=20),
+        fashion_mnist, lenet, bayesian_last=3, rounds=60, local_epochs=1, rate=0.003, samples=20),
 }
 
 
 def run(
-    study: Study, partition: Partition, seed: int, folder: Path | None = None, bayesian: bool = True, **options: Any
+    study: Study, partition: Partition, seed: int, folder: Path | None = None, bayesian: bool = True,
+    batches: int | None = None, **options: Any,
 ) -> dict[str, Any]:
     """Train a federation and score its global posterior on the examples held out.
 
@@ -81,7 +82,8 @@ def run(
         seed: of the split, the partition, the network and its training.
         folder: with the files of the images.
         bayesian: False: the deterministic network.
-        options: fusion rule and prior of the federation; everything else is its default.
+        batches: of a client in a local epoch at most; None: all.
+        options: fusion rule, prior and treatment of optimizers; everything else is the federation's default.
     """
     L.seed_everything(seed, verbose=False)
     data = study.data(folder, seed)
@@ -92,6 +94,7 @@ def run(
     trainer = L.Trainer(
         max_epochs=study.rounds, accelerator="cpu", logger=False, callbacks=[federation], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+        limit_train_batches=batches,
     )
     trainer.fit(module, datamodule=data)
     history = federation.history

@@ -96,8 +96,8 @@ def scores_table(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str, A
     for (split, rule, prior), seeds in rows.items():
         scores = [mean_and_error([result[key] for result in seeds.values()])
                   for key in ("nll", "ece", "accuracy", "mutual_information")]
-        sent = [result["megabytes"] for result in seeds.values() if "megabytes" in result and rule != "pooled"]
-        where = "" if rule == "pooled" else split
+        sent = [result["megabytes"] for result in seeds.values() if "megabytes" in result and not pooled(rule)]
+        where = "" if pooled(rule) else split
         traffic = f"{statistics.fmean(sent):.2f}" if sent else ""
         lines.append([where, rule, prior_of(rule, prior), len(seeds), *scores, traffic])
     heads = ["clients", "rule", "prior", "seeds", "NLL", "ECE", "accuracy", "mutual information, nats",
@@ -128,7 +128,7 @@ def fashion_mnist_bars(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[
         for seed in sorted(ours_of.keys() & fedavg_of.keys()):
             ours = ours_of[seed]
             rivals = {f"{rule}, {prior}": seeds[seed] for (where, rule, prior), seeds in rows.items()
-                      if where == split and seed in seeds and rule != "fedavg" and not sites(rule)}
+                      if where == split and seed in seeds and not rule.startswith("fedavg") and not sites(rule)}
             line, met = [], []
             for score in ("nll", "ece"):
                 best, name = min(((each[score], name) for name, each in rivals.items()), default=(math.nan, "none"))
@@ -152,9 +152,14 @@ def sites(rule: str) -> bool:
     return rule.split(",")[0] in ("sites", "pvi", "bayes_admm")
 
 
+def pooled(rule: str) -> bool:
+    """Return whether a row is training on pooled data."""
+    return rule.startswith("pooled")
+
+
 def prior_of(rule: str, prior: str) -> str:
     """Return what the clients have as their prior."""
-    return "cavity" if sites(rule) else "" if rule in ("pooled", "fedavg") else prior
+    return "cavity" if sites(rule) else "" if pooled(rule) or rule.startswith("fedavg") else prior
 
 
 def mean_and_error(values: Sequence[float]) -> str:

@@ -29,13 +29,22 @@ ROUNDS = 50
 """Of logistic regression."""
 RULES = ("weighted_average", "reverse_kl_barycenter", "conflation")
 MORE_RULES = (
-    "weighted_average", "wasserstein_barycenter", "log_variance_average", "conflation", "weighted_conflation",
-    "weighted_sum",
+    "linear_pool", "weighted_average", "wasserstein_barycenter", "log_variance_average", "conflation",
+    "weighted_conflation", "weighted_sum", "distributed_weight_consolidation", "gaussian_fit",
 )
 DEFAULT = "reverse_kl_barycenter"
 PRIORS = ("fixed", "global")
-AVERAGED = "sites, pull=None"
-"""Sites whose deterministic parameters are averaged."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sites, pull=None": {"fusion": Sites(pull=None)},
+    "sites, reset": {"fusion": "sites", "optimizer_state": "reset"},
+    f"{DEFAULT}, keep": {"fusion": DEFAULT, "optimizer_state": "keep"},
+    "fedavg, keep": {"fusion": "fedavg", "optimizer_state": "keep"},
+    "pooled": {"partition": images.POOLED},
+    "pooled, short": {"partition": images.POOLED, "batches": 31},
+    "pooled, short, keep": {"partition": images.POOLED, "batches": 31, "optimizer_state": "keep"},
+}
+"""Rows of the images' tables that are more than a rule: its options, what clients do with their optimizers' state, or
+rounds of one client with all data, in "short" ones of as many batches as those of the average client."""
 
 
 class Cell(NamedTuple):
@@ -56,18 +65,16 @@ def cells() -> list[Cell]:
         found += of("logistic", split, ["pvi"], ["fixed"], 1) + of("logistic", split, RULES, PRIORS, 1)
     found += of("digits", "none", ["pooled"], ["fixed"], 5)
     for split in images.SPLITS:
-        several, each = (5, 1) if split == BAR_SPLIT else (3, 3)
-        found += of("digits", split, ["sites"], ["fixed"], several)
-        found += of("digits", split, ["bayes_admm"], ["fixed"], 1) + of("digits", split, RULES, PRIORS, each)
-    found += of("fashion_mnist", "none", ["pooled"], ["fixed"], 3)
+        found += of("digits", split, ["sites"], ["fixed"], 5 if split == BAR_SPLIT else 3)
+        found += of("digits", split, ["bayes_admm"], ["fixed"], 1) + of("digits", split, RULES, PRIORS, 1)
+    found += of("fashion_mnist", "none", ["pooled", "pooled, short", "pooled, short, keep"], ["fixed"], 3)
     for split in images.SPLITS:
-        found += of("fashion_mnist", split, ["sites"], ["fixed"], 3)
-        if split == "IID":
-            found += of("fashion_mnist", split, [DEFAULT], ["global"], 3)
-        else:
-            found += of("fashion_mnist", split, [AVERAGED, "fedavg"], ["fixed"], 3)
-            found += of("fashion_mnist", split, [DEFAULT, "linear_pool"], ["global"], 3)
-            found += of("fashion_mnist", split, MORE_RULES, ["global"], 1)
+        each = 1 if split == "IID" else 3
+        found += of("fashion_mnist", split, ["sites", "fedavg"], ["fixed"], each)
+        found += of("fashion_mnist", split, [DEFAULT], ["global"], each)
+        if split != "IID":
+            found += of("fashion_mnist", split, ["sites, reset", "sites, pull=None", "fedavg, keep"], ["fixed"], 1)
+            found += of("fashion_mnist", split, [f"{DEFAULT}, keep", *MORE_RULES], ["global"], 1)
             found += of("fashion_mnist", split, [DEFAULT], ["fixed"], 1)
     return found
 
@@ -86,14 +93,12 @@ def breast_cancer() -> tuple[logistic.TensorDataset, GaussianPosterior]:
 
 def result_of(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
     """Run a cell, with the files of images in ``folder``."""
-    options: dict[str, Any] = {"fusion": Sites(pull=None) if cell.rule == AVERAGED else cell.rule, "prior": cell.prior}
+    options = {"prior": cell.prior, **VARIANTS.get(cell.rule, {"fusion": cell.rule})}
     if cell.study == "logistic":
         return logistic.run(*breast_cancer(), logistic.SPLITS[cell.split], ROUNDS, cell.seed, **options)
-    study = images.STUDIES[cell.study]
-    if cell.rule == "pooled":
-        return images.run(study, images.POOLED, cell.seed, folder)
-    return images.run(
-        study, images.SPLITS[cell.split], cell.seed, folder, bayesian=cell.rule != "fedavg", **options)
+    partition = options.pop("partition", images.SPLITS.get(cell.split))
+    bayesian = not cell.rule.startswith("fedavg")
+    return images.run(images.STUDIES[cell.study], partition, cell.seed, folder, bayesian=bayesian, **options)
 
 
 def read(file: Path) -> Results:
