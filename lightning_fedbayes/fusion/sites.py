@@ -45,7 +45,7 @@ class Sites(SumRule):
        \lambda(q_k)`, with the prior :math:`\lambda_0` and the sites of *all* clients.
 
     In the first round the prior stands in the place of the global posterior. A client that is absent keeps its site.
-    The default step is that of every client and parameter, :math:`\rho_k = 1/K + 1.5 \max(0, \Lambda_k) / \Lambda` for K
+    The default step is of every client and parameter, :math:`\rho_k = 1/K + 1.5 \max(0, \Lambda_k) / \Lambda` for K
     clients in all. No cavity is improper then: a local problem with a convex loss is bounded. No precision falls below
     a quarter of its value in one round; what would take it lower is held back for that entry. Figures:
     ``sites/held_back`` counts such entries, ``sites/change`` is the divergence of the new posterior from the old one,
