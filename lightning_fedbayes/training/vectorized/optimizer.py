@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,11 +93,17 @@ class StackedOptimizer:
 
     def step(self) -> None:
         """Take an optimizer step of the selected clients."""
-        states = [(self.optimizer.state.get(parameter, {}), parameter.dim()) for parameter in self.parameters]
-        by_row = any(state[key].dim() == dim for state, dim in states for key in self._counts & state.keys())
-        with _counting_by_row(self.optimizer) if by_row else nullcontext():
+        if self._counts and self._has_rows():
+            with _counting_by_row(self.optimizer):
+                self.optimizer.step()
+        else:
             self.optimizer.step()
         self._steps += 1
+
+    def _has_rows(self) -> bool:
+        """Return True if the numbers of steps in the optimizer's state have one entry per row."""
+        states = [(self.optimizer.state.get(parameter, {}), parameter.dim()) for parameter in self.parameters]
+        return any(state[key].dim() == dim for state, dim in states for key in self._counts & state.keys())
 
     def skip(self) -> None:
         """Count a step that ``training_step`` has skipped."""
