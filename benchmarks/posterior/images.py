@@ -42,6 +42,7 @@ class Study(NamedTuple):
         local_epochs: of a round.
         rate: of Adam.
         samples: Monte Carlo samples of a prediction.
+        kl_weight: of the loss; 1 is the ELBO.
     """
 
     data: Callable[[Path | None, int], SplitDataModule]
@@ -51,6 +52,7 @@ class Study(NamedTuple):
     local_epochs: int
     rate: float
     samples: int
+    kl_weight: float = 1.0
 
 
 def fashion_mnist(folder: Path | None, seed: int) -> SplitDataModule:
@@ -68,6 +70,8 @@ STUDIES = {
     "fashion_mnist": Study(
         fashion_mnist, lenet, bayesian_last=3, rounds=60, local_epochs=1, rate=0.003, samples=20),
 }
+STUDIES["digits_hybrid"] = STUDIES["digits"]._replace(bayesian_last=1, local_epochs=5)
+STUDIES["fashion_mnist_tempered"] = STUDIES["fashion_mnist"]._replace(kl_weight=0.1)
 
 
 def run(
@@ -89,7 +93,9 @@ def run(
     data = study.data(folder, seed)
     layers: dict[str, Any] = {"bayesian_last": study.bayesian_last, "posterior_std": STD} if bayesian else {
         "bayesian_last": 0}
-    module = fb.HybridBayesianClassifier(study.network(), learning_rate=study.rate, samples=study.samples, **layers)
+    module = fb.HybridBayesianClassifier(
+        study.network(), learning_rate=study.rate, samples=study.samples, kl_weight=study.kl_weight, **layers
+    )
     federation = fb.FederatedBayes(partition, local_epochs=study.local_epochs, seed=seed, **options)
     trainer = L.Trainer(
         max_epochs=study.rounds, accelerator="cpu", logger=False, callbacks=[federation], enable_checkpointing=False,

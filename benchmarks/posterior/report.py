@@ -46,8 +46,14 @@ def tables(results: Results) -> str:
         parts += ["### Logistic regression", logistic_table(rows), bars_by_round(rows)]
     if rows := rows_of(results, "digits"):
         parts += ["### Digits", scores_table(rows), digits_bars(rows)]
+    if rows := rows_of(results, "digits_hybrid"):
+        parts += ["### Digits, last layer Bayesian", scores_table(rows)]
     if rows := rows_of(results, "fashion_mnist"):
         parts += ["### FashionMNIST", scores_table(rows), fashion_mnist_bars(rows)]
+        fedavg = {key: seeds for key, seeds in rows.items() if key[1] == "fedavg"}  # which has no KL to weigh
+        if tempered := rows_of(results, "fashion_mnist_tempered"):
+            rows = {**fedavg, **tempered}
+            parts += ["### FashionMNIST, KL weight 0.1", scores_table(rows), fashion_mnist_bars(rows)]
     return "\n\n".join(parts)
 
 
