@@ -87,7 +87,7 @@ def cells() -> list[Cell]:
         found += of("fashion_mnist_tempered", split, ["sites"], ["fixed"], 3)
         found += of("fashion_mnist_tempered", split, [DEFAULT], ["global"], 3)
         found += of("fashion_mnist_tempered", split, MORE_RULES[:-1], ["global"], 1)
-        found += of("fashion_mnist_tempered", split, [DEFAULT], ["fixed"], 1)
+        found += of("fashion_mnist_tempered", split, [DEFAULT, "gaussian_fit"], ["fixed"], 1)
     return found
 
 
