@@ -58,6 +58,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         HybridBayesianRegressor,
         with_kl,
     )
+    from lightning_fedbayes.optim import IVON
     from lightning_fedbayes.partition import ClassPartition, DirichletPartition, IIDPartition, SizesPartition
     from lightning_fedbayes.plan import RoundPlan
     from lightning_fedbayes.posterior import GaussianPosterior
@@ -67,6 +68,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
     from lightning_fedbayes.trainer import ClientParallelStrategy
 
 __all__ = [
+    "IVON",
     "ALittleIsEnough",
     "AutoFusion",
     "BayesianLinearRegression",
@@ -130,7 +132,7 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "adversaries", "callbacks", "data", "errors", "fusion", "layers", "messages", "modules", "partition", "plan",
+    "adversaries", "callbacks", "data", "errors", "fusion", "layers", "messages", "modules", "optim", "partition", "plan",
     "posterior", "privacy", "server", "settings", "trainer",
 )
 """Rooms that the public names come from."""

@@ -145,6 +145,16 @@ def version_if_any(tensor: Tensor) -> int | None:
         return None
 
 
+class Foreach:
+    """torch's operations on lists of tensors: ``foreach.add_(tensors, others)`` is one call for all of them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, f"_foreach_{name}")
+
+
+foreach = Foreach()
+
+
 def has_gradient_hook(parameter: Tensor) -> bool:
     """Return whether somebody has registered a hook on the gradient of ``parameter``."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))

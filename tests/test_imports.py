@@ -20,7 +20,7 @@ LEVELS = (
     ("aggregation",),
     ("server",),
     ("metrics",),
-    ("layers",),
+    ("layers", "optim"),
     ("data",),
     ("modules",),
     ("privacy",),

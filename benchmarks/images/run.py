@@ -27,7 +27,7 @@ from benchmarks.images.report import Finished, choices, common_settings, failure
 from benchmarks.images.settings import Settings
 from benchmarks.images.store import Store
 from benchmarks.images.study import Study, only, read_study
-from lightning_fedbayes.callbacks.wandb_account import prepare_wandb
+from lightning_fedbayes.callbacks.loggers import prepare_wandb
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.quiet import quietly
 

@@ -11,9 +11,9 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_fedbayes.callbacks.loggers import prepare_wandb
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
-from lightning_fedbayes.callbacks.wandb_account import prepare_wandb
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.plan import Batching, Fraction, RoundPlan, plan_round, share_of
 from lightning_fedbayes.posterior import GaussianPosterior

@@ -1,16 +1,29 @@
-"""Figures and tables for the loggers of a Trainer."""
+"""Figures and tables for the loggers of a Trainer; Weights & Biases without an account."""
 
 from __future__ import annotations
 
+import configparser
 import csv
+import netrc
+import os
 from collections.abc import Sequence
+from contextlib import redirect_stderr
+from functools import cache
+from io import StringIO
 from pathlib import Path
+from urllib.parse import urlparse
 
 import lightning as L
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
 
 Row = Sequence[str | float]
+
+DECIDED = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+"""Environment variables by which a user has said how to log."""
+
+ANONYMOUS = "The anonymous setting has no effect and will be removed in a future version."
+"""Warning of wandb 0.31 about an argument that Lightning's WandbLogger always passes."""
 
 
 def log_figure(trainer: L.Trainer, name: str, figure: Figure, round: int) -> None:
@@ -76,3 +89,52 @@ def _file(logger: CSVLogger, name: str, suffix: str) -> Path:
     folder = Path(logger.log_dir)
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{name.replace('/', '_')}.{suffix}"
+
+
+@cache
+def prepare_wandb() -> None:
+    """Log offline without an account, and keep a warning back that is not about anything that a user has written.
+
+    Called when the callback is made, since the Trainer starts its loggers before it calls any hook.
+    """
+    go_offline_without_account()
+    import wandb
+
+    with redirect_stderr(StringIO()):  # what wandb has said once it does not repeat
+        wandb.termwarn(ANONYMOUS, repeat=False)
+
+
+def go_offline_without_account() -> None:
+    """Set ``WANDB_MODE=offline`` unless it is set already or an account is configured.
+
+    Without an account ``wandb.init`` asks on a terminal and fails elsewhere. It must not ask wandb itself
+    (``wandb.login``): that would fix wandb's settings before the variable is set.
+    """
+    if any(name in os.environ for name in DECIDED) or has_account(server()):
+        return
+    os.environ["WANDB_MODE"] = "offline"  # wandb itself says so when a run starts
+
+
+def server() -> str:
+    """Host name of the W&B server that the user has configured, or of the public one."""
+    import wandb
+
+    url = os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
+    folder = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
+    config = configparser.ConfigParser()
+    config.read(folder / "settings")
+    if "WANDB_BASE_URL" not in os.environ:
+        url = config.get("default", "base_url", fallback=url)
+    return urlparse(url).hostname or url
+
+
+def has_account(host: str) -> bool:
+    """Return True if ``wandb login`` has stored a key for ``host`` in the user's netrc file."""
+    places = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
+    for place in places:
+        try:
+            if netrc.netrc(Path(place).expanduser()).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False

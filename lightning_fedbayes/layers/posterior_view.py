@@ -121,6 +121,8 @@ class PosteriorView:
     Args:
         module: any network; its own layers, bayesian-torch's and deterministic ones.
         exclude: posterior names to leave out, such as those that stay with the client.
+        variances: name → variance of parameters of no Bayesian layer that have one beside the module; :meth:`load`
+            replaces the entries.
 
     Raises:
         PosteriorError: two parameters would have one name, or ``exclude`` names a parameter that is not there.
@@ -130,7 +132,9 @@ class PosteriorView:
     ('weight', 'bias')
     """
 
-    def __init__(self, module: nn.Module, exclude: Collection[str] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, exclude: Collection[str] = (), variances: dict[str, Tensor] | None = None
+    ) -> None:
         gaussian = gaussian_parameters(module)
         exclude = check_strings("exclude", exclude, "give names of parameters", error=PosteriorError)
         by_mean = {id(each.mean): (name, each) for name, each in gaussian.items()}
@@ -150,7 +154,8 @@ class PosteriorView:
                 raise PosteriorError(f"cannot exclude '{name}': no such parameter; {nearest(name, entries)}")
         self._entries = {name: entry for name, entry in entries.items() if name not in exclude}
         plain = {name: entry for name, entry in self._entries.items() if not isinstance(entry, GaussianParameter)}
-        self._plain = plain if len(plain) == len(self._entries) else None
+        self._variances = {} if variances is None else variances
+        self._plain = plain if len(plain) == len(self._entries) and not self._variances else None
 
     def read(self) -> GaussianPosterior:
         """The posterior now: means are detached *views* of the live parameters, variances are new tensors."""
@@ -164,14 +169,14 @@ class PosteriorView:
                     variance[name] = entry.variance
             else:
                 mean[name] = parameter_of(entry).detach()
-                variance[name] = zeros_like(mean[name])
+                variance[name] = self._variances[name] if name in self._variances else zeros_like(mean[name])
         return GaussianPosterior(mean, variance)
 
     @torch.no_grad()
     def load(self, posterior: GaussianPosterior) -> None:
         """Write ``posterior`` into the parameters, in place; loading an unchanged ``read()`` changes no bit.
 
-        A parameter keeps its dtype. A deterministic parameter takes the mean, whatever the variance. A Gaussian
+        A parameter keeps its dtype. A deterministic parameter takes the mean, and the variance where it has one. A Gaussian
         parameter of variance 0 takes the smallest σ that layers represent (1e-19 in float32): almost a point mass.
 
         Raises:
@@ -183,6 +188,8 @@ class PosteriorView:
             mean = posterior.mean[name]
             if not isinstance(entry, GaussianParameter):
                 parameter_of(entry).copy_(mean)
+                if name in self._variances:
+                    self._variances[name] = posterior.variance[name].to(parameter_of(entry), copy=True)
                 continue
             entry.mean.copy_(mean)
             rho, variance = entry.rho, posterior.variance[name].to(entry.rho)

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fedbayes.training.model import Tensors
-
 
 @dataclass(frozen=True)
 class Client:
@@ -43,10 +41,10 @@ class ClientState:
         site: the client's factor of the posterior, see :mod:`~lightning_fedbayes.training.sites`; empty for none.
     """
 
-    local: Tensors = field(default_factory=dict)
+    local: dict[str, Tensor] = field(default_factory=dict)
     optimizers: list[dict[int, dict[str, Any]]] = field(default_factory=list)
     options: list[list[dict[str, Any]]] = field(default_factory=list)
-    site: Tensors = field(default_factory=dict)
+    site: dict[str, Tensor] = field(default_factory=dict)
 
 
 def options_of(optimizer: Any) -> list[dict[str, Any]]:

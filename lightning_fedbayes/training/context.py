@@ -10,13 +10,16 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins import DoublePrecision, Precision
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.fusion import Sites
+from lightning_fedbayes.optim import IVON
 from lightning_fedbayes.settings import FederationSettings
+from lightning_fedbayes.training.learned import LearnedPosterior
 from lightning_fedbayes.training.optimizers import has_own_state
 
 Step = Callable[[Optimizer, int, Mapping[str, Any]], Mapping[str, Any]]
@@ -79,6 +82,33 @@ class TrainingContext:
             return settings.optimizer_state == "keep"
         keepable = not any(has_own_state(each) or isinstance(each, torch.optim.LBFGS) for each in self.optimizers)
         return keepable and isinstance(settings.fusion, Sites)
+
+
+    def learned_posterior(self) -> LearnedPosterior | None:
+        """Return the posterior that an :class:`~lightning_fedbayes.IVON` among the optimizers learns; None without one.
+
+        Raises:
+            FederationError: the Trainer does not let it take its draws.
+        """
+        found = [each for each in self.optimizers if isinstance(each, IVON)]
+        if not found:
+            return None
+        if self.accumulate != 1:
+            raise FederationError(
+                f"accumulate_grad_batches={self.accumulate} with fb.IVON, which draws the parameters anew in every "
+                "step: batches in between would be taken at the mean. Use larger batches, or IVON(samples=...)"
+            )
+        if self.mean_over_processes is not None:
+            raise FederationError(
+                "strategy='ddp' with fb.IVON: every process would draw other parameters, and their gradients are "
+                "averaged before IVON sees them; use strategy='fedbayes', which shares out the clients"
+            )
+        if type(self.precision) is MixedPrecision and self.precision.precision == "16-mixed":
+            raise FederationError(
+                "precision='16-mixed' with fb.IVON: the gradient scaler takes gradients before IVON draws; use "
+                "'bf16-mixed'"
+            )
+        return LearnedPosterior(found[0], self.module)
 
 
 def takes_index(module: L.LightningModule) -> bool:

@@ -24,6 +24,7 @@ from lightning_fedbayes.training.context import Step, TrainingContext
 from lightning_fedbayes.training.loader import FederatedLoader
 from lightning_fedbayes.training.log import Collected, TrainingLog
 from lightning_fedbayes.training.model import ResidentModel, Tensors
+from lightning_fedbayes.training.optimizers import OptimizerState
 from lightning_fedbayes.training.sites import RoundSites
 
 Trained = tuple[Collected, dict[int, dict[str, Any]]]
@@ -117,11 +118,26 @@ class Engine(ABC):
         if not state:
             self.states = {client: replace(kept, site={}) for client, kept in self.states.items()}
         base = rule.base(posterior, state)
-        self.sites = RoundSites(rule, self.model.module, base, share, self.model.local_names)
+        self.sites = RoundSites(rule, self.model, base, share)
         warnings = [self.sites.check(client, kept.site) for client, kept in self.states.items()]
         if any(warnings) and not self._has_warned:
             rank_zero_info(next(filter(None, warnings)))
             self._has_warned = True
+
+    def optimizer_states(self, client: Client, state: ClientState) -> list[OptimizerState]:
+        """Return the states with which a client's optimizers start; none if they are new.
+
+        One that learns a posterior starts from the global one.
+
+        Args:
+            client: that starts.
+            state: what it has kept.
+        """
+        if self.model.learned is None:
+            return state.optimizers
+        kept = state.optimizers[0] if state.optimizers else {}
+        priors = None if self.sites is None else self.sites.priors(state.site)
+        return [self.model.learned.start(kept, client.num_examples, priors, state.local)]
 
     def own_site(self, client: int, posterior: GaussianPosterior) -> tuple[GaussianPosterior, Tensors]:
         """Return what a client that has trained to ``posterior`` sends, and the site that it keeps, if any.

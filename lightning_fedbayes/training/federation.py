@@ -15,7 +15,6 @@ from lightning_fedbayes.aggregation import Aggregate
 from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.exchange import ALONE, Collective
 from lightning_fedbayes.fusion import AutoFusion, Sites
-from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.messages import ClientFailure, ClientOutcome, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan, share_of
 from lightning_fedbayes.posterior import GaussianPosterior
@@ -102,7 +101,7 @@ class Federation:
         self.share = share_of(plan, collective.rank, collective.size)
         self.stage = "training"
         if self.settings.prior == "global":
-            set_prior(module, self.server.posterior, exclude=self.engine.model.local_names)
+            self.engine.model.set_prior(self.server.posterior)
         fusion = self.settings.fusion
         if isinstance(fusion, Sites):
             share = 1 / len(self.engine.sizes)
@@ -283,7 +282,7 @@ class Federation:
     def restore_priors(self) -> None:
         """Give the layers their own priors back."""
         if self.settings.prior == "global":
-            set_prior(self.engine.model.module, None)
+            self.engine.model.set_prior(None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the federation at the end of the last finished round."""
@@ -292,4 +291,5 @@ class Federation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave; the module's parameters are restored by its own checkpoint."""
         self.server.load_state_dict(state)
+        self.engine.model.load_variances(self.server.posterior)
         self.engine.load_state_dict(state["clients"])

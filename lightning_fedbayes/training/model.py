@@ -11,9 +11,11 @@ from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
 from lightning_fedbayes.errors import FederationError, nearest
+from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.layers.posterior_view import PosteriorView, gaussian_parameters
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.settings import BufferPolicy
+from lightning_fedbayes.training.learned import LearnedPosterior, variance_of
 
 Tensors = dict[str, Tensor]
 
@@ -24,6 +26,7 @@ class ResidentModel:
     Args:
         module: the network. Its parameter objects stay the same for the whole fit, so optimizers keep theirs.
         local_parameters: patterns (``fnmatch``) of parameters and buffers that never leave a client.
+        learned: the posterior of parameters outside of Bayesian layers; None: they are point masses.
         buffers: treatment of floating-point and integer buffers such as BatchNorm's running statistics:
             "average" (weighted mean over the clients), "local" (every client keeps its own; the global model gets
             their average) or "frozen" (they never change).
@@ -36,9 +39,11 @@ class ResidentModel:
     """
 
     def __init__(
-        self, module: nn.Module, local_parameters: Sequence[str] = (), buffers: BufferPolicy = "average"
+        self, module: nn.Module, local_parameters: Sequence[str] = (), buffers: BufferPolicy = "average",
+        learned: LearnedPosterior | None = None,
     ) -> None:
         self.module = module
+        self.learned = learned
         self.policy = buffers
         parameters = dict(module.named_parameters())
         check_real(parameters)
@@ -49,7 +54,7 @@ class ResidentModel:
         self.local_parameters = _matches(local_parameters, parameters, aliases, buffer_names)
         local = set(self.local_parameters)
         self.local_names = {aliases[name] for name in local if name in aliases}
-        self.view = PosteriorView(module, exclude=self.local_names)
+        self.view = PosteriorView(module, self.local_names, None if learned is None else learned.variances)
         if not self.view.read().names:
             raise FederationError(
                 f"local_parameters={list(local_parameters)} keeps every parameter on the clients; nothing is left to "
@@ -61,12 +66,14 @@ class ResidentModel:
         self._local_buffer_names = [name for name in buffer_names if name in local]
         self.global_parameters: Tensors = {}
         self.global_buffers: Tensors = {}
+        self._global_variances: Tensors = {}
         self.remember_global()
 
     def remember_global(self) -> None:
         """Take the module's present parameters and buffers as the global model."""
         self.global_parameters = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.global_buffers = self._read_buffers([*self.buffer_names, *self._local_buffer_names])
+        self._global_variances = {} if self.learned is None else dict(self.learned.variances)
 
     def has_changed(self) -> bool:
         """Return True if the module does not hold the global model, bit by bit."""
@@ -85,6 +92,26 @@ class ResidentModel:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.global_parameters[name])
         self._write_buffers(self.global_buffers)
+        self.load_global_variances()
+
+    def load_global_variances(self) -> None:
+        """Put the variances of the global model beside the module."""
+        if self.learned is not None:
+            self.learned.variances.update(self._global_variances)
+
+    def load_variances(self, posterior: GaussianPosterior) -> None:
+        """Make the variances of ``posterior`` beside the module those of the global model."""
+        if self.learned is not None:
+            own = {name: posterior.variance[name] for name in self.learned.variances if name in posterior.variance}
+            self.learned.variances.update(own)
+            self._global_variances.update(own)
+
+    def set_prior(self, posterior: GaussianPosterior | None) -> None:
+        """Make ``posterior`` the prior of the parameters that are federated; None brings their own back."""
+        exclude = () if posterior is None else self.local_names
+        set_prior(self.module, posterior, exclude)
+        if self.learned is not None:
+            self.learned.set_prior(posterior, exclude)
 
     def load_posterior(self, posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> None:
         """Make ``posterior`` and ``buffers`` the global model and copy it into the module.
@@ -103,11 +130,11 @@ class ResidentModel:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Inside, other posteriors may be loaded; afterwards the global model is what it was, bit by bit."""
-        parameters, buffers = self.global_parameters, self.global_buffers
+        before = self.global_parameters, self.global_buffers, self._global_variances
         try:
             yield
         finally:
-            self.global_parameters, self.global_buffers = parameters, buffers
+            self.global_parameters, self.global_buffers, self._global_variances = before
             self.load_global()
 
     def _restore_shapes(self) -> None:
@@ -123,7 +150,7 @@ class ResidentModel:
             with torch.no_grad():
                 for name, parameter in self._local_parameters.items():
                     parameter.copy_(local[name])
-            self._write_buffers({name: value for name, value in local.items() if name not in self._local_parameters})
+            self._write_buffers({name: local[name] for name in self._kept_buffer_names})
 
     def read_posterior(self) -> GaussianPosterior:
         """Return the client's posterior: views of the module's parameters, valid until they change."""
@@ -143,10 +170,16 @@ class ResidentModel:
         return {name: value.detach().clone() for name, value in self.kept_values().items()}
 
     def kept_values(self) -> Tensors:
-        """Return the module's own local parameters and buffers, not copied."""
-        names = self._local_buffer_names + (self.buffer_names if self.policy == "local" else [])
+        """Return the module's own local parameters with their variances, if any, and buffers, not copied."""
+        names = self._kept_buffer_names
         live = dict(self.module.named_buffers()) if names else {}
-        return {**self._local_parameters, **{name: live[name] for name in names}}
+        learned = {} if self.learned is None else self.learned.variances
+        variances = {variance_of(name): learned[name] for name in self._local_parameters if name in learned}
+        return {**self._local_parameters, **{name: live[name] for name in names}, **variances}
+
+    @property
+    def _kept_buffer_names(self) -> list[str]:
+        return self._local_buffer_names + (self.buffer_names if self.policy == "local" else [])
 
     def _read_buffers(self, names: Sequence[str]) -> Tensors:
         """Return copies of the named buffers."""

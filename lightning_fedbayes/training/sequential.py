@@ -105,9 +105,9 @@ class SequentialEngine(Engine):
             self._pull = self.sites.pull([state.site])
         if self._state is not None:
             self._state.restore()
+        states = self.optimizer_states(client, state)
         for i, optimizer in enumerate(self._optimizers):
-            kept = state.optimizers[i] if state.optimizers else {}
-            optimizer.reset(kept, state.options[i] if state.options else ())
+            optimizer.reset(states[i] if states else {}, state.options[i] if state.options else ())
         on_client_start = getattr(self.model.module, "on_client_start", None)
         if on_client_start is not None:
             try:
@@ -180,6 +180,8 @@ class SequentialEngine(Engine):
         if mean is not None:  # each process has seen its part of every batch
             device = self.context.device
             metrics = {name: float(mean(torch.tensor(metrics[name], device=device))) for name in sorted(metrics)}
+        if self.model.learned is not None:
+            self.model.learned.finish()
         try:
             buffers = self.model.read_buffers()
             posterior, site = self.own_site(client.number, self.model.read_posterior())

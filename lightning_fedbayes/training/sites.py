@@ -8,17 +8,17 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fedbayes.errors import FederationError, FusionError
 from lightning_fedbayes.fusion.sites import Sites, natural_of
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
-from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, RenyiCavityPrior
+from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, Prior, RenyiCavityPrior
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.training.context import loss_and_rest
-from lightning_fedbayes.training.model import Tensors
+from lightning_fedbayes.training.model import ResidentModel, Tensors
 
 Fields = tuple[Tensor, Tensor, Tensor]
 """Curvature, slope and step of a cavity, see :class:`~lightning_fedbayes.layers.priors.CavityPrior`, shape (P,)."""
@@ -99,28 +99,30 @@ class RoundSites:
 
     Args:
         rule: the fusion rule.
-        module: the resident network, whose layers hold their own priors.
+        model: the resident network, whose Gaussian parameters hold their own priors.
         base: see :meth:`~lightning_fedbayes.fusion.Sites.base`.
         share: of one client among all, 1 / K.
-        local: names of Gaussian parameters that never leave a client.
+
+    Attributes:
+        parameters: the Gaussian parameters of layers that have sites, by name.
+        names: of all parameters that have sites.
 
     Raises:
         FederationError: the network has no such parameter, or one whose prior is not the rule's.
     """
 
-    def __init__(
-        self, rule: Sites, module: nn.Module, base: GaussianPosterior, share: float,
-        local: Collection[str] = (),
-    ) -> None:
+    def __init__(self, rule: Sites, model: ResidentModel, base: GaussianPosterior, share: float) -> None:
         self.rule = rule
         self.share = share
-        self.module = module
-        found = gaussian_parameters(module)
-        self.parameters = {name: found[name] for name in base.names if name in found and name not in local}
-        check_priors(rule, self.parameters)
-        self.base = _part(base, self.parameters)
+        self.module = module = model.module
+        found, learned = gaussian_parameters(module), model.learned
+        self.parameters = {name: found[name] for name in base.names if name in found and name not in model.local_names}
+        self._learned = [] if learned is None else [name for name in base.names if name in learned.variances]
+        self.names = [name for name in base.names if name in self.parameters or name in self._learned]
+        check_priors(rule, self.parameters, {} if learned is None else {n: learned.prior(n) for n in self._learned})
+        self.base = _part(base, self.names)
         self._natural = natural_of(self.base, self.base.flatten()[0])
-        pulled = [] if rule.pull is None else [name for name in base.names if name not in self.parameters]
+        pulled = [] if rule.pull is None else [name for name in base.names if name not in self.names]
         self.centre = {name: base.mean[name].to(torch.promote_types(base.mean[name].dtype, torch.float32))
                        for name in pulled}
         self._start = _part(base, pulled).flatten()[0]
@@ -165,10 +167,9 @@ class RoundSites:
         lengths = [value.numel() for value in self.base.mean.values()]
         priors = {}
         parts = zip(*(field.split(lengths, -1) for field in fields))
-        for (name, parameter), each in zip(self.parameters.items(), parts, strict=True):
-            like, shape = parameter.mean, self.base.mean[name].shape
-            mean, std = self.base.mean[name].to(like), self.base.variance[name].to(like).sqrt()
-            curvature, slope, step = (field.to(like).reshape(*field.shape[:-1], *shape) for field in each)
+        for (name, mean), each in zip(self.base.mean.items(), parts, strict=True):
+            std = self.base.variance[name].sqrt()
+            curvature, slope, step = (field.to(mean).reshape(*field.shape[:-1], *mean.shape) for field in each)
             own = mean, std, curvature, slope, step
             priors[name] = CavityPrior(*own) if self.rule.renyi is None else RenyiCavityPrior(*own, self.rule.renyi)
         return priors
@@ -198,8 +199,15 @@ class RoundSites:
                 )
         return Pull(self.rule.pull, self.centre, duals)
 
+    def priors(self, site: Tensors) -> dict[str, CavityPrior]:
+        """Return the cavities of a client with this ``site`` for the parameters outside of Bayesian layers."""
+        if not self._learned:
+            return {}
+        cavities = self.cavities(self.fields(site))
+        return {name: cavities[name] for name in self._learned}
+
     def install(self, site: Tensors) -> None:
-        """Make the cavity of a client with this ``site`` the prior of the network."""
+        """Make the cavity of a client with this ``site`` the prior of the network's layers."""
         priors = self.cavities(self.fields(site)) if self.parameters else {}
         for name, parameter in self.parameters.items():
             parameter.replace_prior(priors[name])
@@ -226,9 +234,9 @@ class RoundSites:
             kept["dual"] = self.rule.pull * (self._start - _part(posterior, self.centre).flatten()[0])
             if "dual" in site:
                 kept["dual"] += site["dual"].to(self._start.device)
-        if not self.parameters:
+        if not self.names:
             return posterior, kept
-        trained = _part(posterior, self.parameters)
+        trained = _part(posterior, self.names)
         steps = self.fields(site)[2]
         precision, shift = self.rule.sent(self._natural, natural_of(trained, self._natural[0]), steps)
         mean = shift / precision
@@ -247,22 +255,32 @@ class RoundSites:
         return whole, kept
 
 
-def check_priors(rule: Sites, parameters: dict[str, GaussianParameter]) -> None:
-    """Raise FederationError unless all ``parameters`` have the prior of ``rule``, and there are some or it pulls."""
-    if not parameters and rule.pull is None:
+def check_priors(
+    rule: Sites, parameters: Mapping[str, GaussianParameter], learned: Mapping[str, Prior] | None = None
+) -> None:
+    """Raise FederationError unless all Gaussian parameters have the prior of ``rule``, and there are some or it pulls.
+
+    Args:
+        rule: the fusion rule.
+        parameters: of layers.
+        learned: the priors of others.
+    """
+    if not parameters and not learned and rule.pull is None:
         raise FederationError(
             "fusion='sites' federates a posterior, and the module has no Gaussian parameter that is federated: make "
-            "layers Bayesian, as by fb.bayesianize(module, last=1), take fusion='weighted_average', or leave pull= at "
-            "its default, which is FedDyn"
+            "layers Bayesian, as by fb.bayesianize(module, last=1), train with fb.IVON, take "
+            "fusion='weighted_average', or leave pull= at its default, which is FedDyn"
         )
+    priors = dict(learned or {})
     for name, parameter in parameters.items():
         if not isinstance(parameter.layer, BayesianLayer):
             raise FederationError(
                 f"fusion='sites': '{name}' is of {type(parameter.layer).__module__}, whose prior must be proper; "
                 "a cavity need not be. Use a layer of this package, such as fb.bayesianize makes"
             )
-        own = parameter.layer.priors[parameter.path]
-        wanted = NormalPrior(rule.prior_mean, rule.prior_std)
+        priors[name] = parameter.layer.priors[parameter.path]
+    wanted = NormalPrior(rule.prior_mean, rule.prior_std)
+    for name, own in priors.items():
         if not isinstance(own, NormalPrior) or (own.mean, own.std) != (wanted.mean, wanted.std):
             raise FederationError(
                 f"fusion='sites': '{name}' has the prior {own}, and the rule counts {wanted}; give the rule the "

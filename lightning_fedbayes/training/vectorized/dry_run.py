@@ -130,13 +130,14 @@ def _stacked(
     shift: float = 0.0, seed: int = SEED,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Return losses and gradients of a step of two clients; to the second one's parameters ``shift`` is added."""
-    stack = ClientStack(model, context.optimizers[0], step, clients, [ClientState()] * 2)
+    stack = ClientStack(model, context.optimizers[0], step, clients, [ClientState()] * 2, [{}] * 2)
     try:
         torch.manual_seed(seed)
         for row in stack.optimizer.rows if shift else ():
             if row.is_floating_point():
                 row[1] += shift
-        losses, _ = stack.forward_backward(range(2), data, 0, 1, alone=True)
+        stack.optimizer.select(range(2), 0, alone=True)
+        losses, _ = stack.forward_backward(range(2), data, 1)
         gradients = zip(stack.names, stack.optimizer.parameters)
         return losses, {name: p.grad.clone() for name, p in gradients if p.grad is not None}
     finally:

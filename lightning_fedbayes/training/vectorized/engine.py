@@ -77,7 +77,8 @@ class VectorizedEngine(Engine):
         self._step = StackedStep(context, self.log)
         self._clip = clipping(context)
         optimizer = context.optimizers[0]
-        self._counts = counts_by_row(optimizer, probed.stacked_keys) if self.keep_optimizer else frozenset[str]()
+        has_state = self.keep_optimizer or model.learned is not None
+        self._counts = counts_by_row(optimizer, probed.stacked_keys) if has_state else frozenset[str]()
         self._stack: ClientStack | None = None
         self._failures: dict[int, Exception] = {}
         self.prepare = self._prepare
@@ -137,10 +138,11 @@ class VectorizedEngine(Engine):
     def stack(self, clients: Sequence[Client]) -> ClientStack:
         """Stack the networks of ``clients`` at their start."""
         states = [self.states.get(client.number, ClientState()) for client in clients]
+        begun = [self.optimizer_states(client, state) for client, state in zip(clients, states)]
         probed = self.probed
         return ClientStack(
-            self.model, self.context.optimizers[0], self._step, clients, states, probed.stacked_keys, self._counts,
-            probed.layouts, self.sites,
+            self.model, self.context.optimizers[0], self._step, clients, states,
+            [each[0] if each else {} for each in begun], probed.stacked_keys, self._counts, probed.layouts, self.sites,
         )
 
     def _prepare(self, batches: list[StackedBatch]) -> Any:
@@ -205,9 +207,12 @@ class VectorizedEngine(Engine):
         assert self._stack is not None
         optimizer = self._stack.optimizer
         try:
-            losses, rest = self._stack.forward_backward(
-                slots, data, group.step, self._index(slots[0], group.step), alone=group.alone, clip=self._clip
-            )
+            index = self._index(slots[0], group.step)
+            optimizer.select(slots, group.step, alone=group.alone)
+            losses, rest = None, {}
+            for _ in range(optimizer.draws):
+                with optimizer.drawn():
+                    losses, rest = self._stack.forward_backward(slots, data, index, clip=self._clip)
         except (MisconfigurationException, FedBayesError):
             raise  # an error in the set-up, the same for every client
         except Exception as error:

@@ -490,7 +490,8 @@ class StackedCavities:
 
     def __init__(self, sites: RoundSites, fields: Sequence[Tensor]) -> None:
         self._sites = sites
-        self._stacks = sites.cavities(fields)
+        cavities = sites.cavities(fields)
+        self._stacks = {name: cavities[name] for name in sites.parameters}
         self._joint: CavityPrior | None = None
         self._installed: dict[tuple[int, str], Prior] = {}
         self._chosen: dict[tuple[int, ...], StackedCavities] = {}

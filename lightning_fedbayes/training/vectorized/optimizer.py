@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_fedbayes.errors import CannotVectorize
+from lightning_fedbayes.optim import IVON
 from lightning_fedbayes.training.client import options_of, parameters_of
 from lightning_fedbayes.training.optimizers import OptimizerState, has_own_state
 from lightning_fedbayes.training.vectorized.schedule import Slots, put_rows, slots_of, take_rows
@@ -93,7 +94,7 @@ class StackedOptimizer:
 
     def step(self) -> None:
         """Take an optimizer step of the selected clients."""
-        if self._counts and self._has_rows():
+        if self._counts and not isinstance(self.optimizer, IVON) and self._has_rows():
             with _counting_by_row(self.optimizer):
                 self.optimizer.step()
         else:
@@ -107,7 +108,25 @@ class StackedOptimizer:
 
     def skip(self) -> None:
         """Count a step that ``training_step`` has skipped."""
+        if isinstance(self.optimizer, IVON):
+            self.optimizer.forget()
         self._steps += 1
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Inside, the parameters of the selected clients are draws, if the optimizer takes gradients there."""
+        with self.optimizer.sampled() if isinstance(self.optimizer, IVON) else nullcontext():
+            yield
+
+    @property
+    def draws(self) -> int:
+        """Number of draws, and of evaluations of the loss, per step."""
+        return self.optimizer.samples if isinstance(self.optimizer, IVON) else 1
+
+    @property
+    def stacked_state(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """Number of the parameter → name → state of all clients, shape (clients, *); after :meth:`write_back`."""
+        return self._stacks
 
     def write_back(self) -> None:
         """Write parameters and state of the selected clients into :attr:`rows` and the stacked state."""
@@ -285,6 +304,8 @@ def check_elementwise(optimizer: Optimizer) -> frozenset[str]:
     Raises:
         CannotVectorize: it is not, for example because the optimizer takes norms of whole tensors.
     """
+    if isinstance(optimizer, IVON):
+        return IVON.stacked_keys
     if has_own_state(optimizer):
         name = type(optimizer).__name__
         raise CannotVectorize(f"{name} holds more than a state per parameter, which clients would share")
@@ -330,6 +351,8 @@ def counts_by_row(optimizer: Optimizer, stacked_keys: frozenset[str]) -> frozens
     before, must be the step of each. Empty if it is not, or the optimizer has no such switch as torch's
     ``differentiable``, which makes it compute with such a number as a tensor.
     """
+    if isinstance(optimizer, IVON):
+        return IVON.counts
     if not all(group.get("differentiable") is False for group in optimizer.param_groups):
         return frozenset()
     random = torch.Generator().manual_seed(0)

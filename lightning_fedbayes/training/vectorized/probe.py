@@ -90,7 +90,7 @@ def probe(
         with threads_for(0), context.watched(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of operations that are slow in a stack, or the same ones as in training
             with dry_run(module, optimizer) as check_unchanged:
-                stack = ClientStack(model, optimizer, step, clients, [ClientState()] * 2)
+                stack = ClientStack(model, optimizer, step, clients, [ClientState()] * 2, [{}] * 2)
                 try:
                     with flops, allocations:
                         layouts = _layouts(stack, data, index)
@@ -130,7 +130,7 @@ def _layouts(stack: ClientStack, data: Any, index: int) -> dict[str, Layout | No
     for name, parameter in zip(stack.names, stack.optimizer.parameters):
         if parameter.requires_grad:
             parameter.register_hook(lambda gradient, name=name: layouts.update({name: layout_of(gradient)}))
-    stack.forward_backward(range(2), data, 0, index, alone=True)
+    stack.forward_backward(range(2), data, index)
     return layouts
 
 

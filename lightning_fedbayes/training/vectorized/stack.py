@@ -17,6 +17,7 @@ from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.private_torch import register_pytree_node, tree_leaves, tree_map
 from lightning_fedbayes.training.client import Client, ClientState, parameters_of
 from lightning_fedbayes.training.context import TrainingContext
+from lightning_fedbayes.training.learned import variance_of
 from lightning_fedbayes.training.model import ResidentModel, Tensors
 from lightning_fedbayes.training.optimizers import OptimizerState
 from lightning_fedbayes.training.sites import RoundSites
@@ -49,6 +50,7 @@ class ClientStack:
         step: the stacked training step.
         clients: the clients in the stack, slot by slot.
         states: state that each of them has kept from earlier rounds.
+        starts: state of each one's optimizer at its start.
         stacked_keys, counts: see :class:`~lightning_fedbayes.training.vectorized.optimizer.StackedOptimizer`.
         layouts: name of the parameter → layout of its stack.
         sites: the clients' sites in this round; None where the rule has none.
@@ -61,6 +63,7 @@ class ClientStack:
         step: StackedStep,
         clients: Sequence[Client],
         states: Sequence[ClientState],
+        starts: Sequence[OptimizerState],
         stacked_keys: frozenset[str] = frozenset(),
         counts: frozenset[str] = frozenset(),
         layouts: Mapping[str, Layout | None] | None = None,
@@ -74,12 +77,12 @@ class ClientStack:
         rows = [_stack(model.global_parameters[name], name, locals_, (layouts or {}).get(name)) for name in self.names]
         live = {**dict(model.module.named_buffers()), **model.global_buffers}
         self.buffers = {name: _stack(value, name, locals_) for name, value in live.items()}
-        kept: list[OptimizerState] = [state.optimizers[0] if state.optimizers else {} for state in states]
         everything = {**dict(zip(self.names, rows)), **self.buffers}
         # first, because it may fail: nothing has been replaced yet
         self.attributes = start_clients(step.module, clients, step.swap, everything)
-        self.optimizer = StackedOptimizer(optimizer, rows, kept, stacked_keys, counts)
+        self.optimizer = StackedOptimizer(optimizer, rows, starts, stacked_keys, counts)
         own = [state.site for state in states]
+        self._variances: Tensors = {}
         self._cavities, self._pull = None, None
         if sites is not None:
             self._pull = sites.pull(own, stacked=True)
@@ -89,22 +92,19 @@ class ClientStack:
                 self._cavities = step.cavities(sites, own)
 
     def forward_backward(
-        self, slots: Slots, batch: Any, steps: int, batch_idx: int, *, alone: bool, clip: Clip | None = None
+        self, slots: Slots, batch: Any, batch_idx: int, *, clip: Clip | None = None
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Compute the gradients of the clients in ``slots``, for :meth:`StackedOptimizer.step`.
 
         Args:
-            slots: clients of one kind.
+            slots: the clients that :meth:`StackedOptimizer.select` has selected.
             batch: their batches, tensors of shape (clients, batch, *).
-            steps: number of steps that each of them has taken.
             batch_idx: the argument of ``training_step``.
-            alone: see :meth:`StackedOptimizer.select`.
             clip: changes the gradients in place.
 
         Returns: the losses, shape (clients,), None if ``training_step`` skipped the batch; and its other results.
         """
         optimizer = self.optimizer
-        optimizer.select(slots, steps, alone=alone)
         parameters: Tensors = dict(zip(self.names, optimizer.parameters))
         buffers = {name: take_rows(stack, slots) for name, stack in self.buffers.items()}
         before = {name: rows.clone() for name, rows in buffers.items()}
@@ -136,14 +136,18 @@ class ClientStack:
     def read_posteriors(self) -> list[GaussianPosterior]:
         """Return the posterior that each client sends, slot by slot: views of the stack."""
         self.optimizer.write_back()
-        rows = dict(zip(self.names, self.optimizer.rows))
+        rows, learned = dict(zip(self.names, self.optimizer.rows)), self.model.learned
         count = len(self.optimizer.rows[0])
         everything = {
             name: rows.get(name, parameter.detach().expand(count, *parameter.shape))
             for name, parameter in self.model.parameters.items()
         }
+        if learned is not None:
+            learned.finish(self.optimizer.stacked_state)
+            self._variances = {variance_of(name): stack for name, stack in learned.variances.items()}
         with self.step.swap.using(everything):
             stacked = self.model.read_posterior()
+        self.model.load_global_variances()
         return stacked.unbind()
 
     def read_buffers(self, slot: int) -> Tensors:
@@ -153,7 +157,7 @@ class ClientStack:
 
     def read_local(self, slot: int) -> Tensors:
         """Return what a client keeps for its next round: local parameters and buffers."""
-        rows = {**dict(zip(self.names, self.optimizer.rows)), **self.buffers}
+        rows = {**dict(zip(self.names, self.optimizer.rows)), **self.buffers, **self._variances}
         return {
             name: (rows[name][slot] if name in rows else value).clone()
             for name, value in self.model.kept_values().items()
