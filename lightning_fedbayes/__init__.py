@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         DeepEnsembleRegressor,
         HybridBayesianClassifier,
         HybridBayesianRegressor,
+        PosteriorPredictive,
         with_kl,
     )
     from lightning_fedbayes.optim import IVON
@@ -104,6 +105,7 @@ __all__ = [
     "NotANumber",
     "PartitionError",
     "PosteriorError",
+    "PosteriorPredictive",
     "RandomUpdate",
     "Reliability",
     "RoundPlan",
@@ -132,8 +134,8 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "adversaries", "callbacks", "data", "errors", "fusion", "layers", "messages", "modules", "optim", "partition", "plan",
-    "posterior", "privacy", "server", "settings", "trainer",
+    "adversaries", "callbacks", "data", "errors", "fusion", "layers", "messages", "modules", "optim", "partition",
+    "plan", "posterior", "privacy", "server", "settings", "trainer",
 )
 """Rooms that the public names come from."""
 

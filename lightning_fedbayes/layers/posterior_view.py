@@ -176,7 +176,7 @@ class PosteriorView:
     def load(self, posterior: GaussianPosterior) -> None:
         """Write ``posterior`` into the parameters, in place; loading an unchanged ``read()`` changes no bit.
 
-        A parameter keeps its dtype. A deterministic parameter takes the mean, and the variance where it has one. A Gaussian
+        A parameter keeps its dtype. A deterministic one takes the mean, and the variance where it has one. A Gaussian
         parameter of variance 0 takes the smallest σ that layers represent (1e-19 in float32): almost a point mass.
 
         Raises:

@@ -6,6 +6,7 @@ from lightning_fedbayes.modules.classifier import ClassPrediction, HybridBayesia
 from lightning_fedbayes.modules.deep_ensemble import DeepEnsembleRegressor
 from lightning_fedbayes.modules.linear_regression import BayesianLinearRegression
 from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
+from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
 from lightning_fedbayes.modules.regressor import HybridBayesianRegressor, RegressionPrediction, Regressor
 from lightning_fedbayes.modules.sampling import (
     draws_from_clients,
@@ -22,6 +23,7 @@ __all__ = [
     "DeepEnsembleRegressor",
     "HybridBayesianClassifier",
     "HybridBayesianRegressor",
+    "PosteriorPredictive",
     "RegressionPrediction",
     "Regressor",
     "draws_from_clients",

@@ -52,6 +52,49 @@ class ClassPrediction(NamedTuple):
     mutual_information: Tensor
 
 
+class ClassScores(nn.Module):
+    """Accuracy, NLL, ECE (15 bins), Brier score, and total, aleatoric and epistemic uncertainty of a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predictive = MetricCollection(
+            {"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}, compute_groups=False
+        )
+        self.sampled = MetricCollection(
+            {"entropy": PredictiveEntropy(), "aleatoric": AleatoricUncertainty(), "epistemic": EpistemicUncertainty()},
+            compute_groups=False,
+        )
+
+    def update(self, probs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Add sampled probabilities (samples, batch, classes) and targets (batch,). Returns both by name."""
+        self.predictive.update(probs.mean(0), targets)
+        self.sampled.update(probs)
+        return {"probs": probs, "target": targets}
+
+    def take(self, stage: str) -> dict[str, Tensor]:
+        """Return the scores since the last call, with names that begin with ``stage``."""
+        scores = {**self.predictive.compute(), **self.sampled.compute()}
+        calibration = scores["ece"]
+        scores["ece"] = calibration.ece
+        scores["accuracy"] = (calibration.accuracy * calibration.counts).nansum() / calibration.counts.sum()
+        self.predictive.reset()
+        self.sampled.reset()
+        return {f"{stage}/{name}": score for name, score in scores.items()}
+
+
+def class_prediction(probs: Tensor) -> ClassPrediction:
+    """Return the prediction of sampled probabilities, shape (samples, batch, classes)."""
+    mean = probs.mean(0)
+    return ClassPrediction(
+        mean,
+        mean.argmax(-1),
+        predictive_entropy(probs),
+        aleatoric_uncertainty(probs),
+        epistemic_uncertainty(probs),
+        mutual_information(probs),
+    )
+
+
 def generalized_cross_entropy(logits: Tensor, target: Tensor, exponent: float) -> Tensor:
     r"""Generalised cross-entropy of each example, :math:`(1 - p_y^\delta) / \delta`, with p the softmax of the logits.
 
@@ -139,13 +182,7 @@ class HybridBayesianClassifier(BayesianModule):
         )
         self.robustness = robustness
         self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
-        self._predictive_metrics = MetricCollection(
-            {"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}, compute_groups=False
-        )
-        self._sample_metrics = MetricCollection(
-            {"entropy": PredictiveEntropy(), "aleatoric": AleatoricUncertainty(), "epistemic": EpistemicUncertainty()},
-            compute_groups=False,
-        )
+        self._scores = ClassScores()
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy of logits (batch, classes) and classes (batch,), in nats."""
@@ -166,7 +203,7 @@ class HybridBayesianClassifier(BayesianModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the scores over all batches."""
-        self._log_scores("val")
+        self.log_dict(self._scores.take("val"))  # at once: a call costs as much as the forward pass of a small network
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """As :meth:`validation_step`."""
@@ -174,35 +211,13 @@ class HybridBayesianClassifier(BayesianModule):
 
     def on_test_epoch_end(self) -> None:
         """As :meth:`on_validation_epoch_end`."""
-        self._log_scores("test")
+        self.log_dict(self._scores.take("test"))
 
     def _score(self, batch: Any) -> dict[str, Tensor]:
         inputs, targets = self.unpack(batch)
-        probs = self.sample_probs(inputs)
-        self._predictive_metrics.update(probs.mean(0), targets)
-        self._sample_metrics.update(probs)
-        return {"probs": probs, "target": targets}
-
-    def _log_scores(self, stage: str) -> None:
-        # once per epoch: a call of self.log costs as much as the forward pass of a small network
-        scores = {**self._predictive_metrics.compute(), **self._sample_metrics.compute()}
-        calibration = scores["ece"]
-        scores["ece"] = calibration.ece
-        scores["accuracy"] = (calibration.accuracy * calibration.counts).nansum() / calibration.counts.sum()
-        self.log_dict({f"{stage}/{name}": score for name, score in scores.items()})
-        self._predictive_metrics.reset()
-        self._sample_metrics.reset()
+        return self._scores.update(self.sample_probs(inputs), targets)
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> ClassPrediction:
         """Mean prediction and decomposed uncertainty of a batch: a tensor of inputs, or (inputs, targets)."""
         inputs = batch if isinstance(batch, Tensor) else self.unpack(batch)[0]
-        probs = self.sample_probs(inputs)
-        mean = probs.mean(0)
-        return ClassPrediction(
-            mean,
-            mean.argmax(-1),
-            predictive_entropy(probs),
-            aleatoric_uncertainty(probs),
-            epistemic_uncertainty(probs),
-            mutual_information(probs),
-        )
+        return class_prediction(self.sample_probs(inputs))

@@ -56,6 +56,36 @@ class RegressionPrediction(NamedTuple):
         return self.mean - half, self.mean + half
 
 
+class GaussianScores(nn.Module):
+    """RMSE, NLL, CRPS, coverage of the 90 % interval and sharpness of a regressor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gaussian = MetricCollection(
+            {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)},
+            compute_groups=False,
+        )
+        self.sharpness = DeterminantSharpness()
+        self.squared_error = MeanSquaredError(squared=False)
+
+    def update(self, prediction: RegressionPrediction, targets: Tensor) -> dict[str, Tensor]:
+        """Add a prediction and its targets. Returns mean and variance and the targets, each (batch, targets)."""
+        mean, variance = prediction.mean, prediction.variance
+        targets = shaped_like(targets, mean)
+        self.gaussian.update(mean, variance, targets)
+        self.sharpness.update(torch.diag_embed(variance))
+        self.squared_error.update(mean.contiguous(), targets.contiguous())
+        return {"mean": mean, "variance": variance, "target": targets}
+
+    def take(self, stage: str) -> dict[str, Tensor]:
+        """Return the scores since the last call, with names that begin with ``stage``."""
+        scores = self.gaussian.compute()
+        scores |= {"sharpness": self.sharpness.compute(), "rmse": self.squared_error.compute()}
+        for metric in (self.gaussian, self.sharpness, self.squared_error):
+            metric.reset()
+        return {f"{stage}/{name}": score for name, score in scores.items()}
+
+
 class Regressor(BayesianModule):
     """A :class:`BayesianModule` that makes and scores a :class:`RegressionPrediction`.
 
@@ -68,12 +98,7 @@ class Regressor(BayesianModule):
 
     def __init__(self, network: nn.Module, **options: Any) -> None:
         super().__init__(network, **options)
-        self._gaussian_metrics = MetricCollection(
-            {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)},
-            compute_groups=False,
-        )
-        self._sharpness = DeterminantSharpness()
-        self._squared_error = MeanSquaredError(squared=False)
+        self._scores = GaussianScores()
 
     @abstractmethod
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> RegressionPrediction:
@@ -93,28 +118,31 @@ class Regressor(BayesianModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the scores over all batches."""
-        self._log_scores("val")
+        self.log_dict(self._scores.take("val"))
 
     def on_test_epoch_end(self) -> None:
         """As :meth:`on_validation_epoch_end`."""
-        self._log_scores("test")
+        self.log_dict(self._scores.take("test"))
 
     def _score(self, batch: Any) -> dict[str, Tensor]:
         inputs, targets = self.unpack(batch)
-        prediction = self.predict_step(inputs)
-        mean, variance = prediction.mean, prediction.variance
-        targets = shaped_like(targets, mean)
-        self._gaussian_metrics.update(mean, variance, targets)
-        self._sharpness.update(torch.diag_embed(variance))
-        self._squared_error.update(mean.contiguous(), targets.contiguous())
-        return {"mean": mean, "variance": variance, "target": targets}
+        return self._scores.update(self.predict_step(inputs), targets)
 
-    def _log_scores(self, stage: str) -> None:
-        scores = self._gaussian_metrics.compute()
-        scores |= {"sharpness": self._sharpness.compute(), "rmse": self._squared_error.compute()}
-        self.log_dict({f"{stage}/{name}": score for name, score in scores.items()})
-        for metric in (self._gaussian_metrics, self._sharpness, self._squared_error):
-            metric.reset()
+
+def regression_prediction(
+    draws: Tensor, noise_variance: Tensor, moments: tuple[Tensor, Tensor] | None = None
+) -> RegressionPrediction:
+    """Return the prediction of draws of the mean.
+
+    Args:
+        draws: shape (draws, batch) or (draws, batch, targets).
+        noise_variance: of the observations, a scalar or shape (targets,).
+        moments: mean and variance over the parameters, shape (batch, targets), where they have a closed form.
+    """
+    draws = draws.unsqueeze(-1) if draws.ndim == 2 else draws
+    mean, epistemic = (draws.mean(0), draws.var(0, correction=0)) if moments is None else moments
+    aleatoric = noise_variance.expand_as(epistemic)
+    return RegressionPrediction(mean, aleatoric + epistemic, aleatoric, epistemic, draws)
 
 
 def shaped_like(targets: Tensor, outputs: Tensor) -> Tensor:
@@ -253,11 +281,8 @@ class HybridBayesianRegressor(Regressor):
         """Mean prediction and decomposed variance of a batch: a tensor of inputs, or (inputs, targets)."""
         inputs = self.inputs_of(batch)
         draws = self.sample(inputs)
-        draws = draws.unsqueeze(-1) if draws.ndim == 2 else draws
         posterior = self.global_round.posterior
+        moments = None
         if self.predictive == "closed_form" and posterior is not None:
-            mean, epistemic = linear_moments(self.network, posterior, inputs)
-        else:
-            mean, epistemic = draws.mean(0), draws.var(0, correction=0)
-        aleatoric = self.noise_variance.expand_as(epistemic)
-        return RegressionPrediction(mean, aleatoric + epistemic, aleatoric, epistemic, draws)
+            moments = linear_moments(self.network, posterior, inputs)
+        return regression_prediction(draws, self.noise_variance, moments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -60,13 +61,14 @@ def draws_from_clients(clients: Sequence[GaussianPosterior]) -> ParameterSets:
     return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
 
-def outputs_with(network: nn.Module, sets: ParameterSets, inputs: Tensor) -> Tensor:
-    """Compute the network's output with each set of parameters, all in one pass.
+def outputs_with(network: nn.Module, sets: ParameterSets, inputs: Any, vectorized: bool = True) -> Tensor:
+    """Compute the network's output with each set of parameters.
 
     Args:
         network: maps ``inputs`` to a tensor; its own noise (Bayesian layers, Monte Carlo dropout) is off.
         sets: see :data:`ParameterSets`; other parameters keep their value.
         inputs: shape (batch, *).
+        vectorized: all sets in one pass, by ``torch.func.vmap``; otherwise one after the other.
 
     Returns: shape (sets, batch, *).
 
@@ -84,7 +86,10 @@ def outputs_with(network: nn.Module, sets: ParameterSets, inputs: Tensor) -> Ten
         return output[0] if isinstance(output, tuple) else output
 
     with mean_only(network):
-        return torch.func.vmap(forward)(values)
+        if vectorized:
+            return torch.func.vmap(forward)(values)
+        count = len(next(iter(values.values())))
+        return torch.stack([forward({path: value[s] for path, value in values.items()}) for s in range(count)])
 
 
 def parameter_paths(network: nn.Module) -> dict[str, str]:
