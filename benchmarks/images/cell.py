@@ -94,6 +94,12 @@ def make_federation(settings: Settings) -> fb.FederatedBayes:
 
 def make_optimizer(settings: Settings, network: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of a cell."""
+    if settings.optimizer == "ivon":
+        return fb.IVON(
+            network.parameters(), settings.learning_rate, prior_std=settings.prior_std,
+            hessian_init=settings.hessian_init, betas=(settings.momentum, settings.curvature_decay),
+            temperature=settings.kl_weight,
+        )
     options: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
     if settings.optimizer == "adam":
         return torch.optim.Adam(network.parameters(), **options)

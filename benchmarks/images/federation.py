@@ -134,7 +134,10 @@ def run_cell(settings: Settings, folder: Path | None, logger: WandbLogger | None
     )
     trainer.fit(module, datamodule=data)
     L.seed_everything(settings.seed, verbose=False)
-    tested = trainer.test(module, datamodule=data, verbose=False)[0]
+    scored = module
+    if settings.optimizer == "ivon":
+        scored = fb.PosteriorPredictive(module, federation.posterior, settings.samples)
+    tested = trainer.test(scored, datamodule=data, verbose=False)[0]
     history = federation.history
     figures = {name.removeprefix("test/"): value for name, value in tested.items()}
     figures["ece100"] = float(scores.calibration.compute().ece)

@@ -36,8 +36,10 @@ class Settings:
             the deterministic network in the same way and makes it Bayesian around its parameters.
         start_share: see ``start``.
         rounds, local_epochs, batch_size: of the federation.
-        optimizer: "sgd" or "adam".
-        learning_rate, momentum, weight_decay: of the optimizer; Adam has no momentum.
+        optimizer: "sgd", "adam" or "ivon", which gives a network without Bayesian layers a posterior.
+        learning_rate, momentum, weight_decay: of the optimizer; Adam has no momentum. IVON has a prior, ``prior_std``,
+            in place of weight decay; ``kl_weight`` is its temperature, and ``momentum`` its first decay.
+        hessian_init, curvature_decay: first curvature of IVON, and its second decay.
         decay_from: round after which the learning rate falls by 4 % per round, as in [FBDL]; None: never.
         seed: of network, partition, order of the examples and noise.
     """
@@ -64,10 +66,12 @@ class Settings:
     rounds: int = 50
     local_epochs: int = 50
     batch_size: int = 64
-    optimizer: Literal["sgd", "adam"] = "sgd"
+    optimizer: Literal["sgd", "adam", "ivon"] = "sgd"
     learning_rate: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 1e-5
+    hessian_init: float = 1.0
+    curvature_decay: float = 0.999
     decay_from: int | None = None
     seed: int = 0
 
