@@ -93,8 +93,7 @@ class IVON(Optimizer):
     ) -> None:
         check_at_least("samples", samples, 1)
         self.samples = samples
-        self._sums: Sums = {}
-        self._draws = 0
+        self.forget()
         options = {
             "lr": lr, "num_examples": num_examples, "prior_std": prior_std, "hessian_init": hessian_init,
             "betas": betas, "temperature": temperature, "posterior": True,
@@ -105,6 +104,13 @@ class IVON(Optimizer):
         """Add a group of parameters with their options; see torch's."""
         super().add_param_group(param_group)
         check_options(self.param_groups[-1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "samples": self.samples}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.forget()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -143,7 +149,8 @@ class IVON(Optimizer):
 
     def forget(self) -> None:
         """Forget the gradients of :meth:`sampled` blocks."""
-        self._sums, self._draws = {}, 0
+        self._sums: Sums | None = None  # a plain value between steps: a federation drops what clients would share
+        self._draws = 0
 
     @contextmanager
     def sampled(self) -> Iterator[None]:
@@ -173,7 +180,7 @@ class IVON(Optimizer):
     @torch.no_grad()
     def _take_gradients(self, moves: dict[Tensor, Tensor] | None) -> None:
         """Add the gradients of a draw to the sums, unless ``moves`` is None, and take them off the parameters."""
-        is_new = False
+        is_new, sums = False, self._sums or {}
         for group in self.param_groups:
             for p in group["params"]:
                 gradient, p.grad = p.grad, None
@@ -183,26 +190,30 @@ class IVON(Optimizer):
                 move = moves.get(p)
                 gradient = gradient if move is None else gradient.to(move.dtype)
                 both = gradient, None if move is None else move.mul_(gradient)
-                before = self._sums.get(p)
+                before = sums.get(p)
                 if before is not None:
                     product = None if both[1] is None or before[1] is None else both[1] + before[1]
                     both = both[0] + before[0], product
-                self._sums[p] = both
+                sums[p] = both
+        self._sums = sums
         self._draws += is_new
 
     @torch.no_grad()
     def _update_all(self) -> None:
         """Update all parameters from the sums over the draws, and forget those."""
+        sums, draws = self._sums or {}, self._draws
+        self.forget()
         for group in self.param_groups:
-            found = [p for p in group["params"] if p in self._sums]
+            found = [p for p in group["params"] if p in sums]
             if group["posterior"] and found:
-                self._update(group, found)
+                self._update(group, found, [sums[p] for p in found], draws)
             elif found:
                 for p in found:
-                    self._update_point(group, p, self._sums[p][0] / self._draws)
-        self.forget()
+                    self._update_point(group, p, sums[p][0] / draws)
 
-    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _update(
+        self, group: dict[str, Any], parameters: list[Tensor], sums: list[tuple[Tensor, Tensor]], draws: int
+    ) -> None:
         """Update parameters of a group from their sums over the draws."""
         states = [self.state[p] for p in parameters]
         precisions, momenta = ([state[name] for state in states] for name in ("precision", "momentum"))
@@ -210,9 +221,9 @@ class IVON(Optimizer):
         for state in states:
             state["step"] += 1
         scale = [state["examples"].to(each.dtype) for state, each in zip(states, precisions)]
-        gradients, products = ([self._sums[p][i] for p in parameters] for i in range(2))
+        gradients, products = ([each[i] for each in sums] for i in range(2))
         # the change of Λ, relative to Λ: (λ ĥ + A) / ρ Λ - 1, where ĥ / Λ is the mean of gradient times (θ - m)
-        change = foreach.mul(products, [each / self._draws for each in scale])
+        change = foreach.mul(products, [each / draws for each in scale])
         weights = [state.get("prior_weight") for state in states]
         own = [state.get("prior_precision") for state in states]
         inverse = foreach.reciprocal(precisions)
@@ -228,8 +239,8 @@ class IVON(Optimizer):
         foreach.add_(factor, 1.0)
         foreach.mul_(precisions, factor)
         # the mean: λ g + A m - b over ρ Λ
-        if self._draws > 1:
-            gradients = foreach.div(gradients, self._draws)
+        if draws > 1:
+            gradients = foreach.div(gradients, draws)
         foreach.lerp_(momenta, gradients, 1 - first)
         rates = [each / (1 - first ** state["step"]).to(each.dtype) for each, state in zip(scale, states)]
         move = foreach.mul(momenta, rates)

@@ -98,6 +98,7 @@ class LearnedPosterior:
             FederationError: a parameter that was frozen trains now.
         """
         groups, known = self._groups(), {number: name for name, number in self._numbers.items()}
+        replaced = self._priors if priors is None else priors
         states: OptimizerState = {}
         for number, (parameter, group) in enumerate(groups):
             name, old = known.get(number), kept.get(number, {})
@@ -112,9 +113,8 @@ class LearnedPosterior:
                 continue
             state = first_state(parameter, group, num_examples)
             like = state["precision"]
-            prior = (self._priors if priors is None else priors).get(name)
-            if prior is not None:
-                state.update(natural_prior(prior, like))
+            if replaced:  # a group has priors of one form
+                state.update(natural_prior(replaced.get(name) or group["prior_std"], like))
             variance = (local or {}).get(variance_of(name), self.variances[name])
             if bool((variance == self._first(group)).all()):  # no client has trained it
                 curvature = state["examples"].to(like) * group["hessian_init"]
@@ -125,7 +125,7 @@ class LearnedPosterior:
             states[number] = {**state, **{key: old[key] for key in ("step", "momentum") if key in old}}
         return states
 
-    def finish(self, state: OptimizerState | None = None) -> None:
+    def finish(self, state: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         """Take the variances of a client that has trained, or of a stack of clients: shape (clients, *).
 
         Args:
@@ -142,17 +142,22 @@ def variance_of(name: str) -> str:
     return f"{name} (variance)"
 
 
-def natural_prior(prior: NormalPrior | CavityPrior, like: Tensor) -> dict[str, Tensor]:
+def natural_prior(prior: NormalPrior | CavityPrior | float, like: Tensor) -> dict[str, Tensor]:
     """Return a prior as :class:`~lightning_fedbayes.IVON` reads it in the state of a parameter ``like``.
+
+    A number is the standard deviation of a prior with mean 0, infinite for none.
 
     Raises:
         FederationError: it is no quadratic.
     """
     if isinstance(prior, RenyiCavityPrior):
         raise FederationError("renyi= needs Bayesian layers: IVON's prior is a quadratic. Leave renyi= out")
-    if isinstance(prior, NormalPrior):
-        precision = torch.as_tensor(prior.std).to(like).square().reciprocal().expand_as(like)
-        return {"prior_precision": precision.clone(), "prior_shift": precision * torch.as_tensor(prior.mean).to(like)}
-    shift = prior.curvature * prior.mean - prior.slope
-    fields = {"prior_precision": prior.curvature, "prior_shift": shift, "prior_weight": prior.step}
-    return {name: value.to(like).expand_as(like).clone() for name, value in fields.items()}
+    if isinstance(prior, CavityPrior):
+        shift = prior.curvature * prior.mean - prior.slope
+        fields = prior.curvature, shift, prior.step
+    else:
+        mean, std = (prior.mean, prior.std) if isinstance(prior, NormalPrior) else (0.0, prior)
+        precision = torch.as_tensor(std, dtype=like.dtype).to(like).square().reciprocal()
+        fields = precision, precision * torch.as_tensor(mean).to(like), torch.ones(())
+    names = "prior_precision", "prior_shift", "prior_weight"
+    return {name: value.to(like).expand_as(like).clone() for name, value in zip(names, fields)}

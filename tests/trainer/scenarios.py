@@ -82,6 +82,21 @@ class Hooked(fb.HybridBayesianClassifier):
         return inputs, targets
 
 
+class Learned(fb.HybridBayesianClassifier):
+    """A network without Bayesian layers, whose posterior comes from its optimizer."""
+
+    hessian_init = 1.0
+
+    def configure_optimizers(self):
+        return fb.IVON(self.parameters(), hessian_init=self.hessian_init)
+
+
+class Sure(Learned):
+    """Its draws are too near to the mean to matter: those of a stack depend on the clients in it."""
+
+    hessian_init = 1e20
+
+
 class Drawn(FusionRule):
     """A user's rule that draws: one of the clients."""
 
@@ -132,6 +147,9 @@ SCENARIOS = {
                    "min_clients": 6, "max_failed_rounds": 9},
     "buffers": {"bayesian": 0, "fusion": Drawn(), "engine": "sequential", "sizes": (30, 12), "make": Features},
     "sites": {"bayesian": 1, "fusion": "sites", "engine": "sequential", "fraction": 0.8},
+    "ivon": {"bayesian": 0, "fusion": "sites", "engine": "sequential", "kind": Learned, "fraction": 0.8,
+             "local_parameters": ["*2.bias"]},
+    "ivon_stacked": {"bayesian": 0, "fusion": "reverse_kl_barycenter", "engine": "vectorized", "kind": Sure},
     "stopped": {"bayesian": 0, "fusion": "weighted_average", "engine": "sequential", "callbacks": [Stops()]},
     "split": {"bayesian": 2, "fusion": "conflation", "engine": "sequential", "sizes": (36, 12, 24), "batch_size": 12,
               "estimator": "reparameterization", "strategy": "ddp"},

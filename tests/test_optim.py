@@ -1,0 +1,327 @@
+"""IVON alone: its fixed points, its curvature, its place in any training loop."""
+
+import copy
+import math
+
+import lightning as L
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+
+CURVATURE = torch.tensor([0.5, 2.0, 10.0])
+CENTRE = torch.tensor([1.0, -2.0, 0.3])
+
+
+def minimise(optimizer, loss, steps):
+    """Take steps, and return the mean of means and precisions over the last third."""
+    (parameter,) = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(parameter)
+        value.backward()
+        return value
+
+    total, count = torch.zeros(2, *parameter.shape), 0
+    for step in range(steps):
+        optimizer.step(closure)
+        if step == steps // 3:
+            for group in optimizer.param_groups:
+                group["lr"], group["betas"] = group["lr"] / 10, (0.9, 0.9998)
+        if step > 2 * steps // 3:
+            total += torch.stack([parameter.detach(), optimizer.state[parameter]["precision"]])
+            count += 1
+    return total / count
+
+
+@pytest.mark.parametrize(("prior_std", "temperature", "samples"), [(0.5, 1.0, 1), (2.0, 0.5, 1), (math.inf, 1.0, 2)])
+def test_a_quadratic_loss_gives_the_exact_posterior(prior_std, temperature, samples):
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = fb.IVON(
+        [parameter], num_examples=200, prior_std=prior_std, temperature=temperature, samples=samples
+    )
+    mean, precision = minimise(optimizer, lambda p: (CURVATURE * (p - CENTRE) ** 2).sum() / 2, 24_000 // samples)
+    exact = 200 / temperature * CURVATURE + prior_std**-2
+    assert torch.allclose(precision, exact, rtol=0.02)
+    scale = exact.rsqrt()
+    assert ((mean - 200 / temperature * CURVATURE * CENTRE / exact).abs() < 0.1 * scale).all()
+
+
+def test_logistic_regression_is_near_its_mean_field_posterior():
+    """Beside the posterior of the ELBO, maximised with its exact gradient over one-dimensional Gaussians of logits."""
+    torch.manual_seed(1)
+    x = torch.cat([torch.randn(150, 4), torch.ones(150, 1)], 1)
+    y = (torch.rand(150) < torch.sigmoid(x @ torch.tensor([1.5, -1.0, 0.5, 0.0, 0.3]))).float()
+    mean, log_std = torch.zeros(5, requires_grad=True), torch.full((5,), -1.0, requires_grad=True)
+    nodes, weights = (torch.tensor(each, dtype=torch.float32) for each in hermite(21))
+    solver = torch.optim.LBFGS([mean, log_std], max_iter=300, line_search_fn="strong_wolfe")
+
+    def negative_elbo():
+        solver.zero_grad()
+        variance = (2 * log_std).exp()
+        logits = (x @ mean)[:, None] + (x**2 @ variance).sqrt()[:, None] * nodes
+        expected = (F.binary_cross_entropy_with_logits(logits, y[:, None].expand_as(logits), reduction="none")
+                    @ weights).sum()
+        value = expected + ((variance + mean**2) / 2 - log_std).sum()
+        value.backward()
+        return value
+
+    solver.step(negative_elbo)
+    parameter = nn.Parameter(torch.zeros(5))
+    optimizer = fb.IVON([parameter], num_examples=150, hessian_init=0.3)
+    found, precision = minimise(optimizer, lambda p: F.binary_cross_entropy_with_logits(x @ p, y), 15_000)
+    distance = fb.GaussianPosterior({"w": found}, {"w": 1 / precision}).kl(
+        fb.GaussianPosterior({"w": mean.detach()}, {"w": (2 * log_std.detach()).exp()}))
+    assert distance / 5 < 0.02
+
+
+def hermite(count):
+    """Nodes and weights of the expectation under N(0, 1)."""
+    import numpy as np
+
+    nodes, weights = np.polynomial.hermite_e.hermegauss(count)
+    return nodes, weights / weights.sum()
+
+
+@settings(deadline=None)
+@given(
+    gradients=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20), second=st.floats(0.0, 0.999),
+    prior_std=st.floats(0.1, 100.0), hessian_init=st.floats(1e-3, 1e3), seed=st.integers(0, 1000),
+)
+def test_no_gradient_takes_more_than_half_of_a_precision(gradients, second, prior_std, hessian_init, seed):
+    torch.manual_seed(seed)
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = fb.IVON(
+        [parameter], 0.0, num_examples=10, prior_std=prior_std, hessian_init=hessian_init, betas=(0.9, second)
+    )
+    for gradient in gradients:
+        with optimizer.sampled():
+            parameter.grad = torch.full_like(parameter, gradient)
+        before = optimizer.state[parameter]["precision"].clone()
+        optimizer.step()
+        assert optimizer.state[parameter]["precision"] >= 0.499 * before
+
+
+def test_a_step_is_algorithm_1_of_its_source():
+    """The update of Shen et al. 2024, by hand, at a draw that is known."""
+    torch.manual_seed(3)
+    n, s, h0, b1, b2, lr = 50, 0.7, 0.4, 0.8, 0.9, 0.2
+    parameter = nn.Parameter(torch.tensor([0.3, -0.2]))
+    optimizer = fb.IVON([parameter], lr, num_examples=n, prior_std=s, hessian_init=h0, betas=(b1, b2))
+    m, h, g, delta = parameter.detach().clone(), torch.full((2,), h0), torch.zeros(2), 1 / (n * s**2)
+    for t in range(1, 4):
+        before = parameter.detach().clone()
+        with optimizer.sampled():
+            theta = parameter.detach().clone()
+            gradient = 3 * theta**2 - theta
+            parameter.grad = gradient.clone()
+        assert torch.equal(parameter.detach(), before)
+        optimizer.step()
+        estimate = gradient * (theta - m) * n * (h + delta)
+        g = b1 * g + (1 - b1) * gradient
+        h = b2 * h + (1 - b2) * estimate + (1 - b2) ** 2 / 2 * (h - estimate) ** 2 / (h + delta)
+        m = m - lr * h0 * (g / (1 - b1**t) + delta * m) / (h + delta)
+        assert torch.allclose(parameter.detach(), m, atol=1e-6)
+        assert torch.allclose(optimizer.state[parameter]["precision"], n * (h + delta), rtol=1e-5)
+
+
+def test_draws_have_the_posterior_s_moments_and_leave_the_mean_unchanged():
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.full((20_000,), 0.1))
+    optimizer = fb.IVON([parameter], num_examples=100, hessian_init=2.0)
+    before = parameter.detach().clone()
+    with optimizer.sampled():
+        drawn = parameter.detach().clone()
+    std = 201**-0.5
+    assert abs(float((drawn - before).mean())) < 4 * std / 20_000**0.5
+    assert float((drawn - before).std()) == pytest.approx(std, rel=0.03)
+    assert torch.equal(parameter.detach(), before)
+
+
+class Module(L.LightningModule):
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.options = {"num_examples": 60, **options}
+
+    def forward(self, x):
+        return self.network(x)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        optimizer = fb.IVON(self.parameters(), **self.options)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
+
+
+def data():
+    random = torch.Generator().manual_seed(5)
+    x = torch.randn(60, 4, generator=random)
+    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=20)
+
+
+def trainer(folder, epochs, **options):
+    return L.Trainer(
+        max_epochs=epochs, default_root_dir=folder, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, accelerator="cpu", **options,
+    )
+
+
+def states(optimizer):
+    return [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+
+
+def test_resumes_bit_by_bit(tmp_path):
+    def fit(module, epochs, state=None, **options):
+        L.seed_everything(1, verbose=False)
+        if state is not None:
+            torch.set_rng_state(state)
+        made = trainer(tmp_path, epochs, enable_checkpointing=False)
+        made.fit(module, data(), **options)
+        return made
+
+    whole, half, rest = Module(), Module(), Module()
+    expected = fit(whole, 4)
+    fit(half, 2).save_checkpoint(tmp_path / "half.ckpt")
+    found = fit(rest, 4, torch.get_rng_state(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), rest.parameters()))
+    pairs = zip(states(expected.optimizers[0]), states(found.optimizers[0]), strict=True)
+    assert all(torch.equal(a[key], b[key]) for a, b in pairs for key in a)
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"}]
+)
+def test_trains_under_the_options_of_a_trainer(tmp_path, options):
+    L.seed_everything(0, verbose=False)
+    module = Module(lr=0.3, samples=2)
+    before = F.cross_entropy(module(data().dataset.tensors[0]), data().dataset.tensors[1])
+    fit = trainer(tmp_path, 20, enable_checkpointing=False, **options)
+    fit.fit(module, data())
+    module.float()
+    assert F.cross_entropy(module(data().dataset.tensors[0]), data().dataset.tensors[1]) < before
+    posterior = fit.optimizers[0].posterior(module)
+    assert all(bool((v > 0).all() and v.isfinite().all()) for v in posterior.variance.values())
+
+
+def test_clipping_limits_the_gradient_at_the_draw(tmp_path):
+    clipped, free = Module(betas=(0.0, 0.999)), Module(betas=(0.0, 0.999))
+    for module, limit in ((clipped, 1e-6), (free, None)):
+        L.seed_everything(0, verbose=False)
+        trainer(tmp_path, 1, enable_checkpointing=False, gradient_clip_val=limit).fit(module, data())
+    start = list(Module().parameters())
+    moves = [sum(float((a - b).detach().norm()) for a, b in zip(each.parameters(), start)) for each in (clipped, free)]
+    assert moves[0] < 0.3 * moves[1]
+
+
+def test_a_group_without_a_posterior_takes_adam_s_steps():
+    torch.manual_seed(0)
+    points, drawn = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5))
+    other = nn.Parameter(points.detach().clone())
+    optimizer = fb.IVON(
+        [{"params": [drawn]}, {"params": [points], "posterior": False, "lr": 0.01}], num_examples=10
+    )
+    adam = torch.optim.Adam([other], lr=0.01, betas=(0.9, 0.999))
+
+    def closure():
+        optimizer.zero_grad()
+        (points.sin().sum() + drawn.square().sum()).backward()
+
+    for _ in range(5):
+        optimizer.step(closure)
+        adam.zero_grad()
+        other.sin().sum().backward()
+        adam.step()
+    assert torch.allclose(points, other, atol=1e-6)
+    module = nn.ParameterDict({"a": points, "b": drawn})
+    posterior = optimizer.posterior(module)
+    assert not posterior.variance["a"].any()
+    assert posterior.variance["b"].all()
+
+
+def test_a_frozen_parameter_is_not_drawn_and_one_without_gradient_does_not_move():
+    frozen, unused, used = (nn.Parameter(torch.ones(3), requires_grad=i > 0) for i in range(3))
+    optimizer = fb.IVON([frozen, unused, used], num_examples=10)
+    seen = []
+
+    def closure():
+        optimizer.zero_grad()
+        seen.append((frozen.detach().clone(), used.detach().clone()))
+        (used * frozen).sum().backward()
+
+    optimizer.step(closure)
+    assert torch.equal(seen[0][0], torch.ones(3))
+    assert not torch.equal(seen[0][1], torch.ones(3))
+    assert torch.equal(unused.detach(), torch.ones(3))
+    assert not torch.equal(used.detach(), torch.ones(3))
+
+
+def test_shared_parameters_are_drawn_once(tmp_path):
+    class Tied(Module):
+        def __init__(self):
+            super().__init__()
+            self.network = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+            self.network[2].weight = self.network[0].weight
+
+    module = Tied()
+    fit = trainer(tmp_path, 1, enable_checkpointing=False)
+    fit.fit(module, data())
+    assert len(fit.optimizers[0].posterior(module).names) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: fb.IVON(p, lr=-1.0), "lr=-1.0"),
+        (lambda p: fb.IVON(p, num_examples=0), "num_examples=0"),
+        (lambda p: fb.IVON(p, prior_std=0.0), "prior_std=0.0.*standard deviation"),
+        (lambda p: fb.IVON(p, hessian_init=0.0), "hessian_init=0.0"),
+        (lambda p: fb.IVON(p, betas=(0.9, 1.0)), "betas=1.0"),
+        (lambda p: fb.IVON(p, betas=0.9), "two numbers"),
+        (lambda p: fb.IVON(p, samples=0), "samples=0"),
+        (lambda p: fb.IVON(p, temperature=0.0), "temperature=0.0"),
+        (lambda p: fb.IVON([{"params": p, "weight_decay": 0.1}]), "prior_std"),
+        (lambda p: fb.IVON(p, num_examples=3).step(), "hand it a closure"),
+        (lambda p: fb.IVON(p).step(lambda: None), "num_examples is not known"),
+    ],
+)
+def test_a_mistake_is_named(make, message):
+    with pytest.raises(fb.FederationError, match=message):
+        make([nn.Parameter(torch.ones(2))])
+
+
+def test_accumulated_gradients_are_refused(tmp_path):
+    with pytest.raises(fb.FederationError, match="accumulate_grad_batches=1"):
+        trainer(tmp_path, 1, enable_checkpointing=False, accumulate_grad_batches=2).fit(Module(), data())
+
+
+def test_a_step_that_fails_leaves_the_mean():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = fb.IVON([parameter], num_examples=10)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    assert torch.equal(parameter.detach(), torch.ones(3))
+    with pytest.raises(fb.FederationError, match="no gradient at a draw"):
+        optimizer.step()
+
+
+def test_a_copy_steps_as_the_original():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = fb.IVON([parameter], num_examples=10)
+    copied = copy.deepcopy(optimizer)
+    (other,) = copied.param_groups[0]["params"]
+    for each, p in ((optimizer, parameter), (copied, other)):
+        torch.manual_seed(0)
+        with each.sampled():
+            p.square().sum().backward()
+        each.step()
+    assert torch.equal(parameter, other)
