@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -11,6 +13,13 @@ def load(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.filterwarnings("ignore:.*There is a performance drop:UserWarning")  # torch of attention in a stack
+def test_a_transformer_learns_a_posterior_from_its_optimizer():
+    scores = load("own_network").main(rounds=2)
+    assert scores["val/accuracy"] > 0.2
+    assert scores["val/epistemic"] > 0
 
 
 def test_plain_torch_learns_without_a_trainer(capsys):

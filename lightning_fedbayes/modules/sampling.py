@@ -87,7 +87,9 @@ def outputs_with(network: nn.Module, sets: ParameterSets, inputs: Any, vectorize
 
     with mean_only(network):
         if vectorized:
-            return torch.func.vmap(forward)(values)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but correct
+                return torch.func.vmap(forward)(values)
         count = len(next(iter(values.values())))
         return torch.stack([forward({path: value[s] for path, value in values.items()}) for s in range(count)])
 

@@ -346,6 +346,12 @@ DOORS = {
         {**CONVOLUTION, **({"output_padding": 0} if "Transpose" in shape else {}), **OF_LAYER, "padding_mode": "zeros"},
     ) for shape in ("1d", "2d", "3d", "Transpose1d", "Transpose2d", "Transpose3d")},
     # modules
+    "IVON": (
+        lambda **options: fb.IVON([torch.zeros(2, requires_grad=True)], **options), {"lr": 0.1, "num_examples": 10, "prior_std": 1.0,
+                  "hessian_init": 1.0, "betas": (0.9, 0.999), "samples": 1, "temperature": 1.0}),
+    "PosteriorPredictive": (
+        fb.PosteriorPredictive, {"module": network(), "posterior": fb.read_posterior(network()), "samples": 2,
+                                 "task": "regression", "noise_std": 0.1}),
     "BayesianModule": (Plain, {"network": network(), **OF_MODULE}),
     "HybridBayesianClassifier": (
         fb.HybridBayesianClassifier, {"network": network(), **OF_HYBRID, "robustness": 0.0}),

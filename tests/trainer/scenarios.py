@@ -88,7 +88,7 @@ class Learned(fb.HybridBayesianClassifier):
     hessian_init = 1.0
 
     def configure_optimizers(self):
-        return fb.IVON(self.parameters(), hessian_init=self.hessian_init)
+        return fb.IVON(self.parameters(), 0.01, hessian_init=self.hessian_init)
 
 
 class Sure(Learned):
