@@ -1,5 +1,7 @@
 """Uncertainty for a network that knows nothing of it: a transformer reads digits row by row, with IVON for Adam."""
 
+from typing import Any
+
 import lightning as L
 import torch
 from torch import nn
@@ -34,7 +36,7 @@ def main(rounds: int = 15) -> dict[str, float]:
     L.seed_everything(0, verbose=False)
     module, data = Reader(), fb.DigitsDataModule()
     federation = fb.FederatedBayes(fb.DirichletPartition(clients=10, alpha=0.5), local_epochs=5)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     L.Trainer(max_epochs=rounds, callbacks=[federation], **quiet).fit(module, datamodule=data)
     predictive = fb.PosteriorPredictive(module, federation.posterior, samples=20)
     return dict(L.Trainer(**quiet).validate(predictive, datamodule=data)[0])

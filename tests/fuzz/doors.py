@@ -347,8 +347,9 @@ DOORS = {
     ) for shape in ("1d", "2d", "3d", "Transpose1d", "Transpose2d", "Transpose3d")},
     # modules
     "IVON": (
-        lambda **options: fb.IVON([torch.zeros(2, requires_grad=True)], **options), {"lr": 0.1, "num_examples": 10, "prior_std": 1.0,
-                  "hessian_init": 1.0, "betas": (0.9, 0.999), "samples": 1, "temperature": 1.0}),
+        lambda **options: fb.IVON([torch.zeros(2, requires_grad=True)], **options),
+        {"lr": 0.1, "num_examples": 10, "prior_std": 1.0, "hessian_init": 1.0, "betas": (0.9, 0.999), "samples": 1,
+         "temperature": 1.0}),
     "PosteriorPredictive": (
         fb.PosteriorPredictive, {"module": network(), "posterior": fb.read_posterior(network()), "samples": 2,
                                  "task": "regression", "noise_std": 0.1}),
