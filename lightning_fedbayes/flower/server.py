@@ -13,6 +13,8 @@ from lightning_fedbayes.errors import check_at_least, check_choice, check_kind, 
 from lightning_fedbayes.flower.strategy import FusionStrategy
 from lightning_fedbayes.flower.wire import to_arrays
 from lightning_fedbayes.settings import BufferPolicy, check_patterns
+from lightning_fedbayes.trainer import optimizers_of
+from lightning_fedbayes.training.learned import learned_posterior
 from lightning_fedbayes.training.model import ResidentModel
 
 
@@ -21,13 +23,17 @@ def initial_arrays(
 ) -> ArrayRecord:
     """Return the arrays that a federation starts from: the posterior and the buffers of ``module``.
 
+    Where the module trains with :class:`~lightning_fedbayes.IVON`, its ``configure_optimizers`` must work without a
+    Trainer: the server calls it once, to know which parameters have a posterior.
+
     Args:
         module: the network.
         buffers, local_parameters: tensors that stay at the clients; see :class:`~lightning_fedbayes.FederatedBayes`.
     """
     check_kind("module", module, L.LightningModule, "give a LightningModule")
     check_choice("buffers", buffers, get_args(BufferPolicy))
-    model = ResidentModel(module, check_patterns(local_parameters), buffers)
+    learned = learned_posterior(optimizers_of(module), module)
+    model = ResidentModel(module, check_patterns(local_parameters), buffers, learned)
     return to_arrays(model.read_posterior(), model.federated_buffers)
 
 

@@ -20,7 +20,6 @@ from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.fusion import FusionRule, Sites
 from lightning_fedbayes.fusion.accumulator import check_structure
-from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.partition import Partition
 from lightning_fedbayes.plan import RoundPlan, batches_per_epoch, check_batches
@@ -28,6 +27,7 @@ from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 from lightning_fedbayes.settings import FederationSettings
 from lightning_fedbayes.trainer import FitLoop, check_schedulers, check_trainer
+from lightning_fedbayes.training.learned import LearnedPosterior
 from lightning_fedbayes.training.loader import FederatedLoader, batching_of
 from lightning_fedbayes.training.model import ResidentModel
 from lightning_fedbayes.training.sequential import SequentialEngine
@@ -185,13 +185,15 @@ class ClientTraining(L.Callback):
             self._initial = copy.deepcopy(module.state_dict())
         module.load_state_dict(self._initial)
 
-    def _load(self, module: L.LightningModule, task: Task) -> ResidentModel:
+    def _load(
+        self, module: L.LightningModule, task: Task, learned: LearnedPosterior | None = None
+    ) -> ResidentModel:
         """Load the global model of ``task`` into ``module``.
 
         Raises:
             FusionError: it is the model of another network.
         """
-        model = ResidentModel(module, self.settings.local_parameters, self.settings.buffers)
+        model = ResidentModel(module, self.settings.local_parameters, self.settings.buffers, learned)
         check_structure(task.posterior, model.read_posterior(), "this client's network")
         model.load_posterior(task.posterior, task.buffers)
         return model
@@ -221,11 +223,11 @@ class ClientTraining(L.Callback):
         """Load the global posterior and make the engine."""
         task, settings = self._task, self.settings
         advance_schedulers(trainer, task.round)
-        model = self._load(pl_module, task)
-        if settings.prior == "global":
-            set_prior(pl_module, task.posterior.to(pl_module.device), exclude=model.local_names)
         assert self._loop is not None
         context = self._loop.context()
+        model = self._load(pl_module, task, context.learned_posterior())
+        if settings.prior == "global":
+            model.set_prior(task.posterior.to(pl_module.device))
         self._engine = SequentialEngine(
             context, model, self._loader, keep_optimizer=context.keeps_state(settings), seed=task.seed
         )
@@ -262,18 +264,18 @@ class ClientTraining(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Give the Trainer and the module back as they were."""
-        self._give_back(pl_module)
+        self._give_back()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give the Trainer and the module back as they were."""
         if stage == "fit":
-            self._give_back(pl_module)
+            self._give_back()
 
-    def _give_back(self, module: L.LightningModule) -> None:
+    def _give_back(self) -> None:
         if self._loop is not None:
             self._loop.restore()
-        if self.settings.prior == "global" or self.rule.keeps_sites:
-            set_prior(module, None)
+        if self._engine is not None and (self.settings.prior == "global" or self.rule.keeps_sites):
+            self._engine.model.set_prior(None)
 
 
 def _beside(device: torch.device) -> Callable[[Tensor], Tensor]:

@@ -11,7 +11,7 @@ from lightning_fedbayes.trainer.checks import (
     check_trainer,
     is_finished,
 )
-from lightning_fedbayes.trainer.loop import FitLoop
+from lightning_fedbayes.trainer.loop import FitLoop, optimizers_of
 from lightning_fedbayes.trainer.strategy import ClientParallelStrategy, collective_of
 
 __all__ = [
@@ -27,5 +27,6 @@ __all__ = [
     "collective_of",
     "damage",
     "is_finished",
+    "optimizers_of",
     "use_whole_checkpoints",
 ]

@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
+from torch.optim import Optimizer
 
 from lightning_fedbayes.exchange import Collective
 from lightning_fedbayes.trainer.checkpoints import RoundBoundary, close_round, pending_plateau, step_plateau
@@ -314,6 +316,15 @@ class FitLoop:
         if self._engine is not None:
             self._engine.close()
             self._engine.log.remove()
+
+
+def optimizers_of(module: L.LightningModule) -> list[Optimizer]:
+    """Return the optimizers that ``module`` configures; none if it cannot without a Trainer."""
+    with torch.random.fork_rng():
+        try:
+            return _configure_optimizers(module.configure_optimizers())[0]  # pyright: ignore
+        except Exception:  # whatever the user's code needs
+            return []
 
 
 class _Batches:

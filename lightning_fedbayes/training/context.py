@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.fusion import Sites
-from lightning_fedbayes.optim import IVON
 from lightning_fedbayes.settings import FederationSettings
-from lightning_fedbayes.training.learned import LearnedPosterior
+from lightning_fedbayes.training.learned import LearnedPosterior, learned_posterior
 from lightning_fedbayes.training.optimizers import has_own_state
 
 Step = Callable[[Optimizer, int, Mapping[str, Any]], Mapping[str, Any]]
@@ -90,8 +89,8 @@ class TrainingContext:
         Raises:
             FederationError: the Trainer does not let it take its draws.
         """
-        found = [each for each in self.optimizers if isinstance(each, IVON)]
-        if not found:
+        learned = learned_posterior(self.optimizers, self.module)
+        if learned is None:
             return None
         if self.accumulate != 1:
             raise FederationError(
@@ -108,7 +107,7 @@ class TrainingContext:
                 "precision='16-mixed' with fb.IVON: the gradient scaler takes gradients before IVON draws; use "
                 "'bf16-mixed'"
             )
-        return LearnedPosterior(found[0], self.module)
+        return learned
 
 
 def takes_index(module: L.LightningModule) -> bool:

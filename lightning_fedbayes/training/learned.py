@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
@@ -95,7 +96,7 @@ class LearnedPosterior:
             local: what the client keeps, with the variances of parameters that never leave it (:func:`variance_of`).
 
         Raises:
-            FederationError: a parameter that was frozen trains now.
+            FederationError: a parameter that was frozen trains now, or the global posterior is a point mass.
         """
         groups, known = self._groups(), {number: name for name, number in self._numbers.items()}
         replaced = self._priors if priors is None else priors
@@ -120,6 +121,11 @@ class LearnedPosterior:
                 curvature = state["examples"].to(like) * group["hessian_init"]
                 own = state.get("prior_precision", group["prior_std"] ** -2)
                 state["precision"] = torch.full_like(like, 1.0) * (curvature + own) / state.get("prior_weight", 1.0)
+            elif not bool(variance.all()):
+                raise FederationError(
+                    f"IVON: the global posterior has no variance for '{name}'. Over Flower the server's module must "
+                    "configure the same IVON, without a Trainer; elsewhere take a rule that keeps a variance"
+                )
             else:
                 state["precision"] = variance.to(like).reciprocal()
             states[number] = {**state, **{key: old[key] for key in ("step", "momentum") if key in old}}
@@ -135,6 +141,12 @@ class LearnedPosterior:
             parameter, _ = self._groups()[number]
             entries = self._optimizer.state[parameter] if state is None else state[number]
             self.variances[name] = entries["precision"].reciprocal().to(parameter.dtype)
+
+
+def learned_posterior(optimizers: Sequence[Optimizer], module: nn.Module) -> LearnedPosterior | None:
+    """Return the posterior that an IVON among the ``optimizers`` of ``module`` learns; None without one."""
+    found = next((each for each in optimizers if isinstance(each, IVON)), None)
+    return None if found is None else LearnedPosterior(found, module)
 
 
 def variance_of(name: str) -> str:

@@ -21,6 +21,16 @@ class Scheduled(Plain):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
+class Learned(Plain):
+    """A posterior from the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(network(0))
+
+    def configure_optimizers(self):
+        return fb.IVON(self.parameters(), 0.1)
+
+
 def assert_same(strategy, federation):
     """Bit by bit."""
     ours, theirs = strategy.server.posterior, federation.posterior
@@ -43,6 +53,10 @@ CASES = {
     "sites of no Gaussian": (Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
     "kept optimizers": (Scheduled, {}, {"optimizer_state": "keep"}),
     "cohorts that keep": (Scheduled, {"fraction": 0.5}, {"optimizer_state": "keep", "local_parameters": ["net.2.*"]}),
+    "IVON": (Learned, {}, {"local_epochs": 2}),
+    "IVON with the global prior": (Learned, {"fusion": "linear_pool"}, {"prior": "global"}),
+    "IVON with sites": (Learned, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
+    "IVON that keeps": (Learned, {"fraction": 0.5}, {"optimizer_state": "keep", "local_parameters": ["net.2.*"]}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),
     "frozen buffers": (hybrid, {}, {"buffers": "frozen"}),
 }
