@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -88,6 +89,39 @@ def hermite(count):
 
     nodes, weights = np.polynomial.hermite_e.hermegauss(count)
     return nodes, weights / weights.sum()
+
+
+def digits(seed):
+    """Accuracy and NLL on held-out digits by 100 draws, and the mean standard deviation, after 40 epochs."""
+    images, labels = load_digits(return_X_y=True)
+    images, labels = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    random = torch.Generator().manual_seed(seed)
+    train, test = torch.randperm(len(images), generator=random).split([1200, len(images) - 1200])
+    torch.manual_seed(seed)
+    network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = fb.IVON(network.parameters(), 0.1, num_examples=1200, hessian_init=0.1)
+    for _ in range(40):
+        for batch in train[torch.randperm(1200, generator=random)].split(50):
+            with optimizer.sampled():
+                F.cross_entropy(network(images[batch]), labels[batch]).backward()
+            optimizer.step()
+    posterior = optimizer.posterior(network)
+    prediction = fb.PosteriorPredictive(network, posterior, 100).predict_step(images[test])
+    std = torch.cat([v.flatten() for v in posterior.variance.values()]).sqrt().mean()
+    accuracy = (prediction.label == labels[test]).float().mean()
+    return float(accuracy), float(F.nll_loss(prediction.probs.log(), labels[test])), float(std)
+
+
+def test_the_authors_package_gives_the_same_on_digits():
+    """ivon-opt 0.1.3 with these settings, seeds 0 to 9: mean and standard error of accuracy, NLL, mean deviation.
+
+    Ours over the same seeds: 0.9585 ± 0.0014, 0.1770 ± 0.0044, 0.1382 ± 0.0001.
+    """
+    theirs = [(0.9606, 0.0033), (0.1736, 0.0066), (0.1382, 0.0001)]
+    ours = [digits(seed) for seed in range(3)]
+    for found, (mean, error), floor in zip(zip(*ours), theirs, (0.0, 0.0, 0.0002)):
+        of_three = math.hypot(error, error * (10 / 3) ** 0.5)
+        assert abs(sum(found) / 3 - mean) < 3 * of_three + floor
 
 
 @settings(deadline=None)

@@ -15,6 +15,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import bayesian_torch
 import bayesian_torch.layers as peer
@@ -26,7 +27,8 @@ from lightning_fedbayes import layers
 from lightning_fedbayes.callbacks.loggers import markdown_table
 from lightning_fedbayes.layers import ESTIMATORS, bayesianize, kl_divergence, mean_only
 from lightning_fedbayes.modules import sample_outputs
-from lightning_fedbayes.modules.networks import lenet, mlp
+from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
+from lightning_fedbayes.optim import IVON
 
 SUFFIX = {
     "reparameterization": "Reparameterization",
@@ -157,6 +159,34 @@ def predictions(samples: int, repeats: int) -> list[list[str]]:
     return rows
 
 
+def optimizer_steps(repeats: int) -> list[list[str]]:
+    """Rows of the table of whole steps of deterministic networks, under Adam and under IVON."""
+    rows = []
+    for what, network, inputs in (
+        ("LeNet, 32 of 28×28", lenet(), torch.randn(32, 1, 28, 28)),
+        ("LeNet, 64 of 28×28", lenet(), torch.randn(64, 1, 28, 28)),
+        ("ResNet-20, 32 of 32×32×3", resnet20(3, 10), torch.randn(32, 3, 32, 32)),
+    ):
+        labels, networks = torch.arange(len(inputs)) % 10, [network, copy.deepcopy(network)]
+        adam, ivon = torch.optim.Adam(networks[0].parameters()), IVON(networks[1].parameters(), 1e-3, num_examples=1000)
+
+        def step(
+            network: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor = inputs, labels: Tensor = labels
+        ) -> None:
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(network(inputs), labels)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)  # pyright: ignore
+
+        turns = {"Adam": partial(step, networks[0], adam), "IVON": partial(step, networks[1], ivon)}
+        times = take_turns(turns, repeats)
+        rows.append([what, microseconds(times, "Adam"), microseconds(times, "IVON"), ratio(times, "IVON", "Adam")])
+    return rows
+
+
 class Objective(nn.Module):
     """Squared error plus KL of a network, as one module for ``functional_call``."""
 
@@ -215,6 +245,9 @@ def main() -> None:
     print()
     print(markdown_table(("Bayesian layers of LeNet", "100 samples, µs", "/ (beginning once + 100 × the rest)",
                           "/ 100 passes", "mean_only, µs", "mean_only / deterministic"), predictions(100, repeats)))
+    print()
+    print(markdown_table(("forward, backward and step", "Adam, µs", "IVON, µs", "IVON / Adam"),
+                         optimizer_steps(repeats)))
     print()
     print(markdown_table(("networks 13-50-1 at once", "estimator", "step, µs", "step with KL / without",
                           "one by one / at once"), [*stacked_networks(10, repeats), *stacked_networks(100, repeats)]))
