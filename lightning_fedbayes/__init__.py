@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         SignFlip,
     )
     from lightning_fedbayes.callbacks import ExamplePrivacy, FederatedBayes, UncertaintyReport
+    from lightning_fedbayes.curvature import Laplace
     from lightning_fedbayes.data import (
         CIFAR10DataModule,
         ClientDatasets,
@@ -101,6 +102,7 @@ __all__ = [
     "IIDPartition",
     "InnerProductManipulation",
     "LabelFlip",
+    "Laplace",
     "MNISTDataModule",
     "NotANumber",
     "PartitionError",
@@ -134,8 +136,8 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "adversaries", "callbacks", "data", "errors", "fusion", "layers", "messages", "modules", "optim", "partition",
-    "plan", "posterior", "privacy", "server", "settings", "trainer",
+    "adversaries", "callbacks", "curvature", "data", "errors", "fusion", "layers", "messages", "modules", "optim",
+    "partition", "plan", "posterior", "privacy", "server", "settings", "trainer",
 )
 """Rooms that the public names come from."""
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lightning_fedbayes.adversaries import Attack
+from lightning_fedbayes.curvature import Laplace
 from lightning_fedbayes.errors import (
     LARGEST,
     FederationError,
     check_at_least,
     check_choice,
+    check_kind,
     check_strings,
     shown,
 )
@@ -60,6 +62,7 @@ class FederationSettings:
     max_influence: float | None = 2.0
     adversaries: Adversaries = ()
     privacy: UpdatePrivacy | None = None
+    posterior: Laplace | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -84,6 +87,7 @@ class FederationSettings:
         self._set("local_parameters", check_patterns(self.local_parameters))
         self._set("adversaries", attacks_of(self.adversaries))
         check_privacy(self.privacy)
+        check_kind("posterior", self.posterior, Laplace | None, "give fb.Laplace(), or None")
         if isinstance(self.fusion, Sites):
             check_sites(self)
 
@@ -113,6 +117,7 @@ class FederationSettings:
             "local_parameters": list(self.local_parameters),
             "adversaries": [repr(attack) for attack in self.attacks],
             "privacy": repr(self.privacy),
+            "posterior": repr(self.posterior),
         }
         return {name: forms.get(name, value) for name, value in vars(self).items() if name != "clients_at_once"}
 

@@ -106,7 +106,8 @@ def test_torch_geometric():
 
     torch.manual_seed(0)
     graphs = [
-        Data(x=torch.randn(n, 4), edge_index=torch.randint(0, n, (2, 3 * n)), y=torch.tensor(n % 2)) for n in range(3, 15)
+        Data(x=torch.randn(n, 4), edge_index=torch.randint(0, n, (2, 3 * n)), y=torch.tensor(n % 2))
+        for n in range(3, 15)
     ]
     predictive = federated(Graphs(), None, loader=GraphLoader(graphs, batch_size=4))
     batch = next(iter(GraphLoader(graphs, batch_size=12)))

@@ -25,6 +25,7 @@ from lightning_fedbayes.settings import (
     EngineName,
     FederationSettings,
     Fusion,
+    Laplace,
     OptimizerPolicy,
     Partition,
     PriorPolicy,
@@ -97,6 +98,9 @@ class FederatedBayes(L.Callback):
         privacy: an :class:`~lightning_fedbayes.privacy.UpdatePrivacy`: every client clips its update and adds noise
             before it sends it, and the ε given away is logged as ``privacy/epsilon``. Adversaries replace what they
             would have sent then.
+        posterior: where the posterior of parameters outside of Bayesian layers comes from: a
+            :class:`~lightning_fedbayes.Laplace`, after each client's training. None: from an
+            :class:`~lightning_fedbayes.IVON` where the module configures one; otherwise they are point masses.
         seed: where every random draw comes from.
 
     Attributes:
@@ -126,11 +130,13 @@ class FederatedBayes(L.Callback):
         max_influence: float | None = 2.0,
         adversaries: Adversaries = (),
         privacy: UpdatePrivacy | None = None,
+        posterior: Laplace | None = None,
         seed: int = 0,
     ) -> None:
         self.settings = FederationSettings(
             partition, local_epochs, fraction, fusion, weighting, engine, clients_at_once, prior, optimizer_state,
-            buffers, local_parameters, min_clients, max_failed_rounds, max_influence, adversaries, privacy, seed,
+            buffers, local_parameters, min_clients, max_failed_rounds, max_influence, adversaries, privacy, posterior,
+            seed,
         )
         prepare_wandb()  # here: the Trainer starts its loggers before it calls any hook
         self._federation: Federation | None = None

@@ -24,7 +24,7 @@ from lightning_fedbayes.partition import Partition
 from lightning_fedbayes.privacy import UpdatePrivacy, check_no_buffers
 from lightning_fedbayes.privacy.accountant import epsilon_spent
 from lightning_fedbayes.quiet import without_banners
-from lightning_fedbayes.settings import BufferPolicy, FederationSettings, OptimizerPolicy, PriorPolicy
+from lightning_fedbayes.settings import BufferPolicy, FederationSettings, Laplace, OptimizerPolicy, PriorPolicy
 from lightning_fedbayes.trainer import damage
 from lightning_fedbayes.training.model import ResidentModel
 
@@ -56,6 +56,7 @@ def client_app(
     buffers: BufferPolicy = "average",
     local_parameters: Sequence[str] = (),
     privacy: UpdatePrivacy | None = None,
+    posterior: Laplace | None = None,
     state_folder: str | Path | None = None,
     trainer: Mapping[str, Any] | None = None,
 ) -> ClientApp:
@@ -77,7 +78,7 @@ def client_app(
             :class:`~lightning_fedbayes.ClientDatasets` is dealt out by its parts, and other data are the client's own.
         fusion: the server's rule. It matters to clients only if it is "sites" or another
             :class:`~lightning_fedbayes.fusion.Sites`, whose options must be the server's.
-        local_epochs, prior, optimizer_state, buffers, local_parameters: see
+        local_epochs, prior, optimizer_state, buffers, local_parameters, posterior: see
             :class:`~lightning_fedbayes.FederatedBayes`. ``buffers`` and ``local_parameters`` must be those of
             :func:`~lightning_fedbayes.flower.server_app`.
         privacy: clips what the client sends and adds noise to it, in every message from a fresh seed that nobody knows.
@@ -95,7 +96,7 @@ def client_app(
     check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
     settings = FederationSettings(
         partition, local_epochs=local_epochs, fusion=fusion, prior=prior, optimizer_state=optimizer_state,
-        buffers=buffers, local_parameters=local_parameters, privacy=privacy,
+        buffers=buffers, local_parameters=local_parameters, privacy=privacy, posterior=posterior,
     )
     keeps = bool(local_parameters) or optimizer_state == "keep" or buffers == "local" or privacy is not None
     keeps = keeps or isinstance(settings.fusion, Sites)

@@ -12,14 +12,15 @@ from flwr.serverapp import Grid, ServerApp
 from lightning_fedbayes.errors import check_at_least, check_choice, check_kind, check_number
 from lightning_fedbayes.flower.strategy import FusionStrategy
 from lightning_fedbayes.flower.wire import to_arrays
-from lightning_fedbayes.settings import BufferPolicy, check_patterns
+from lightning_fedbayes.settings import BufferPolicy, Laplace, check_patterns
 from lightning_fedbayes.trainer import optimizers_of
 from lightning_fedbayes.training.learned import learned_posterior
 from lightning_fedbayes.training.model import ResidentModel
 
 
 def initial_arrays(
-    module: L.LightningModule, *, buffers: BufferPolicy = "average", local_parameters: Sequence[str] = ()
+    module: L.LightningModule, *, buffers: BufferPolicy = "average", local_parameters: Sequence[str] = (),
+    posterior: Laplace | None = None,
 ) -> ArrayRecord:
     """Return the arrays that a federation starts from: the posterior and the buffers of ``module``.
 
@@ -29,10 +30,11 @@ def initial_arrays(
     Args:
         module: the network.
         buffers, local_parameters: tensors that stay at the clients; see :class:`~lightning_fedbayes.FederatedBayes`.
+        posterior: see there; that of the clients.
     """
     check_kind("module", module, L.LightningModule, "give a LightningModule")
     check_choice("buffers", buffers, get_args(BufferPolicy))
-    learned = learned_posterior(optimizers_of(module), module)
+    learned = learned_posterior(optimizers_of(module), module, posterior)
     model = ResidentModel(module, check_patterns(local_parameters), buffers, learned)
     return to_arrays(model.read_posterior(), model.federated_buffers)
 
@@ -45,6 +47,7 @@ def server_app(
     timeout: float = 3600,
     buffers: BufferPolicy = "average",
     local_parameters: Sequence[str] = (),
+    posterior: Laplace | None = None,
 ) -> ServerApp:
     """Return the ServerApp of a federation.
 
@@ -60,7 +63,7 @@ def server_app(
         strategy: runs the rounds.
         rounds: number of rounds, those in the checkpoint among them.
         timeout: seconds that a round waits for its clients.
-        buffers, local_parameters: those of :func:`~lightning_fedbayes.flower.client_app`.
+        buffers, local_parameters, posterior: those of :func:`~lightning_fedbayes.flower.client_app`.
 
     Raises:
         FederationError: an argument cannot be used.
@@ -68,7 +71,7 @@ def server_app(
     check_kind("strategy", strategy, FusionStrategy, "give a FusionStrategy")
     check_at_least("rounds", rounds, 1)
     check_number("timeout", timeout, "(0, inf)")
-    arrays = initial_arrays(module, buffers=buffers, local_parameters=local_parameters)
+    arrays = initial_arrays(module, buffers=buffers, local_parameters=local_parameters, posterior=posterior)
     app = ServerApp()
 
     @app.main()

@@ -225,7 +225,7 @@ class ClientTraining(L.Callback):
         advance_schedulers(trainer, task.round)
         assert self._loop is not None
         context = self._loop.context()
-        model = self._load(pl_module, task, context.learned_posterior())
+        model = self._load(pl_module, task, context.learned_posterior(settings.posterior))
         if settings.prior == "global":
             model.set_prior(task.posterior.to(pl_module.device))
         self._engine = SequentialEngine(

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fedbayes.curvature import Laplace
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.fusion import Sites
 from lightning_fedbayes.settings import FederationSettings
@@ -35,6 +36,7 @@ class TrainingContext:
         device: where it trains.
         precision: converts inputs, and gives the context of a step, such as autocast.
         remake_optimizers: makes new optimizers as the module configures them.
+        bring: returns a batch of the loader as ``training_step`` would get it.
         watchers: the user's objects that are called at every batch, such as callbacks.
         accumulate: batches between two steps of the optimizer.
         steps: counts the optimizer's steps, by ``increment_ready`` and ``increment_completed``.
@@ -58,6 +60,7 @@ class TrainingContext:
     training_step_marks: Mapping[str, Any]
     obstacles: Callable[[], Iterable[str]]
     watched: Callable[[], AbstractContextManager[None]]
+    bring: Callable[[Any], Any]
     watchers: Sequence[object] = ()
     accumulate: int = 1
     clip_value: float | None = None
@@ -83,15 +86,18 @@ class TrainingContext:
         return keepable and isinstance(settings.fusion, Sites)
 
 
-    def learned_posterior(self) -> LearnedPosterior | None:
-        """Return the posterior that an :class:`~lightning_fedbayes.IVON` among the optimizers learns; None without one.
+    def learned_posterior(self, source: Laplace | None = None) -> LearnedPosterior | None:
+        """Return the posterior of parameters outside of Bayesian layers; None if they are point masses.
+
+        Args:
+            source: where it comes from; None: an :class:`~lightning_fedbayes.IVON` among the optimizers, if there is.
 
         Raises:
-            FederationError: the Trainer does not let it take its draws.
+            FederationError: the Trainer or the optimizer does not go with the source.
         """
-        learned = learned_posterior(self.optimizers, self.module)
-        if learned is None:
-            return None
+        learned = learned_posterior(self.optimizers, self.module, source)
+        if learned is None or source is not None:
+            return learned
         if self.accumulate != 1:
             raise FederationError(
                 f"accumulate_grad_batches={self.accumulate} with fb.IVON, which draws the parameters anew in every "

@@ -16,16 +16,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedbayes.fusion import RuleState, Sites
+from lightning_fedbayes.layers.priors import CavityPrior
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.training.client import Client, ClientState
 from lightning_fedbayes.training.context import Step, TrainingContext
+from lightning_fedbayes.training.learned import TrainedClient
 from lightning_fedbayes.training.loader import FederatedLoader
 from lightning_fedbayes.training.log import Collected, TrainingLog
 from lightning_fedbayes.training.model import ResidentModel, Tensors
 from lightning_fedbayes.training.optimizers import OptimizerState
-from lightning_fedbayes.training.sites import RoundSites
+from lightning_fedbayes.training.sites import Pull, RoundSites
 
 Trained = tuple[Collected, dict[int, dict[str, Any]]]
 """Logged figures and kept states of the clients that one process has trained, ready to be sent."""
@@ -82,6 +84,7 @@ class Engine(ABC):
 
     def use(self, loader: FederatedLoader) -> None:
         """Take the clients and their batches from ``loader`` from now on; the number of clients stays."""
+        self._loader = loader
         self.names, self.sizes = loader.clients.names, loader.clients.sizes
 
     def client(self, position: int) -> Client:
@@ -136,8 +139,45 @@ class Engine(ABC):
         if self.model.learned is None:
             return state.optimizers
         kept = state.optimizers[0] if state.optimizers else {}
-        priors = None if self.sites is None else self.sites.priors(state.site)
-        return [self.model.learned.start(kept, client.num_examples, priors, state.local)]
+        started = self.model.learned.start(kept, client.num_examples, self._priors(state), state.local)
+        return [started, *state.optimizers[1:]]
+
+    def terms(self, clients: Sequence[Client], states: Sequence[ClientState], *, stacked: bool = False) -> list[Pull]:
+        """Return what the loss of a client, or of each client in a stack, gains: the pull of sites, a prior."""
+        sites, learned = self.sites, self.model.learned
+        own = [state.site for state in states]
+        found = [] if sites is None else [sites.pull(own, stacked=stacked)]
+        if learned is not None:
+            parts = [learned.term(c.num_examples, self._priors(state)) for c, state in zip(clients, states)]
+            strengths, duals = (
+                {name: torch.stack([each[i][name] for each in parts]) if stacked else parts[0][i][name]
+                 for name in parts[0][i]} for i in range(2)
+            )
+            zeros = {name: torch.zeros_like(value) for name, value in parts[0][0].items()}
+            found += [Pull(strengths, zeros, duals)] if zeros else []
+        return [each for each in found if each is not None]
+
+    def _priors(self, state: ClientState) -> dict[str, CavityPrior] | None:
+        """Return a client's own priors of parameters outside of Bayesian layers."""
+        return None if self.sites is None else self.sites.priors(state.site)
+
+    def measured(
+        self, client: Client, state: ClientState, values: Mapping[str, Tensor], buffers: Tensors,
+        optimizer: Mapping[int, Any],
+    ) -> Tensors:
+        """Return the variances of a client that has trained, outside of Bayesian layers.
+
+        Args:
+            client: that has trained.
+            state: that it started with.
+            values, buffers: its parameters and buffers, name → tensor.
+            optimizer: the state of its optimizer, by the number of the parameter.
+        """
+        assert self.model.learned is not None
+        batches = (self.context.bring(batch) for batch in self._loader.batches(client.round, client.number))
+        return self.model.learned.measured(
+            TrainedClient(client.num_examples, values, buffers, optimizer, self._priors(state), lambda: batches)
+        )
 
     def own_site(self, client: int, posterior: GaussianPosterior) -> tuple[GaussianPosterior, Tensors]:
         """Return what a client that has trained to ``posterior`` sends, and the site that it keeps, if any.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fedbayes.curvature import Laplace
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, RenyiCavityPrior
@@ -17,20 +20,114 @@ from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.training.optimizers import OptimizerState
 
 Priors = Mapping[str, NormalPrior | CavityPrior]
+Tensors = dict[str, Tensor]
 
 
-class LearnedPosterior:
-    r"""The posterior that an :class:`~lightning_fedbayes.IVON` optimizer learns: read, load, prior and state.
+@dataclass(frozen=True)
+class TrainedClient:
+    """A client at the end of its local training.
 
-    A client's training begins with :meth:`start`, which gives the optimizer its precisions :math:`\Lambda` and its
-    prior, and ends with :meth:`finish`, which reads them.
+    Args:
+        num_examples: n_k.
+        values: its parameters, name → tensor.
+        buffers: its buffers.
+        state: of its optimizer, by the number of the parameter.
+        priors: its own, such as cavities; None: those of all clients.
+        batches: gives its training data, batch by batch, as ``training_step`` gets them.
+    """
+
+    num_examples: int
+    values: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    state: Mapping[int, Mapping[str, Any]]
+    priors: Priors | None
+    batches: Callable[[], Iterable[Any]]
+
+
+class LearnedPosterior(ABC):
+    r"""The posterior of parameters outside of Bayesian layers: read, load, prior and state.
+
+    A client's training begins with :meth:`start`, and ends with :meth:`measured`, which gives its variances.
+
+    Args:
+        first: name → parameter and its variance before any training; nobody draws from that.
+
+    Attributes:
+        variances: name in the posterior → variance, now in force beside the parameter; replaced when it changes.
+    """
+
+    def __init__(self, first: Mapping[str, tuple[Tensor, float]]) -> None:
+        self._first = {name: variance for name, (_, variance) in first.items()}
+        self._priors: Priors = {}
+        self.variances = {name: torch.full_like(p.detach(), variance) for name, (p, variance) in first.items()}
+
+    @abstractmethod
+    def prior_std(self, name: str) -> float:
+        """Return the standard deviation of a parameter's own prior, infinite for none."""
+
+    def prior(self, name: str) -> NormalPrior:
+        """Return a parameter's own prior.
+
+        Raises:
+            FederationError: it has none.
+        """
+        if self.prior_std(name) == float("inf"):
+            raise FederationError(f"'{name}' has no prior (prior_std=inf), and sites need one: give prior_std")
+        return NormalPrior(0.0, float(self.prior_std(name)))
+
+    def set_prior(self, posterior: GaussianPosterior | None, exclude: Collection[str] = ()) -> None:
+        """Make ``posterior`` the prior of all clients but for the names in ``exclude``; None brings the own back."""
+        self._priors = {} if posterior is None else {
+            name: NormalPrior(posterior.mean[name], posterior.variance[name].sqrt())
+            for name in self.variances if name not in exclude
+        }
+
+    def natural(self, priors: Priors | None) -> dict[str, dict[str, Tensor]]:
+        """Return the priors in force, by name, as :func:`natural_prior` gives them; none if all are the own.
+
+        Args:
+            priors: of a client; None: those of all clients.
+        """
+        replaced = self._priors if priors is None else priors
+        return {
+            name: natural_prior(replaced.get(name) or self.prior_std(name), full(variance))
+            for name, variance in self.variances.items()
+        } if replaced else {}
+
+    def start(
+        self, kept: OptimizerState, num_examples: int, priors: Priors | None = None,
+        local: Mapping[str, Tensor] | None = None,
+    ) -> OptimizerState:
+        """Return the state with which a client's optimizer starts; by default what it has kept.
+
+        Args:
+            kept: of the client's earlier rounds, if any: gradients' means and numbers of steps.
+            num_examples: of the client.
+            priors: its own, such as cavities; None: those of all clients.
+            local: what the client keeps, with the variances of parameters that never leave it (:func:`variance_of`).
+        """
+        return kept
+
+    def term(self, num_examples: int, priors: Priors | None) -> tuple[Tensors, Tensors]:
+        r"""Return A and b of the term that the prior adds to the loss per example, by name; by default nothing.
+
+        The term is :math:`\tfrac12 A \theta^2 - b \theta`.
+        """
+        return {}, {}
+
+    @abstractmethod
+    def measured(self, client: TrainedClient) -> Tensors:
+        """Return the variances of a client that has trained."""
+
+
+class OptimizerPosterior(LearnedPosterior):
+    r"""The posterior that an :class:`~lightning_fedbayes.IVON` optimizer learns.
+
+    Its state holds the precisions :math:`\Lambda` and the prior.
 
     Args:
         optimizer: the user's.
         module: whose parameters it trains.
-
-    Attributes:
-        variances: name in the posterior → variance, now in force beside the parameter; replaced when it changes.
 
     Raises:
         FederationError: it is to learn the posterior of a Bayesian layer's parameters, which have one already.
@@ -41,8 +138,7 @@ class LearnedPosterior:
         own = {id(p): name for name, each in gaussian_parameters(module).items() for p in (each.mean, each.rho)}
         self._optimizer = optimizer
         self._numbers: dict[str, int] = {}
-        self._priors: Priors = {}
-        self.variances: dict[str, Tensor] = {}
+        first = {}
         for number, (parameter, group) in enumerate(self._groups()):
             if not group["posterior"] or not parameter.requires_grad or id(parameter) not in names:
                 continue
@@ -54,54 +150,29 @@ class LearnedPosterior:
                 )
             name = names[id(parameter)]
             self._numbers[name] = number
-            self.variances[name] = torch.full_like(parameter.detach(), self._first(group))
+            first[name] = parameter, 1 / (group["hessian_init"] + group["prior_std"] ** -2)
+        super().__init__(first)
 
     def _groups(self) -> list[tuple[Tensor, dict[str, Any]]]:
         """Return every parameter of the optimizer with its group, in the order of its ``state_dict``."""
         return [(p, group) for group in self._optimizer.param_groups for p in group["params"]]
 
-    @staticmethod
-    def _first(group: Mapping[str, Any]) -> float:
-        """Return the variance of a parameter that no client has trained: that of one example. Nobody draws from it."""
-        return 1 / (group["hessian_init"] + group["prior_std"] ** -2)
-
-    def prior(self, name: str) -> NormalPrior:
-        """Return a parameter's own prior.
-
-        Raises:
-            FederationError: it has none.
-        """
-        _, group = self._groups()[self._numbers[name]]
-        if group["prior_std"] == float("inf"):
-            raise FederationError(f"IVON: '{name}' has no prior (prior_std=inf), and sites need one: give prior_std")
-        return NormalPrior(0.0, float(group["prior_std"]))
-
-    def set_prior(self, posterior: GaussianPosterior | None, exclude: Collection[str] = ()) -> None:
-        """Make ``posterior`` the prior of all clients but for the names in ``exclude``; None brings the own back."""
-        self._priors = {} if posterior is None else {
-            name: NormalPrior(posterior.mean[name], posterior.variance[name].sqrt())
-            for name in self._numbers if name not in exclude
-        }
+    def prior_std(self, name: str) -> float:
+        """See :meth:`LearnedPosterior.prior_std`."""
+        return self._groups()[self._numbers[name]][1]["prior_std"]
 
     def start(
         self, kept: OptimizerState, num_examples: int, priors: Priors | None = None,
         local: Mapping[str, Tensor] | None = None,
     ) -> OptimizerState:
-        """Return the state with which a client's optimizer starts.
-
-        Args:
-            kept: of the client's earlier rounds, if any: gradients' means and numbers of steps.
-            num_examples: of the client.
-            priors: its own, such as cavities; None: those of all clients.
-            local: what the client keeps, with the variances of parameters that never leave it (:func:`variance_of`).
+        """See :meth:`LearnedPosterior.start`.
 
         Raises:
             FederationError: a parameter that was frozen trains now, or the global posterior is a point mass.
         """
-        groups, known = self._groups(), {number: name for name, number in self._numbers.items()}
-        replaced = self._priors if priors is None else priors
+        known, natural = {number: name for name, number in self._numbers.items()}, self.natural(priors)
         states: OptimizerState = {}
-        for number, (parameter, group) in enumerate(groups):
+        for number, (parameter, group) in enumerate(self._groups()):
             name, old = known.get(number), kept.get(number, {})
             if name is None:
                 if group["posterior"] and parameter.requires_grad:
@@ -112,12 +183,10 @@ class LearnedPosterior:
                 if old:
                     states[number] = dict(old)
                 continue
-            state = first_state(parameter, group, num_examples)
+            state = {**first_state(parameter, group, num_examples), **natural.get(name, {})}
             like = state["precision"]
-            if replaced:  # a group has priors of one form
-                state.update(natural_prior(replaced.get(name) or group["prior_std"], like))
             variance = (local or {}).get(variance_of(name), self.variances[name])
-            if bool((variance == self._first(group)).all()):  # no client has trained it
+            if bool((variance == self._first[name]).all()):  # no client has trained it
                 curvature = state["examples"].to(like) * group["hessian_init"]
                 own = state.get("prior_precision", group["prior_std"] ** -2)
                 state["precision"] = torch.full_like(like, 1.0) * (curvature + own) / state.get("prior_weight", 1.0)
@@ -131,22 +200,80 @@ class LearnedPosterior:
             states[number] = {**state, **{key: old[key] for key in ("step", "momentum") if key in old}}
         return states
 
-    def finish(self, state: Mapping[int, Mapping[str, Any]] | None = None) -> None:
-        """Take the variances of a client that has trained, or of a stack of clients: shape (clients, *).
-
-        Args:
-            state: of the optimizer; None: the optimizer's own.
-        """
-        for name, number in self._numbers.items():
-            parameter, _ = self._groups()[number]
-            entries = self._optimizer.state[parameter] if state is None else state[number]
-            self.variances[name] = entries["precision"].reciprocal().to(parameter.dtype)
+    def measured(self, client: TrainedClient) -> Tensors:
+        """See :meth:`LearnedPosterior.measured`."""
+        return {
+            name: client.state[number]["precision"].reciprocal().to(self.variances[name].dtype)
+            for name, number in self._numbers.items()
+        }
 
 
-def learned_posterior(optimizers: Sequence[Optimizer], module: nn.Module) -> LearnedPosterior | None:
-    """Return the posterior that an IVON among the ``optimizers`` of ``module`` learns; None without one."""
+class CurvaturePosterior(LearnedPosterior):
+    r"""The posterior of a :class:`~lightning_fedbayes.Laplace` approximation, taken after each client's training.
+
+    The prior, or cavity :math:`\exp(b\theta - \tfrac12 A\theta^2)` to the power of :math:`1/\rho`, is a part of the
+    loss; the precision is :math:`(\sum_i F_i + A) / \rho`.
+
+    Args:
+        source: the user's.
+        module: the network.
+        optimizers: that train it.
+
+    Raises:
+        FederationError: an optimizer has a prior of its own, weight decay.
+    """
+
+    def __init__(self, source: Laplace, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            decay = max((group.get("weight_decay", 0.0) for group in optimizer.param_groups), default=0.0)
+            if isinstance(optimizer, IVON) or decay:
+                has = "a posterior of its own" if isinstance(optimizer, IVON) else f"weight_decay={decay}"
+                raise FederationError(
+                    f"posterior=Laplace(): {type(optimizer).__name__} has {has}, and Laplace adds its prior to the "
+                    "loss: leave that out"
+                )
+        self._source, self._module = source, module
+        super().__init__({name: (p, source.prior_std**2) for name, p in source.chosen(module).items()})
+
+    def prior_std(self, name: str) -> float:
+        """See :meth:`LearnedPosterior.prior_std`."""
+        return self._source.prior_std
+
+    def _prior_of(self, name: str, natural: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        return natural[name] if natural else natural_prior(self.prior_std(name), full(self.variances[name]))
+
+    def term(self, num_examples: int, priors: Priors | None) -> tuple[Tensors, Tensors]:
+        """See :meth:`LearnedPosterior.term`."""
+        natural, scale = self.natural(priors), self._source.temperature / num_examples
+        found = {name: self._prior_of(name, natural) for name in self.variances}
+        strengths = {name: each["prior_precision"] * scale for name, each in found.items()}
+        return strengths, {name: each["prior_shift"] * scale for name, each in found.items()}
+
+    def measured(self, client: TrainedClient) -> Tensors:
+        """See :meth:`LearnedPosterior.measured`."""
+        values = {name: client.values[name].detach() for name in self.variances}
+        others = {name: value.detach() for name, value in {**client.values, **client.buffers}.items()}
+        information, _ = self._source.information(self._module, values, client.batches(), others)
+        natural, variances = self.natural(client.priors), {}
+        for name, each in information.items():
+            prior = self._prior_of(name, natural)
+            variances[name] = (prior["prior_weight"] / (each + prior["prior_precision"])).to(self.variances[name].dtype)
+        return variances
+
+
+def full(variance: Tensor) -> Tensor:
+    """Return a tensor like ``variance`` in at least single precision."""
+    return variance.to(torch.promote_types(variance.dtype, torch.float32))
+
+
+def learned_posterior(
+    optimizers: Sequence[Optimizer], module: nn.Module, source: Laplace | None = None
+) -> LearnedPosterior | None:
+    """Return the posterior of ``module`` by ``source``; without one by an IVON among the ``optimizers``, if any."""
+    if source is not None:
+        return CurvaturePosterior(source, module, optimizers)
     found = next((each for each in optimizers if isinstance(each, IVON)), None)
-    return None if found is None else LearnedPosterior(found, module)
+    return None if found is None else OptimizerPosterior(found, module)
 
 
 def variance_of(name: str) -> str:

@@ -140,9 +140,14 @@ class FederatedLoader:
 
     def load(self, round: int, client: int) -> Any:
         """Load the first batch of a client, in this process."""
+        return next(self.batches(round, client))
+
+    def batches(self, round: int, client: int) -> Iterator[Any]:
+        """Yield all batches of a client's first local epoch, with all its examples, loaded in this process."""
         dataset = _ReproducibleDataset(self.clients.datasets, self._user_loader.collate_fn, self.batching.seed)
         indices = client_order(round, client, self.clients.sizes[client], self.batching)[0]
-        return dataset.__getitems__(PlannedBatch(indices[: self.batch_size].tolist(), round, client, 0))
+        for step, chosen in enumerate(indices.split(self.batch_size)):
+            yield dataset.__getitems__(PlannedBatch(chosen.tolist(), round, client, step))
 
 
 def part_of(batch: Tensor, rank: int, count: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from lightning_fedbayes.errors import FedBayesError, FusionError, PosteriorError
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan
 from lightning_fedbayes.seeding import derive_seed, seed_everything
-from lightning_fedbayes.training.client import Client, ClientState
+from lightning_fedbayes.training.client import Client, ClientState, parameters_of
 from lightning_fedbayes.training.context import Step, TrainingContext
 from lightning_fedbayes.training.engine import Engine
 from lightning_fedbayes.training.loader import FailedBatch, FederatedLoader
@@ -53,7 +54,7 @@ class SequentialEngine(Engine):
         self._is_alone = is_alone
         self._state: RoundState | None = None
         self._told: set[str] = set()
-        self._pull: Pull | None = None
+        self._terms: list[Pull] = []
         self._optimizers = [
             ClientOptimizer(each, partial(remade, context.remake_optimizers, i, each), keep=self.keep_optimizer)
             for i, each in enumerate(context.optimizers)
@@ -102,9 +103,9 @@ class SequentialEngine(Engine):
         self.model.load_client(state.local)
         if self.sites is not None:
             self.sites.install(state.site)
-            self._pull = self.sites.pull([state.site])
         if self._state is not None:
             self._state.restore()
+        self._terms = self.terms([client], [state])
         states = self.optimizer_states(client, state)
         for i, optimizer in enumerate(self._optimizers):
             optimizer.reset(states[i] if states else {}, state.options[i] if state.options else ())
@@ -134,11 +135,10 @@ class SequentialEngine(Engine):
         try:
             if isinstance(batch, FailedBatch):
                 raise batch.error
-            if self._pull is None:
+            with ExitStack() as inside:
+                for term in self._terms:
+                    inside.enter_context(term.added(self.context.module, self.model.parameters))
                 outputs = step(optimizer, batch_idx, kwargs)
-            else:
-                with self._pull.added(self.context.module, self.model.parameters):
-                    outputs = step(optimizer, batch_idx, kwargs)
         except (MisconfigurationException, FedBayesError):
             raise  # a mistake in the set-up, the same for every client
         except Exception as error:
@@ -169,7 +169,7 @@ class SequentialEngine(Engine):
     def _read_update(self) -> ClientUpdate | ClientFailure:
         """Return the update of the client that has just trained, and note what it keeps."""
         assert self._client is not None
-        client, error = self._client, self._failure
+        client, error = self._client, self._failure or self._measure()
         logged = self.log.end_client(client.number)
         if error is not None:
             return ClientFailure(client.number, error, client.num_examples, self.seconds())
@@ -180,8 +180,6 @@ class SequentialEngine(Engine):
         if mean is not None:  # each process has seen its part of every batch
             device = self.context.device
             metrics = {name: float(mean(torch.tensor(metrics[name], device=device))) for name in sorted(metrics)}
-        if self.model.learned is not None:
-            self.model.learned.finish()
         try:
             buffers = self.model.read_buffers()
             posterior, site = self.own_site(client.number, self.model.read_posterior())
@@ -192,6 +190,21 @@ class SequentialEngine(Engine):
             self.model.read_local(), [state for state, _ in kept], [changes for _, changes in kept], site
         )
         return ClientUpdate(client.number, client.num_examples, posterior, buffers, metrics, self.seconds())
+
+    def _measure(self) -> Exception | None:
+        """Bring the variances of the client that has just trained beside the module; return why it cannot be."""
+        learned, client, optimizer = self.model.learned, self._client, self.context.optimizers[0]
+        if learned is None or client is None:
+            return None
+        held = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
+        state, buffers = self.states.get(client.number, ClientState()), dict(self.model.module.named_buffers())
+        try:
+            learned.variances.update(self.measured(client, state, self.model.parameters, buffers, held))
+        except (MisconfigurationException, FedBayesError):
+            raise
+        except Exception as error:  # of the client's data, or its network
+            return error
+        return None
 
     def end_round(self, *, success: bool) -> None:
         """Put back what clients have changed in the module and its optimizers, and name it once."""

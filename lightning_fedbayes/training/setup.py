@@ -55,7 +55,8 @@ def make_federation(
     Raises:
         FederationError, FusionError: the module cannot be federated with these settings.
     """
-    model = ResidentModel(context.module, settings.local_parameters, settings.buffers, context.learned_posterior())
+    learned = context.learned_posterior(settings.posterior)
+    model = ResidentModel(context.module, settings.local_parameters, settings.buffers, learned)
     if settings.privacy is not None:
         check_no_buffers(model.federated_buffers)
     engine = make_engine(settings, context, model, loader)

@@ -34,13 +34,13 @@ class Pull:
     "train_loss" contains it, as it contains the divergence from the cavity.
 
     Args:
-        strength: :math:`\mu`.
+        strength: :math:`\mu`, or name → a value for every entry, as of a Gaussian prior.
         centre: name → global value of a deterministic parameter.
         duals: name → v, of the parameter's shape; in a stack (clients, *).
     """
 
-    def __init__(self, strength: float, centre: Tensors, duals: Tensors) -> None:
-        self.strength = strength
+    def __init__(self, strength: float | Tensors, centre: Tensors, duals: Tensors) -> None:
+        self.strength = dict(strength) if isinstance(strength, dict) else strength
         self.centre = dict(centre)
         self.duals = duals
 
@@ -57,7 +57,10 @@ class Pull:
         for name, centre in self.centre.items():
             if name in parameters:
                 move, dual = parameters[name].to(centre.dtype) - centre, self.duals[name]
-                each = move * (self.strength / 2 * move - (dual if stack is None else stack(dual)))
+                strength = self.strength if isinstance(self.strength, float | int) else self.strength[name]
+                if stack is not None:
+                    dual, strength = stack(dual), stack(strength) if isinstance(strength, Tensor) else strength
+                each = move * (strength / 2 * move - dual)
                 term = term + (each.sum() if stack is None else each.reshape(len(each), -1).sum(1))
         return term
 
@@ -67,6 +70,8 @@ class Pull:
             like, centre, dual = stacks[name], self.centre[name], self.duals[name]
             self.centre[name] = torch.empty_like(like[0], dtype=centre.dtype).copy_(centre)
             self.duals[name] = torch.empty_like(like, dtype=dual.dtype).copy_(dual)
+            if isinstance(self.strength, dict):
+                self.strength[name] = torch.empty_like(like, dtype=dual.dtype).copy_(self.strength[name])
 
     @contextmanager
     def added(self, module: L.LightningModule, parameters: Mapping[str, Tensor]) -> Iterator[None]:

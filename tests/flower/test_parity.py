@@ -57,6 +57,9 @@ CASES = {
     "IVON with the global prior": (Learned, {"fusion": "linear_pool"}, {"prior": "global"}),
     "IVON with sites": (Learned, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
     "IVON that keeps": (Learned, {"fraction": 0.5}, {"optimizer_state": "keep", "local_parameters": ["net.2.*"]}),
+    "Laplace": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.Laplace()}),
+    "Laplace with sites": (
+        Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites", "posterior": fb.Laplace()}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),
     "frozen buffers": (hybrid, {}, {"buffers": "frozen"}),
 }
@@ -66,7 +69,7 @@ CASES = {
 @pytest.mark.parametrize("shared", [True, False], ids=["simulation", "deployment"])
 def test_same_posterior_as_in_one_process(make, server, client, shared, tmp_path):
     strategy = FusionStrategy(**server, wait_for=4, seed=3)
-    kept = {name: client[name] for name in ("buffers", "local_parameters") if name in client}
+    kept = {name: client[name] for name in ("buffers", "local_parameters", "posterior") if name in client}
     grid = LocalGrid(client_apps(make=make, shared=shared, state_folder=tmp_path, **client))
     run(grid, strategy, make=make, **kept)
     assert_same(strategy, in_process(make=make, **{**server, **client}, seed=3))

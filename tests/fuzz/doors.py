@@ -350,6 +350,8 @@ DOORS = {
         lambda **options: fb.IVON([torch.zeros(2, requires_grad=True)], **options),
         {"lr": 0.1, "num_examples": 10, "prior_std": 1.0, "hessian_init": 1.0, "betas": (0.9, 0.999), "samples": 1,
          "temperature": 1.0}),
+    "Laplace": (fb.Laplace, {"task": "classification", "curvature": "ggn", "prior_std": 1.0, "noise_std": 1.0,
+                             "temperature": 1.0, "parameters": ("*",)}),
     "PosteriorPredictive": (
         fb.PosteriorPredictive, {"module": network(), "posterior": fb.read_posterior(network()), "samples": 2,
                                  "task": "regression", "noise_std": 0.1}),

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,7 @@ from lightning_fedbayes.training.client import Client, ClientState
 from lightning_fedbayes.training.context import Step, TrainingContext
 from lightning_fedbayes.training.engine import SMALL_STEP, Engine, threads_for
 from lightning_fedbayes.training.loader import FederatedLoader
-from lightning_fedbayes.training.model import ResidentModel
+from lightning_fedbayes.training.model import ResidentModel, Tensors
 from lightning_fedbayes.training.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.training.vectorized.optimizer import counts_by_row
 from lightning_fedbayes.training.vectorized.probe import ProbeResult, explained
@@ -143,6 +144,7 @@ class VectorizedEngine(Engine):
         return ClientStack(
             self.model, self.context.optimizers[0], self._step, clients, states,
             [each[0] if each else {} for each in begun], probed.stacked_keys, self._counts, probed.layouts, self.sites,
+            self.terms(clients, states, stacked=True),
         )
 
     def _prepare(self, batches: list[StackedBatch]) -> Any:
@@ -250,7 +252,8 @@ class VectorizedEngine(Engine):
             seconds = self.seconds() / len(chunk.clients)
             return [self._failed(slot, number, seconds) for slot, number in enumerate(chunk.clients)]
         with self.threads():
-            losses, posteriors = self._losses.tolist(), stack.read_posteriors()
+            measured = None if self.model.learned is None else partial(self._measured, chunk.clients)
+            losses, posteriors = self._losses.tolist(), stack.read_posteriors(measured)
         seconds = self.seconds() / len(chunk.clients)
         for slot, number in enumerate(chunk.clients):
             posterior, site = posteriors[slot], {}
@@ -273,6 +276,22 @@ class VectorizedEngine(Engine):
         vars(self.context.module).update(attributes_of(stack.attributes, last))
         self._drop_stack()
         return results
+
+    def _measured(
+        self, clients: Sequence[int], slot: int, values: Tensors, buffers: Tensors, optimizer: Mapping[int, Any]
+    ) -> Tensors:
+        """Return the variances of the client in ``slot``; the global ones if it has failed."""
+        assert self.model.learned is not None
+        if slot not in self._failures:
+            number = clients[slot]
+            client, state = self.client(self._positions[number]), self.states.get(number, ClientState())
+            try:
+                return self.measured(client, state, values, buffers, optimizer)
+            except (MisconfigurationException, FedBayesError):
+                raise
+            except Exception as error:
+                self._failures[slot] = error
+        return self.model.learned.variances
 
     def _failed(self, slot: int, client: int, seconds: float) -> ClientFailure:
         """Return the failure of the client in ``slot``."""

@@ -20,12 +20,14 @@ from lightning_fedbayes.training.context import TrainingContext
 from lightning_fedbayes.training.learned import variance_of
 from lightning_fedbayes.training.model import ResidentModel, Tensors
 from lightning_fedbayes.training.optimizers import OptimizerState
-from lightning_fedbayes.training.sites import RoundSites
+from lightning_fedbayes.training.sites import Pull, RoundSites
 from lightning_fedbayes.training.snapshot import Snapshot
 from lightning_fedbayes.training.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
 from lightning_fedbayes.training.vectorized.schedule import Slots, put_rows, take_rows
 from lightning_fedbayes.training.vectorized.step import Attributes, StackedStep
 from lightning_fedbayes.training.vectorized.swap import ParameterSwap
+
+Measured = Callable[[int, Tensors, Tensors, Mapping[int, Mapping[str, Tensor]]], Tensors]
 
 Clip = Callable[[Sequence[Tensor]], None]
 
@@ -54,6 +56,7 @@ class ClientStack:
         stacked_keys, counts: see :class:`~lightning_fedbayes.training.vectorized.optimizer.StackedOptimizer`.
         layouts: name of the parameter → layout of its stack.
         sites: the clients' sites in this round; None where the rule has none.
+        terms: what the clients' losses gain.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class ClientStack:
         counts: frozenset[str] = frozenset(),
         layouts: Mapping[str, Layout | None] | None = None,
         sites: RoundSites | None = None,
+        terms: Sequence[Pull] = (),
     ) -> None:
         self.model = model
         self.step = step
@@ -83,13 +87,11 @@ class ClientStack:
         self.optimizer = StackedOptimizer(optimizer, rows, starts, stacked_keys, counts)
         own = [state.site for state in states]
         self._variances: Tensors = {}
-        self._cavities, self._pull = None, None
-        if sites is not None:
-            self._pull = sites.pull(own, stacked=True)
-            if self._pull is not None:
-                self._pull.lay_out(dict(zip(self.names, rows)))
-            if sites.parameters:
-                self._cavities = step.cavities(sites, own)
+        self._cavities, self._terms = None, terms
+        for term in terms:
+            term.lay_out(dict(zip(self.names, rows)))
+        if sites is not None and sites.parameters:
+            self._cavities = step.cavities(sites, own)
 
     def forward_backward(
         self, slots: Slots, batch: Any, batch_idx: int, *, clip: Clip | None = None
@@ -118,8 +120,8 @@ class ClientStack:
             )
             losses = output.losses
             if losses is not None:
-                if self._pull is not None:
-                    losses = losses + self._pull(parameters, lambda stack: take_rows(stack, slots)).to(losses)
+                for term in self._terms:
+                    losses = losses + term(parameters, lambda stack: take_rows(stack, slots)).to(losses)
                 for parameter in optimizer.parameters:
                     parameter.grad = None
                 losses.backward(torch.ones_like(losses))  # the clients share no parameter
@@ -133,8 +135,13 @@ class ClientStack:
             put_rows(self.buffers[name], slots, buffer)
         return None if losses is None else losses.detach(), output.rest
 
-    def read_posteriors(self) -> list[GaussianPosterior]:
-        """Return the posterior that each client sends, slot by slot: views of the stack."""
+    def read_posteriors(self, measured: Measured | None = None) -> list[GaussianPosterior]:
+        """Return the posterior that each client sends, slot by slot: views of the stack.
+
+        Args:
+            measured: returns the variances of the client in a slot, outside of Bayesian layers, from its parameters,
+                buffers and optimizer's state; None if there are none.
+        """
         self.optimizer.write_back()
         rows, learned = dict(zip(self.names, self.optimizer.rows)), self.model.learned
         count = len(self.optimizer.rows[0])
@@ -142,8 +149,16 @@ class ClientStack:
             name: rows.get(name, parameter.detach().expand(count, *parameter.shape))
             for name, parameter in self.model.parameters.items()
         }
-        if learned is not None:
-            learned.finish(self.optimizer.stacked_state)
+        if learned is not None and measured is not None:
+            state = self.optimizer.stacked_state
+            each = [
+                measured(
+                    slot, {name: rows[slot] for name, rows in everything.items()},
+                    {name: rows[slot] for name, rows in self.buffers.items()},
+                    {i: {key: rows[slot] for key, rows in entries.items()} for i, entries in state.items()},
+                ) for slot in range(count)
+            ]
+            learned.variances.update({name: torch.stack([one[name] for one in each]) for name in learned.variances})
             self._variances = {variance_of(name): stack for name, stack in learned.variances.items()}
         with self.step.swap.using(everything):
             stacked = self.model.read_posterior()

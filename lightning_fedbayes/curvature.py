@@ -1,0 +1,214 @@
+r"""The Laplace approximation: a Gaussian posterior from the curvature of the loss where training has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fedbayes.errors import FederationError, check_choice, check_kind, check_number, check_strings, nearest
+from lightning_fedbayes.layers.posterior_view import gaussian_parameters
+from lightning_fedbayes.posterior import GaussianPosterior, zeros_like
+from lightning_fedbayes.private_torch import tree_map
+
+Task = Literal["classification", "regression"]
+Curvature = Literal["ggn", "empirical"]
+
+ENTRIES = 2**24
+"""Most entries of the Jacobians that are held at once."""
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Laplace:
+    r"""Diagonal Laplace approximation of the posterior, in one pass over the training data.
+
+    .. math:: q(\theta) = N\left(\hat\theta, \left(\tfrac1\tau \sum_i F_i + s^{-2}\right)^{-1}\right)
+
+    with :math:`\hat\theta` where training has ended, and :math:`F_i` the diagonal of the generalised Gauss-Newton
+    matrix of example i, which for these likelihoods is the Fisher information
+    :math:`E_{y \sim p(y \mid x_i, \hat\theta)} (\nabla \log p(y \mid x_i))^2`, or of the empirical Fisher, the same
+    at the label :math:`y_i`.
+
+    ::
+
+        posterior = fb.Laplace().posterior(model, train_dataloader)
+        predictive = fb.PosteriorPredictive(model, posterior)
+
+    Under ``FederatedBayes(posterior=fb.Laplace())`` every client takes the pass after its local training, and its loss
+    gains the prior, or what the rule makes of it.
+
+    When to use it: for a network that has been trained already, or with an optimizer that is to stay. On its own,
+    training should end at a maximum of the posterior: with a weight decay of :math:`\tau / n s^2`.
+
+    Args:
+        task: "classification": ``forward`` gives logits, and batches are (inputs, classes); "regression": it gives
+            means under Gaussian noise, and batches are (inputs, targets).
+        curvature: "ggn", or "empirical", which takes one backward pass per example in place of one per output.
+        prior_std: s > 0 of the prior N(0, s²).
+        noise_std: standard deviation of the observation noise, for regression.
+        temperature: :math:`\tau` > 0; 1 is Bayes.
+        parameters: patterns (``fnmatch``) of the parameters that get a posterior; the others are point masses. By
+            default all that require gradients.
+
+    Raises:
+        FederationError: an argument is out of range.
+
+    Source: MacKay 1992; Daxberger et al. 2021.
+    """
+
+    task: Task = "classification"
+    curvature: Curvature = "ggn"
+    prior_std: float = 1.0
+    noise_std: float = 1.0
+    temperature: float = 1.0
+    parameters: Sequence[str] = ("*",)
+
+    def __post_init__(self) -> None:
+        check_choice("task", self.task, get_args(Task))
+        check_choice("curvature", self.curvature, get_args(Curvature))
+        check_number("prior_std", self.prior_std, "(0, 1e19)", why="it is a standard deviation")
+        check_number("noise_std", self.noise_std, "(0, inf)", why="it is a standard deviation")
+        check_number("temperature", self.temperature, "(0, inf)")
+        object.__setattr__(self, "parameters", check_strings("parameters", self.parameters, "give patterns of names"))
+
+    def posterior(self, module: nn.Module, batches: Iterable[Any]) -> GaussianPosterior:
+        """Return the posterior of a trained ``module``, with copies of its parameters as means.
+
+        Args:
+            module: whose ``forward`` gives logits or means; it runs in evaluation mode.
+            batches: of the training data, such as a DataLoader.
+
+        Raises:
+            FederationError: no parameter matches, or a batch is not (inputs, targets).
+        """
+        check_kind("module", module, nn.Module, "give a torch.nn.Module")
+        chosen = self.chosen(module)
+        information, _ = self.information(module, chosen, batches)
+        mean = {name: p.detach().clone() for name, p in module.named_parameters()}
+        variance = {
+            name: (information[name] + self.prior_std**-2).reciprocal() if name in chosen else zeros_like(value)
+            for name, value in mean.items()
+        }
+        return GaussianPosterior(mean, variance)
+
+    def chosen(self, module: nn.Module) -> Tensors:
+        """Return the parameters of ``module`` that get a posterior, by name.
+
+        Raises:
+            FederationError: a pattern matches none, or a parameter of a Bayesian layer.
+        """
+        own = {id(p) for each in gaussian_parameters(module).values() for p in (each.mean, each.rho)}
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        found: Tensors = {}
+        for pattern in self.parameters:
+            matching = {name: p for name, p in trained.items() if fnmatchcase(name, pattern)}
+            if not matching:
+                raise FederationError(
+                    f"Laplace: parameters pattern '{pattern}' matches no parameter that requires gradients: "
+                    f"{nearest(pattern, trained)}"
+                )
+            found |= {name: p for name, p in matching.items() if id(p) not in own}
+        return found
+
+    def information(
+        self, module: nn.Module, parameters: Mapping[str, Tensor], batches: Iterable[Any],
+        others: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensors, int]:
+        r"""Return :math:`\sum_i F_i / \tau` at ``parameters``, by name, and the number of examples.
+
+        Args:
+            module: runs in evaluation mode.
+            parameters: name → value.
+            batches: (inputs, targets).
+            others: values in place of the module's own other parameters and buffers.
+        """
+        values = {name: p.detach() for name, p in parameters.items()}
+        total, count = {name: torch.zeros_like(value) for name, value in values.items()}, 0
+        training = [each for each in module.modules() if each.training]
+        module.eval()
+        try:
+            for batch in batches:
+                inputs, targets = self._unpacked(batch)
+                count += len(targets)
+                for name, each in self._of_batch(module, values, inputs, targets, others or {}).items():
+                    total[name] += each
+        finally:
+            for each in training:
+                each.training = True
+        return {name: each / self.temperature for name, each in total.items()}, count
+
+    @staticmethod
+    def _unpacked(batch: Any) -> tuple[Any, Tensor]:
+        """Return inputs and targets of a batch."""
+        if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+            raise FederationError("Laplace: a batch has to be (inputs, targets): give such a collate_fn")
+        return batch[0], batch[1]
+
+    def _check(self, output: Tensor, target: Tensor) -> None:
+        """Raise FederationError unless the likelihood is one of an example's ``output`` and ``target``."""
+        if self.task == "classification" and (output.dim() != 1 or target.dim() or target.is_floating_point()):
+            raise FederationError(
+                f"Laplace(task='classification'): an output of shape {tuple(output.shape)} and a target of shape "
+                f"{tuple(target.shape)} and {target.dtype} per example; it takes logits (classes,) and one class. For "
+                "means and real targets give task='regression'; other losses have no likelihood here"
+            )
+        if self.task == "regression" and output.numel() != target.numel():
+            raise FederationError(
+                f"Laplace(task='regression'): {output.numel()} outputs and {target.numel()} targets per example; it "
+                "takes one mean per target. For logits give task='classification'"
+            )
+
+    def _of_batch(
+        self, module: nn.Module, values: Tensors, inputs: Any, targets: Tensor, others: Mapping[str, Tensor]
+    ) -> Tensors:
+        """Return the sum of the information over the examples of a batch."""
+
+        def terms(values: Tensors, example: Any, target: Tensor) -> Tensor:
+            """Functions of one example whose squared gradients, added up, are its information."""
+            alone = tree_map(lambda tensor: tensor.unsqueeze(0), example)
+            one = torch.func.functional_call(module, {**others, **values}, (alone,))
+            output = (one[0] if isinstance(one, tuple) else one).squeeze(0)
+            self._check(output, target)
+            if self.task == "classification":
+                logs = F.log_softmax(output, -1)
+                if self.curvature == "empirical":
+                    return logs.gather(-1, target.reshape(1))
+                return logs * logs.detach().exp().sqrt()
+            if self.curvature == "empirical":
+                return -((output.reshape(-1) - target.reshape(-1)) ** 2).sum().reshape(1) / (2 * self.noise_std**2)
+            return output.reshape(-1) / self.noise_std
+
+        def squared(example: Any, target: Tensor) -> Tensors:
+            jacobians = torch.func.jacrev(terms)(values, example, target)
+            return {name: each.square().sum(0) for name, each in jacobians.items()}
+
+        with torch.no_grad():
+            outputs = len(terms(values, tree_map(lambda tensor: tensor[0], inputs), targets[0]))
+        size = sum(value.numel() for value in values.values())
+        try:
+            each = torch.func.vmap(squared, chunk_size=max(1, ENTRIES // (size * outputs)))(inputs, targets)
+        except (RuntimeError, ValueError):  # an error of the network itself shows below
+            return one_by_one(terms, values, inputs, targets)
+        return {name: value.sum(0) for name, value in each.items()}
+
+
+def one_by_one(terms: Callable[..., Tensor], values: Tensors, inputs: Any, targets: Tensor) -> Tensors:
+    """Return the sum over the examples of the squared gradients of ``terms``, for networks that do not vectorize."""
+    total = {name: torch.zeros_like(value) for name, value in values.items()}
+    for number, target in enumerate(targets):
+        leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+        with torch.enable_grad():
+            outputs = terms(leaves, tree_map(lambda tensor, number=number: tensor[number], inputs), target)
+        for output in outputs:
+            gradients = torch.autograd.grad(output, list(leaves.values()), retain_graph=True, allow_unused=True)
+            for name, gradient in zip(leaves, gradients):
+                if gradient is not None:
+                    total[name] += gradient.square()
+    return total

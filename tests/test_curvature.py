@@ -1,0 +1,279 @@
+"""The Laplace approximation: beside closed forms and laplace-torch, alone and in a federation."""
+
+import warnings
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+from tests.federations import Plain, blobs, federate, loader, network, trainer
+
+ENGINES = ("sequential", "vectorized")
+SIZES = fb.SizesPartition([40, 25, 13, 12])
+
+
+def flat(posterior):
+    return torch.cat([value.flatten() for value in posterior.variance.values()])
+
+
+def cases():
+    torch.manual_seed(0)
+    linear, conv = nn.Linear(5, 3), nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3))
+    return {"linear": (linear, torch.randn(40, 5)), "convolution": (conv, torch.randn(40, 1, 6, 6))}
+
+
+@pytest.mark.parametrize("name", ["linear", "convolution"])
+@pytest.mark.parametrize(("task", "curvature", "noise_std"), [
+    ("classification", "ggn", 1.0), ("classification", "empirical", 1.0), ("regression", "ggn", 0.7),
+])
+def test_is_the_diagonal_posterior_of_laplace_torch(name, task, curvature, noise_std):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("laplace")
+        from laplace import DiagLaplace
+        from laplace.curvature import AsdlEF, AsdlGGN
+
+        module, x = cases()[name]
+        y = torch.randint(0, 3, (40,)) if task == "classification" else torch.randn(40, 3)
+        data = DataLoader(TensorDataset(x, y), batch_size=16)
+        peer = DiagLaplace(module, task, sigma_noise=noise_std, prior_precision=0.8**-2,
+                           backend=AsdlGGN if curvature == "ggn" else AsdlEF)
+        peer.fit(data)
+    ours = fb.Laplace(task, curvature, prior_std=0.8, noise_std=noise_std).posterior(module, data)
+    assert torch.allclose(flat(ours), 1 / peer.posterior_precision.detach(), rtol=1e-5)
+
+
+def test_the_empirical_information_of_a_regression_is_its_squared_gradient():
+    """laplace-torch's is not: it takes gradients of the sum of squares, and divides by the noise once."""
+    x, y = torch.randn(30, 4), torch.randn(30, 1)
+    module = nn.Linear(4, 1)
+    found = fb.Laplace("regression", "empirical", noise_std=0.5).posterior(module, [[x, y]])
+    errors = (y - module(x)).detach()
+    assert torch.allclose(1 / found.variance["bias"], (errors / 0.25).square().sum().reshape(1) + 1, rtol=1e-4)
+    assert torch.allclose(1 / found.variance["weight"][0], (errors * x / 0.25).square().sum(0) + 1, rtol=1e-4)
+
+
+def test_a_linear_model_s_precision_is_that_of_its_design():
+    x = torch.randn(30, 4)
+    module = nn.Linear(4, 1)
+    found = fb.Laplace("regression", prior_std=2.0, noise_std=0.5).posterior(
+        module, DataLoader(TensorDataset(x, torch.randn(30, 1)), batch_size=7)
+    )
+    assert torch.allclose(1 / found.variance["weight"][0], x.square().sum(0) / 0.25 + 0.25, rtol=1e-5)
+    assert torch.allclose(1 / found.variance["bias"], torch.tensor([30 / 0.25 + 0.25]), rtol=1e-5)
+    warm = fb.Laplace("regression", prior_std=2.0, noise_std=0.5, temperature=10.0).posterior(
+        module, [[x, torch.randn(30, 1)]]
+    )
+    assert torch.allclose(1 / warm.variance["bias"], torch.tensor([3 / 0.25 + 0.25]), rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, of a second derivative
+def test_softmax_information_is_the_hessian_of_a_linear_classifier():
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 3, dtype=torch.float64), torch.randint(0, 4, (20,))
+    module = nn.Linear(3, 4, bias=False).double()
+
+    def loss(weight):
+        return F.cross_entropy(x @ weight.view(4, 3).T, y, reduction="sum")
+
+    hessian = torch.func.hessian(loss)(module.weight.detach().flatten()).diagonal()
+    found = fb.Laplace().posterior(module, [[x, y]])
+    assert torch.allclose(1 / flat(found), hessian + 1, rtol=1e-8)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y if float(y.sum()) > -1e9 else -y
+
+
+def test_a_network_that_does_not_vectorize_gives_the_same():
+    x, y = torch.randn(9, 5), torch.randint(0, 3, (9,))
+    module = Branches()
+    for curvature in ("ggn", "empirical"):
+        one, other = (fb.Laplace(curvature=curvature).posterior(m, [[x, y]]) for m in (module, module.layer))
+        assert torch.allclose(flat(one), flat(other), rtol=1e-5)
+
+
+def test_chosen_parameters_get_a_posterior_and_the_module_stays_as_it_is():
+    module = network(batch_norm=True).train()
+    x, y = blobs(30).tensors
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    found = fb.Laplace(parameters=["3.*"]).posterior(module, [[x, y]])
+    assert [name for name in found.names if found.variance[name].any()] == ["3.weight", "3.bias"]
+    assert module.training
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+class Own(Plain):
+    """A user's module with plain SGD."""
+
+    def __init__(self, net=None, lr=0.1, momentum=0.0, weight_decay=0.0):
+        super().__init__(net)
+        self.options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), **self.options)
+
+
+def run(engine, rounds=3, module=None, options=None, source=None, **settings):
+    source = fb.Laplace() if source is None else source
+    federation = fb.FederatedBayes(
+        settings.pop("partition", SIZES), engine=engine, seed=1, posterior=source, **settings
+    )
+    made = federate(Own() if module is None else module, federation, rounds, loader(), **(options or {}))
+    return federation, made
+
+
+def test_one_client_s_posterior_is_that_of_its_module():
+    federation, made = run("sequential", 1, partition=fb.IIDPartition(1))
+    alone = fb.Laplace().posterior(made.lightning_module, loader(shuffle=False))
+    assert torch.allclose(flat(federation.posterior), flat(alone), rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"fusion": "sites", "local_epochs": 2}, {"prior": "global"}, {"clients_at_once": 3},
+    {"fusion": "sites", "local_parameters": ["*bias"]}, {"fusion": "coordinate_median", "optimizer_state": "keep"},
+])
+def test_both_engines_give_the_same_posterior(settings):
+    for make in (lambda: Own(momentum=0.9), lambda: Own(network(batch_norm=True))):
+        batches = {"partition": fb.SizesPartition([40, 26, 14, 10])}
+        one, other = (run(engine, module=make(), **batches, **settings)[0].posterior for engine in ENGINES)
+        assert one.names == other.names
+        for name in one.names:
+            assert torch.allclose(one.mean[name], other.mean[name], atol=1e-5)
+            assert torch.allclose(one.variance[name], other.variance[name], rtol=1e-3)
+            assert one.variance[name].all()
+
+
+class Line(L.LightningModule):
+    """Linear regression, trained to its optimum by full batches."""
+
+    def __init__(self, features, lr):
+        super().__init__()
+        self.layer, self.lr = nn.Linear(features, 1, bias=False), lr
+        nn.init.zeros_(self.layer.weight)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def training_step(self, batch, batch_idx):
+        return (self(batch[0]) - batch[1]).square().mean() / 2
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def lines(orthogonal):
+    """Clients with unlike inputs; orthogonal: every example has one feature that is not 0."""
+    random = torch.Generator().manual_seed(0)
+    parts = {}
+    for k, size in enumerate((12, 24, 60)):
+        x = torch.randn(size, 3, generator=random) + (0.5 * k if not orthogonal else 0.0)
+        if orthogonal:
+            x = x * F.one_hot(torch.arange(size) % 3, 3)
+        parts[f"c{k}"] = TensorDataset(x, x @ torch.tensor([[1.0], [-2.0], [0.5]]) + k)
+    return parts
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("orthogonal", "rule", "rounds"), [
+    (True, fb.Sites(1.0, 1.0), 1),  # one shot: the sum of the clients' sites and the prior
+    (False, fb.Sites(), 40),
+])
+def test_sites_add_up_to_the_posterior_of_the_pooled_data(engine, orthogonal, rule, rounds):
+    parts = lines(orthogonal)
+    federation = fb.FederatedBayes(
+        fusion=rule, local_epochs=400, engine=engine, posterior=fb.Laplace("regression")
+    )
+    module = Line(3, 0.3 if orthogonal else 0.05)
+    trainer(rounds, [federation]).fit(module, DataLoader(fb.ClientDatasets(parts), batch_size=100))
+    x, y = (torch.cat([part.tensors[i] for part in parts.values()]) for i in range(2))
+    precision = x.T @ x + torch.eye(3)
+    found = federation.posterior
+    assert torch.allclose(1 / found.variance["layer.weight"][0], precision.diagonal(), rtol=1e-4)
+    exact = torch.linalg.solve(precision, x.T @ y)[:, 0]
+    assert torch.allclose(found.mean["layer.weight"][0], exact, atol=1e-3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "sites"])
+def test_resumes_bit_by_bit(tmp_path, engine, fusion):
+    whole, _ = run(engine, 4, fusion=fusion)
+    _, half = run(engine, 2, fusion=fusion)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    rest = fb.FederatedBayes(SIZES, engine=engine, seed=1, fusion=fusion, posterior=fb.Laplace())
+    federate(Own(), rest, 4, loader(), ckpt_path=tmp_path / "half.ckpt")
+    assert torch.equal(flat(whole.posterior), flat(rest.posterior))
+    assert all(torch.equal(whole.posterior.mean[name], rest.posterior.mean[name]) for name in whole.posterior.names)
+
+
+def test_a_checkpoint_predicts(tmp_path):
+    federation, made = run("auto", 5, local_epochs=5)
+    made.save_checkpoint(tmp_path / "a.ckpt")
+    predictive = fb.PosteriorPredictive.load_from_checkpoint(tmp_path / "a.ckpt", module=Own(), weights_only=False)
+    x, y = blobs(60, seed=9).tensors
+    prediction = predictive.predict_step(x)
+    assert float((prediction.label == y).float().mean()) > 0.7
+    assert torch.equal(flat(predictive.posterior), flat(federation.posterior))
+
+
+class Learned(Own):
+    def configure_optimizers(self):
+        return fb.IVON(self.parameters())
+
+
+class Dicts(Own):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch["x"]), batch["y"])
+
+
+def dicts(batch):
+    return {"x": torch.stack([x for x, _ in batch]), "y": torch.stack([y for _, y in batch])}
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "message"),
+    [
+        (lambda: Own(weight_decay=0.1), {}, "SGD has weight_decay=0.1"),
+        (Learned, {}, "IVON has a posterior of its own"),
+        (Own, {"source": fb.Laplace(parameters=["head.*"])}, "'head.*' matches no parameter"),
+        (Own, {"source": fb.Laplace("regression")}, "task='classification'"),
+        (Own, {"source": fb.Laplace(prior_std=0.5), "fusion": "sites"}, "fb.Sites"),
+        (Own, {"source": "laplace"}, "posterior='laplace'"),
+    ],
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_cannot_be_is_refused_with_the_remedy(engine, module, settings, message):
+    with pytest.raises(fb.FedBayesError, match=message):
+        run(engine, module=module(), **settings)
+
+
+def test_a_batch_that_is_no_pair_is_refused():
+    with pytest.raises(fb.FederationError, match=r"\(inputs, targets\)"):
+        federate(Dicts(), fb.FederatedBayes(SIZES, posterior=fb.Laplace()), 1, loader(collate_fn=dicts))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fb.Laplace("ranking"), "task='ranking'"),
+        (lambda: fb.Laplace(curvature="full"), "curvature='full'"),
+        (lambda: fb.Laplace(prior_std=0.0), "prior_std=0.0"),
+        (lambda: fb.Laplace(noise_std=-1.0), "noise_std=-1.0"),
+        (lambda: fb.Laplace(temperature=0.0), "temperature=0.0"),
+        (lambda: fb.Laplace().posterior(nn.Linear(2, 2), [[torch.zeros(1, 2), torch.zeros(1)]]), "one class"),
+        (lambda: fb.Laplace().posterior("network", []), "module"),
+    ],
+)
+def test_a_mistake_is_named(make, message):
+    with pytest.raises(fb.FederationError, match=message):
+        make()
