@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         SignFlip,
     )
     from lightning_fedbayes.callbacks import ExamplePrivacy, FederatedBayes, UncertaintyReport
-    from lightning_fedbayes.curvature import Laplace
+    from lightning_fedbayes.curvature import SWAG, Laplace
     from lightning_fedbayes.data import (
         CIFAR10DataModule,
         ClientDatasets,
@@ -71,6 +71,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
 
 __all__ = [
     "IVON",
+    "SWAG",
     "ALittleIsEnough",
     "AutoFusion",
     "BayesianLinearRegression",

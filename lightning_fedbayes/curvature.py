@@ -1,4 +1,4 @@
-r"""The Laplace approximation: a Gaussian posterior from the curvature of the loss where training has ended."""
+r"""Gaussian posteriors of networks that train as they always do: by the curvature of the loss, or by the path."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Laplace:
             FederationError: no parameter matches, or a batch is not (inputs, targets).
         """
         check_kind("module", module, nn.Module, "give a torch.nn.Module")
-        chosen = self.chosen(module)
+        chosen = chosen_parameters(module, self.parameters)
         information, _ = self.information(module, chosen, batches)
         mean = {name: p.detach().clone() for name, p in module.named_parameters()}
         variance = {
@@ -97,25 +97,6 @@ class Laplace:
             for name, value in mean.items()
         }
         return GaussianPosterior(mean, variance)
-
-    def chosen(self, module: nn.Module) -> Tensors:
-        """Return the parameters of ``module`` that get a posterior, by name.
-
-        Raises:
-            FederationError: a pattern matches none, or a parameter of a Bayesian layer.
-        """
-        own = {id(p) for each in gaussian_parameters(module).values() for p in (each.mean, each.rho)}
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        found: Tensors = {}
-        for pattern in self.parameters:
-            matching = {name: p for name, p in trained.items() if fnmatchcase(name, pattern)}
-            if not matching:
-                raise FederationError(
-                    f"Laplace: parameters pattern '{pattern}' matches no parameter that requires gradients: "
-                    f"{nearest(pattern, trained)}"
-                )
-            found |= {name: p for name, p in matching.items() if id(p) not in own}
-        return found
 
     def information(
         self, module: nn.Module, parameters: Mapping[str, Tensor], batches: Iterable[Any],
@@ -197,6 +178,67 @@ class Laplace:
         except (RuntimeError, ValueError):  # an error of the network itself shows below
             return one_by_one(terms, values, inputs, targets)
         return {name: value.sum(0) for name, value in each.items()}
+
+
+@dataclass(frozen=True)
+class SWAG:
+    r"""Diagonal SWAG: the mean and the variance of the weights along the path of training.
+
+    .. math:: q(\theta) = N\left(\bar\theta,\ c\,\overline{(\theta_t - \bar\theta)^2} + \epsilon^2\right)
+
+    over the steps t of the last part of a client's local training; the mean becomes the client's. Give
+    ``FederatedBayes(posterior=fb.SWAG())``.
+
+    When to use it: with SGD at a constant learning rate, whose noise makes the path wander about the optimum, and
+    several local epochs. It costs one pass over the parameters per step and no gradient. It has no prior, so there are
+    no sites; BatchNorm's statistics are those of the last weights, not of the mean.
+
+    Args:
+        start: share of the local steps that is left out, in [0, 1).
+        scale: c > 0.
+        min_std: :math:`\epsilon` > 0.
+        parameters: see :class:`Laplace`.
+
+    Raises:
+        FederationError: an argument is out of range.
+
+    Source: Maddox et al. 2019, the diagonal part.
+    """
+
+    start: float = 0.5
+    scale: float = 1.0
+    min_std: float = 1e-3
+    parameters: Sequence[str] = ("*",)
+
+    def __post_init__(self) -> None:
+        check_number("start", self.start, "[0, 1)", why="it is the share of steps that is left out")
+        check_number("scale", self.scale, "(0, inf)")
+        check_number("min_std", self.min_std, "(0, inf)", why="it is a standard deviation")
+        object.__setattr__(self, "parameters", check_strings("parameters", self.parameters, "give patterns of names"))
+
+
+Source = Laplace | SWAG
+"""Where the posterior of parameters outside of Bayesian layers comes from."""
+
+
+def chosen_parameters(module: nn.Module, patterns: Sequence[str]) -> Tensors:
+    """Return the parameters of ``module`` that get a posterior, by name: those that match, but for Bayesian layers'.
+
+    Raises:
+        FederationError: a pattern matches no parameter that requires gradients.
+    """
+    own = {id(p) for each in gaussian_parameters(module).values() for p in (each.mean, each.rho)}
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    found: Tensors = {}
+    for pattern in patterns:
+        matching = {name: p for name, p in trained.items() if fnmatchcase(name, pattern)}
+        if not matching:
+            raise FederationError(
+                f"parameters pattern '{pattern}' matches no parameter that requires gradients: "
+                f"{nearest(pattern, trained)}"
+            )
+        found |= {name: p for name, p in matching.items() if id(p) not in own}
+    return found
 
 
 def one_by_one(terms: Callable[..., Tensor], values: Tensors, inputs: Any, targets: Tensor) -> Tensors:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lightning_fedbayes.adversaries import Attack
-from lightning_fedbayes.curvature import Laplace
+from lightning_fedbayes.curvature import Source
 from lightning_fedbayes.errors import (
     LARGEST,
     FederationError,
@@ -62,7 +62,7 @@ class FederationSettings:
     max_influence: float | None = 2.0
     adversaries: Adversaries = ()
     privacy: UpdatePrivacy | None = None
-    posterior: Laplace | None = None
+    posterior: Source | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class FederationSettings:
         self._set("local_parameters", check_patterns(self.local_parameters))
         self._set("adversaries", attacks_of(self.adversaries))
         check_privacy(self.privacy)
-        check_kind("posterior", self.posterior, Laplace | None, "give fb.Laplace(), or None")
+        check_kind("posterior", self.posterior, Source | None, "give fb.Laplace(), fb.SWAG() or None")
         if isinstance(self.fusion, Sites):
             check_sites(self)
 

@@ -205,15 +205,54 @@ def test_sites_add_up_to_the_posterior_of_the_pooled_data(engine, orthogonal, ru
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "sites"])
-def test_resumes_bit_by_bit(tmp_path, engine, fusion):
-    whole, _ = run(engine, 4, fusion=fusion)
-    _, half = run(engine, 2, fusion=fusion)
+@pytest.mark.parametrize(("fusion", "source"), [
+    ("reverse_kl_barycenter", fb.Laplace()), ("sites", fb.Laplace()), ("reverse_kl_barycenter", fb.SWAG()),
+])
+def test_resumes_bit_by_bit(tmp_path, engine, fusion, source):
+    whole, _ = run(engine, 4, fusion=fusion, source=source)
+    _, half = run(engine, 2, fusion=fusion, source=source)
     half.save_checkpoint(tmp_path / "half.ckpt")
-    rest = fb.FederatedBayes(SIZES, engine=engine, seed=1, fusion=fusion, posterior=fb.Laplace())
+    rest = fb.FederatedBayes(SIZES, engine=engine, seed=1, fusion=fusion, posterior=source)
     federate(Own(), rest, 4, loader(), ckpt_path=tmp_path / "half.ckpt")
     assert torch.equal(flat(whole.posterior), flat(rest.posterior))
     assert all(torch.equal(whole.posterior.mean[name], rest.posterior.mean[name]) for name in whole.posterior.names)
+
+
+@pytest.mark.parametrize("settings", [{}, {"clients_at_once": 3}, {"optimizer_state": "keep", "prior": "global"}])
+@pytest.mark.parametrize("adam", [False, True])
+def test_both_engines_see_the_same_path(settings, adam):
+    def make():
+        module = Own(momentum=0.9)
+        if adam:
+            module.configure_optimizers = lambda: torch.optim.Adam(module.parameters(), 1e-2)
+        return module
+
+    one, other = (run(engine, module=make(), source=fb.SWAG(), local_epochs=3, **settings)[0].posterior
+                  for engine in ENGINES)
+    for name in one.names:
+        assert torch.allclose(one.mean[name], other.mean[name], atol=1e-5)
+        assert torch.allclose(one.variance[name], other.variance[name], rtol=1e-3, atol=1e-8)
+
+
+class Path(L.Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.seen.append(torch.cat([p.detach().flatten() for p in pl_module.parameters()]))
+
+
+def test_swag_is_the_mean_and_the_variance_of_the_path():
+    path = Path()
+    federation, _ = run(
+        "sequential", 1, partition=fb.IIDPartition(1), source=fb.SWAG(start=0.25, scale=2.0, min_std=0.01),
+        local_epochs=4, options={"callbacks": [path]},
+    )
+    assert len(path.seen) == 48
+    late = torch.stack(path.seen[12:])
+    mean = torch.cat([value.flatten() for value in federation.posterior.mean.values()])
+    assert torch.allclose(mean, late.mean(0), atol=1e-5)
+    assert torch.allclose(flat(federation.posterior), 2 * late.var(0, correction=0) + 1e-4, rtol=1e-3, atol=1e-8)
 
 
 def test_a_checkpoint_predicts(tmp_path):
@@ -249,6 +288,8 @@ def dicts(batch):
         (Own, {"source": fb.Laplace("regression")}, "task='classification'"),
         (Own, {"source": fb.Laplace(prior_std=0.5), "fusion": "sites"}, "fb.Sites"),
         (Own, {"source": "laplace"}, "posterior='laplace'"),
+        (Own, {"source": fb.SWAG(), "fusion": "sites"}, "has no prior"),
+        (Learned, {"source": fb.SWAG()}, "not IVON"),
     ],
 )
 @pytest.mark.parametrize("engine", ENGINES)
@@ -272,6 +313,9 @@ def test_a_batch_that_is_no_pair_is_refused():
         (lambda: fb.Laplace(temperature=0.0), "temperature=0.0"),
         (lambda: fb.Laplace().posterior(nn.Linear(2, 2), [[torch.zeros(1, 2), torch.zeros(1)]]), "one class"),
         (lambda: fb.Laplace().posterior("network", []), "module"),
+        (lambda: fb.SWAG(start=1.0), "start=1.0"),
+        (lambda: fb.SWAG(scale=0.0), "scale=0.0"),
+        (lambda: fb.SWAG(min_std=0.0), "min_std=0.0"),
     ],
 )
 def test_a_mistake_is_named(make, message):

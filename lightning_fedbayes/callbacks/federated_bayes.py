@@ -25,10 +25,10 @@ from lightning_fedbayes.settings import (
     EngineName,
     FederationSettings,
     Fusion,
-    Laplace,
     OptimizerPolicy,
     Partition,
     PriorPolicy,
+    Source,
     UpdatePrivacy,
     Weighting,
 )
@@ -99,8 +99,9 @@ class FederatedBayes(L.Callback):
             before it sends it, and the ε given away is logged as ``privacy/epsilon``. Adversaries replace what they
             would have sent then.
         posterior: where the posterior of parameters outside of Bayesian layers comes from: a
-            :class:`~lightning_fedbayes.Laplace`, after each client's training. None: from an
-            :class:`~lightning_fedbayes.IVON` where the module configures one; otherwise they are point masses.
+            :class:`~lightning_fedbayes.Laplace`, after each client's training, or a :class:`~lightning_fedbayes.SWAG`,
+            along it. None: from an :class:`~lightning_fedbayes.IVON` where the module configures one; otherwise they
+            are point masses.
         seed: where every random draw comes from.
 
     Attributes:
@@ -130,7 +131,7 @@ class FederatedBayes(L.Callback):
         max_influence: float | None = 2.0,
         adversaries: Adversaries = (),
         privacy: UpdatePrivacy | None = None,
-        posterior: Laplace | None = None,
+        posterior: Source | None = None,
         seed: int = 0,
     ) -> None:
         self.settings = FederationSettings(

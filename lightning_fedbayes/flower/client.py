@@ -24,7 +24,7 @@ from lightning_fedbayes.partition import Partition
 from lightning_fedbayes.privacy import UpdatePrivacy, check_no_buffers
 from lightning_fedbayes.privacy.accountant import epsilon_spent
 from lightning_fedbayes.quiet import without_banners
-from lightning_fedbayes.settings import BufferPolicy, FederationSettings, Laplace, OptimizerPolicy, PriorPolicy
+from lightning_fedbayes.settings import BufferPolicy, FederationSettings, OptimizerPolicy, PriorPolicy, Source
 from lightning_fedbayes.trainer import damage
 from lightning_fedbayes.training.model import ResidentModel
 
@@ -56,7 +56,7 @@ def client_app(
     buffers: BufferPolicy = "average",
     local_parameters: Sequence[str] = (),
     privacy: UpdatePrivacy | None = None,
-    posterior: Laplace | None = None,
+    posterior: Source | None = None,
     state_folder: str | Path | None = None,
     trainer: Mapping[str, Any] | None = None,
 ) -> ClientApp:

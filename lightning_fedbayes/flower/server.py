@@ -12,7 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from lightning_fedbayes.errors import check_at_least, check_choice, check_kind, check_number
 from lightning_fedbayes.flower.strategy import FusionStrategy
 from lightning_fedbayes.flower.wire import to_arrays
-from lightning_fedbayes.settings import BufferPolicy, Laplace, check_patterns
+from lightning_fedbayes.settings import BufferPolicy, Source, check_patterns
 from lightning_fedbayes.trainer import optimizers_of
 from lightning_fedbayes.training.learned import learned_posterior
 from lightning_fedbayes.training.model import ResidentModel
@@ -20,7 +20,7 @@ from lightning_fedbayes.training.model import ResidentModel
 
 def initial_arrays(
     module: L.LightningModule, *, buffers: BufferPolicy = "average", local_parameters: Sequence[str] = (),
-    posterior: Laplace | None = None,
+    posterior: Source | None = None,
 ) -> ArrayRecord:
     """Return the arrays that a federation starts from: the posterior and the buffers of ``module``.
 
@@ -47,7 +47,7 @@ def server_app(
     timeout: float = 3600,
     buffers: BufferPolicy = "average",
     local_parameters: Sequence[str] = (),
-    posterior: Laplace | None = None,
+    posterior: Source | None = None,
 ) -> ServerApp:
     """Return the ServerApp of a federation.
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.curvature import Laplace
+from lightning_fedbayes.curvature import Source
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.fusion import Sites
 from lightning_fedbayes.settings import FederationSettings
@@ -86,7 +86,7 @@ class TrainingContext:
         return keepable and isinstance(settings.fusion, Sites)
 
 
-    def learned_posterior(self, source: Laplace | None = None) -> LearnedPosterior | None:
+    def learned_posterior(self, source: Source | None = None) -> LearnedPosterior | None:
         """Return the posterior of parameters outside of Bayesian layers; None if they are point masses.
 
         Args:

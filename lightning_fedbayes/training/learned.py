@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedbayes.curvature import Laplace
+from lightning_fedbayes.curvature import SWAG, Laplace, Source, chosen_parameters
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, RenyiCavityPrior
 from lightning_fedbayes.optim import IVON, first_state
 from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.training.client import parameters_of
 from lightning_fedbayes.training.optimizers import OptimizerState
 
 Priors = Mapping[str, NormalPrior | CavityPrior]
@@ -115,9 +116,17 @@ class LearnedPosterior(ABC):
         """
         return {}, {}
 
+    def observe(self, optimizer: Optimizer, done: Sequence[float]) -> None:  # noqa: B027
+        """See the parameters after a step of the optimizer; by default nothing.
+
+        Args:
+            optimizer: of one client, or of a stack of clients.
+            done: share of its steps that each client has taken; of a client that is alone one number.
+        """
+
     @abstractmethod
     def measured(self, client: TrainedClient) -> Tensors:
-        """Return the variances of a client that has trained."""
+        """Return the variances of a client that has trained, after bringing its parameters to the posterior's mean."""
 
 
 class OptimizerPosterior(LearnedPosterior):
@@ -233,7 +242,8 @@ class CurvaturePosterior(LearnedPosterior):
                     "loss: leave that out"
                 )
         self._source, self._module = source, module
-        super().__init__({name: (p, source.prior_std**2) for name, p in source.chosen(module).items()})
+        chosen = chosen_parameters(module, source.parameters)
+        super().__init__({name: (p, source.prior_std**2) for name, p in chosen.items()})
 
     def prior_std(self, name: str) -> float:
         """See :meth:`LearnedPosterior.prior_std`."""
@@ -261,17 +271,90 @@ class CurvaturePosterior(LearnedPosterior):
         return variances
 
 
+class PathPosterior(LearnedPosterior):
+    """The posterior of a :class:`~lightning_fedbayes.SWAG`: moments of the parameters along a client's training.
+
+    They are kept beside the optimizer's own state, from the first step on: :data:`MOMENTS`.
+
+    Args:
+        source: the user's.
+        module: the network.
+        optimizers: that train it.
+
+    Raises:
+        FederationError: there are several optimizers, or one with a posterior of its own.
+    """
+
+    def __init__(self, source: SWAG, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        if len(optimizers) != 1 or isinstance(optimizers[0], IVON):
+            names = ", ".join(type(each).__name__ for each in optimizers)
+            raise FederationError(f"posterior=SWAG() needs one optimizer without a posterior of its own, not {names}")
+        chosen = chosen_parameters(module, source.parameters)
+        numbers = {id(p): number for number, p in enumerate(parameters_of(optimizers[0]))}
+        self._source = source
+        self._numbers = {name: numbers[id(p)] for name, p in chosen.items() if id(p) in numbers}
+        super().__init__({name: (chosen[name], source.min_std**2) for name in self._numbers})
+
+    def prior_std(self, name: str) -> float:
+        """Infinite: there is no prior."""
+        return float("inf")
+
+    def start(
+        self, kept: OptimizerState, num_examples: int, priors: Priors | None = None,
+        local: Mapping[str, Tensor] | None = None,
+    ) -> OptimizerState:
+        """See :meth:`LearnedPosterior.start`: the moments of earlier rounds are left out."""
+        return {i: {key: each for key, each in entries.items() if key not in MOMENTS} for i, entries in kept.items()}
+
+    @torch.no_grad()
+    def observe(self, optimizer: Optimizer, done: Sequence[float]) -> None:
+        """See :meth:`LearnedPosterior.observe`: Welford's update of mean and squares."""
+        parameters = parameters_of(optimizer)
+        counted = [share > self._source.start for share in done]
+        if not any(counted):
+            return
+        for number in self._numbers.values():
+            p = parameters[number]
+            one = full(p.detach())
+            shape = (len(done), *[1] * (p.dim() - 1)) if len(done) > 1 else ()
+            new = torch.tensor(counted if shape else counted[0], device=p.device).to(one).reshape(shape)
+            state = optimizer.state[p]
+            count, mean, squares = (state.get(name, torch.zeros_like(one)) for name in MOMENTS)
+            move = (one - mean) * new
+            count = count + new
+            mean = mean + move / count.clamp_min(1)
+            state.update(zip(MOMENTS, (count, mean, squares + move * (one - mean))))
+
+    @torch.no_grad()
+    def measured(self, client: TrainedClient) -> Tensors:
+        """See :meth:`LearnedPosterior.measured`."""
+        variances = {}
+        for name, number in self._numbers.items():
+            state, least = client.state.get(number, {}), self._source.min_std**2
+            variances[name] = torch.full_like(self.variances[name], least)
+            if MOMENTS[0] in state and bool(state[MOMENTS[0]].any()):
+                count, mean, squares = (state[key] for key in MOMENTS)
+                client.values[name].copy_(mean)
+                variances[name] = (self._source.scale * squares / count + least).to(self.variances[name].dtype)
+        return variances
+
+
+MOMENTS = ("path_count", "path_mean", "path_squares")
+"""Names of the moments in the state of an optimizer; of the parameter's shape, as stacks want it."""
+
+
 def full(variance: Tensor) -> Tensor:
     """Return a tensor like ``variance`` in at least single precision."""
     return variance.to(torch.promote_types(variance.dtype, torch.float32))
 
 
 def learned_posterior(
-    optimizers: Sequence[Optimizer], module: nn.Module, source: Laplace | None = None
+    optimizers: Sequence[Optimizer], module: nn.Module, source: Source | None = None
 ) -> LearnedPosterior | None:
     """Return the posterior of ``module`` by ``source``; without one by an IVON among the ``optimizers``, if any."""
     if source is not None:
-        return CurvaturePosterior(source, module, optimizers)
+        kind = CurvaturePosterior if isinstance(source, Laplace) else PathPosterior
+        return kind(source, module, optimizers)  # pyright: ignore[reportArgumentType]
     found = next((each for each in optimizers if isinstance(each, IVON)), None)
     return None if found is None else OptimizerPosterior(found, module)
 

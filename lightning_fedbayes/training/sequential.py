@@ -150,6 +150,9 @@ class SequentialEngine(Engine):
             self._steps.ready += others
             self._steps.completed += others
         loss = outputs.get("loss")
+        if self.model.learned is not None and loss is not None:
+            start, stop = self.plan.starts[self._position : self._position + 2]
+            self.model.learned.observe(optimizer, [(self._batch_idx + 1 - start) / (stop - start)])
         if isinstance(loss, Tensor):
             self._losses.append(loss)
         return outputs

@@ -153,6 +153,8 @@ SCENARIOS = {
     "laplace": {"bayesian": 0, "fusion": "sites", "engine": "sequential", "posterior": fb.Laplace(), "norm": True},
     "laplace_stacked": {"bayesian": 0, "fusion": "reverse_kl_barycenter", "engine": "vectorized",
                         "posterior": fb.Laplace(), "fraction": 0.8},
+    "swag": {"bayesian": 0, "fusion": "reverse_kl_barycenter", "engine": "sequential", "posterior": fb.SWAG()},
+    "swag_stacked": {"bayesian": 0, "fusion": "weighted_average", "engine": "vectorized", "posterior": fb.SWAG()},
     "stopped": {"bayesian": 0, "fusion": "weighted_average", "engine": "sequential", "callbacks": [Stops()]},
     "split": {"bayesian": 2, "fusion": "conflation", "engine": "sequential", "sizes": (36, 12, 24), "batch_size": 12,
               "estimator": "reparameterization", "strategy": "ddp"},
