@@ -218,7 +218,7 @@ class SWAG:
 
 
 Source = Laplace | SWAG
-"""Where the posterior of parameters outside of Bayesian layers comes from."""
+"""Source of the posterior of parameters outside of Bayesian layers."""
 
 
 def chosen_parameters(module: nn.Module, patterns: Sequence[str]) -> Tensors:

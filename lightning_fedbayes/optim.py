@@ -318,7 +318,7 @@ def check_options(group: dict[str, Any]) -> None:
     check_number("lr", group["lr"], "[0, inf)")
     if group["num_examples"] is not None:
         check_at_least("num_examples", group["num_examples"], 1)
-    if group["prior_std"] != math.inf:
+    if not isinstance(group["prior_std"], float) or group["prior_std"] != math.inf:
         check_number("prior_std", group["prior_std"], "(0, 1e19)", why="it is a standard deviation")
     check_number("hessian_init", group["hessian_init"], "(0, inf)", why="the first variance is its inverse")
     check_number("temperature", group["temperature"], "(0, inf)")

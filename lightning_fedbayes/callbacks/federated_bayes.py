@@ -329,6 +329,7 @@ class FederatedBayes(L.Callback):
         """Seed the Monte Carlo samples of the validation; see that it scores the global posterior."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._drop_unfinished_round()
+            self._uncertainty.posterior = self.posterior
             seed_everything(derive_seed(self.settings.seed, "validation", trainer.current_epoch))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_fedbayes import plots
 from lightning_fedbayes.callbacks.loggers import log_figure
+from lightning_fedbayes.errors import check_at_least
 from lightning_fedbayes.metrics import AccuracyRetained, CalibrationDiagram
 from lightning_fedbayes.metrics.functional import (
     aleatoric_uncertainty,
@@ -18,6 +19,8 @@ from lightning_fedbayes.metrics.functional import (
     weighted_accuracy,
     worst_fraction_accuracy,
 )
+from lightning_fedbayes.modules import PosteriorPredictive
+from lightning_fedbayes.posterior import GaussianPosterior
 
 MEASURES = {
     "entropy": predictive_entropy,
@@ -36,11 +39,25 @@ class UncertaintyReport(L.Callback):
     Logged in every validation: the area under accuracy-retained for entropy, aleatoric and epistemic uncertainty, and
     the weighted average and worst-10 % accuracy of the clients. Logged at the end: the two pictures.
 
+    A module without Bayesian layers returns no such thing. Give ``samples``, and in a federation the report draws its
+    predictions from the global posterior (of :class:`~lightning_fedbayes.IVON`, say), with batches of inputs and
+    classes and a ``forward`` that gives logits.
+
     A client's accuracy is that on its own validation loader if there are as many loaders as clients; otherwise the
     accuracies per class are averaged with the client's label proportions, an unbiased estimate under label skew.
+
+    Args:
+        samples: draws from the posterior for the predictions of such a module; None leaves it alone.
+
+    Attributes:
+        posterior: the global one; :class:`FederatedBayes` sets it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int | None = None) -> None:
+        if samples is not None:
+            check_at_least("samples", samples, 1)
+        self.samples = samples
+        self.posterior: GaussianPosterior | None = None
         self.label_counts: Tensor | None = None
         self.classes: tuple = ()
         self.client_sizes: tuple[int, ...] = ()
@@ -87,6 +104,11 @@ class UncertaintyReport(L.Callback):
         """Add a batch."""
         if isinstance(outputs, dict) and are_class_predictions(outputs.get("probs"), outputs.get("target")):
             self.update(outputs["probs"].detach().cpu(), outputs["target"].detach().cpu(), dataloader_idx)
+        elif self.samples is not None and self.posterior is not None and isinstance(batch, list | tuple):
+            predictive = PosteriorPredictive(pl_module, self.posterior, self.samples)
+            probs = predictive.sample(batch[0]).softmax(-1)
+            if are_class_predictions(probs, batch[1]):
+                self.update(probs.cpu(), batch[1].cpu(), dataloader_idx)
 
     on_test_batch_end = on_validation_batch_end
 

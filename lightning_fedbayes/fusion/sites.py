@@ -93,11 +93,11 @@ class Sites(SumRule):
         prior_mean: float = 0.0, prior_std: float = 1.0, pull: float | None = 0.1,
         renyi: float | None = None,
     ) -> None:
-        if step != "share":
+        if not isinstance(step, str) or step != "share":
             why = "it scales the divergence from the cavity; 'share' chooses it for every client"
             check_number("step", step, "(0, inf)", error=FusionError, why=why)
         check_number("damping", damping, "(0, 1]", error=FusionError, why="it is the part of a change that is applied")
-        if averaging not in ("pvi", "admm"):
+        if not isinstance(averaging, str) or averaging not in ("pvi", "admm"):
             check_number("averaging", averaging, "(0, 1]", error=FusionError, why="'pvi' is 1, 'admm' is 1 / (1 + K ρ)")
         if step == "share" and averaging not in ("pvi", 1):
             raise FusionError(f"averaging={shown(averaging)} needs one step for all clients: give step=0.1, say")

@@ -279,6 +279,15 @@ def test_updates_with_privacy_keep_a_posterior():
     assert all(bool(v.all() and v.isfinite().all()) for v in federation.posterior.variance.values())
 
 
+def test_the_report_draws_from_the_posterior_of_an_unchanged_network():
+    report, federation = fb.UncertaintyReport(samples=10), fb.FederatedBayes(SIZES, fusion="sites", seed=1)
+    made = federate(Own(), federation, 6, loader(), loader(shuffle=False), callbacks=[report])
+    metrics = made.callback_metrics
+    assert metrics["val/retained_area_epistemic"] > 0.3
+    assert 0 < metrics["val/worst_client_accuracy"] <= 1
+    assert federation.history[-1]["sites/elbo"] > federation.history[0]["sites/elbo"]
+
+
 def test_the_module_s_hooks_and_predictions_work_after_training():
     federation, made = run("auto", 8, local_epochs=5)
     predictive = fb.PosteriorPredictive(made.lightning_module, federation.posterior, samples=20)
