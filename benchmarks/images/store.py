@@ -79,5 +79,5 @@ class Store:
 
 
 def _key(settings: dict[str, Any]) -> str:
-    """Return text that is the same for the same settings."""
-    return json.dumps(settings, sort_keys=True)
+    """Return text that is the same for the same settings; a cell from before a setting was added has its default."""
+    return json.dumps({**Settings().as_dict(), **settings}, sort_keys=True)

@@ -264,6 +264,14 @@ def test_a_line_cut_short_is_ignored_and_reported(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
+def test_a_cell_from_before_a_setting_was_added_is_still_finished(tmp_path):
+    store, cell = Store(tmp_path / "cells.jsonl"), Settings()
+    old = {name: value for name, value in cell.as_dict().items() if name != "hessian_init"}
+    store.file.write_text(json.dumps({"settings": old, "seconds": 3}) + "\n")
+    assert store.finished([cell])[cell]["seconds"] == 3
+    assert not store.finished([cell.but(hessian_init=0.1)])
+
+
 def test_the_last_line_of_a_cell_counts_and_other_settings_are_another_cell(tmp_path):
     store, cell = Store(tmp_path / "cells.jsonl"), Settings()
     assert store.finished([cell]) == {}
