@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from tests.federations import Plain, blobs, federate, loader, network, trainer
+from tests.federations import Plain, blobs, federate, from_yaml, loader, network, trainer
 
 ENGINES = ("sequential", "vectorized")
 SIZES = fb.SizesPartition([40, 25, 13, 12])
@@ -253,6 +253,18 @@ def test_swag_is_the_mean_and_the_variance_of_the_path():
     mean = torch.cat([value.flatten() for value in federation.posterior.mean.values()])
     assert torch.allclose(mean, late.mean(0), atol=1e-5)
     assert torch.allclose(flat(federation.posterior), 2 * late.var(0, correction=0) + 1e-4, rtol=1e-3, atol=1e-8)
+
+
+def test_another_source_is_another_federation(tmp_path):
+    _, half = run("sequential", 2)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    with pytest.raises(fb.FederationError, match=r"posterior=None.*source of the posterior"):
+        federate(Own(), fb.FederatedBayes(SIZES, seed=1), 4, loader(), ckpt_path=tmp_path / "half.ckpt")
+
+
+def test_a_yaml_file_names_the_source():
+    text = "federation: {posterior: {class_path: lightning_fedbayes.Laplace, init_args: {prior_std: 0.5}}}"
+    assert from_yaml(text).settings.posterior == fb.Laplace(prior_std=0.5)
 
 
 def test_a_checkpoint_predicts(tmp_path):
