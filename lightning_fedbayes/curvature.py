@@ -8,13 +8,13 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedbayes.errors import FederationError, check_choice, check_kind, check_number, check_strings, nearest
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.posterior import GaussianPosterior, zeros_like
-from lightning_fedbayes.private_torch import tree_map
 
 Task = Literal["classification", "regression"]
 Curvature = Literal["ggn", "empirical"]
@@ -153,7 +153,7 @@ class Laplace:
 
         def terms(values: Tensors, example: Any, target: Tensor) -> Tensor:
             """Functions of one example whose squared gradients, added up, are its information."""
-            alone = tree_map(lambda tensor: tensor.unsqueeze(0), example)
+            alone = apply_to_collection(example, Tensor, lambda tensor: tensor.unsqueeze(0))
             one = torch.func.functional_call(module, {**others, **values}, (alone,))
             output = (one[0] if isinstance(one, tuple) else one).squeeze(0)
             self._check(output, target)
@@ -171,7 +171,7 @@ class Laplace:
             return {name: each.square().sum(0) for name, each in jacobians.items()}
 
         with torch.no_grad():
-            outputs = len(terms(values, tree_map(lambda tensor: tensor[0], inputs), targets[0]))
+            outputs = len(terms(values, apply_to_collection(inputs, Tensor, lambda tensor: tensor[0]), targets[0]))
         size = sum(value.numel() for value in values.values())
         try:
             each = torch.func.vmap(squared, chunk_size=max(1, ENTRIES // (size * outputs)))(inputs, targets)
@@ -247,7 +247,8 @@ def one_by_one(terms: Callable[..., Tensor], values: Tensors, inputs: Any, targe
     for number, target in enumerate(targets):
         leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
         with torch.enable_grad():
-            outputs = terms(leaves, tree_map(lambda tensor, number=number: tensor[number], inputs), target)
+            example = apply_to_collection(inputs, Tensor, lambda tensor, number=number: tensor[number])
+            outputs = terms(leaves, example, target)
         for output in outputs:
             gradients = torch.autograd.grad(output, list(leaves.values()), retain_graph=True, allow_unused=True)
             for name, gradient in zip(leaves, gradients):

@@ -23,7 +23,6 @@ from lightning_fedbayes.seeding import derive_seed, seed_everything
 from lightning_fedbayes.training.client import Client, ClientState
 from lightning_fedbayes.training.context import Step, TrainingContext
 from lightning_fedbayes.training.engine import SMALL_STEP, Engine, threads_for
-from lightning_fedbayes.training.learned import MOMENTS
 from lightning_fedbayes.training.loader import FederatedLoader
 from lightning_fedbayes.training.model import ResidentModel, Tensors
 from lightning_fedbayes.training.vectorized.log import StackedTrainingLog
@@ -80,7 +79,6 @@ class VectorizedEngine(Engine):
         self._clip = clipping(context)
         optimizer = context.optimizers[0]
         has_state = self.keep_optimizer or model.learned is not None
-        self._stacked_keys = probed.stacked_keys | frozenset(MOMENTS)
         self._counts = counts_by_row(optimizer, probed.stacked_keys) if has_state else frozenset[str]()
         self._stack: ClientStack | None = None
         self._failures: dict[int, Exception] = {}
@@ -145,7 +143,7 @@ class VectorizedEngine(Engine):
         probed = self.probed
         return ClientStack(
             self.model, self.context.optimizers[0], self._step, clients, states,
-            [each[0] if each else {} for each in begun], self._stacked_keys, self._counts, probed.layouts, self.sites,
+            [each[0] if each else {} for each in begun], probed.stacked_keys, self._counts, probed.layouts, self.sites,
             self.terms(clients, states, stacked=True),
         )
 

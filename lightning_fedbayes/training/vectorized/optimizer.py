@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_fedbayes.errors import CannotVectorize
 from lightning_fedbayes.optim import IVON
 from lightning_fedbayes.training.client import options_of, parameters_of
+from lightning_fedbayes.training.learned import MOMENTS
 from lightning_fedbayes.training.optimizers import OptimizerState, has_own_state
 from lightning_fedbayes.training.vectorized.schedule import Slots, put_rows, slots_of, take_rows
 
@@ -55,7 +56,7 @@ class StackedOptimizer:
         self._stacks: dict[int, dict[str, Tensor]] = {i: {} for i in range(len(rows))}
         rests = [_without(state, stacked_keys) for state in states]
         self._counts = frozenset() if all(_equal(rest, rests[0]) for rest in rests) else counts
-        self._stacked_keys = stacked_keys | self._counts
+        self._stacked_keys = stacked_keys | self._counts | {*MOMENTS}
         self._count = torch.zeros(())
         self._kinds: list[int] = []
         self._shared: list[dict[int, OptimizerState]] = []  # kind → steps taken → state that is not stacked
