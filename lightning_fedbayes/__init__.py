@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         SignFlip,
     )
     from lightning_fedbayes.callbacks import ExamplePrivacy, FederatedBayes, UncertaintyReport
-    from lightning_fedbayes.curvature import SWAG, Laplace
+    from lightning_fedbayes.curvature import SWAG, KroneckerLaplace, Laplace
     from lightning_fedbayes.data import (
         CIFAR10DataModule,
         ClientDatasets,
@@ -102,6 +102,7 @@ __all__ = [
     "HybridBayesianRegressor",
     "IIDPartition",
     "InnerProductManipulation",
+    "KroneckerLaplace",
     "LabelFlip",
     "Laplace",
     "MNISTDataModule",

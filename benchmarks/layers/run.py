@@ -25,10 +25,19 @@ from torch.func import functional_call, vmap
 
 from lightning_fedbayes import layers
 from lightning_fedbayes.callbacks.loggers import markdown_table
-from lightning_fedbayes.layers import ESTIMATORS, bayesianize, kl_divergence, mean_only
-from lightning_fedbayes.modules import sample_outputs
+from lightning_fedbayes.curvature import SWAG, Curvature, Laplace
+from lightning_fedbayes.layers import (
+    ESTIMATORS,
+    bayesianize,
+    kl_divergence,
+    mean_only,
+    read_posterior,
+    with_mc_dropout,
+)
+from lightning_fedbayes.modules import PosteriorPredictive, sample_outputs
 from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
 from lightning_fedbayes.optim import IVON
+from lightning_fedbayes.training.learned import PathPosterior
 
 SUFFIX = {
     "reparameterization": "Reparameterization",
@@ -187,6 +196,76 @@ def optimizer_steps(repeats: int) -> list[list[str]]:
     return rows
 
 
+def posterior_sources(samples: int, repeats: int) -> list[list[str]]:
+    """Rows of the table of where a posterior can come from: a LeNet, batches of 32 images, 128 images to predict."""
+    inputs, labels, many = torch.randn(32, 1, 28, 28), torch.arange(32) % 10, torch.randn(128, 1, 28, 28)
+    plain, members = lenet(), 5
+    size = sum(p.nbytes for p in plain.parameters())
+
+    def step(network: nn.Module, make: Callable[..., torch.optim.Optimizer] = torch.optim.Adam) -> Callable[[], None]:
+        optimizer = make(network.parameters(), lr=1e-3)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(network(inputs), labels) + 1e-3 * kl_divergence(network)
+            loss.backward()
+            return loss
+
+        return lambda: optimizer.step(closure)  # pyright: ignore
+
+    def path(network: nn.Module) -> Callable[[], None]:
+        optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+        along = PathPosterior(SWAG(start=0.0), network, [optimizer])
+
+        def one() -> None:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(network(inputs), labels).backward()
+            optimizer.step()
+            along.observe(optimizer, [1.0])
+
+        return one
+
+    def passes(curvature: Curvature) -> Callable[[], object]:
+        source = Laplace(curvature=curvature)
+        return lambda: source.posterior(plain, [(inputs, labels)])
+
+    laplace = Laplace().posterior(plain, [(inputs, labels)])
+    layered = {"layers, the last three": bayesianize(lenet(), last=3), "layers, all": bayesianize(lenet(), last=5)}
+    dropout, ivon = with_mc_dropout(lenet()), partial(IVON, num_examples=1000)
+    predictive = PosteriorPredictive(plain, laplace, samples=samples)
+    steps = {
+        "Adam alone": step(copy.deepcopy(plain)), **{name: step(each) for name, each in layered.items()},
+        "IVON": step(copy.deepcopy(plain), ivon), "SWAG": path(copy.deepcopy(plain)), "dropout": step(dropout),
+        "pass of ggn": passes("ggn"), "pass of empirical": passes("empirical"),
+    }
+    predictions = {
+        "Adam alone": lambda: plain(many), "draws": lambda: predictive.sample(many),
+        **{name: partial(sample_outputs, each.eval(), many, samples) for name, each in layered.items()},
+        "dropout": partial(sample_outputs, dropout.eval(), many, samples),
+        "ensemble": lambda: [plain(many) for _ in range(members)],
+    }
+    with torch.enable_grad():
+        trained = take_turns(steps, repeats)
+    with torch.no_grad():
+        predicted = take_turns(predictions, repeats)
+    rows = []
+    for name, predictor, network in (
+        *((name, name, network) for name, network in layered.items()), ("IVON", "draws", None),
+        ("pass of ggn", "draws", None), ("pass of empirical", "draws", None), ("SWAG", "draws", None),
+        ("dropout", "dropout", dropout), ("ensemble", "ensemble", None),
+    ):
+        sent = 2 * size if network is None else read_posterior(network).num_bytes
+        if name == "ensemble":
+            name, cost, sent = f"ensemble of {members}", str(members), members * size
+        else:
+            cost = ratio(trained, name, "Adam alone")
+        rows.append([
+            name, f"1 + {cost} / local epochs" if name.startswith("pass") else cost,
+            ratio(predicted, predictor, "Adam alone"), f"{sent / size:.2f}",
+        ])
+    return rows
+
+
 class Objective(nn.Module):
     """Squared error plus KL of a network, as one module for ``functional_call``."""
 
@@ -248,6 +327,9 @@ def main() -> None:
     print()
     print(markdown_table(("forward, backward and step", "Adam, µs", "IVON, µs", "IVON / Adam"),
                          optimizer_steps(repeats)))
+    print()
+    print(markdown_table(("posterior of a LeNet", "training / Adam's", "20 draws / one prediction", "bytes / FedAvg's"),
+                         posterior_sources(20, repeats)))
     print()
     print(markdown_table(("networks 13-50-1 at once", "estimator", "step, µs", "step with KL / without",
                           "one by one / at once"), [*stacked_networks(10, repeats), *stacked_networks(100, repeats)]))

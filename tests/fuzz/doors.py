@@ -352,6 +352,7 @@ DOORS = {
          "temperature": 1.0}),
     "Laplace": (fb.Laplace, {"task": "classification", "curvature": "ggn", "prior_std": 1.0, "noise_std": 1.0,
                              "temperature": 1.0, "parameters": ("*",)}),
+    "KroneckerLaplace": (fb.KroneckerLaplace, {"curvature": fb.Laplace(), "damping": 0.1}),
     "SWAG": (fb.SWAG, {"start": 0.5, "scale": 1.0, "min_std": 1e-3, "parameters": ("*",)}),
     "PosteriorPredictive": (
         fb.PosteriorPredictive, {"module": network(), "posterior": fb.read_posterior(network()), "samples": 2,

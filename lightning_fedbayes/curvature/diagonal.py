@@ -116,7 +116,7 @@ class Laplace:
         module.eval()
         try:
             for batch in batches:
-                inputs, targets = self._unpacked(batch)
+                inputs, targets = self.unpacked(batch)
                 count += len(targets)
                 for name, each in self._of_batch(module, values, inputs, targets, others or {}).items():
                     total[name] += each
@@ -126,7 +126,7 @@ class Laplace:
         return {name: each / self.temperature for name, each in total.items()}, count
 
     @staticmethod
-    def _unpacked(batch: Any) -> tuple[Any, Tensor]:
+    def unpacked(batch: Any) -> tuple[Any, Tensor]:
         """Return inputs and targets of a batch."""
         if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[1], Tensor):
             raise FederationError("Laplace: a batch has to be (inputs, targets): give such a collate_fn")
@@ -146,25 +146,35 @@ class Laplace:
                 "takes one mean per target. For logits give task='classification'"
             )
 
+    def terms(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return functions of one example whose squared gradients, added up, are its information: shape (terms,).
+
+        Args:
+            output: of the module for one example.
+            target: of the example.
+
+        Raises:
+            FederationError: there is no likelihood for such shapes.
+        """
+        self._check(output, target)
+        if self.task == "classification":
+            logs = F.log_softmax(output, -1)
+            if self.curvature == "empirical":
+                return logs.gather(-1, target.reshape(1))
+            return logs * logs.detach().exp().sqrt()
+        if self.curvature == "empirical":
+            return -((output.reshape(-1) - target.reshape(-1)) ** 2).sum().reshape(1) / (2 * self.noise_std**2)
+        return output.reshape(-1) / self.noise_std
+
     def _of_batch(
         self, module: nn.Module, values: Tensors, inputs: Any, targets: Tensor, others: Mapping[str, Tensor]
     ) -> Tensors:
         """Return the sum of the information over the examples of a batch."""
 
         def terms(values: Tensors, example: Any, target: Tensor) -> Tensor:
-            """Functions of one example whose squared gradients, added up, are its information."""
             alone = apply_to_collection(example, Tensor, lambda tensor: tensor.unsqueeze(0))
             one = torch.func.functional_call(module, {**others, **values}, (alone,))
-            output = (one[0] if isinstance(one, tuple) else one).squeeze(0)
-            self._check(output, target)
-            if self.task == "classification":
-                logs = F.log_softmax(output, -1)
-                if self.curvature == "empirical":
-                    return logs.gather(-1, target.reshape(1))
-                return logs * logs.detach().exp().sqrt()
-            if self.curvature == "empirical":
-                return -((output.reshape(-1) - target.reshape(-1)) ** 2).sum().reshape(1) / (2 * self.noise_std**2)
-            return output.reshape(-1) / self.noise_std
+            return self.terms((one[0] if isinstance(one, tuple) else one).squeeze(0), target)
 
         def squared(example: Any, target: Tensor) -> Tensors:
             jacobians = torch.func.jacrev(terms)(values, example, target)

@@ -1,0 +1,392 @@
+r"""One-shot federation: Laplace posteriors with Kronecker factors, and the server that solves for their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fedbayes.curvature.diagonal import Laplace
+from lightning_fedbayes.errors import FederationError, check_at_least, check_kind, check_number, nearest
+from lightning_fedbayes.posterior import GaussianPosterior, zeros_like
+
+Tensors = dict[str, Tensor]
+
+CONVERGED = 1e-8
+"""Norm of the residual, relative to the right side, at which a solution is taken."""
+MAX_ITERATIONS = 5000
+"""Steps of conjugate gradients after which the best solution so far is taken."""
+
+
+@dataclass(frozen=True)
+class KroneckerSite:
+    r"""The message of a client in a one-shot federation: its weights, and their curvature layer by layer.
+
+    Args:
+        mean: all parameters and floating buffers, name → tensor.
+        inputs: layer → A, the mean of :math:`a a^\top` over the examples, a the inputs of the layer, with a 1 for the
+            bias: shape (in, in).
+        outputs: layer → B, the sum over the examples of :math:`g g^\top`, g the gradients at its outputs: shape
+            (out, out).
+        num_examples: of the client.
+    """
+
+    mean: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    num_examples: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for each in (self.mean, self.inputs, self.outputs) for t in each.values())
+
+
+@dataclass(frozen=True)
+class KroneckerPosterior:
+    r"""Gaussian posterior whose precision is a sum of Kronecker products, layer by layer.
+
+    .. math:: \Lambda = \sum_k B_k \otimes A_k + s^{-2} I
+
+    Args:
+        mean: all parameters, name → tensor; those of no layer in ``terms`` are point masses.
+        terms: layer → the pairs :math:`(A_k, B_k)` of the clients, float64.
+        prior_precisions: layer → :math:`s^{-2}`, with the damping.
+    """
+
+    mean: Mapping[str, Tensor]
+    terms: Mapping[str, Sequence[tuple[Tensor, Tensor]]]
+    prior_precisions: Mapping[str, float]
+
+    def diagonal(self) -> GaussianPosterior:
+        r"""Return the mean-field posterior nearest to this one in reverse KL: the variances are :math:`1/\Lambda_{ii}`.
+
+        Every other part of the package takes it.
+        """
+        variance = {name: zeros_like(value) for name, value in self.mean.items()}
+        for layer, terms in self.terms.items():
+            diagonals = torch.stack([torch.outer(b.diagonal(), a.diagonal()) for a, b in terms])
+            for name, value in _split(1 / (diagonals.sum(0) + self.prior_precisions[layer]), layer, self.mean).items():
+                variance[name] = value
+        return GaussianPosterior(dict(self.mean), variance)
+
+    def sample(self, draws: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        r"""Return exact draws of the parameters, name → shape (draws, \*shape).
+
+        .. math:: \theta = \mu + \Lambda^{-1} z, \qquad
+                  z = \sum_k B_k^{1/2} Z_k A_k^{1/2} + s^{-1} Z_0 \sim N(0, \Lambda)
+
+        with one linear system per draw and layer.
+
+        Args:
+            draws: number of draws.
+            generator: source of the noise; None: the global one.
+        """
+        check_at_least("draws", draws, 1)
+        sets = {name: value.expand(draws, *value.shape).clone() for name, value in self.mean.items()}
+        for layer, terms in self.terms.items():
+            roots, prior = [(_root(a), _root(b)) for a, b in terms], self.prior_precisions[layer]
+            shape = terms[0][1].shape[0], terms[0][0].shape[0]
+
+            def noise(shape: tuple[int, int] = shape) -> Tensor:
+                return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+            for draw in range(draws):
+                pushed = sum((b @ noise() @ a for a, b in roots), prior**0.5 * noise())
+                moved = solve(terms, prior, pushed)
+                for name, value in _split(moved, layer, self.mean).items():
+                    sets[name][draw] += value
+        return sets
+
+
+@dataclass(frozen=True)
+class KroneckerLaplace:
+    r"""One-shot federation of networks that train as they always do: Laplace with Kronecker factors (K-FAC).
+
+    Client k trains as it likes, then takes one pass over its data for the curvature of every linear layer and
+    convolution, :math:`\Lambda_k = B_k \otimes A_k`, which keeps the correlations that
+    :class:`~lightning_fedbayes.Laplace` drops. The server has no data; it sums the clients' sites and the prior, and
+    solves
+
+    .. math:: \left(\sum_k \Lambda_k + s^{-2} I\right) \mu
+              = \sum_k \left(\Lambda_k + \tfrac{n_k}{n} s^{-2} I\right) \hat\theta_k
+
+    by conjugate gradients. A client's training is thereby taken to have ended at the mode of its share of the
+    posterior, whose prior is :math:`N(0, s^2)` to the power of :math:`n_k / n`: a weight decay of
+    :math:`\tau / n s^2` on its mean loss, n the number of examples of all clients. For linear regression the result is
+    the posterior of the pooled data.
+
+    ::
+
+        one_shot = fb.KroneckerLaplace(prior_std=0.1)
+        sites = [one_shot.site(network, loader) for network, loader in clients]   # at each client, after its training
+        posterior = one_shot.fuse(sites)                                          # at the server
+        predictive = fb.PosteriorPredictive(network, posterior.diagonal())
+
+    When to use it: where clients can send once, and their networks start from the same weights. A site holds the
+    layers' second moments of inputs and gradients: more bytes than a diagonal, and more about the data.
+
+    Args:
+        curvature: a :class:`~lightning_fedbayes.Laplace`: its task, its curvature, the noise, the temperature
+            :math:`\tau`, s, and the patterns of ``parameters``. A layer is taken if its weight matches. Everything else
+            (normalisation, embeddings, buffers) is averaged by numbers of examples and has no variance.
+        damping: d ≥ 0. A layer's prior precision gains d times the mean of its diagonal of :math:`\sum_k \Lambda_k`,
+            which draws what the curvature says little about to the clients' average. 0 is Bayes; deep networks, whose
+            curvature is known at their own weights only, fuse better with 0.1 to 0.3, or what held-out examples choose.
+
+    Raises:
+        FederationError: an argument is out of range.
+
+    Source: Martens and Grosse 2015; Grosse and Martens 2016 for convolutions; Jhunjhunwala et al. 2024, FedFisher,
+    which minimises the same sum by Adam from the average and stops early.
+    """
+
+    curvature: Laplace = field(default_factory=Laplace)
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_kind("curvature", self.curvature, Laplace, "give a Laplace")
+        check_number("damping", self.damping, "[0, inf)")
+
+    def site(self, module: nn.Module, batches: Iterable[Any]) -> KroneckerSite:
+        """Return what a client sends after its training.
+
+        Args:
+            module: trained; its ``forward`` gives logits or means. It runs in evaluation mode.
+            batches: (inputs, targets) of the client's training data, such as a DataLoader.
+
+        Raises:
+            FederationError: no layer matches, there is no example, a layer runs several times in a pass, or a batch is
+                not (inputs, targets).
+        """
+        check_kind("module", module, nn.Module, "give a torch.nn.Module")
+        layers = self._layers(module)
+        inner, outer, count = dict[str, Tensor](), dict[str, Tensor](), 0
+        training = [each for each in module.modules() if each.training]
+        module.eval()
+        try:
+            for batch in batches:
+                inputs, targets = self.curvature.unpacked(batch)
+                count += len(targets)
+                with torch.enable_grad(), _recorded(layers) as record:
+                    output = module(inputs)
+                    found = output[0] if isinstance(output, tuple) else output
+                    terms = torch.func.vmap(self.curvature.terms)(found, targets)
+                    missing = layers.keys() - record.keys()
+                    if missing:
+                        raise FederationError(f"KroneckerLaplace: layer '{min(missing)}' does not run: leave it out")
+                    shifts = [shift for _, shift in record.values()]
+                    for term in terms.sum(0):
+                        gradients = torch.autograd.grad(term, shifts, retain_graph=True, materialize_grads=True)
+                        for name, gradient in zip(record, gradients):
+                            rows = _rows(layers[name], gradient)
+                            _add(outer, name, _gram(rows) * (len(targets) / len(rows)))
+                for name, (seen, _) in record.items():
+                    _add(inner, name, _gram(_patches(layers[name], seen)))
+        finally:
+            for each in training:
+                each.training = True
+        if not count:
+            raise FederationError("KroneckerLaplace: a client without an example has no curvature: leave it out")
+        state = module.state_dict()
+        mean = {name: value.detach().clone() for name, value in state.items() if value.is_floating_point()}
+        inputs = {name: (each / count).to(layers[name].weight) for name, each in inner.items()}
+        outputs = {name: (each / self.curvature.temperature).to(layers[name].weight) for name, each in outer.items()}
+        return KroneckerSite(mean, inputs, outputs, count)
+
+    def fuse(self, sites: Sequence[KroneckerSite]) -> KroneckerPosterior:
+        """Return the global posterior of the clients' sites and the prior.
+
+        Raises:
+            FederationError: there is no site, sites differ in their names or shapes, or a value is not finite.
+        """
+        if not sites:
+            raise FederationError("fuse: no site; give what site() has returned, of every client")
+        for number, each in enumerate(sites):
+            check_kind(f"sites[{number}]", each, KroneckerSite, "give what site() returns")
+            _check_alike(number, each, sites[0])
+        total = sum(each.num_examples for each in sites)
+        shares = [each.num_examples / total for each in sites]
+        mean = {
+            name: torch.stack([share * each.mean[name].double() for share, each in zip(shares, sites)]).sum(0).to(value)
+            for name, value in sites[0].mean.items()
+        }
+        terms, priors = {}, dict[str, float]()
+        for layer in sites[0].inputs:
+            terms[layer] = [(each.inputs[layer].double(), each.outputs[layer].double()) for each in sites]
+            level = sum(float(a.diagonal().mean() * b.diagonal().mean()) for a, b in terms[layer])
+            priors[layer] = self.curvature.prior_std**-2 + self.damping * level
+            centre = _joined(layer, {name: value.double() for name, value in mean.items()})
+            # relative to the average: the prior's shares leave it as it is, and rounding is that of the differences
+            moved = [_joined(layer, each.mean).double() - centre for each in sites]
+            target = sum((b @ x @ a for x, (a, b) in zip(moved, terms[layer])), torch.zeros_like(centre))
+            mean |= _split(centre + solve(terms[layer], priors[layer], target), layer, mean)
+        return KroneckerPosterior(mean, terms, priors)
+
+    def _layers(self, module: nn.Module) -> dict[str, Any]:
+        """Return the layers that get a precision, by name."""
+        supported = {
+            f"{name}.weight" if name else "weight": layer for name, layer in module.named_modules()
+            if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)
+        }
+        found = {}
+        for pattern in self.curvature.parameters:
+            matching = [name for name in supported if fnmatchcase(name, pattern)]
+            if not matching:
+                raise FederationError(
+                    f"parameters pattern '{pattern}' matches no weight of a linear layer or convolution: "
+                    f"{nearest(pattern, supported)}"
+                )
+            for name in matching:
+                layer = supported[name]
+                is_plain = isinstance(layer, nn.Linear) or (
+                    layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+                )
+                if not is_plain:
+                    raise FederationError(
+                        f"KroneckerLaplace: '{name}' has groups, padding by name or another padding mode than zeros: "
+                        "leave it out by Laplace(parameters=[...])"
+                    )
+                found[name.removesuffix("weight").removesuffix(".")] = layer
+        return found
+
+
+def solve(terms: Sequence[tuple[Tensor, Tensor]], prior_precision: float, target: Tensor) -> Tensor:
+    r"""Solve :math:`\sum_k B_k X A_k + p X = T` for X, shape (out, in), by preconditioned conjugate gradients.
+
+    The preconditioner is one Kronecker product of the sums of the factors; with a single term it is exact.
+
+    Args:
+        terms: pairs of symmetric, positive semidefinite (A, B), shapes (in, in) and (out, out), float64.
+        prior_precision: p > 0.
+        target: T.
+    """
+    traces = [b.trace() for _, b in terms]
+    total = torch.stack(traces).sum().clamp_min(torch.finfo(torch.float64).tiny)
+    inner = torch.linalg.eigh(sum((a * trace for (a, _), trace in zip(terms, traces)), target.new_zeros(())) / total)
+    outer = torch.linalg.eigh(sum((b for _, b in terms), target.new_zeros(())))
+    scale = torch.outer(outer[0].clamp_min(0), inner[0].clamp_min(0)) + prior_precision
+
+    def precondition(x: Tensor) -> Tensor:
+        return outer[1] @ ((outer[1].T @ x @ inner[1]) / scale) @ inner[1].T
+
+    def product(x: Tensor) -> Tensor:
+        return sum((b @ x @ a for a, b in terms), prior_precision * x)
+
+    x = torch.zeros_like(target)
+    residual, bound = target.clone(), CONVERGED * target.norm()
+    step = direction = precondition(residual)
+    slope = (residual * step).sum()
+    for _ in range(MAX_ITERATIONS):
+        if residual.norm() <= bound:
+            break
+        moved = product(direction)
+        length = slope / (direction * moved).sum()
+        x = x + length * direction
+        residual = residual - length * moved
+        step, before = precondition(residual), slope
+        slope = (residual * step).sum()
+        direction = step + slope / before * direction
+    return x
+
+
+@contextmanager
+def _recorded(layers: Mapping[str, Any]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Inside, every layer leaves its input and a zero that its output gains, whose gradient is the output's."""
+    record: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+        def after(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            if name in record:
+                raise FederationError(
+                    f"KroneckerLaplace: layer '{name}' runs several times in a pass, and has no one input: leave it "
+                    "out by Laplace(parameters=[...])"
+                )
+            shift = torch.zeros_like(output, requires_grad=True)
+            record[name] = inputs[0].detach(), shift
+            return output + shift
+
+        return after
+
+    handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
+    try:
+        yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _patches(layer: Any, inputs: Tensor) -> Tensor:
+    """Return the inputs of a layer, shape (examples × positions, in), with a 1 for the bias."""
+    if isinstance(layer, nn.Linear):
+        rows = inputs.reshape(-1, inputs.shape[-1]).T[None]
+    else:
+        sizes = [layer.kernel_size, layer.dilation, layer.padding, layer.stride]
+        if isinstance(layer, nn.Conv1d):
+            inputs, sizes = inputs.unsqueeze(-1), [(*size, rest) for size, rest in zip(sizes, (1, 1, 0, 1))]
+        rows = F.unfold(inputs, *sizes)
+    rows = rows.transpose(1, 2).flatten(0, 1)
+    return rows if layer.bias is None else F.pad(rows, (0, 1), value=1.0)
+
+
+def _rows(layer: Any, gradient: Tensor) -> Tensor:
+    """Return gradients at a layer's outputs, shape (examples × positions, out)."""
+    if isinstance(layer, nn.Linear):
+        return gradient.reshape(-1, gradient.shape[-1])
+    return gradient.transpose(0, 1).flatten(1).T
+
+
+def _joined(layer: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return weight and bias of a layer as one matrix, shape (out, in), with the bias as last column."""
+    prefix = f"{layer}." if layer else ""
+    weight, bias = tensors[f"{prefix}weight"].flatten(1), tensors.get(f"{prefix}bias")
+    return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
+
+
+def _split(matrix: Tensor, layer: str, like: Mapping[str, Tensor]) -> Tensors:
+    """Return what :func:`_joined` joined, of the shapes and dtypes of the entries of ``like``."""
+    prefix = f"{layer}." if layer else ""
+    names = [name for name in (f"{prefix}weight", f"{prefix}bias") if name in like]
+    width = like[names[0]].flatten(1).shape[1]
+    parts = matrix[:, :width], matrix[:, width:]
+    return {name: part.reshape(like[name].shape).to(like[name]) for name, part in zip(names, parts)}
+
+
+def _check_alike(number: int, site: KroneckerSite, first: KroneckerSite) -> None:
+    """Raise FederationError unless a site has the names and shapes of the first, and finite values."""
+    for part in ("mean", "inputs", "outputs"):
+        own, others = getattr(site, part), getattr(first, part)
+        shapes = {name: tuple(value.shape) for name, value in own.items()}
+        wanted = {name: tuple(value.shape) for name, value in others.items()}
+        if shapes != wanted:
+            name = next(iter(dict(shapes.items() ^ wanted.items())))
+            raise FederationError(
+                f"sites[{number}].{part}: '{name}' is {shapes.get(name, 'missing')}, and that of sites[0] is "
+                f"{wanted.get(name, 'missing')}: all clients have to train the same network"
+            )
+        for name, value in own.items():
+            if not bool(torch.isfinite(value).all()):
+                raise FederationError(f"sites[{number}].{part}['{name}'] is not finite: leave this client out")
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """Return the sum of the outer products of rows with themselves, float64."""
+    rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+    return (rows.T @ rows).double()
+
+
+def _add(sums: Tensors, name: str, value: Tensor) -> None:
+    """``sums[name] += value``; a missing name counts as 0."""
+    sums[name] = sums[name] + value if name in sums else value
+
+
+def _root(matrix: Tensor) -> Tensor:
+    """Return the symmetric square root of a positive semidefinite matrix."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors * values.clamp_min(0).sqrt() @ vectors.T
