@@ -31,6 +31,7 @@ from lightning_fedbayes.fusion.registry import (
 )
 from lightning_fedbayes.fusion.robust import CoordinateMedian, GeometricMedian, Krum, MultiKrum, TrimmedMean
 from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, Statistics, SumRule
+from lightning_fedbayes.fusion.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerOptimizer
 from lightning_fedbayes.fusion.sites import BayesADMM, PartitionedVI, Sites, remove_client
 
 __all__ = [
@@ -41,6 +42,10 @@ __all__ = [
     "Conflation",
     "CoordinateMedian",
     "DistributedWeightConsolidation",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvgM",
+    "FedYogi",
     "Fused",
     "FusionAccumulator",
     "FusionRule",
@@ -66,6 +71,7 @@ __all__ = [
     "ReliabilityRule",
     "ReverseKLBarycenter",
     "RuleState",
+    "ServerOptimizer",
     "Sites",
     "Statistics",
     "SumRule",

@@ -18,13 +18,10 @@ _OF_CLIENTS = (
     "it changes how clients train, not how their posteriors are fused: put its term into your training_step, and fuse "
     "with 'weighted_average'"
 )
-_OF_SERVERS = (
-    "it is an optimizer of the server, which is no fusion rule and not part of this package yet; "
-    "'weighted_average' is its average without the step"
-)
+_OF_SERVERS = "optimizers of the server have their own names: 'fedavgm', 'fedadam', 'fedyogi' and 'fedadagrad'"
 ALGORITHMS = {
     **dict.fromkeys(("fedprox", "moon", "ditto", "feddecorr", "fedlc"), _OF_CLIENTS),
-    **dict.fromkeys(("fedadam", "fedyogi", "fedadagrad", "fedavgm", "fedopt", "mime"), _OF_SERVERS),
+    **dict.fromkeys(("fedopt", "mime"), _OF_SERVERS),
     "feddyn": "it is what fusion='sites' does with deterministic parameters; fb.Sites(pull=0.1) sets its alpha",
     "scaffold": "it keeps control variates at clients and server, which is no fusion rule; 'weighted_average' fuses "
                 "without them",

@@ -7,13 +7,14 @@ import torch
 from hypothesis import strategies as st
 
 from lightning_fedbayes import GaussianPosterior, fuse
-from lightning_fedbayes.fusion import SumRule, available_fusions, get_rule
+from lightning_fedbayes.fusion import ServerOptimizer, SumRule, available_fusions, get_rule
 
 RULES = [name for name in available_fusions() if name != "first_client"]
 WEIGHTED = [name for name in RULES if get_rule(name).uses_weights]
 UNWEIGHTED = [name for name in RULES if not get_rule(name).uses_weights]
 SITES = [name for name in RULES if get_rule(name).keeps_sites]
-CLOSED_FORMS = [name for name in RULES if isinstance(get_rule(name), SumRule) and name not in SITES]
+STEPS = [name for name in RULES if isinstance(get_rule(name), ServerOptimizer)]
+CLOSED_FORMS = [name for name in RULES if isinstance(get_rule(name), SumRule) and name not in (*SITES, *STEPS)]
 PRODUCTS = ("conflation", "weighted_conflation", "reverse_kl_barycenter", "distributed_weight_consolidation")
 UP_TO_FIVE = st.integers(1, 5)
 ATOMS = ("none", "tensors", "entries", "everything")

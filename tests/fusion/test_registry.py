@@ -11,6 +11,7 @@ from lightning_fedbayes.fusion import (
     FusionRule,
     LinearPool,
     NormClipping,
+    ServerOptimizer,
     SumRule,
     WeightedAverage,
     get_rule,
@@ -147,11 +148,10 @@ def test_names_are_sorted_and_every_rule_says_what_it_needs():
         rule = get_rule(name)
         assert isinstance(rule, FusionRule)
         assert get_rule(rule) is rule
-        assert rule.needs_previous == isinstance(rule, DistributedWeightConsolidation | NormClipping)
+        assert rule.needs_previous == isinstance(rule, DistributedWeightConsolidation | NormClipping | ServerOptimizer)
 
 
-@pytest.mark.parametrize("name", ["fedprox", "FedProx", "scaffold", "fedadam", "fedyogi", "fedadagrad", "fedavgm",
-                                  "moon", "feddyn", "FedBN"])
+@pytest.mark.parametrize("name", ["fedprox", "FedProx", "scaffold", "fedopt", "moon", "feddyn", "FedBN"])
 def test_algorithms_that_are_no_rules_get_the_sentence_that_helps(name):
     with pytest.raises(FusionError, match=f"unknown fusion rule '{name}': ") as caught:
         fuse(name, [])
