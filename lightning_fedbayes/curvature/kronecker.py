@@ -2,6 +2,8 @@ r"""One-shot federation: Laplace posteriors with Kronecker factors, and the serv
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +31,8 @@ class KroneckerSite:
     r"""The message of a client in a one-shot federation: its weights, and their curvature layer by layer.
 
     Args:
-        mean: all parameters and floating buffers, name → tensor.
+        mean: all parameters, name → tensor.
+        buffers: all floating buffers, name → tensor.
         inputs: layer → A, the mean of :math:`a a^\top` over the examples, a the inputs of the layer, with a 1 for the
             bias: shape (in, in).
         outputs: layer → B, the sum over the examples of :math:`g g^\top`, g the gradients at its outputs: shape
@@ -38,6 +41,7 @@ class KroneckerSite:
     """
 
     mean: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
     num_examples: int
@@ -45,7 +49,7 @@ class KroneckerSite:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.nbytes for each in (self.mean, self.inputs, self.outputs) for t in each.values())
+        return sum(t.nbytes for each in (self.mean, self.buffers, self.inputs, self.outputs) for t in each.values())
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,13 @@ class KroneckerPosterior:
         mean: all parameters, name → tensor; those of no layer in ``terms`` are point masses.
         terms: layer → the pairs :math:`(A_k, B_k)` of the clients, float64.
         prior_precisions: layer → :math:`s^{-2}`, with the damping.
+        buffers: their averages, for ``module.load_state_dict({**mean, **buffers}, strict=False)``.
     """
 
     mean: Mapping[str, Tensor]
     terms: Mapping[str, Sequence[tuple[Tensor, Tensor]]]
     prior_precisions: Mapping[str, float]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
     def diagonal(self) -> GaussianPosterior:
         r"""Return the mean-field posterior nearest to this one in reverse KL: the variances are :math:`1/\Lambda_{ii}`.
@@ -92,10 +98,10 @@ class KroneckerPosterior:
         sets = {name: value.expand(draws, *value.shape).clone() for name, value in self.mean.items()}
         for layer, terms in self.terms.items():
             roots, prior = [(_root(a), _root(b)) for a, b in terms], self.prior_precisions[layer]
-            shape = terms[0][1].shape[0], terms[0][0].shape[0]
+            like = terms[0][1].new_empty(terms[0][1].shape[0], terms[0][0].shape[0])
 
-            def noise(shape: tuple[int, int] = shape) -> Tensor:
-                return torch.randn(shape, generator=generator, dtype=torch.float64)
+            def noise(like: Tensor = like) -> Tensor:
+                return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
 
             for draw in range(draws):
                 pushed = sum((b @ noise() @ a for a, b in roots), prior**0.5 * noise())
@@ -134,8 +140,9 @@ class KroneckerLaplace:
 
     Args:
         curvature: a :class:`~lightning_fedbayes.Laplace`: its task, its curvature, the noise, the temperature
-            :math:`\tau`, s, and the patterns of ``parameters``. A layer is taken if its weight matches. Everything else
-            (normalisation, embeddings, buffers) is averaged by numbers of examples and has no variance.
+            :math:`\tau`, s, and the patterns of ``parameters``. A layer is taken if its weight matches and requires
+            gradients. Everything else (normalisation, embeddings, buffers) is averaged by numbers of examples and has
+            no variance.
         damping: d ≥ 0. A layer's prior precision gains d times the mean of its diagonal of :math:`\sum_k \Lambda_k`,
             which draws what the curvature says little about to the clients' average. 0 is Bayes; deep networks, whose
             curvature is known at their own weights only, fuse better with 0.1 to 0.3, or what held-out examples choose.
@@ -162,8 +169,8 @@ class KroneckerLaplace:
             batches: (inputs, targets) of the client's training data, such as a DataLoader.
 
         Raises:
-            FederationError: no layer matches, there is no example, a layer runs several times in a pass, or a batch is
-                not (inputs, targets).
+            FederationError: no layer matches, there is no example, a layer runs several times in a pass, shares its
+                weight or is of another kind of convolution, or a batch is not (inputs, targets).
         """
         check_kind("module", module, nn.Module, "give a torch.nn.Module")
         layers = self._layers(module)
@@ -194,11 +201,11 @@ class KroneckerLaplace:
                 each.training = True
         if not count:
             raise FederationError("KroneckerLaplace: a client without an example has no curvature: leave it out")
-        state = module.state_dict()
-        mean = {name: value.detach().clone() for name, value in state.items() if value.is_floating_point()}
+        mean = {name: p.detach().clone() for name, p in module.named_parameters()}
+        buffers = {name: b.detach().clone() for name, b in module.named_buffers() if b.is_floating_point()}
         inputs = {name: (each / count).to(layers[name].weight) for name, each in inner.items()}
         outputs = {name: (each / self.curvature.temperature).to(layers[name].weight) for name, each in outer.items()}
-        return KroneckerSite(mean, inputs, outputs, count)
+        return KroneckerSite(mean, buffers, inputs, outputs, count)
 
     def fuse(self, sites: Sequence[KroneckerSite]) -> KroneckerPosterior:
         """Return the global posterior of the clients' sites and the prior.
@@ -213,10 +220,7 @@ class KroneckerLaplace:
             _check_alike(number, each, sites[0])
         total = sum(each.num_examples for each in sites)
         shares = [each.num_examples / total for each in sites]
-        mean = {
-            name: torch.stack([share * each.mean[name].double() for share, each in zip(shares, sites)]).sum(0).to(value)
-            for name, value in sites[0].mean.items()
-        }
+        mean = _averaged([each.mean for each in sites], shares)
         terms, priors = {}, dict[str, float]()
         for layer in sites[0].inputs:
             terms[layer] = [(each.inputs[layer].double(), each.outputs[layer].double()) for each in sites]
@@ -227,14 +231,15 @@ class KroneckerLaplace:
             moved = [_joined(layer, each.mean).double() - centre for each in sites]
             target = sum((b @ x @ a for x, (a, b) in zip(moved, terms[layer])), torch.zeros_like(centre))
             mean |= _split(centre + solve(terms[layer], priors[layer], target), layer, mean)
-        return KroneckerPosterior(mean, terms, priors)
+        return KroneckerPosterior(mean, terms, priors, _averaged([each.buffers for each in sites], shares))
 
     def _layers(self, module: nn.Module) -> dict[str, Any]:
         """Return the layers that get a precision, by name."""
         supported = {
             f"{name}.weight" if name else "weight": layer for name, layer in module.named_modules()
-            if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)
+            if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d) and layer.weight.requires_grad
         }
+        uses = Counter(id(p) for each in module.modules() for p in each.parameters(recurse=False))
         found = {}
         for pattern in self.curvature.parameters:
             matching = [name for name in supported if fnmatchcase(name, pattern)]
@@ -253,6 +258,11 @@ class KroneckerLaplace:
                         f"KroneckerLaplace: '{name}' has groups, padding by name or another padding mode than zeros: "
                         "leave it out by Laplace(parameters=[...])"
                     )
+                if uses[id(layer.weight)] > 1:
+                    raise FederationError(
+                        f"KroneckerLaplace: '{name}' is the weight of another layer, too, and has no one input: leave "
+                        "it out by Laplace(parameters=[...])"
+                    )
                 found[name.removesuffix("weight").removesuffix(".")] = layer
         return found
 
@@ -266,6 +276,9 @@ def solve(terms: Sequence[tuple[Tensor, Tensor]], prior_precision: float, target
         terms: pairs of symmetric, positive semidefinite (A, B), shapes (in, in) and (out, out), float64.
         prior_precision: p > 0.
         target: T.
+
+    Returns: X, shape (out, in); with a warning where rounding or :data:`MAX_ITERATIONS` end the search before
+    :data:`CONVERGED`.
     """
     traces = [b.trace() for _, b in terms]
     total = torch.stack(traces).sum().clamp_min(torch.finfo(torch.float64).tiny)
@@ -293,6 +306,11 @@ def solve(terms: Sequence[tuple[Tensor, Tensor]], prior_precision: float, target
         step, before = precondition(residual), slope
         slope = (residual * step).sum()
         direction = step + slope / before * direction
+    else:
+        warnings.warn(
+            f"the fused weights of a layer solve their equations to {float(residual.norm() / target.norm()):.1e} only: "
+            "take a smaller prior_std, or damping=0.1", stacklevel=3,
+        )
     return x
 
 
@@ -342,6 +360,14 @@ def _rows(layer: Any, gradient: Tensor) -> Tensor:
     return gradient.transpose(0, 1).flatten(1).T
 
 
+def _averaged(values: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> Tensors:
+    """Return the clients' average, name → tensor of the first client's dtype."""
+    return {
+        name: torch.stack([share * each[name].double() for share, each in zip(shares, values)]).sum(0).to(like)
+        for name, like in values[0].items()
+    }
+
+
 def _joined(layer: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return weight and bias of a layer as one matrix, shape (out, in), with the bias as last column."""
     prefix = f"{layer}." if layer else ""
@@ -360,7 +386,7 @@ def _split(matrix: Tensor, layer: str, like: Mapping[str, Tensor]) -> Tensors:
 
 def _check_alike(number: int, site: KroneckerSite, first: KroneckerSite) -> None:
     """Raise FederationError unless a site has the names and shapes of the first, and finite values."""
-    for part in ("mean", "inputs", "outputs"):
+    for part in ("mean", "buffers", "inputs", "outputs"):
         own, others = getattr(site, part), getattr(first, part)
         shapes = {name: tuple(value.shape) for name, value in own.items()}
         wanted = {name: tuple(value.shape) for name, value in others.items()}

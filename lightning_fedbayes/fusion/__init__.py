@@ -30,7 +30,16 @@ from lightning_fedbayes.fusion.registry import (
     unregister_fusion,
 )
 from lightning_fedbayes.fusion.robust import CoordinateMedian, GeometricMedian, Krum, MultiKrum, TrimmedMean
-from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, Statistics, SumRule
+from lightning_fedbayes.fusion.rule import (
+    Cohort,
+    Fused,
+    FusionRule,
+    ReliabilityRule,
+    RuleState,
+    StatefulSumRule,
+    Statistics,
+    SumRule,
+)
 from lightning_fedbayes.fusion.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerOptimizer
 from lightning_fedbayes.fusion.sites import BayesADMM, PartitionedVI, Sites, remove_client
 
@@ -73,6 +82,7 @@ __all__ = [
     "RuleState",
     "ServerOptimizer",
     "Sites",
+    "StatefulSumRule",
     "Statistics",
     "SumRule",
     "TrimmedMean",

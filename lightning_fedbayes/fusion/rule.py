@@ -155,7 +155,7 @@ class SumRule(FusionRule):
         self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState,
         weights: Mapping[int, float],
     ) -> Fused:
-        """Return the result of a round; a rule with a state, whose ``by_columns`` is False, overrides this.
+        """Return the result of a round, by default without a state; see :class:`StatefulSumRule`.
 
         Args:
             statistics, like, previous: see :meth:`compute`.
@@ -184,6 +184,21 @@ class SumRule(FusionRule):
         for posterior, weight in zip(posteriors, weights.tolist(), strict=True):
             self.update(statistics, *posterior.flatten(), weight)
         return posteriors[0].unflatten(*self.compute(statistics, posteriors[0], previous))
+
+
+class StatefulSumRule(SumRule):
+    """A sum-type rule with a state from round to round, of all parameters: ``by_columns`` stays False."""
+
+    def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
+        """See :meth:`SumRule.compute`: the result of a first round."""
+        return self.advance(statistics, like, previous, self.init(), {}).posterior.flatten()
+
+    @abstractmethod
+    def advance(
+        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState,
+        weights: Mapping[int, float],
+    ) -> Fused:
+        """See :meth:`SumRule.advance`."""
 
 
 def check_no_sites(rule: FusionRule, who: str) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, check_number
 from lightning_fedbayes.fusion.registry import get_rule, register_fusion
-from lightning_fedbayes.fusion.rule import Fused, Moments, RuleState, Statistics, SumRule, check_no_sites
+from lightning_fedbayes.fusion.rule import Fused, RuleState, StatefulSumRule, Statistics, SumRule, check_no_sites
 from lightning_fedbayes.posterior import GaussianPosterior
 
 
-class ServerOptimizer(SumRule):
+class ServerOptimizer(StatefulSumRule):
     r"""The global mean takes a step towards the clients; the variances are those of the rule that fuses them.
 
     .. math:: \Delta = \mu_\text{fused} - \mu_\text{previous}, \qquad \mu = \mu_\text{previous} + \eta\, s(\Delta)
@@ -63,10 +63,6 @@ class ServerOptimizer(SumRule):
     def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
         """See :meth:`SumRule.average`."""
         return self.then.average(statistics)
-
-    def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """See :meth:`SumRule.compute`: the first round."""
-        return self.advance(statistics, like, previous, {}, {}).posterior.flatten()
 
     def advance(
         self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState,

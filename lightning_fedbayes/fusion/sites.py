@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_fedbayes.errors import FederationError, FusionError, check_at_least, check_number, shown
 from lightning_fedbayes.exchange.reduction import Statistics
 from lightning_fedbayes.fusion.registry import register_fusion
-from lightning_fedbayes.fusion.rule import Fused, FusionRule, Moments, RuleState, SumRule, add_number, add_precisions
+from lightning_fedbayes.fusion.rule import Fused, FusionRule, RuleState, StatefulSumRule, add_number, add_precisions
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero, zeros_like
 
 Natural = tuple[Tensor, Tensor]
@@ -32,7 +32,7 @@ loss is convex; a change is then damped enough if the damping is below 2 (OWN_SH
 
 
 @register_fusion("sites")
-class Sites(SumRule):
+class Sites(StatefulSumRule):
     r"""Partitioned variational inference: the rule whose fixed point is the posterior of the pooled data.
 
     A round, for every client k of the cohort, with :math:`\lambda = (\Lambda, \eta)`:
@@ -170,10 +170,6 @@ class Sites(SumRule):
         """See :meth:`SumRule.update`: sums of precisions and shifts; of deterministic parameters, weighted means."""
         add_number(statistics, "count", 1.0, mean)
         add_precisions(statistics, mean, variance, 1.0, weight)
-
-    def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """See :meth:`SumRule.compute`: the result of a first round, with deterministic parameters averaged."""
-        return self.advance(statistics, like, previous, {}, {}).posterior.flatten()
 
     def advance(
         self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState,

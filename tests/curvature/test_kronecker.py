@@ -111,9 +111,12 @@ def test_a_single_client_keeps_its_weights():
                             nn.Linear(27, 2, bias=False))
     posterior = fb.KroneckerLaplace().fuse([
         fb.KroneckerLaplace().site(network, [(torch.randn(8, 1, 5, 5), torch.randint(0, 2, (8,)))])])
+    found = {**posterior.mean, **posterior.buffers}
     for name, value in network.state_dict().items():
         if value.is_floating_point():
-            assert torch.allclose(posterior.mean[name], value, atol=1e-6)
+            assert torch.allclose(found[name], value, atol=1e-6)
+    assert not network.load_state_dict(found, strict=False).unexpected_keys
+    assert fb.PosteriorPredictive(network, posterior.diagonal()).sample(torch.randn(3, 1, 5, 5)).shape == (10, 3, 2)
     assert not posterior.diagonal().variance["1.weight"].any()
     assert posterior.diagonal().variance["0.weight"].min() > 0
 
@@ -156,6 +159,23 @@ def test_an_unchanged_network_that_was_trained_apart_is_better_fused_than_averag
     assert scores[1] > scores[0] + 0.03
 
 
+def test_a_solution_that_is_not_found_is_said(monkeypatch):
+    monkeypatch.setattr("lightning_fedbayes.curvature.kronecker.MAX_ITERATIONS", 1)
+    generator = torch.Generator().manual_seed(0)
+    terms = [tuple((r := torch.randn(4, 4, generator=generator, dtype=torch.float64)) @ r.T for _ in range(2))
+             for _ in range(3)]
+    with pytest.warns(UserWarning, match="smaller prior_std, or damping"):
+        solve(terms, 1e-3, torch.ones(4, 4, dtype=torch.float64))
+
+
+def test_a_frozen_layer_is_a_point_mass():
+    network = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    network[0].requires_grad_(False)
+    site = fb.KroneckerLaplace().site(network, DATA)
+    assert list(site.inputs) == ["2"]
+    assert not fb.KroneckerLaplace().fuse([site]).diagonal().variance["0.weight"].any()
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -165,11 +185,22 @@ class Twice(nn.Module):
         return self.layer(self.layer(x))
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.other.weight = self.one.weight
+
+    def forward(self, x):
+        return self.other(self.one(x))
+
+
 DATA = [(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))]
 
 
 @pytest.mark.parametrize(("network", "patterns", "data", "expected"), [
     (Twice(), ("*",), DATA, "runs several times in a pass"),
+    (Tied(), ("*",), DATA, "is the weight of another layer, too"),
     (nn.Linear(3, 3), ("head*",), DATA, "matches no weight of a linear layer"),
     (nn.Linear(3, 3), ("*",), [], "without an example"),
     (nn.Linear(3, 3), ("*",), [torch.randn(4, 3)], "has to be (inputs, targets)"),

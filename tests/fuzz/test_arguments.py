@@ -25,8 +25,8 @@ NO_DOORS = {
     "Statistics", "gram_of", "outputs_with",
     # base classes, which a user derives from: their subclasses are doors
     "Attack", "BayesianLayer", "FusionRule", "GramRule", "ImageDataModule", "InferredRule", "Preaggregation",
-    "Regressor", "ReliabilityRule", "ServerOptimizer", "SplitDataModule", "SumRule", "TensorDataModule",
-    "UpdateAttack",
+    "Regressor", "ReliabilityRule", "ServerOptimizer", "SplitDataModule", "StatefulSumRule", "SumRule",
+    "TensorDataModule", "UpdateAttack",
     # without arguments of their own; ClientParallelStrategy hands its on to Lightning
     "AleatoricUncertainty", "BrierScore", "ClientParallelStrategy", "CoordinateMedian", "DeterminantSharpness",
     "EnsembleCRPS", "EpistemicUncertainty", "GaussianCRPS", "GaussianFit", "GaussianNLL",
