@@ -105,6 +105,25 @@ def test_factors_are_those_of_their_definition(curvature):
     assert torch.allclose(site.outputs["0"], outer, atol=1e-6)
 
 
+def test_damping_draws_the_solution_to_the_average_by_the_mean_of_the_diagonal():
+    torch.manual_seed(0)
+    networks = [nn.Linear(3, 2, bias=False) for _ in SIZES]
+    data = [[(torch.randn(n, 3), torch.randint(0, 2, (n,)))] for n in SIZES]
+    sites = [fb.KroneckerLaplace().site(*each) for each in zip(networks, data)]
+    precisions = [torch.kron(each.outputs[""].double(), each.inputs[""].double()) for each in sites]
+    means = [each.mean["weight"].double().flatten() for each in sites]
+    centre = sum(n * mean for n, mean in zip(SIZES, means)) / sum(SIZES)
+    total = sum(precisions)
+    for damping in (0.0, 0.3, 1e9):
+        found = fb.KroneckerLaplace(fb.Laplace(prior_std=2.0), damping).fuse(sites)
+        prior = 0.25 + damping * total.diagonal().mean()
+        pushed = sum(precision @ (mean - centre) for precision, mean in zip(precisions, means))
+        wanted = centre + torch.linalg.solve(total + prior * torch.eye(6), pushed)
+        assert torch.allclose(found.mean["weight"].double().flatten(), wanted, atol=1e-6)
+        variances = found.diagonal().variance["weight"].double().flatten()
+        assert torch.allclose(1 / variances, total.diagonal() + prior, rtol=1e-5)
+
+
 def test_a_single_client_keeps_its_weights():
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(1, 3, 3, stride=2, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(),
