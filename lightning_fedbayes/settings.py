@@ -14,6 +14,7 @@ from lightning_fedbayes.errors import (
     check_at_least,
     check_choice,
     check_kind,
+    check_number,
     check_strings,
     shown,
 )
@@ -63,6 +64,7 @@ class FederationSettings:
     adversaries: Adversaries = ()
     privacy: UpdatePrivacy | None = None
     posterior: Source | None = None
+    proximal: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -88,6 +90,7 @@ class FederationSettings:
         self._set("adversaries", attacks_of(self.adversaries))
         check_privacy(self.privacy)
         check_kind("posterior", self.posterior, Source | None, "give fb.Laplace(), fb.SWAG() or None")
+        check_number("proximal", self.proximal, "[0, inf)", why="0 is no term")
         if isinstance(self.fusion, Sites):
             check_sites(self)
 
@@ -127,6 +130,11 @@ def check_sites(settings: FederationSettings) -> None:
     if settings.prior != "fixed":
         raise FederationError(
             f"prior={shown(settings.prior)} with fusion='sites': a client's prior is its cavity there; leave prior= out"
+        )
+    if settings.proximal:
+        raise FederationError(
+            f"proximal={settings.proximal} with fusion='sites': a client is held by its cavity there, and "
+            "Sites(step=...) and Sites(pull=...) set how tightly. Leave proximal= out"
         )
     if settings.privacy is not None:
         raise FederationError(

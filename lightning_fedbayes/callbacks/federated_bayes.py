@@ -102,6 +102,10 @@ class FederatedBayes(L.Callback):
             :class:`~lightning_fedbayes.Laplace`, after each client's training, or a :class:`~lightning_fedbayes.SWAG`,
             along it. None: from an :class:`~lightning_fedbayes.IVON` where the module configures one; otherwise they
             are point masses.
+        proximal: :math:`\mu` of FedProx: a client's loss gains
+            :math:`\tfrac\mu2 \|\theta - \theta_g\|^2`, which holds what it trains near the global value
+            :math:`\theta_g` (means and ρ of Bayesian layers alike; not its local parameters). It helps where clients
+            with unlike data take many steps; 0.001 to 1 are usual. 0: no term.
         seed: where every random draw comes from.
 
     Attributes:
@@ -132,12 +136,13 @@ class FederatedBayes(L.Callback):
         adversaries: Adversaries = (),
         privacy: UpdatePrivacy | None = None,
         posterior: Source | None = None,
+        proximal: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.settings = FederationSettings(
             partition, local_epochs, fraction, fusion, weighting, engine, clients_at_once, prior, optimizer_state,
             buffers, local_parameters, min_clients, max_failed_rounds, max_influence, adversaries, privacy, posterior,
-            seed,
+            proximal, seed,
         )
         prepare_wandb()  # here: the Trainer starts its loggers before it calls any hook
         self._federation: Federation | None = None

@@ -57,6 +57,7 @@ def client_app(
     local_parameters: Sequence[str] = (),
     privacy: UpdatePrivacy | None = None,
     posterior: Source | None = None,
+    proximal: float = 0.0,
     state_folder: str | Path | None = None,
     trainer: Mapping[str, Any] | None = None,
 ) -> ClientApp:
@@ -78,7 +79,7 @@ def client_app(
             :class:`~lightning_fedbayes.ClientDatasets` is dealt out by its parts, and other data are the client's own.
         fusion: the server's rule. It matters to clients only if it is "sites" or another
             :class:`~lightning_fedbayes.fusion.Sites`, whose options must be the server's.
-        local_epochs, prior, optimizer_state, buffers, local_parameters, posterior: see
+        local_epochs, prior, optimizer_state, buffers, local_parameters, posterior, proximal: see
             :class:`~lightning_fedbayes.FederatedBayes`. ``buffers`` and ``local_parameters`` must be those of
             :func:`~lightning_fedbayes.flower.server_app`.
         privacy: clips what the client sends and adds noise to it, in every message from a fresh seed that nobody knows.
@@ -97,6 +98,7 @@ def client_app(
     settings = FederationSettings(
         partition, local_epochs=local_epochs, fusion=fusion, prior=prior, optimizer_state=optimizer_state,
         buffers=buffers, local_parameters=local_parameters, privacy=privacy, posterior=posterior,
+        proximal=proximal,
     )
     keeps = bool(local_parameters) or optimizer_state == "keep" or buffers == "local" or privacy is not None
     keeps = keeps or isinstance(settings.fusion, Sites)

@@ -229,7 +229,8 @@ class ClientTraining(L.Callback):
         if settings.prior == "global":
             model.set_prior(task.posterior.to(pl_module.device))
         self._engine = SequentialEngine(
-            context, model, self._loader, keep_optimizer=context.keeps_state(settings), seed=task.seed
+            context, model, self._loader, keep_optimizer=context.keeps_state(settings), proximal=settings.proximal,
+            seed=task.seed,
         )
         self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
         if isinstance(self.rule, Sites):

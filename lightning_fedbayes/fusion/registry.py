@@ -20,8 +20,9 @@ _OF_CLIENTS = (
 )
 _OF_SERVERS = "optimizers of the server have their own names: 'fedavgm', 'fedadam', 'fedyogi' and 'fedadagrad'"
 ALGORITHMS = {
-    **dict.fromkeys(("fedprox", "moon", "ditto", "feddecorr", "fedlc"), _OF_CLIENTS),
+    **dict.fromkeys(("moon", "ditto", "feddecorr", "fedlc"), _OF_CLIENTS),
     **dict.fromkeys(("fedopt", "mime"), _OF_SERVERS),
+    "fedprox": "it is an argument of the federation: fusion='weighted_average', proximal=0.1",
     "feddyn": "it is what fusion='sites' does with deterministic parameters; fb.Sites(pull=0.1) sets its alpha",
     "scaffold": "it keeps control variates at clients and server, which is no fusion rule; 'weighted_average' fuses "
                 "without them",

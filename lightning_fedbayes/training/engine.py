@@ -51,6 +51,7 @@ class Engine(ABC):
         loader: brings the clients' batches; it knows the clients.
         log: collects the figures that ``training_step`` logs.
         keep_optimizer: keep one optimizer state per client, instead of a new one in every round.
+        proximal: strength of FedProx's term in the clients' losses; 0 for none.
         seed: source of all random draws.
 
     Attributes:
@@ -66,12 +67,13 @@ class Engine(ABC):
 
     def __init__(
         self, context: TrainingContext, model: ResidentModel, loader: FederatedLoader, log: TrainingLog,
-        *, keep_optimizer: bool = False, seed: int = 0,
+        *, keep_optimizer: bool = False, proximal: float = 0.0, seed: int = 0,
     ) -> None:
         self.context = context
         self.model = model
         self.log = log
         self.keep_optimizer = keep_optimizer
+        self.proximal = proximal
         self.seed = seed
         self.states: dict[int, ClientState] = {}
         self.plan = RoundPlan(-1, ())
@@ -143,7 +145,7 @@ class Engine(ABC):
         return [started, *state.optimizers[1:]]
 
     def terms(self, clients: Sequence[Client], states: Sequence[ClientState], *, stacked: bool = False) -> list[Pull]:
-        """Return what the loss of a client, or of each client in a stack, gains: the pull of sites, a prior."""
+        """Return what the loss of a client, or of each client in a stack, gains: pulls of sites, a prior, FedProx."""
         sites, learned = self.sites, self.model.learned
         own = [state.site for state in states]
         found = [] if sites is None else [sites.pull(own, stacked=stacked)]
@@ -155,6 +157,8 @@ class Engine(ABC):
             )
             zeros = {name: torch.zeros_like(value) for name, value in parts[0][0].items()}
             found += [Pull(strengths, zeros, duals)] if zeros else []
+        if self.proximal:
+            found.append(Pull(self.proximal, self.model.anchor()))
         return [each for each in found if each is not None]
 
     def _priors(self, state: ClientState) -> dict[str, CavityPrior] | None:

@@ -152,6 +152,13 @@ class ResidentModel:
                     parameter.copy_(local[name])
             self._write_buffers({name: local[name] for name in self._kept_buffer_names})
 
+    def anchor(self) -> Tensors:
+        """Return the global values of the parameters that are federated, in at least single precision."""
+        return {
+            name: value.to(torch.promote_types(value.dtype, torch.float32))
+            for name, value in self.global_parameters.items() if name not in self._local_parameters
+        }
+
     def read_posterior(self) -> GaussianPosterior:
         """Return the client's posterior: views of the module's parameters, valid until they change."""
         return self.view.read()

@@ -36,7 +36,7 @@ class SequentialEngine(Engine):
     replaced by the client's own; at its last batch its posterior is read. Nothing is created anew.
 
     Args:
-        context, model, loader, keep_optimizer, seed: see :class:`~lightning_fedbayes.training.engine.Engine`.
+        context, model, loader, keep_optimizer, proximal, seed: see :class:`~lightning_fedbayes.training.engine.Engine`.
         is_alone: True if there is one client only, so that nothing has to be put back for the next one.
     """
 

@@ -77,11 +77,9 @@ def make_engine(
         CannotVectorize: "vectorized" is asked for and impossible.
     """
     name = settings.engine
-    keep = context.keeps_state(settings)
+    options = {"keep_optimizer": context.keeps_state(settings), "proximal": settings.proximal, "seed": settings.seed}
     names, sizes = loader.clients.names, loader.clients.sizes
-    one_by_one = partial(
-        SequentialEngine, context, model, loader, is_alone=len(sizes) == 1, keep_optimizer=keep, seed=settings.seed
-    )
+    one_by_one = partial(SequentialEngine, context, model, loader, is_alone=len(sizes) == 1, **options)
     if name == "sequential":
         return one_by_one()
     cohort = choose_cohort(0, len(sizes), settings.fraction, settings.seed)
@@ -116,9 +114,7 @@ def make_engine(
         rank_zero_info(f"Engine: sequential, because {reason}.")
         return one_by_one()
     rank_zero_info(f"Engine: vectorized, {together} clients at once.")
-    return VectorizedEngine(
-        context, model, loader, probed=probed, clients_at_once=at_once, keep_optimizer=keep, seed=settings.seed
-    )
+    return VectorizedEngine(context, model, loader, probed=probed, clients_at_once=at_once, **options)
 
 
 def clients_that_fit(bytes_per_client: int, available: int) -> int:

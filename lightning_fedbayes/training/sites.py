@@ -25,7 +25,7 @@ Fields = tuple[Tensor, Tensor, Tensor]
 
 
 class Pull:
-    r"""The term of FedDyn in the loss of a client, or of each client in a stack.
+    r"""The term of FedDyn, without duals of FedProx, in the loss of a client, or of each client in a stack.
 
     .. math:: \tfrac{\mu}{2} \|\theta - \theta_g\|^2 - \langle v, \theta - \theta_g \rangle
 
@@ -36,13 +36,13 @@ class Pull:
     Args:
         strength: :math:`\mu`, or name → a value for every entry, as of a Gaussian prior.
         centre: name → global value of a deterministic parameter.
-        duals: name → v, of the parameter's shape; in a stack (clients, *).
+        duals: name → v, of the parameter's shape; in a stack (clients, *). None: :math:`v = 0`.
     """
 
-    def __init__(self, strength: float | Tensors, centre: Tensors, duals: Tensors) -> None:
+    def __init__(self, strength: float | Tensors, centre: Tensors, duals: Tensors | None = None) -> None:
         self.strength = dict(strength) if isinstance(strength, dict) else strength
         self.centre = dict(centre)
-        self.duals = duals
+        self.duals = {} if duals is None else duals
 
     def __call__(self, parameters: Mapping[str, Tensor], stack: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return the term.
@@ -56,22 +56,23 @@ class Pull:
         term = torch.zeros((), device=next(iter(self.centre.values())).device)
         for name, centre in self.centre.items():
             if name in parameters:
-                move, dual = parameters[name].to(centre.dtype) - centre, self.duals[name]
+                move, dual = parameters[name].to(centre.dtype) - centre, self.duals.get(name)
                 strength = self.strength if isinstance(self.strength, float | int) else self.strength[name]
                 if stack is not None:
-                    dual, strength = stack(dual), stack(strength) if isinstance(strength, Tensor) else strength
-                each = move * (strength / 2 * move - dual)
+                    dual, strength = (stack(v) if isinstance(v, Tensor) else v for v in (dual, strength))
+                slope = strength / 2 * move
+                each = move * (slope if dual is None else slope - dual)
                 term = term + (each.sum() if stack is None else each.reshape(len(each), -1).sum(1))
         return term
 
     def lay_out(self, stacks: Mapping[str, Tensor]) -> None:
         """Lay the values out in memory as the parameters ``stacks``; operations on unlike layouts take much longer."""
         for name in self.centre.keys() & stacks.keys():
-            like, centre, dual = stacks[name], self.centre[name], self.duals[name]
+            like, centre = stacks[name], self.centre[name]
             self.centre[name] = torch.empty_like(like[0], dtype=centre.dtype).copy_(centre)
-            self.duals[name] = torch.empty_like(like, dtype=dual.dtype).copy_(dual)
-            if isinstance(self.strength, dict):
-                self.strength[name] = torch.empty_like(like, dtype=dual.dtype).copy_(self.strength[name])
+            for values in (self.duals, self.strength):
+                if isinstance(values, dict) and name in values:
+                    values[name] = torch.empty_like(like, dtype=values[name].dtype).copy_(values[name])
 
     @contextmanager
     def added(self, module: L.LightningModule, parameters: Mapping[str, Tensor]) -> Iterator[None]:

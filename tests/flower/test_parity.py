@@ -59,6 +59,7 @@ CASES = {
     "IVON that keeps": (Learned, {"fraction": 0.5}, {"optimizer_state": "keep", "local_parameters": ["net.2.*"]}),
     "Laplace": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.Laplace()}),
     "SWAG": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.SWAG()}),
+    "FedProx": (Scheduled, {}, {"local_epochs": 2, "proximal": 0.3}),
     "Laplace with sites": (
         Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites", "posterior": fb.Laplace()}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),

@@ -59,7 +59,7 @@ class VectorizedEngine(Engine):
     that of the sequential engine to rounding; with noise, the same in distribution.
 
     Args:
-        context, model, loader, keep_optimizer, seed: see :class:`~lightning_fedbayes.training.engine.Engine`.
+        context, model, loader, keep_optimizer, proximal, seed: see :class:`~lightning_fedbayes.training.engine.Engine`.
         probed: result of the probe of this module.
         clients_at_once: most clients in the stack.
     """
