@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
     from lightning_fedbayes.modules import (
         BayesianLinearRegression,
         BayesianModule,
+        CoxRegressor,
         DeepEnsembleRegressor,
         HybridBayesianClassifier,
         HybridBayesianRegressor,
@@ -83,6 +84,7 @@ __all__ = [
     "ClientParallelStrategy",
     "ClientUpdate",
     "ConversionError",
+    "CoxRegressor",
     "DeepEnsembleRegressor",
     "DiabetesDataModule",
     "DigitsDataModule",

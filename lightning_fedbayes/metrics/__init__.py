@@ -7,6 +7,7 @@ samples, shape (samples, batch, classes). For accuracy, AUROC and ECE use torchm
 from lightning_fedbayes.metrics import functional
 from lightning_fedbayes.metrics.calibration import AdaptiveCalibrationError, CalibrationDiagram
 from lightning_fedbayes.metrics.fairness import ClientAccuracy
+from lightning_fedbayes.metrics.ood import OutOfDistributionAUROC, OutOfDistributionFPR
 from lightning_fedbayes.metrics.scores import (
     BrierScore,
     DeterminantSharpness,
@@ -16,6 +17,7 @@ from lightning_fedbayes.metrics.scores import (
     IntervalCoverage,
     NegativeLogLikelihood,
 )
+from lightning_fedbayes.metrics.survival import ConcordanceIndex
 from lightning_fedbayes.metrics.uncertainty import (
     AccuracyRetained,
     AleatoricUncertainty,
@@ -32,6 +34,7 @@ __all__ = [
     "BrierScore",
     "CalibrationDiagram",
     "ClientAccuracy",
+    "ConcordanceIndex",
     "DeterminantSharpness",
     "EnsembleCRPS",
     "EpistemicUncertainty",
@@ -40,6 +43,8 @@ __all__ = [
     "IntervalCoverage",
     "MutualInformation",
     "NegativeLogLikelihood",
+    "OutOfDistributionAUROC",
+    "OutOfDistributionFPR",
     "PredictiveEntropy",
     "RetainedCurve",
     "functional",

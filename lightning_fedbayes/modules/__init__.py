@@ -15,17 +15,21 @@ from lightning_fedbayes.modules.sampling import (
     outputs_with,
     sample_outputs,
 )
+from lightning_fedbayes.modules.survival import CoxRegressor, SurvivalPrediction, cox_loss
 
 __all__ = [
     "BayesianLinearRegression",
     "BayesianModule",
     "ClassPrediction",
+    "CoxRegressor",
     "DeepEnsembleRegressor",
     "HybridBayesianClassifier",
     "HybridBayesianRegressor",
     "PosteriorPredictive",
     "RegressionPrediction",
     "Regressor",
+    "SurvivalPrediction",
+    "cox_loss",
     "draws_from_clients",
     "draws_from_posterior",
     "is_stochastic",

@@ -89,7 +89,7 @@ def measure(metric, *arguments, **options):
     batch = {
         metrics.ClientAccuracy: (PROBS, TARGET, TARGET), metrics.AccuracyRetained: (TARGET == 0, torch.rand(2)),
         metrics.IntervalCoverage: (torch.zeros(2), torch.ones(2), torch.zeros(2)),
-        metrics.PredictiveEntropy: (SAMPLES,),
+        metrics.PredictiveEntropy: (SAMPLES,), metrics.OutOfDistributionFPR: (torch.rand(2), TARGET == 1),
     }.get(metric, (PROBS, TARGET))
     made.update(*batch)
     made.compute()
@@ -367,6 +367,8 @@ DOORS = {
     "HybridBayesianRegressor": (
         fb.HybridBayesianRegressor,
         {"network": network(), **OF_HYBRID, "noise": "learnt", "noise_std": 1.0, "targets": None}),
+    "CoxRegressor": (fb.CoxRegressor, {"network": network(), **OF_HYBRID}),
+    "cox_loss": (modules.cox_loss, {"log_risk": torch.zeros(2), "time": torch.ones(2), "event": TARGET}),
     "DeepEnsembleRegressor": (
         lambda **arguments: fb.DeepEnsembleRegressor(**arguments),
         {"networks": [nn.Linear(2, 2), nn.Linear(2, 2)], "learning_rate": 1e-3, "optimizer": None}),
@@ -397,6 +399,21 @@ DOORS = {
     "AccuracyRetained.update": (
         lambda **batch: updated(metrics.AccuracyRetained(10), **batch),
         {"correct": TARGET == 0, "uncertainty": torch.tensor([0.1, 0.2])}),
+    "OutOfDistributionFPR": (partial(measure, metrics.OutOfDistributionFPR), {"recall": 0.9}),
+    "OutOfDistributionFPR.update": (
+        lambda **batch: updated(metrics.OutOfDistributionFPR(), **batch),
+        {"uncertainty": torch.tensor([0.1, 0.2]), "out": TARGET == 1}),
+    "ConcordanceIndex": (
+        lambda **batch: updated(metrics.ConcordanceIndex(), **batch),
+        {"risk": torch.tensor([0.1, 0.2]), "time": torch.ones(2), "event": TARGET}),
+    "concordance_index": (
+        functional.concordance_index,
+        {"risk": torch.tensor([0.1, 0.2]), "time": torch.ones(2), "event": TARGET}),
+    "ood_auroc": (
+        functional.ood_auroc, {"uncertainty_in": torch.rand(3), "uncertainty_out": torch.rand(2)}),
+    "ood_fpr": (
+        functional.ood_fpr,
+        {"uncertainty_in": torch.rand(3), "uncertainty_out": torch.rand(2), "recall": 0.9}),
     **{name: (getattr(functional, name), {"probs": PROBS, "target": TARGET})
        for name in ("brier_score", "negative_log_likelihood")},
     **{name: (getattr(functional, name), {"probs": PROBS, "target": TARGET, "bins": 3})

@@ -22,7 +22,7 @@ NO_DOORS = {
     # values that the package makes, and types
     "CalibrationBins", "ClassPrediction", "Clients", "Cohort", "Estimator", "Fused", "GaussianParameter", "Gram",
     "HonestMoments", "Knowledge", "Prior", "RegressionPrediction", "RetainedCurve", "RoundResult", "RuleState",
-    "Statistics", "gram_of", "outputs_with",
+    "Statistics", "SurvivalPrediction", "gram_of", "outputs_with",
     # base classes, which a user derives from: their subclasses are doors
     "Attack", "BayesianLayer", "FusionRule", "GramRule", "ImageDataModule", "InferredRule", "Preaggregation",
     "Regressor", "ReliabilityRule", "ServerOptimizer", "SplitDataModule", "StatefulSumRule", "SumRule",
@@ -31,6 +31,7 @@ NO_DOORS = {
     "AleatoricUncertainty", "BrierScore", "ClientParallelStrategy", "CoordinateMedian", "DeterminantSharpness",
     "EnsembleCRPS", "EpistemicUncertainty", "GaussianCRPS", "GaussianFit", "GaussianNLL",
     "HellingerBarycenter", "LinearPool", "LogVarianceAverage", "MutualInformation", "NegativeLogLikelihood",
+    "OutOfDistributionAUROC",
     "ReverseKLBarycenter", "UncertaintyReport", "WassersteinBarycenter", "WeightedAverage", "WeightedConflation",
     "WeightedSum", "Conflation",
     "FusionAccumulator",  # under the name of its method

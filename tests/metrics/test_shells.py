@@ -172,10 +172,12 @@ INPUTS = {
     "AdaptiveCalibrationError": (MEAN_PROBS, TARGET),
     "BrierScore": (MEAN_PROBS, TARGET),
     "ClientAccuracy": (MEAN_PROBS, TARGET, 0),
+    "ConcordanceIndex": (REAL, REAL + 1, REAL > 0),
     "DeterminantSharpness": (torch.eye(2).expand(3, 2, 2),),
     "EnsembleCRPS": (torch.randn(4, 7), REAL),
     "NegativeLogLikelihood": (MEAN_PROBS, TARGET),
     "CalibrationDiagram": (MEAN_PROBS, TARGET),
+    **dict.fromkeys(("OutOfDistributionAUROC", "OutOfDistributionFPR"), (REAL, REAL > 0)),
     **dict.fromkeys(("GaussianCRPS", "GaussianNLL", "IntervalCoverage"), (REAL, torch.ones(7), REAL)),
     **dict.fromkeys(
         ("AleatoricUncertainty", "EpistemicUncertainty", "MutualInformation", "PredictiveEntropy"),

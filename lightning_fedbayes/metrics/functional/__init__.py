@@ -10,6 +10,7 @@ from lightning_fedbayes.metrics.functional.calibration import (
     calibration_diagram,
 )
 from lightning_fedbayes.metrics.functional.fairness import weighted_accuracy, worst_fraction_accuracy
+from lightning_fedbayes.metrics.functional.ood import ood_auroc, ood_fpr
 from lightning_fedbayes.metrics.functional.scores import (
     brier_score,
     determinant_sharpness,
@@ -19,6 +20,7 @@ from lightning_fedbayes.metrics.functional.scores import (
     interval_coverage,
     negative_log_likelihood,
 )
+from lightning_fedbayes.metrics.functional.survival import concordance_index
 from lightning_fedbayes.metrics.functional.uncertainty import (
     accuracy_retained_area,
     accuracy_retained_curve,
@@ -39,6 +41,7 @@ __all__ = [
     "aleatoric_uncertainty",
     "brier_score",
     "calibration_diagram",
+    "concordance_index",
     "determinant_sharpness",
     "ensemble_crps",
     "epistemic_covariance",
@@ -48,6 +51,8 @@ __all__ = [
     "interval_coverage",
     "mutual_information",
     "negative_log_likelihood",
+    "ood_auroc",
+    "ood_fpr",
     "predictive_entropy",
     "weighted_accuracy",
     "worst_fraction_accuracy",

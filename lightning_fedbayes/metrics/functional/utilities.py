@@ -61,6 +61,16 @@ def check_vectors(**tensors: Tensor) -> None:
             raise FedBayesError(f"{name} has shape {tuple(tensor.shape)}, but a vector is needed; flatten it")
 
 
+def check_not_nan(**tensors: Tensor) -> None:
+    """Raise FedBayesError if one of ``tensors``, which are to be put in order, holds NaN."""
+    for name, tensor in tensors.items():
+        if bool(tensor.isnan().any()):
+            raise FedBayesError(
+                f"{name} is NaN at {int(tensor.isnan().sum())} of {tensor.numel()} entries, which have no order; look "
+                "for the predictions that are NaN, or leave those examples out"
+            )
+
+
 def check_bins(bins: int) -> None:
     """Raise FedBayesError unless ``bins`` is at least 1."""
     check_at_least("bins", bins, 1, error=FedBayesError)

@@ -1,0 +1,77 @@
+"""Order of predicted risks against times to an event, some of them censored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.metrics.functional.utilities import check_not_nan, check_vectors
+
+PAIRS = 2**24
+"""Most pairs of examples that are compared at once."""
+
+
+def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
+    r"""Harrell's c: share of comparable pairs in which the example with the earlier event has the higher risk.
+
+    .. math:: c = \frac{\sum_{(i, j) \in P} [r_i > r_j] + \tfrac12 [r_i = r_j]}{|P|}, \qquad
+              P = \{(i, j): e_i = 1,\ t_i < t_j \text{ or } (t_i = t_j,\ e_j = 0)\}
+
+    A pair is comparable if it is known whose event came first. An example that is censored at the time of another one's
+    event outlived it; two events at the same time are not comparable. Equal risks count half. lifelines and
+    scikit-survival do the same (scikit-survival also takes risks within 1e-8 for equal). 1 is a perfect order, 0.5 that
+    of chance. Use it for the discrimination of a survival model; it says nothing about calibration, and it depends on
+    how many examples are censored. Time grows with the number of events times that of examples, memory does not.
+
+    Args:
+        risk: predicted risk, higher for an earlier event, any unit, such as the log risk of a Cox model; for
+            predicted times give minus them. Shape (batch,).
+        time: observed time to the event or to censoring, any unit, at least 0, shape (batch,).
+        event: 1 (or True) where the event was observed, 0 where the example was censored, shape (batch,).
+
+    Returns: a scalar in [0, 1]; NaN if no pair is comparable.
+
+    Raises:
+        FedBayesError: shapes differ, no examples, ``risk`` holds NaN, ``time`` is not finite or negative, or ``event``
+            is not 0 or 1.
+
+    Source: Harrell et al. (1982).
+
+    >>> concordance_index(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1, 1, 0]))
+    tensor(0.6667)
+    """
+    happened = check_survival(time, event, risk=risk)
+    check_not_nan(risk=risk)
+    halves = pairs = happened.new_zeros((), dtype=torch.int64)
+    for index in happened.nonzero().split(max(1, PAIRS // len(time))):
+        outlived = (time[index] < time) | ((time[index] == time) & ~happened)
+        pairs = pairs + outlived.sum()
+        halves = halves + 2 * (outlived & (risk[index] > risk)).sum() + (outlived & (risk[index] == risk)).sum()
+    return halves / (2 * pairs)
+
+
+def check_survival(time: Tensor, event: Tensor, **predicted: Tensor) -> Tensor:
+    """Return ``event`` as bool; raise FedBayesError unless it is 0 or 1 and ``time`` finite and at least 0.
+
+    Args:
+        time: shape (batch,).
+        event: shape (batch,).
+        predicted: by name, each of shape (batch,).
+    """
+    check_vectors(**predicted, time=time, event=event)
+    if not len(time):
+        raise FedBayesError("time and event have no entries, but at least one example is needed; skip an empty batch")
+    wrong = ~(time.isfinite() & (time >= 0))
+    if bool(wrong.any()):
+        raise FedBayesError(
+            f"time holds {time[wrong][0].item():.6g} among {int(wrong.sum())} of {len(time)} entries that are not "
+            "finite or negative; drop those examples, or censor them at the last time known, which is at least 0"
+        )
+    wrong = (event != 0) & (event != 1)
+    if bool(wrong.any()):
+        raise FedBayesError(
+            f"event holds {event[wrong][0].item():.6g} among {int(wrong.sum())} of {len(event)} entries that are "
+            "neither 0 nor 1; give 1 where the event was observed and 0 where it was censored (swapped with time?)"
+        )
+    return event != 0

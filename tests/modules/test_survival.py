@@ -1,0 +1,236 @@
+"""The Cox loss against its definition and lifelines; the Cox regressor trains, predicts and is scored."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes import ClientDatasets, CoxRegressor, FedBayesError, FederatedBayes
+from lightning_fedbayes.metrics.functional import concordance_index
+from lightning_fedbayes.modules import cox_loss, mlp
+from tests.modules.helpers import loader, summed_kl, trainer
+
+TIME = torch.tensor([5, 8, 8.5, 12, 3, 7, 20, 15, 11, 1, 9, 21], dtype=torch.float64)
+EVENT = torch.tensor([1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 1])
+INPUTS = torch.tensor([[1.5, 0.3, 0.3, -0.2, 2.0, 0.9, -1.0, -0.4, 0.3, 1.5, 1.1, -1.0],
+                       [0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 1, 0]], dtype=torch.float64).T
+COEFFICIENTS, LOG_LIKELIHOOD = (3.061336073574191, 0.755994535166687), -6.942530541956061
+"""lifelines 0.30.3: ``CoxPHFitter().fit`` of these 12 examples, whose times are all different."""
+rows = st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 4), st.booleans()), min_size=1, max_size=15)
+
+
+def columns(examples):
+    risk, time, event = (torch.tensor(column) for column in zip(*examples))
+    return risk.double().requires_grad_(), time, event
+
+
+def by_definition(log_risk, time, event):
+    """The mean over events of −h_i + log of the sum over the risk set."""
+    terms = [torch.log(log_risk[time >= time[i]].exp().sum()) - log_risk[i] for i in range(len(time)) if event[i]]
+    return torch.stack(terms).mean() if terms else 0 * log_risk.sum()
+
+
+def gradient(function, log_risk, *others):
+    return torch.autograd.grad(function(log_risk, *others), log_risk)[0]
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+@given(rows)
+@settings(deadline=None)
+def test_loss_and_gradient_are_those_of_the_definition(examples):
+    arguments = columns(examples)
+    assert cox_loss(*arguments).item() == pytest.approx(by_definition(*arguments).item(), abs=1e-9)
+    assert torch.allclose(gradient(cox_loss, *arguments), gradient(by_definition, *arguments), atol=1e-9)
+
+
+@given(rows, st.floats(-1e3, 1e3))
+@settings(deadline=None)
+def test_what_does_not_matter(examples, constant):
+    """A constant added to all log risks, a monotone map of time, and the order of examples, ties among them."""
+    log_risk, time, event = columns(examples)
+    loss = cox_loss(log_risk, time, event)
+    for same in (cox_loss(log_risk + constant, time, event), cox_loss(log_risk, time.double().exp(), event),
+                 cox_loss(log_risk.flip(0), time.flip(0), event.flip(0).float())):
+        torch.testing.assert_close(same, loss, atol=1e-9, rtol=1e-9)
+    assert loss >= 0
+    assert gradient(cox_loss, log_risk, time, event).sum().abs() < 1e-9
+
+
+def test_equal_risks_give_the_logarithms_of_the_sizes_of_risk_sets():
+    sizes = torch.tensor([4.0, 3.0, 3.0, 1.0])  # two events at the same time share a risk set
+    loss = cox_loss(torch.full((4,), 7.0), torch.tensor([1, 2, 2, 5]), torch.ones(4))
+    assert loss.item() == pytest.approx(sizes.log().mean().item())
+
+
+def test_likelihood_and_its_maximum_are_those_of_lifelines():
+    coefficients = torch.tensor(COEFFICIENTS, dtype=torch.float64, requires_grad=True)
+    loss = cox_loss(INPUTS @ coefficients, TIME, EVENT)
+    assert -loss.item() * EVENT.sum().item() == pytest.approx(LOG_LIKELIHOOD, abs=1e-9)
+    assert torch.autograd.grad(loss, coefficients)[0].abs().max() < 1e-6
+    found = torch.zeros(2).double().requires_grad_()
+    optimizer = torch.optim.LBFGS([found], max_iter=200, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = cox_loss(INPUTS @ found, TIME, EVENT)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert found.tolist() == pytest.approx(COEFFICIENTS, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_likelihood_is_that_of_the_installed_lifelines():
+    lifelines = pytest.importorskip("lifelines", exc_type=ImportError)
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"x": INPUTS[:, 0], "z": INPUTS[:, 1], "t": TIME, "e": EVENT})
+    fit = lifelines.CoxPHFitter().fit(table, "t", "e", fit_options={"precision": 1e-12})
+    assert fit.params_.tolist() == pytest.approx(COEFFICIENTS, abs=1e-6)
+    assert fit.log_likelihood_ == pytest.approx(LOG_LIKELIHOOD, abs=1e-6)
+
+
+def test_without_events_the_loss_is_0_and_so_is_its_gradient():
+    log_risk = torch.randn(5, requires_grad=True)
+    loss = cox_loss(log_risk, torch.arange(5), torch.zeros(5))
+    loss.backward()
+    assert loss == 0
+    assert log_risk.grad.tolist() == [0] * 5
+
+
+def test_large_log_risks_are_stable():
+    log_risk = torch.tensor([1e4, -1e4, 9e3, -500.0], requires_grad=True)
+    loss = cox_loss(log_risk, torch.tensor([4.0, 3, 2, 1]), torch.ones(4))
+    assert loss.item() == pytest.approx((0 + 2e4 + 1e3 + 10500) / 4)
+    assert gradient(cox_loss, log_risk, torch.tensor([4.0, 3, 2, 1]), torch.ones(4)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("log_risk", "time", "event", "says"),
+    [
+        (torch.zeros(12, 1), TIME, EVENT, r"shapes differ: log_risk \(12, 1\)"),
+        (torch.zeros(0), TIME[:0], EVENT[:0], "no entries"),
+        (torch.zeros(12), -TIME, EVENT, "time holds -5 among 12 of 12"),
+        (torch.zeros(12), TIME, EVENT * 2, "event holds 2 among 8 of 12"),
+    ],
+)
+def test_errors_of_the_loss(log_risk, time, event, says):
+    with pytest.raises(FedBayesError, match=says):
+        cox_loss(log_risk, time, event)
+
+
+# -- the module --------------------------------------------------------------------------------------------------------
+
+
+def simulated(examples=240, features=3):
+    """Exponential times whose log hazard is 1.5 x₀ − x₁, a third or so of them censored."""
+    inputs = torch.randn(examples, features)
+    time = torch.empty(examples).exponential_() / (1.5 * inputs[:, 0] - inputs[:, 1]).exp()
+    censored = 2 * torch.empty(examples).exponential_()
+    return TensorDataset(inputs, torch.stack([(time <= censored).float(), torch.minimum(time, censored)], 1))
+
+
+def linear(**options):
+    options = {"bayesian_last": 1, "learning_rate": 0.05, "posterior_std": 0.1, **options}
+    return CoxRegressor(nn.Linear(3, 1, bias=False), **options)
+
+
+def test_loss_is_the_negative_elbo_per_example():
+    """The partial likelihood summed over events, divided by the batch size, as the KL is by the number of examples."""
+    inputs, targets = simulated(40).tensors
+    model = CoxRegressor(mlp(3, 1, (4,)), bayesian_last=1, prior_std=0.7)
+    model.num_examples = 400
+    model.log_dict = lambda *arguments, **options: None
+    torch.manual_seed(1)
+    loss = model.training_step((inputs, targets), 0)
+    torch.manual_seed(1)
+    summed = by_definition(model(inputs).squeeze(1), targets[:, 1], targets[:, 0]) * targets[:, 0].sum()
+    assert loss.item() == pytest.approx(summed.item() / 40 + summed_kl(model.network, 0.7) / 400, rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(12,), (12, 1)])
+def test_outputs_of_both_shapes(shape):
+    targets = torch.stack([EVENT.double(), TIME], 1)
+    nll = linear().negative_log_likelihood(INPUTS[:, 0].view(shape), targets)
+    assert nll.item() == pytest.approx(cox_loss(INPUTS[:, 0], TIME, EVENT).item() * 8 / 12)
+
+
+def test_prediction_is_mean_and_standard_deviation_of_the_log_risk():
+    r"""For a linear network :math:`\mu^\top x` and :math:`\sqrt{\sum_i \sigma_i^2 x_i^2}`."""
+    model, inputs = linear(samples=20_000, posterior_std=0.3), torch.randn(5, 3)
+    prediction = model.predict_step((inputs, torch.zeros(5, 2)))
+    mean = (inputs @ fb.read_posterior(model.network).mean["weight"].T).squeeze(1)
+    assert prediction.samples.shape == (20_000, 5)
+    assert torch.allclose(prediction.log_risk, mean, atol=0.03)
+    assert torch.allclose(prediction.std, 0.3 * inputs.norm(dim=1), rtol=0.05)
+
+
+@pytest.mark.parametrize("stage", ["val", "test"])
+def test_logged_scores_take_all_batches_together(stage):
+    data = simulated(50)
+    model, run = linear(), trainer()
+    known, targets = data.tensors
+    draws = torch.randn(7, 50)
+    model.sample = lambda inputs, samples=None: draws[:, [int((known == x).all(1).nonzero()) for x in inputs]]
+    evaluate = run.validate if stage == "val" else run.test
+    for batch_size in (16, 50):  # the second starts anew
+        (logged,) = evaluate(model, loader(data, batch_size), verbose=False)
+        event, time = targets.T
+        nll = by_definition(draws.mean(0), time, event) * event.mean()
+        assert logged == pytest.approx({f"{stage}/c_index": concordance_index(draws.mean(0), time, event).item(),
+                                        f"{stage}/nll": nll.item()}, rel=1e-5)
+
+
+def test_training_finds_the_hazard():
+    data = simulated()
+    model = linear()
+    trainer(max_epochs=25).fit(model, loader(data, 120))
+    weight = fb.read_posterior(model.network).mean["weight"].flatten()
+    assert torch.allclose(weight, torch.tensor([1.5, -1.0, 0.0]), atol=0.3)
+    (scores,) = trainer().validate(model, loader(simulated()), verbose=False)
+    assert scores["val/c_index"] > 0.75
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_clients_train_a_model_stratified_by_client(engine):
+    """Times of each client are in another unit, which a partial likelihood within clients does not see."""
+    clients = {}
+    for number, unit in enumerate((1, 24, 365)):
+        inputs, targets = simulated(120).tensors
+        clients[f"hospital {number}"] = TensorDataset(inputs, targets * torch.tensor([1, unit]))
+    model = linear()
+    callback = FederatedBayes(fusion="reverse_kl_barycenter", engine=engine, local_epochs=2)
+    run = trainer(max_epochs=12, callbacks=[callback])
+    run.fit(model, loader(ClientDatasets(clients), 60), loader(simulated(60), 60))
+    weight = fb.read_posterior(model.network).mean["weight"].flatten()
+    assert torch.allclose(weight, torch.tensor([1.5, -1.0, 0.0]), atol=0.4)
+    assert run.callback_metrics["val/c_index"] > 0.75
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: linear().negative_log_likelihood(torch.zeros(4), torch.zeros(4)), r"shape \(4,\).*two columns"),
+        (lambda: CoxRegressor(nn.Linear(3, 2)).predict_step(torch.zeros(4, 3)), "one log risk per example"),
+        (lambda: linear().validation_step((torch.zeros(4, 3), torch.full((4, 2), 3.0)), 0), "event holds 3"),
+        (lambda: linear(samples=0), "samples=0"),
+    ],
+)
+def test_errors_of_the_module(call, says):
+    with pytest.raises(FedBayesError, match=says):
+        call()
+
+
+def test_a_validation_set_without_events_is_scored_as_unknown():
+    inputs, targets = simulated(20).tensors
+    data = TensorDataset(inputs, targets * torch.tensor([0, 1]))
+    (scores,) = trainer().validate(linear(), loader(data), verbose=False)
+    assert math.isnan(scores["val/c_index"])
+    assert scores["val/nll"] == 0
