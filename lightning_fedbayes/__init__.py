@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         PartitionError,
         PosteriorError,
     )
+    from lightning_fedbayes.evaluation import ClientScores, choose_personal_weight, evaluate_clients, hold_out
     from lightning_fedbayes.fusion import (
         AutoFusion,
         Reliability,
@@ -82,6 +83,7 @@ __all__ = [
     "ClientDatasets",
     "ClientFailure",
     "ClientParallelStrategy",
+    "ClientScores",
     "ClientUpdate",
     "ConversionError",
     "CoxRegressor",
@@ -127,8 +129,11 @@ __all__ = [
     "UpdatePrivacy",
     "available_fusions",
     "bayesianize",
+    "choose_personal_weight",
     "epsilon_of",
+    "evaluate_clients",
     "fuse",
+    "hold_out",
     "kl_divergence",
     "load_posterior",
     "noise_multiplier_for",
@@ -140,8 +145,8 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "adversaries", "callbacks", "curvature", "data", "errors", "fusion", "layers", "messages", "modules", "optim",
-    "partition", "plan", "posterior", "privacy", "server", "settings", "trainer",
+    "adversaries", "callbacks", "curvature", "data", "errors", "evaluation", "fusion", "layers", "messages",
+    "modules", "optim", "partition", "plan", "posterior", "privacy", "server", "settings", "trainer",
 )
 """Rooms that the public names come from."""
 

@@ -13,6 +13,7 @@ from lightning_fedbayes.errors import (
     FederationError,
     check_at_least,
     check_choice,
+    check_flag,
     check_kind,
     check_number,
     check_strings,
@@ -65,6 +66,7 @@ class FederationSettings:
     privacy: UpdatePrivacy | None = None
     posterior: Source | None = None
     proximal: float = 0.0
+    keep_posteriors: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -90,6 +92,7 @@ class FederationSettings:
         self._set("adversaries", attacks_of(self.adversaries))
         check_privacy(self.privacy)
         check_kind("posterior", self.posterior, Source | None, "give fb.Laplace(), fb.SWAG() or None")
+        check_flag("keep_posteriors", self.keep_posteriors)
         check_number("proximal", self.proximal, "[0, inf)", why="0 is no term")
         if isinstance(self.fusion, Sites):
             check_sites(self)

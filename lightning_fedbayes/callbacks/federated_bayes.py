@@ -106,6 +106,8 @@ class FederatedBayes(L.Callback):
             :math:`\tfrac\mu2 \|\theta - \theta_g\|^2`, which holds what it trains near the global value
             :math:`\theta_g` (means and ρ of Bayesian layers alike; not its local parameters). It helps where clients
             with unlike data take many steps; 0.001 to 1 are usual. 0: no term.
+        keep_posteriors: every client keeps the posterior that it has trained last, for :meth:`posterior_of`. It never
+            leaves the client, and takes as much memory and room in a checkpoint as the global one, for each client.
         seed: where every random draw comes from.
 
     Attributes:
@@ -137,12 +139,13 @@ class FederatedBayes(L.Callback):
         privacy: UpdatePrivacy | None = None,
         posterior: Source | None = None,
         proximal: float = 0.0,
+        keep_posteriors: bool = False,
         seed: int = 0,
     ) -> None:
         self.settings = FederationSettings(
             partition, local_epochs, fraction, fusion, weighting, engine, clients_at_once, prior, optimizer_state,
             buffers, local_parameters, min_clients, max_failed_rounds, max_influence, adversaries, privacy, posterior,
-            proximal, seed,
+            proximal, keep_posteriors, seed,
         )
         prepare_wandb()  # here: the Trainer starts its loggers before it calls any hook
         self._federation: Federation | None = None
@@ -178,6 +181,27 @@ class FederatedBayes(L.Callback):
         if self._restored is not None:  # a checkpoint of a complete federation: there was nothing to train
             return GaussianPosterior.from_state_dict(self._restored["posterior"])
         return self.federation.server.posterior
+
+    def posterior_of(self, client: int | str, weight: float = 1.0) -> GaussianPosterior:
+        """Return the personal posterior of a client: between the global one and the one that it has trained last.
+
+        It is the fusion of the two by "reverse_kl_barycenter", with weights 1 − λ and λ; deterministic parameters are
+        averaged. Local parameters are the client's own. Choose λ for each client on data of its own that it has not
+        trained on, as :func:`~lightning_fedbayes.choose_personal_weight` does. With ``prior="global"`` and λ = 1 it is
+        the client's posterior given the global one as prior, as in pFedBayes.
+
+        A client that has not trained yet has the global posterior; buffers (BatchNorm's statistics) are not part of it.
+
+        Args:
+            client: its number or name.
+            weight: λ of the client's own posterior, in [0, 1]; 0 is the global one.
+
+        Source: Jamoussi et al. 2025 (projection); Zhang et al. 2022 (pFedBayes).
+
+        Raises:
+            FederationError: there is no such client, or ``keep_posteriors`` is not set.
+        """
+        return self.federation.personal(client, weight)
 
     @property
     def history(self) -> list[dict[str, float]]:

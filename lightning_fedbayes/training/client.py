@@ -39,12 +39,15 @@ class ClientState:
         options: what training has changed in each optimizer's options: see
             :meth:`~lightning_fedbayes.training.optimizers.ClientOptimizer.read`.
         site: the client's factor of the posterior, see :mod:`~lightning_fedbayes.training.sites`; empty for none.
+        own: the posterior that the client has trained last, as :meth:`GaussianPosterior.state_dict` has it; empty if
+            it keeps none.
     """
 
     local: dict[str, Tensor] = field(default_factory=dict)
     optimizers: list[dict[int, dict[str, Any]]] = field(default_factory=list)
     options: list[list[dict[str, Any]]] = field(default_factory=list)
     site: dict[str, Tensor] = field(default_factory=dict)
+    own: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
 def options_of(optimizer: Any) -> list[dict[str, Any]]:

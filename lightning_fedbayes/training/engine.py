@@ -52,6 +52,7 @@ class Engine(ABC):
         log: collects the figures that ``training_step`` logs.
         keep_optimizer: keep one optimizer state per client, instead of a new one in every round.
         proximal: strength of FedProx's term in the clients' losses; 0 for none.
+        keep_posteriors: let every client keep the posterior that it has trained last.
         seed: source of all random draws.
 
     Attributes:
@@ -67,13 +68,14 @@ class Engine(ABC):
 
     def __init__(
         self, context: TrainingContext, model: ResidentModel, loader: FederatedLoader, log: TrainingLog,
-        *, keep_optimizer: bool = False, proximal: float = 0.0, seed: int = 0,
+        *, keep_optimizer: bool = False, proximal: float = 0.0, keep_posteriors: bool = False, seed: int = 0,
     ) -> None:
         self.context = context
         self.model = model
         self.log = log
         self.keep_optimizer = keep_optimizer
         self.proximal = proximal
+        self.keep_posteriors = keep_posteriors
         self.seed = seed
         self.states: dict[int, ClientState] = {}
         self.plan = RoundPlan(-1, ())
@@ -183,15 +185,17 @@ class Engine(ABC):
             TrainedClient(client.num_examples, values, buffers, optimizer, self._priors(state), lambda: batches)
         )
 
-    def own_site(self, client: int, posterior: GaussianPosterior) -> tuple[GaussianPosterior, Tensors]:
-        """Return what a client that has trained to ``posterior`` sends, and the site that it keeps, if any.
+    def sent_and_kept(self, client: int, posterior: GaussianPosterior) -> tuple[GaussianPosterior, dict[str, Any]]:
+        """Return what a client that has trained to ``posterior`` sends, and what it keeps of it: its site, itself.
 
         Raises:
             FusionError: training by sites has found no solution.
         """
+        kept: dict[str, Any] = {"own": posterior.clone().state_dict()} if self.keep_posteriors else {}
         if self.sites is None:
-            return posterior, {}
-        return self.sites.sent(client, self.states.get(client, ClientState()).site, posterior)
+            return posterior, kept
+        sent, kept["site"] = self.sites.sent(client, self.states.get(client, ClientState()).site, posterior)
+        return sent, kept
 
     def span(self, batch_idx: int) -> tuple[int, int]:
         """Return the range of the loop's batches that hooks and ``training_step`` see as one epoch.

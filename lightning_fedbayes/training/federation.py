@@ -12,9 +12,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.adversaries import assign
 from lightning_fedbayes.aggregation import Aggregate
-from lightning_fedbayes.errors import FederationError, FusionError
+from lightning_fedbayes.errors import FederationError, FusionError, check_number, is_whole, nearest, shown
 from lightning_fedbayes.exchange import ALONE, Collective
-from lightning_fedbayes.fusion import AutoFusion, Sites
+from lightning_fedbayes.fusion import AutoFusion, Sites, fuse
 from lightning_fedbayes.messages import ClientFailure, ClientOutcome, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan, share_of
 from lightning_fedbayes.posterior import GaussianPosterior
@@ -22,6 +22,7 @@ from lightning_fedbayes.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server import RoundResult, Scorer, Server
 from lightning_fedbayes.settings import FederationSettings
 from lightning_fedbayes.training.attacks import RoundAdversaries, held_back
+from lightning_fedbayes.training.client import ClientState
 from lightning_fedbayes.training.engine import Engine, Trained
 from lightning_fedbayes.training.scoring import held_out_loss, kept_attributes, own_hook
 
@@ -253,6 +254,24 @@ class Federation:
 
         with model.unchanged(), kept_attributes(model.module, "global_round"):
             yield score
+
+    def personal(self, client: int | str, weight: float) -> GaussianPosterior:
+        """Return a client's posterior: see :meth:`~lightning_fedbayes.FederatedBayes.posterior_of`."""
+        check_number("weight", weight, "[0, 1]", why="the client's own part of its personal posterior")
+        if not self.settings.keep_posteriors:
+            raise FederationError("clients keep no posterior of their own: pass FederatedBayes(keep_posteriors=True)")
+        names = self.engine.names
+        number = names.index(client) if client in names else client
+        if not is_whole(number) or not 0 <= int(number) < len(names):
+            raise FederationError(
+                f"client={shown(client)}: give a number below {len(names)} or a name; {nearest(str(client), names)}"
+            )
+        state = self.engine.states.get(int(number), ClientState())
+        shared = self.server.posterior
+        if state.own and weight > 0:
+            own = GaussianPosterior.from_state_dict(state.own)
+            shared = own if weight == 1 else fuse("reverse_kl_barycenter", [shared, own], [1 - weight, weight])
+        return self.engine.model.with_local(shared, state.local)
 
     def note_likelihood(self, of_process: tuple[float, int]) -> None:
         r"""Add to the figures of the last round of sites an estimate of the pooled ELBO, nats per training example.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.errors import FederationError, nearest
 from lightning_fedbayes.layers import set_prior
+from lightning_fedbayes.layers.functional import softplus_std
 from lightning_fedbayes.layers.posterior_view import PosteriorView, gaussian_parameters
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.settings import BufferPolicy
@@ -151,6 +152,26 @@ class ResidentModel:
                 for name, parameter in self._local_parameters.items():
                     parameter.copy_(local[name])
             self._write_buffers({name: local[name] for name in self._kept_buffer_names})
+
+    def with_local(self, posterior: GaussianPosterior, local: Tensors) -> GaussianPosterior:
+        """Return ``posterior`` with the parameters that never leave a client, as they are at the client.
+
+        Args:
+            posterior: of the parameters that are federated.
+            local: the client's values (:meth:`read_local`); none: those of the global model.
+        """
+        values, gaussians = {**self.global_parameters, **local}, gaussian_parameters(self.module)
+        paths = {id(parameter): path for path, parameter in self.parameters.items()}
+        mean, variance = dict(posterior.mean), dict(posterior.variance)
+        for name in self.local_names:
+            entry = gaussians.get(name)
+            mean[name] = values[name if entry is None else paths[id(entry.mean)]]
+            variance[name] = torch.zeros_like(mean[name])
+            if entry is not None:
+                variance[name] = softplus_std(values[paths[id(entry.rho)]]).square()
+            elif self.learned is not None and name in self.learned.variances:
+                variance[name] = local.get(variance_of(name), self._global_variances[name])
+        return GaussianPosterior(mean, variance).ordered(PosteriorView(self.module).read().names).clone()
 
     def anchor(self) -> Tensors:
         """Return the global values of the parameters that are federated, in at least single precision."""

@@ -36,7 +36,7 @@ class SequentialEngine(Engine):
     replaced by the client's own; at its last batch its posterior is read. Nothing is created anew.
 
     Args:
-        context, model, loader, keep_optimizer, proximal, seed: see :class:`~lightning_fedbayes.training.engine.Engine`.
+        context, model, loader, options: see :class:`~lightning_fedbayes.training.engine.Engine`.
         is_alone: True if there is one client only, so that nothing has to be put back for the next one.
     """
 
@@ -185,12 +185,12 @@ class SequentialEngine(Engine):
             metrics = {name: float(mean(torch.tensor(metrics[name], device=device))) for name in sorted(metrics)}
         try:
             buffers = self.model.read_buffers()
-            posterior, site = self.own_site(client.number, self.model.read_posterior())
+            posterior, own = self.sent_and_kept(client.number, self.model.read_posterior())
         except (PosteriorError, FusionError) as unusable:
             return ClientFailure(client.number, unusable, client.num_examples, self.seconds())
         kept = [optimizer.read() for optimizer in self._optimizers] if self.keep_optimizer else []
         self._trained[client.number] = ClientState(
-            self.model.read_local(), [state for state, _ in kept], [changes for _, changes in kept], site
+            self.model.read_local(), [state for state, _ in kept], [changes for _, changes in kept], **own
         )
         return ClientUpdate(client.number, client.num_examples, posterior, buffers, metrics, self.seconds())
 

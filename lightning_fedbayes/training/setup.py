@@ -77,7 +77,8 @@ def make_engine(
         CannotVectorize: "vectorized" is asked for and impossible.
     """
     name = settings.engine
-    options = {"keep_optimizer": context.keeps_state(settings), "proximal": settings.proximal, "seed": settings.seed}
+    options = {name: getattr(settings, name) for name in ("proximal", "keep_posteriors", "seed")}
+    options["keep_optimizer"] = context.keeps_state(settings)
     names, sizes = loader.clients.names, loader.clients.sizes
     one_by_one = partial(SequentialEngine, context, model, loader, is_alone=len(sizes) == 1, **options)
     if name == "sequential":

@@ -57,7 +57,7 @@ class Pull:
         for name, centre in self.centre.items():
             if name in parameters:
                 move, dual = parameters[name].to(centre.dtype) - centre, self.duals.get(name)
-                strength = self.strength if isinstance(self.strength, float | int) else self.strength[name]
+                strength: Any = self.strength if isinstance(self.strength, float | int) else self.strength[name]
                 if stack is not None:
                     dual, strength = (stack(v) if isinstance(v, Tensor) else v for v in (dual, strength))
                 slope = strength / 2 * move

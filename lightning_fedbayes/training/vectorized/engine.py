@@ -59,7 +59,7 @@ class VectorizedEngine(Engine):
     that of the sequential engine to rounding; with noise, the same in distribution.
 
     Args:
-        context, model, loader, keep_optimizer, proximal, seed: see :class:`~lightning_fedbayes.training.engine.Engine`.
+        context, model, loader, options: see :class:`~lightning_fedbayes.training.engine.Engine`.
         probed: result of the probe of this module.
         clients_at_once: most clients in the stack.
     """
@@ -259,10 +259,10 @@ class VectorizedEngine(Engine):
             losses, posteriors = self._losses.tolist(), stack.read_posteriors(measured)
         seconds = self.seconds() / len(chunk.clients)
         for slot, number in enumerate(chunk.clients):
-            posterior, site = posteriors[slot], {}
+            posterior, own = posteriors[slot], {}
             try:
                 if slot not in self._failures:
-                    posterior, site = self.own_site(number, posterior)
+                    posterior, own = self.sent_and_kept(number, posterior)
             except FusionError as unusable:
                 self._failures[slot] = unusable
             if slot in self._failures:
@@ -274,7 +274,7 @@ class VectorizedEngine(Engine):
             buffers = stack.read_buffers(slot)
             results.append(ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds))
             kept = [self._kept[slot]] if slot in self._kept else []
-            self._trained[number] = ClientState(stack.read_local(slot), kept, site=site)
+            self._trained[number] = ClientState(stack.read_local(slot), kept, **own)
         last = self.client(self._positions[chunk.clients[-1]])
         vars(self.context.module).update(attributes_of(stack.attributes, last))
         self._drop_stack()

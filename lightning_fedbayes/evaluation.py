@@ -1,0 +1,279 @@
+"""Scores of every client on its own data, and the personal posterior that suits a client best."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import random_split as split_at_random
+
+from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
+from lightning_fedbayes.errors import (
+    FedBayesError,
+    check_at_least,
+    check_choice,
+    check_kind,
+    check_number,
+    check_path,
+    nearest,
+    shown,
+)
+from lightning_fedbayes.metrics.functional.calibration import calibration_diagram
+from lightning_fedbayes.metrics.functional.scores import gaussian_nll, interval_coverage, negative_log_likelihood
+from lightning_fedbayes.modules import PosteriorPredictive
+from lightning_fedbayes.modules.classifier import ClassPrediction
+from lightning_fedbayes.modules.regressor import RegressionPrediction
+from lightning_fedbayes.posterior import GaussianPosterior, html_table
+from lightning_fedbayes.seeding import derive_seed, generator, seed_everything
+
+Predictors = L.LightningModule | Mapping[str, L.LightningModule]
+HIGHER_IS_BETTER = ("accuracy", "coverage")
+REMEDY = (
+    "give a module of this package, or wrap your own with its posterior, fb.PosteriorPredictive(module, posterior)"
+)
+WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class ClientScores:
+    """Scores of every client on data of its own: a table with a row for each client.
+
+    Args:
+        names: of the clients.
+        num_examples: of each client, the weights of :meth:`mean`.
+        values: figure → one value for each client. Of classifiers "accuracy", "nll" (nats per example) and "ece" (15
+            bins); of regressors "rmse", "nll" and "coverage" (share of the targets inside the central 90 % interval).
+
+    >>> scores = ClientScores(("a", "b"), (30, 10), {"accuracy": torch.tensor([0.75, 0.5])})
+    >>> scores.mean("accuracy"), scores.worst("accuracy"), scores.spread("accuracy")
+    (0.6875, 0.5, 0.125)
+    """
+
+    names: tuple[str, ...]
+    num_examples: tuple[int, ...]
+    values: Mapping[str, Tensor]
+
+    def _of(self, figure: str) -> Tensor:
+        if figure not in self.values:
+            raise FedBayesError(f"there is no figure '{figure}': {nearest(str(figure), self.values)}")
+        return self.values[figure].double()
+
+    def mean(self, figure: str, weighting: str = "examples") -> float:
+        """Return the mean over all examples ("examples"), or over clients, each of which counts the same ("clients").
+
+        Raises:
+            FedBayesError: there is no such figure or weighting.
+        """
+        check_choice("weighting", weighting, ("examples", "clients"), error=FedBayesError)
+        weights = torch.tensor(self.num_examples if weighting == "examples" else [1] * len(self.names)).double()
+        return float((self._of(figure) * weights).sum() / weights.sum())
+
+    def worst(self, figure: str, fraction: float = 0.1) -> float:
+        """Return the mean over the worst ``fraction`` of the clients, at least one: the lowest accuracies or coverages,
+        the highest of every other figure.
+
+        Raises:
+            FedBayesError: there is no such figure, or ``fraction`` is not in (0, 1].
+        """
+        check_number("fraction", fraction, "(0, 1]", error=FedBayesError, why="the share of the clients that count")
+        ordered = self._of(figure).sort(descending=figure not in HIGHER_IS_BETTER).values
+        return float(ordered[: max(1, int(fraction * len(ordered)))].mean())
+
+    def spread(self, figure: str) -> float:
+        """Return the standard deviation over clients; 0 for a single one."""
+        return float(self._of(figure).std(correction=0))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a dict for each client: "client", "examples" and the figures."""
+        return [
+            {"client": name, "examples": count, **{figure: float(self.values[figure][k]) for figure in self.values}}
+            for k, (name, count) in enumerate(zip(self.names, self.num_examples, strict=True))
+        ]
+
+    def summary(self) -> dict[str, float]:
+        """Return mean, worst 10 % and spread of every figure, under the names by which a logger takes them."""
+        return {
+            f"clients/{figure}{end}": value for figure in self.values
+            for end, value in (
+                ("", self.mean(figure)), ("_worst", self.worst(figure)), ("_spread", self.spread(figure)),
+            )
+        }
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write the table as a CSV file with a head."""
+        rows = self.rows()
+        with Path(check_path("path", path)).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def _cells(self) -> list[list[str]]:
+        ends = [("mean", self.mean), ("worst 10 %", self.worst), ("spread", self.spread)]
+        return [
+            [row["client"], str(row["examples"]), *(f"{row[figure]:.4g}" for figure in self.values)]
+            for row in self.rows()
+        ] + [[name, "", *(f"{of(figure):.4g}" for figure in self.values)] for name, of in ends]
+
+    def markdown(self) -> str:
+        """Return the table in Markdown: the clients, then mean, worst 10 % and spread."""
+        head = ["client", "examples", *self.values]
+        lines = [head, ["---"] * len(head), *self._cells()]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def _repr_html_(self) -> str:
+        return html_table(["client", "examples", *self.values], self._cells())
+
+
+def evaluate_clients(
+    module: Predictors, clients: ClientDatasets, *, batch_size: int = 256, seed: int = 0
+) -> ClientScores:
+    """Score every client on data of its own, in one pass; no data at the server are needed.
+
+    ::
+
+        held_out = fb.ClientDatasets({"north": north_test, "south": south_test})
+        print(fb.evaluate_clients(model, held_out).markdown())                   # the global model
+        personal = {name: fb.PosteriorPredictive(model, callback.posterior_of(name)) for name in held_out.names}
+        print(fb.evaluate_clients(personal, held_out).markdown())                # each client's own
+
+    Args:
+        module: whose ``predict_step`` returns a prediction of this package: a module of this package, or a
+            :class:`~lightning_fedbayes.PosteriorPredictive` of any other; or one for each client, by name.
+        clients: name → data set of inputs and targets.
+        batch_size: of the pass.
+        seed: of the draws from the posterior, the same for every client.
+
+    Raises:
+        FedBayesError: a client has no example or no module, or the predictions are not of this package.
+    """
+    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data",
+               error=FedBayesError)
+    check_at_least("batch_size", batch_size, 1, error=FedBayesError)
+    scores = []
+    for name, dataset in zip(clients.names, clients.datasets, strict=True):
+        own = module.get(name) if isinstance(module, Mapping) else module
+        if own is None:
+            raise FedBayesError(f"there is no module for client {name}: give one for each client")
+        if not len(dataset):  # pyright: ignore[reportArgumentType]
+            raise FedBayesError(f"client {name} has no example to be scored on: leave it out, or hold some back")
+        scores.append(_score(own, dataset, batch_size, seed))
+    sizes = tuple(len(dataset) for dataset in clients.datasets)  # pyright: ignore[reportArgumentType]
+    figures = {figure: torch.tensor([each[figure] for each in scores]) for figure in scores[0]}
+    return ClientScores(clients.names, sizes, figures)
+
+
+@torch.no_grad()
+def _score(module: L.LightningModule, dataset: Dataset, batch_size: int, seed: int) -> dict[str, float]:
+    """Return the figures of ``module`` on a data set."""
+    check_kind("module", module, L.LightningModule, "give a LightningModule, or a PosteriorPredictive of it",
+               error=FedBayesError)
+    if type(module).predict_step is L.LightningModule.predict_step:
+        raise FedBayesError(f"{type(module).__name__} has no predict_step of its own: {REMEDY}")
+    was_training, parts, targets = module.training, list[Any](), list[Tensor]()
+    module.eval()
+    try:
+        with torch.random.fork_rng():
+            seed_everything(derive_seed(seed, "evaluation"))
+            for batch in DataLoader(dataset, batch_size):
+                if not isinstance(batch, list | tuple) or len(batch) < 2:
+                    raise FedBayesError(f"a batch is {shown(batch)}: give data sets of inputs and targets")
+                batch = [part.to(module.device) if isinstance(part, Tensor) else part for part in batch]
+                parts.append(module.predict_step(batch, 0))
+                targets.append(batch[1])
+    finally:
+        module.train(was_training)
+    target = torch.cat(targets)
+    if isinstance(parts[0], ClassPrediction):
+        probs = torch.cat([each.probs for each in parts])
+        return {
+            "accuracy": float((probs.argmax(-1) == target).double().mean()),
+            "nll": float(negative_log_likelihood(probs, target).mean()),
+            "ece": float(calibration_diagram(probs, target).ece),
+        }
+    if isinstance(parts[0], RegressionPrediction):
+        mean, variance = (torch.cat([getattr(each, kind) for each in parts]) for kind in ("mean", "variance"))
+        target = target.reshape(mean.shape).to(mean)
+        return {
+            "rmse": float((mean - target).square().mean().sqrt()),
+            "nll": float(gaussian_nll(mean, variance, target).mean()),
+            "coverage": float(interval_coverage(mean, variance, target, level=0.9).float().mean()),
+        }
+    raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(parts[0])}: {REMEDY}")
+
+
+def choose_personal_weight(
+    posterior_of: Callable[[float], GaussianPosterior], module: Any, held_out: Dataset,
+    weights: Sequence[float] = WEIGHTS, *, batch_size: int = 256, seed: int = 0, **options: Any,
+) -> tuple[float, dict[float, float]]:
+    r"""Choose how much of its own posterior a client's personal one holds, by the NLL of data it has not trained on.
+
+    .. math:: \lambda_k = \arg\min_\lambda -\tfrac1n \sum_i \log p(y_i \mid x_i, q_k^{(\lambda)})
+
+    ::
+
+        weight, _ = fb.choose_personal_weight(lambda w: callback.posterior_of("north", w), model, north_validation)
+        predictive = fb.PosteriorPredictive(model, callback.posterior_of("north", weight))
+
+    The smallest weight wins a tie. Every weight is scored with the same random draws. Use neither training data, which
+    would favour the client's own posterior, nor the data that the result is reported on.
+
+    Args:
+        posterior_of: weight → the personal posterior; 0 is the global one.
+        module: the network whose parameters those are.
+        held_out: data of the client, inputs and targets.
+        weights: to choose from, each in [0, 1].
+        batch_size, seed: see :func:`evaluate_clients`.
+        options: of :class:`~lightning_fedbayes.PosteriorPredictive`, such as ``samples=20, task="regression"``.
+
+    Returns: the weight, and the NLL of each weight in nats per example.
+
+    Source: Jamoussi et al. 2025.
+
+    Raises:
+        FedBayesError: there is no example or no weight.
+    """
+    check_dataset("held_out", held_out)
+    if not len(held_out):  # pyright: ignore[reportArgumentType]
+        raise FedBayesError("held_out has no example to choose a weight by: hold some back, or take weight 0")
+    if not weights:
+        raise FedBayesError("weights is empty: give weights in [0, 1]")
+    scores = {
+        weight: _score(PosteriorPredictive(module, posterior_of(weight), **options), held_out, batch_size, seed)["nll"]
+        for weight in sorted(weights)
+    }
+    return min(scores, key=lambda weight: scores[weight]), scores
+
+
+def hold_out(clients: ClientDatasets, fraction: float = 0.2, seed: int = 0) -> tuple[ClientDatasets, ClientDatasets]:
+    """Divide every client's data at random: what it trains on, and what it is scored on.
+
+    Args:
+        clients: name → map-style data set.
+        fraction: of each client's examples that are held out, in (0, 1), rounded to a whole number from 1 to all but 1.
+        seed: of the draws; a client's do not depend on the other clients.
+
+    Returns: the rest, and what is held out, for all clients.
+
+    Raises:
+        FedBayesError: ``fraction`` is out of range, or a client has fewer than two examples.
+    """
+    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data",
+               error=FedBayesError)
+    check_number("fraction", fraction, "(0, 1)", error=FedBayesError, why="the share that is held out")
+    rest, held = {}, {}
+    for number, (name, dataset) in enumerate(zip(clients.names, clients.datasets, strict=True)):
+        size = len(dataset)  # pyright: ignore[reportArgumentType]
+        if size < 2:
+            raise FedBayesError(f"client {name} has {size} examples, too few to hold one out: leave the client out")
+        count = min(max(round(fraction * size), 1), size - 1)
+        rest[name], held[name] = split_at_random(
+            dataset, [size - count, count], generator(seed, "held out", client=number)
+        )
+    return ClientDatasets(rest), ClientDatasets(held)
