@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         ScaledUpdate,
         SignFlip,
     )
-    from lightning_fedbayes.callbacks import ExamplePrivacy, FederatedBayes, UncertaintyReport
+    from lightning_fedbayes.callbacks import ClientReport, ExamplePrivacy, FederatedBayes, UncertaintyReport
     from lightning_fedbayes.curvature import SWAG, KroneckerLaplace, Laplace
     from lightning_fedbayes.data import (
         CIFAR10DataModule,
@@ -57,8 +57,10 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         BayesianModule,
         CoxRegressor,
         DeepEnsembleRegressor,
+        HierarchicalLinearRegression,
         HybridBayesianClassifier,
         HybridBayesianRegressor,
+        LinearStatistics,
         PosteriorPredictive,
         with_kl,
     )
@@ -83,6 +85,7 @@ __all__ = [
     "ClientDatasets",
     "ClientFailure",
     "ClientParallelStrategy",
+    "ClientReport",
     "ClientScores",
     "ClientUpdate",
     "ConversionError",
@@ -101,6 +104,7 @@ __all__ = [
     "FusionError",
     "GaussianPosterior",
     "GaussianVector",
+    "HierarchicalLinearRegression",
     "HospitalsDataModule",
     "HybridBayesianClassifier",
     "HybridBayesianRegressor",
@@ -109,6 +113,7 @@ __all__ = [
     "KroneckerLaplace",
     "LabelFlip",
     "Laplace",
+    "LinearStatistics",
     "MNISTDataModule",
     "NotANumber",
     "PartitionError",

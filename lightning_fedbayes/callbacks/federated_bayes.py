@@ -11,6 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_fedbayes.callbacks.clients import bring_client_report
 from lightning_fedbayes.callbacks.loggers import prepare_wandb
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
@@ -233,6 +234,7 @@ class FederatedBayes(L.Callback):
             self._report = FederationReport()
         self._loader = None
         self._uncertainty = bring_report(trainer, beside=self)
+        bring_client_report(trainer, behind=self._uncertainty)
         self._loop = FitLoop(trainer, pl_module)
         self._loop.replace_data(lambda loader: self._federate(trainer, loader))
         for callback in trainer.checkpoint_callbacks:

@@ -1,0 +1,66 @@
+"""The report of every client: what is logged, and what is left alone."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+
+import lightning_fedbayes as fb
+from tests.federations import Plain, bayesian, federate, loader, trainer
+from tests.test_evaluation import clients
+
+
+class Own(fb.PosteriorPredictive):
+    """Predicts what is no prediction of this package."""
+
+    def predict_step(self, batch, batch_idx=0, dataloader_idx=0):
+        return batch[0]
+
+
+def batches(*sizes: int) -> torch.utils.data.DataLoader:
+    return loader(clients(*sizes), shuffle=False)
+
+
+def test_validation_and_test_log_mean_worst_and_spread_of_the_clients(tmp_path):
+    module, logger = bayesian(), CSVLogger(tmp_path)
+    report = fb.ClientReport()
+    made = federate(module, fb.FederatedBayes(), 2, loader(clients(40, 30)), batches(9, 12), logger=logger,
+                    callbacks=[report])
+    expected = fb.evaluate_clients(module, clients(9, 12), batch_size=8)
+    assert report.scores["val"].rows() == expected.rows()
+    for name, value in expected.summary().items():
+        assert float(made.callback_metrics[f"val/{name}"]) == pytest.approx(value)
+    with open(f"{logger.log_dir}/val_clients.csv") as file:
+        assert [(row["client"], row["examples"]) for row in csv.DictReader(file)] == [("c0", "9"), ("c1", "12")]
+    tested = trainer(1, [fb.ClientReport()]).test(module, batches(8, 8, 8), verbose=False)
+    assert tested[0]["test/clients/nll"] == pytest.approx(fb.evaluate_clients(module, clients(8, 8, 8)).mean("nll"))
+
+
+def test_a_federation_brings_the_report_along():
+    made = federate(bayesian(), fb.FederatedBayes(), 1, loader(clients(40, 30)), batches(9, 12))
+    assert "val/clients/nll_worst" in made.callback_metrics
+
+
+def test_the_users_own_classifier_is_scored_by_its_posterior_if_samples_are_given():
+    module, callback = Plain(), fb.FederatedBayes(fusion="gaussian_fit")
+    made = federate(module, callback, 1, loader(clients(40, 30)), batches(9, 12), callbacks=[fb.UncertaintyReport(5)])
+    predictive = fb.PosteriorPredictive(module, callback.posterior, 5)
+    expected = fb.evaluate_clients(predictive, clients(9, 12), batch_size=8)
+    assert float(made.callback_metrics["val/clients/accuracy"]) == pytest.approx(expected.mean("accuracy"))
+    plain = federate(Plain(), fb.FederatedBayes(), 1, loader(clients(40, 30)), batches(9, 12))
+    assert not any("clients/" in name for name in plain.callback_metrics)
+
+
+def test_other_data_are_left_alone():
+    made = federate(bayesian(), fb.FederatedBayes(fb.IIDPartition(3)), 1, loader(), loader(shuffle=False))
+    assert not any("clients/" in name for name in made.callback_metrics)
+
+
+def test_predictions_of_another_kind_are_named_and_cost_no_run():
+    module = Plain()
+    posterior = fb.GaussianPosterior.point_mass({name: p.detach() for name, p in module.named_parameters()})
+    with pytest.warns(UserWarning, match="no scores of each client: Own.predict_step returns"):
+        trainer(1, [fb.ClientReport()]).test(Own(module, posterior), batches(9, 12), verbose=False)
