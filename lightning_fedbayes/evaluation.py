@@ -50,6 +50,7 @@ class ClientScores:
         num_examples: of each client, the weights of :meth:`mean`.
         values: figure → one value for each client. Of classifiers "accuracy", "nll" (nats per example) and "ece" (15
             bins); of regressors "rmse", "nll" and "coverage" (share of the targets inside the central 90 % interval).
+            NaN where a client has no value; it counts nowhere then.
 
     >>> scores = ClientScores(("a", "b"), (30, 10), {"accuracy": torch.tensor([0.75, 0.5])})
     >>> scores.mean("accuracy"), scores.worst("accuracy"), scores.spread("accuracy")
@@ -60,10 +61,12 @@ class ClientScores:
     num_examples: tuple[int, ...]
     values: Mapping[str, Tensor]
 
-    def _of(self, figure: str) -> Tensor:
+    def _of(self, figure: str) -> tuple[Tensor, Tensor]:
+        """Return the values of the clients that have them, and those clients' numbers of examples."""
         if figure not in self.values:
             raise FedBayesError(f"there is no figure '{figure}': {nearest(str(figure), self.values)}")
-        return self.values[figure].double()
+        values, known = self.values[figure].double(), ~self.values[figure].isnan()
+        return values[known], torch.tensor(self.num_examples, dtype=torch.float64)[known]
 
     def mean(self, figure: str, weighting: str = "examples") -> float:
         """Return the mean over all examples ("examples"), or over clients, each of which counts the same ("clients").
@@ -72,8 +75,9 @@ class ClientScores:
             FedBayesError: there is no such figure or weighting.
         """
         check_choice("weighting", weighting, ("examples", "clients"), error=FedBayesError)
-        weights = torch.tensor(self.num_examples if weighting == "examples" else [1] * len(self.names)).double()
-        return float((self._of(figure) * weights).sum() / weights.sum())
+        values, counts = self._of(figure)
+        weights = counts if weighting == "examples" else torch.ones_like(counts)
+        return float((values * weights).sum() / weights.sum())
 
     def worst(self, figure: str, fraction: float = 0.1) -> float:
         """Return the mean over the worst ``fraction`` of the clients, at least one: the lowest accuracies or coverages,
@@ -83,12 +87,13 @@ class ClientScores:
             FedBayesError: there is no such figure, or ``fraction`` is not in (0, 1].
         """
         check_number("fraction", fraction, "(0, 1]", error=FedBayesError, why="the share of the clients that count")
-        ordered = self._of(figure).sort(descending=figure not in HIGHER_IS_BETTER).values
+        is_better_high = figure.rpartition("/")[2] in HIGHER_IS_BETTER
+        ordered = self._of(figure)[0].sort(descending=not is_better_high).values
         return float(ordered[: max(1, int(fraction * len(ordered)))].mean())
 
     def spread(self, figure: str) -> float:
         """Return the standard deviation over clients; 0 for a single one."""
-        return float(self._of(figure).std(correction=0))
+        return float(self._of(figure)[0].std(correction=0))
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a dict for each client: "client", "examples" and the figures."""

@@ -75,6 +75,14 @@ def test_the_worst_are_the_lowest_accuracies_and_the_highest_of_the_rest():
     assert scores.spread("nll") == pytest.approx(float(values.std(correction=0)))
 
 
+def test_a_client_without_a_value_counts_nowhere():
+    values = {"val/accuracy": torch.tensor([0.5, math.nan, 1.0]), "nll": torch.tensor([1.0, 2.0, 3.0])}
+    scores = fb.ClientScores(("a", "b", "c"), (10, 1000, 30), values)
+    assert scores.mean("val/accuracy") == 0.875
+    assert (scores.worst("val/accuracy"), scores.spread("val/accuracy")) == (0.5, 0.25)
+    assert scores.mean("nll", "clients") == 2
+
+
 def test_tables_say_the_same(tmp_path):
     scores = fb.ClientScores(("a", "b"), (3, 1), {"accuracy": torch.tensor([1.0, 0.5])})
     assert "| a | 3 | 1 |" in scores.markdown()

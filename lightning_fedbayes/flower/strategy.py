@@ -15,6 +15,7 @@ from lightning_fedbayes.errors import LARGEST, FederationError, FusionError, che
 from lightning_fedbayes.flower.checkpoint import ServerState
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import (
+    client_scores,
     examples_of,
     from_arrays,
     probabilistic_names,
@@ -65,6 +66,8 @@ class FusionStrategy(Strategy):
 
     Attributes:
         server: the :class:`~lightning_fedbayes.Server` that it drives; None before :meth:`start`.
+        client_scores: the :class:`~lightning_fedbayes.ClientScores` of the last evaluation: what each client's
+            ``validation_step`` has logged, by the client's number.
 
     Raises:
         FusionError, FederationError: an argument cannot be used.
@@ -116,6 +119,8 @@ class FusionStrategy(Strategy):
         self._roster = Roster()
         self._asked: dict[int, int] = {}
         self._probabilistic: set[str] = set()
+        self._scoring: dict[int, int] = {}
+        self.client_scores = client_scores({})
 
     def summary(self) -> None:
         """Say how rounds are run."""
@@ -293,14 +298,16 @@ class FusionStrategy(Strategy):
         if not self.evaluate:
             return []
         nodes = {node: client for client, node in self._roster.update(grid, self._timeout).items()}
+        self._scoring = nodes
         return self._messages(MessageType.EVALUATE, server_round, arrays, config, nodes)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         r"""Means over the clients, weighted by their numbers of validation examples, :math:`\sum n_k m_k / \sum n_k`.
 
         Of each figure over the clients that sent it as a finite number; see Flower's ``Strategy``.
+        :attr:`client_scores` holds what each client sent.
         """
-        sums: dict[str, tuple[float, float]] = {}
+        sent: dict[int, tuple[int, dict[str, float]]] = {}
         for reply in replies:
             try:
                 metrics = read_metrics(reply, f"node {reply.metadata.src_node_id}")
@@ -308,8 +315,11 @@ class FusionStrategy(Strategy):
             except FusionError as refusal:
                 rank_zero_info(f"Round {server_round}: an evaluation is left out: {refusal}")
                 continue
-            for name, value in metrics.items():
-                if name != "num-examples" and count > 0:
-                    total, examples = sums.get(name, (0.0, 0.0))
-                    sums[name] = (total + count * value, examples + count)
-        return MetricRecord({name: total / examples for name, (total, examples) in sums.items()}) if sums else None
+            if count > 0:
+                own = {name: float(value) for name, value in metrics.items() if name != "num-examples"}
+                node = reply.metadata.src_node_id
+                sent[self._scoring.get(node, node)] = int(count), own
+        self.client_scores = client_scores(sent)
+        return MetricRecord(
+            {name: self.client_scores.mean(name) for name in self.client_scores.values}
+        ) if self.client_scores.values else None

@@ -11,6 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from torch import Tensor
 
 from lightning_fedbayes.errors import FusionError, PosteriorError, check_at_least, is_whole
+from lightning_fedbayes.evaluation import ClientScores
 from lightning_fedbayes.messages import ClientUpdate
 from lightning_fedbayes.posterior import GaussianPosterior
 
@@ -146,3 +147,18 @@ def examples_of(metrics: dict[str, float], who: str, least: int = 0) -> int:
     count = metrics.get("num-examples")
     check_at_least(f"{who}: num-examples", count, least, MOST_EXAMPLES, error=FusionError)
     return int(count)  # pyright: ignore[reportArgumentType]
+
+
+def client_scores(sent: Mapping[int, tuple[int, Mapping[str, float]]]) -> ClientScores:
+    """Return the table of what clients have measured; NaN where a client has not sent a figure.
+
+    Args:
+        sent: number of the client → its number of validation examples and its figures.
+    """
+    clients = sorted(sent)
+    figures = dict.fromkeys(name for client in clients for name in sent[client][1])
+    values = {
+        name: torch.tensor([sent[client][1].get(name, math.nan) for client in clients], dtype=torch.float64)
+        for name in figures
+    }
+    return ClientScores(tuple(map(str, clients)), tuple(sent[client][0] for client in clients), values)

@@ -113,3 +113,7 @@ def test_evaluation_is_the_mean_over_the_clients():
     assert abs(losses[0] - losses[1]) > 0.01
     expected = (60 * losses[0] + 30 * losses[1]) / 90
     assert result.evaluate_metrics_clientapp[2]["val/nll"] == pytest.approx(expected, rel=1e-5)
+    scores = strategy.client_scores
+    assert (scores.names, scores.num_examples) == (("0", "1"), (60, 30))
+    assert scores.values["val/nll"].tolist() == pytest.approx(losses, rel=1e-5)
+    assert scores.worst("val/nll") == pytest.approx(max(losses), rel=1e-5)
