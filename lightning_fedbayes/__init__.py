@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         ScaledUpdate,
         SignFlip,
     )
+    from lightning_fedbayes.calibration import FederatedConformal, FederatedTemperature
     from lightning_fedbayes.callbacks import ClientReport, ExamplePrivacy, FederatedBayes, UncertaintyReport
     from lightning_fedbayes.curvature import SWAG, KroneckerLaplace, Laplace
     from lightning_fedbayes.data import (
@@ -99,6 +100,8 @@ __all__ = [
     "FashionMNISTDataModule",
     "FedBayesError",
     "FederatedBayes",
+    "FederatedConformal",
+    "FederatedTemperature",
     "FederationError",
     "FederationSettings",
     "FusionError",
@@ -150,8 +153,8 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "adversaries", "callbacks", "curvature", "data", "errors", "evaluation", "fusion", "layers", "messages",
-    "modules", "optim", "partition", "plan", "posterior", "privacy", "server", "settings", "trainer",
+    "adversaries", "calibration", "callbacks", "curvature", "data", "errors", "evaluation", "fusion", "layers",
+    "messages", "modules", "optim", "partition", "plan", "posterior", "privacy", "server", "settings", "trainer",
 )
 """Rooms that the public names come from."""
 

@@ -35,8 +35,8 @@ NOT_RUN = {
 """Page → why it has code marked ``py`` in place of ``python``."""
 RULES = available_fusions()
 ROOMS = (
-    "adversaries", "callbacks", "data", "exchange", "flower", "fusion", "layers", "metrics", "metrics.functional",
-    "modules", "partition", "privacy", "training",
+    "adversaries", "calibration", "callbacks", "data", "exchange", "flower", "fusion", "layers", "metrics",
+    "metrics.functional", "modules", "partition", "privacy", "training",
 )
 WORDS_OF_THE_README = 800
 COLUMNS_OF_CODE = 88

@@ -1,5 +1,6 @@
 """Public doors: every callable that a user can give a wrong argument to, with a call that works."""
 
+import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,7 +10,18 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import adversaries, aggregation, data, fusion, layers, metrics, modules, plan, weighting
+from lightning_fedbayes import (
+    adversaries,
+    aggregation,
+    calibration,
+    data,
+    fusion,
+    layers,
+    metrics,
+    modules,
+    plan,
+    weighting,
+)
 from lightning_fedbayes.data import ClientDatasets, clients_of, labels_of
 from lightning_fedbayes.metrics import functional
 from lightning_fedbayes.partition.base import Split, counts_table
@@ -101,6 +113,13 @@ def updated(metric, **batch):
     metric.compute()
 
 
+def quietly(function, **arguments):
+    """Call without warnings, of too few examples for instance."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        function(**arguments)
+
+
 def split(partition, **arguments):
     made = partition(**arguments)
     made.split(LABELS, seed=0)
@@ -132,6 +151,9 @@ def unregistered(name):
 X, Y = torch.randn(8, 2, generator=torch.Generator().manual_seed(0)), torch.arange(8.0)
 THREE = [posterior(0.0), posterior(1.0), posterior(2.0)]
 CLIENTS = {"clients": [0]}
+LINEAR = nn.Linear(2, 3)
+CLASSES = TensorDataset(torch.randn(9, 2), torch.arange(9) % 3)
+SKETCH = calibration.ScoreSketch.of(torch.linspace(0, 1, 20))
 CONVOLUTION = {
     "in_channels": 2, "out_channels": 2, "kernel_size": 2, "stride": 1, "padding": 0, "dilation": 1, "groups": 1,
 }
@@ -317,6 +339,54 @@ DOORS = {
     "assign": (adversaries.assign, {"attacks": [fb.SignFlip(0.5)], "names": ["a", "b"], "seed": 0}),
     "flip_labels": (adversaries.flip_labels, {"labels": LABELS, "classes": (0, 1, 2)}),
     "largest_unnoticed_shift": (adversaries.largest_unnoticed_shift, {"cohort": 5, "adversaries": 1}),
+    # calibration
+    "temperature_message": (
+        calibration.temperature_message, {"logits": SAMPLES, "targets": TARGET, "temperature": 1.5}),
+    "TemperatureMessage": (
+        lambda **sums: calibration.TemperatureSearch().after(calibration.TemperatureMessage(**sums)),
+        {"gradient": 1.0, "curvature": 1.0, "loss": 3.0, "num_examples": 2}),
+    "TemperatureSearch.after": (
+        calibration.TemperatureSearch().after, {"message": calibration.TemperatureMessage(1.0, 1.0, 1.0, 1)}),
+    "FederatedTemperature": (lambda temperature: fb.FederatedTemperature(temperature)(PROBS), {"temperature": 2.0}),
+    "FederatedTemperature.fit": (
+        partial(quietly, fb.FederatedTemperature().fit), {"clients": {"a": (PROBS.log(), 1 - TARGET)}}),
+    "FederatedTemperature.fit_from": (
+        partial(quietly, fb.FederatedTemperature().fit_from),
+        {"predictive": LINEAR, "datasets": {"a": CLASSES}, "trained_on": table(3), "batch_size": 2}),
+    "FederatedTemperature.__call__": (fb.FederatedTemperature(2.0), {"logits": PROBS}),
+    "class_scores": (
+        calibration.class_scores, {"probs": PROBS, "targets": TARGET, "kind": "aps", "generator": None}),
+    "all_class_scores": (calibration.all_class_scores, {"probs": PROBS, "kind": "aps", "generator": None}),
+    "interval_scores": (
+        calibration.interval_scores, {"mean": torch.zeros(2), "std": torch.ones(2), "targets": torch.ones(2)}),
+    "ScoreSketch": (
+        lambda **arguments: calibration.ScoreSketch(**arguments).threshold(0.9),
+        {"counts": torch.tensor([5, 9]), "grid": "unit"}),
+    "ScoreSketch.of": (calibration.ScoreSketch.of, {"scores": torch.rand(3), "bins": 8, "grid": "unit"}),
+    "ScoreSketch.threshold": (calibration.ScoreSketch.of(torch.rand(20)).threshold, {"level": 0.9}),
+    "ScoreSketch.noisy": (calibration.ScoreSketch.of(torch.rand(20)).noisy, {"epsilon": 1.0, "seed": 0}),
+    "ScoreSketch.__add__": (SKETCH.__add__, {"other": SKETCH}),
+    "mixed_threshold": (calibration.mixed_threshold, {"parts": [(0.5, SKETCH), (0.5, SKETCH)], "level": 0.9}),
+    "FederatedConformal": (
+        fb.FederatedConformal,
+        {"level": 0.9, "kind": "lac", "per_client": True, "shrinkage": 1.0, "bins": 16}),
+    "FederatedConformal.fit": (
+        partial(quietly, fb.FederatedConformal().fit), {"clients": {"a": torch.rand(9), "b": SKETCH}}),
+    "FederatedConformal.fit_from": (
+        partial(quietly, fb.FederatedConformal(0.5).fit_from),
+        {"predictive": LINEAR, "datasets": {"a": CLASSES}, "temperature": 2.0, "trained_on": table(3),
+         "batch_size": 2}),
+    "FederatedConformal.sets": (
+        fb.FederatedConformal(kind="aps", per_client=True).fit({"a": SKETCH}).sets,
+        {"probs": PROBS, "client": "a", "generator": None}),
+    "FederatedConformal.intervals": (
+        fb.FederatedConformal(kind="interval", per_client=True).fit({"a": torch.rand(20)}).intervals,
+        {"mean": torch.zeros(2), "std": torch.ones(2), "client": "a"}),
+    "predictions_of": (
+        calibration.predictions_of, {"predictive": LINEAR, "datasets": {"a": CLASSES}, "batch_size": 2}),
+    "moments_of": (
+        calibration.moments_of,
+        {"predictive": fb.HybridBayesianRegressor(nn.Linear(2, 1)), "datasets": {"a": CLASSES}, "batch_size": 2}),
     # layers
     "with_kl": (fb.with_kl, {"module": fb.HybridBayesianClassifier(network()).eval(), "kl_weight": 1.0}),
     "bayesianize": (fb.bayesianize, {

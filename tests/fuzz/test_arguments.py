@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import adversaries, data, fusion, layers, metrics, modules
+from lightning_fedbayes import adversaries, calibration, data, fusion, layers, metrics, modules
 from lightning_fedbayes.metrics import functional
 from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import DOORS, FUNCTIONS, POOL
@@ -69,7 +69,7 @@ def test_there_are_five_thousand_examples():
     assert sum(EXAMPLES.values()) >= 5000
 
 
-@pytest.mark.parametrize("room", [fb, adversaries, data, functional, fusion, layers, metrics, modules],
+@pytest.mark.parametrize("room", [fb, adversaries, calibration, data, functional, fusion, layers, metrics, modules],
                          ids=lambda room: room.__name__)
 def test_every_public_callable_is_a_door(room):
     """The list of doors is complete: what is left out is named, and why."""
