@@ -4,6 +4,7 @@ from lightning_fedbayes.modules.added_kl import with_kl
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
 from lightning_fedbayes.modules.classifier import ClassPrediction, HybridBayesianClassifier
 from lightning_fedbayes.modules.deep_ensemble import DeepEnsembleRegressor
+from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression, LinearStatistics
 from lightning_fedbayes.modules.linear_regression import BayesianLinearRegression
 from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
 from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
@@ -23,8 +24,11 @@ __all__ = [
     "ClassPrediction",
     "CoxRegressor",
     "DeepEnsembleRegressor",
+    "HierarchicalFit",
+    "HierarchicalLinearRegression",
     "HybridBayesianClassifier",
     "HybridBayesianRegressor",
+    "LinearStatistics",
     "PosteriorPredictive",
     "RegressionPrediction",
     "Regressor",

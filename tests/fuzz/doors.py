@@ -130,6 +130,11 @@ def linear_regression(inputs, targets, prior_std, noise, at, samples):
     fb.BayesianLinearRegression.conflate([model, model]).predict(at, samples)
 
 
+def hierarchical(random, bias, inputs, targets, at, client):
+    clients = dict.fromkeys("ab", fb.LinearStatistics.of(inputs, targets, bias))
+    fb.HierarchicalLinearRegression(random, bias).fit(clients).predict(at, client)
+
+
 def registered(name, aliases):
     decorate = fb.register_fusion(name, aliases)
     if name == "a_rule_of_a_test" and name in fb.available_fusions():
@@ -446,6 +451,15 @@ DOORS = {
         "inputs": X, "targets": Y, "prior_std": 1.0, "noise": 0.1, "at": X, "samples": 2}),
     "BayesianLinearRegression.conflate": (
         fb.BayesianLinearRegression.conflate, {"models": [fb.BayesianLinearRegression.fit(X, Y)]}),
+    "HierarchicalLinearRegression": (hierarchical, {
+        "random": (0,), "bias": True, "inputs": X, "targets": Y, "at": X, "client": "a"}),
+    "HierarchicalLinearRegression.fit": (
+        fb.HierarchicalLinearRegression().fit,
+        {"clients": {name: fb.LinearStatistics.of(X[k::2], Y[k::2]) for k, name in enumerate("ab")}}),
+    "LinearStatistics": (fb.LinearStatistics, {
+        "gram": torch.eye(2).double(), "moment": torch.ones(2).double(), "square": torch.tensor(3.0).double(),
+        "num_examples": 2}),
+    "LinearStatistics.of": (fb.LinearStatistics.of, {"inputs": X, "targets": Y, "bias": True}),
     "mlp": (modules.mlp, {"features": 2, "outputs": 2, "hidden": (3,)}),
     "lenet": (modules.lenet, {"channels": 1, "classes": 2, "size": 16}),
     "resnet20": (modules.resnet20, {"channels": 1, "classes": 2}),

@@ -21,7 +21,8 @@ VALUES = st.one_of(
 NO_DOORS = {
     # values that the package makes, and types
     "CalibrationBins", "ClassPrediction", "Clients", "Cohort", "Estimator", "Fused", "GaussianParameter", "Gram",
-    "HonestMoments", "Knowledge", "Prior", "RegressionPrediction", "RetainedCurve", "RoundResult", "RuleState",
+    "HierarchicalFit", "HonestMoments", "Knowledge", "Prior", "RegressionPrediction", "RetainedCurve", "RoundResult",
+    "RuleState",
     "Statistics", "SurvivalPrediction", "gram_of", "outputs_with",
     # base classes, which a user derives from: their subclasses are doors
     "Attack", "BayesianLayer", "FusionRule", "GramRule", "ImageDataModule", "InferredRule", "Preaggregation",

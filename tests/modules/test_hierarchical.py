@@ -1,0 +1,396 @@
+"""Hierarchical linear regression: REML of statsmodels, the dense Gaussian conditional, limits, and what it refuses."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fedbayes import FedBayesError, HierarchicalLinearRegression, LinearStatistics
+
+NOISE_STD = 0.5
+SPREAD = {(0,): [[0.8]], (0, 1): [[0.8, 0.0], [0.2, 0.4]], (1,): [[0.6]], (1, 0): [[0.4, 0.0], [0.1, 0.8]]}
+"""Root of the covariance of the random coefficients, by columns."""
+
+
+def federation(random=(0,), clients=12, seed=0, root=None, features=2):
+    """Name → (inputs, targets); 3 to 20 examples each. The stream of RandomState is the same in every numpy."""
+    stream = np.random.RandomState(seed)
+    root = np.array(SPREAD[random] if root is None else root)
+    data = {}
+    for k in range(clients):
+        x = stream.randn(3 + stream.randint(18), features)
+        design = np.column_stack([np.ones(len(x)), x])
+        y = design @ (1.0, 2.0, -0.5, 0.3)[: features + 1] + design[:, list(random)] @ root @ stream.randn(len(root))
+        data[f"client {k}"] = torch.tensor(x), torch.tensor(y + NOISE_STD * stream.randn(len(x)))
+    return data
+
+
+def statistics(data):
+    return {name: LinearStatistics.of(x, y) for name, (x, y) in data.items()}
+
+
+def fitted(random=(0,), **options):
+    data = federation(random, **options)
+    return data, HierarchicalLinearRegression(random).fit(statistics(data))
+
+
+def with_bias(x):
+    return torch.cat([torch.ones(len(x), 1, dtype=x.dtype), x], 1)
+
+
+def stacked(data, random):
+    """X, y and the block-diagonal Z of the pooled data."""
+    x = torch.cat([with_bias(x) for x, _ in data.values()])
+    z = torch.block_diag(*(with_bias(x)[:, list(random)] for x, _ in data.values()))
+    return x, torch.cat([y for _, y in data.values()]), z
+
+
+def restricted_likelihood(data, random, covariance, noise):
+    """Density of those combinations of the targets that do not depend on β, from the pooled data.
+
+    An orthonormal basis K of the complement of X leaves out log |XᵀX|, which does not depend on the variances.
+    """
+    x, y, z = stacked(data, random)
+    marginal = z @ torch.block_diag(*[covariance] * len(data)) @ z.T + noise * torch.eye(len(y)).double()
+    complement = torch.linalg.qr(x, mode="complete").Q[:, x.shape[1] :]
+    free = torch.distributions.MultivariateNormal(
+        torch.zeros(complement.shape[1]).double(), complement.T @ marginal @ complement)
+    return free.log_prob(complement.T @ y) - torch.linalg.slogdet(x.T @ x).logabsdet / 2
+
+
+def assert_same(one, other, rtol=1e-6, atol=1e-8):
+    for name in ("fixed", "fixed_covariance", "random_covariance"):
+        torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=rtol, atol=atol)
+    assert one.noise_variance == pytest.approx(other.noise_variance, rel=rtol)
+    assert one.log_likelihood == pytest.approx(other.log_likelihood, rel=1e-9)
+
+
+# -- against the pooled data -------------------------------------------------------------------------------------------
+
+
+MIXED_LM = {
+    (0,): (
+        [1.1980653, 2.0507889, -0.4438521], [[0.4969683]], 0.3151487, -155.545878,
+    ),
+    (0, 1): (
+        [1.1310455, 2.2314752, -0.5567263], [[0.3402588, 0.1426555], [0.1426555, 0.1578943]], 0.2587325, -123.694380,
+    ),
+}
+"""Fixed effects, Ψ, σ² and log-likelihood of statsmodels 0.15.0 on ``federation(random)``:
+``MixedLM(y, X, groups, exog_re=X[:, random]).fit(reml=True)``."""
+
+
+@pytest.mark.parametrize("random", MIXED_LM)
+def test_it_is_the_mixed_model_of_statsmodels(random):
+    _, fit = fitted(random)
+    fixed, covariance, noise, log_likelihood = MIXED_LM[random]
+    torch.testing.assert_close(fit.fixed, torch.tensor(fixed).double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fit.random_covariance, torch.tensor(covariance).double(), rtol=1e-4, atol=1e-5)
+    assert fit.noise_variance == pytest.approx(noise, rel=1e-5)
+    assert fit.log_likelihood == pytest.approx(log_likelihood, abs=1e-5)
+
+
+@pytest.mark.parametrize("random", SPREAD)
+def test_the_restricted_likelihood_is_that_of_the_pooled_data_and_at_its_maximum(random):
+    data, fit = fitted(random)
+    root = torch.linalg.cholesky(fit.random_covariance)
+    found = torch.cat([root[tuple(torch.tril_indices(*root.shape))], torch.tensor([fit.noise_variance]).double().log()])
+
+    def likelihood(values):
+        lower = torch.zeros_like(root).index_put(tuple(torch.tril_indices(*root.shape)), values[:-1])
+        return restricted_likelihood(data, random, lower @ lower.T, values[-1].exp())
+
+    assert float(likelihood(found)) == pytest.approx(fit.log_likelihood, rel=1e-10)
+    slope = torch.func.grad(likelihood)(found)
+    torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-4)
+    assert float(torch.linalg.eigvalsh(torch.autograd.functional.hessian(likelihood, found)).max()) < 0
+
+
+@pytest.mark.parametrize("random", SPREAD)
+def test_posterior_is_the_gaussian_conditional_of_the_pooled_data(random):
+    """Conditions the joint distribution of all coefficients, β with a flat prior, on all targets."""
+    data, fit = fitted(random, clients=5)
+    x, y, z = stacked(data, random)
+    variances, directions = torch.linalg.eigh(fit.random_covariance)
+    root = directions * variances.clamp_min(0).sqrt()  # b = root u, with u ~ N(0, I)
+    columns, size = x.shape[1], len(random)
+    back = torch.block_diag(torch.eye(columns).double(), *[root] * len(data))
+    joint = torch.cat([x, z], 1) @ back
+    precision = joint.T @ joint / fit.noise_variance
+    precision[columns:, columns:] += torch.eye(size * len(data))
+    covariance = back @ torch.linalg.inv(precision) @ back.T
+    mean = back @ torch.linalg.solve(precision, joint.T @ y / fit.noise_variance)
+    torch.testing.assert_close(fit.fixed, mean[:columns])
+    torch.testing.assert_close(fit.fixed_covariance, covariance[:columns, :columns])
+    for k, name in enumerate(data):
+        pick = torch.eye(columns, len(mean), dtype=torch.float64)
+        pick[list(random), range(columns + k * size, columns + (k + 1) * size)] = 1
+        of_client, its_covariance = fit.posterior_of(name)
+        torch.testing.assert_close(of_client, pick @ mean)
+        torch.testing.assert_close(its_covariance, pick @ covariance @ pick.T)
+
+
+def test_without_variation_it_is_least_squares():
+    """Targets on a plane, with noise that sums to 0 within every client: the variance between clients is 0."""
+    generator = torch.Generator().manual_seed(0)
+    data = {}
+    for k in range(6):
+        x = torch.randn(8, 2, generator=generator, dtype=torch.float64)
+        noise = torch.randn(8, generator=generator, dtype=torch.float64)
+        y = 1 + x @ torch.tensor([2.0, -0.5]).double() + noise
+        data[f"client {k}"] = x, y - with_bias(x) @ torch.linalg.lstsq(with_bias(x), noise).solution
+    for random in SPREAD:
+        fit = HierarchicalLinearRegression(random).fit(statistics(data))
+        assert float(fit.random_covariance.abs().max()) < 1e-10
+        x, y, _ = stacked(data, random)
+        torch.testing.assert_close(fit.fixed, torch.linalg.lstsq(x, y).solution, rtol=1e-9, atol=1e-9)
+        residual = (y - x @ fit.fixed).square().sum()
+        assert fit.noise_variance == pytest.approx(float(residual) / (len(y) - 3))
+        torch.testing.assert_close(fit.fixed_covariance, fit.noise_variance * torch.linalg.inv(x.T @ x))
+        torch.testing.assert_close(fit.posterior_of("client 0")[0], fit.fixed, rtol=1e-8, atol=1e-8)
+
+
+def test_one_variance_can_be_0_beside_another_that_is_not():
+    """Slopes vary less than the noise lets them: their estimated variance, or the smaller eigenvalue of Ψ, is 0."""
+    seen = 0
+    for seed in range(8):
+        data, fit = fitted((0, 1), clients=8, seed=seed, root=[[0.8, 0.0], [0.0, 0.0]])
+        smallest, largest = torch.linalg.eigvalsh(fit.random_covariance).tolist()
+        assert smallest > -1e-12
+        if smallest < 1e-8 * largest:
+            seen += 1
+            inside = fit.random_covariance + 1e-4 * torch.eye(2).double()
+            assert float(restricted_likelihood(data, (0, 1), inside, fit.noise_variance)) < fit.log_likelihood
+    assert seen
+
+
+def test_balanced_intercepts_have_the_estimate_of_the_analysis_of_variance():
+    """Without covariates: σ² is the mean square within, n Ψ + σ² that between clients."""
+    targets = torch.tensor([[1.0, 2.0, 3.5], [4.0, 5.5, 7.0], [0.0, 1.0, 0.5], [9.0, 8.0, 8.5]], dtype=torch.float64)
+    clients = {f"{k}": LinearStatistics.of(torch.empty(3, 0), y) for k, y in enumerate(targets)}
+    fit = HierarchicalLinearRegression().fit(clients)
+    within, between = float(targets.var(1).mean()), 3 * float(targets.mean(1).var())
+    assert float(fit.fixed[0]) == pytest.approx(float(targets.mean()))
+    assert fit.noise_variance == pytest.approx(within, rel=1e-7)
+    assert float(fit.random_covariance) == pytest.approx((between - within) / 3, rel=1e-7)
+    shrinkage = 1 - within / between
+    means, centre = targets.mean(1), targets.mean()
+    for k, mean in enumerate(means):
+        of_client, _ = fit.posterior_of(f"{k}")
+        assert float(of_client[0]) == pytest.approx(float(centre + shrinkage * (mean - centre)), rel=1e-7)
+
+
+def test_it_finds_the_variances():
+    _, fit = fitted((0, 1), clients=1500)
+    root = torch.tensor(SPREAD[0, 1]).double()
+    torch.testing.assert_close(fit.random_covariance, root @ root.T, rtol=0.12, atol=0.02)
+    assert fit.noise_variance == pytest.approx(NOISE_STD**2, rel=0.04)
+
+
+# -- invariances -------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=8)
+@given(order=st.permutations(range(8)), random=st.sampled_from(sorted(SPREAD)))
+def test_the_order_of_clients_does_not_matter(order, random):
+    data = federation(random, clients=8)
+    names = list(data)
+    first = HierarchicalLinearRegression(random).fit(statistics(data))
+    second = HierarchicalLinearRegression(random).fit(statistics({names[k]: data[names[k]] for k in order}))
+    assert_same(first, second, rtol=0, atol=0)
+
+
+@settings(deadline=None, max_examples=20)
+@given(cut=st.integers(0, 12), seed=st.integers(0, 99))
+def test_statistics_of_parts_add_up(cut, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(12, 3, generator=generator)
+    y = torch.randn(12, generator=generator)
+    parts = LinearStatistics.of(x[:cut], y[:cut]) + LinearStatistics.of(x[cut:], y[cut:])
+    whole = LinearStatistics.of(x, y)
+    for name in ("gram", "moment", "square"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name))
+    assert parts.num_examples == whole.num_examples == 12
+
+
+@settings(deadline=None, max_examples=8)
+@given(unit=st.sampled_from([1e-6, 1e-2, 3.0, 1e5]), random=st.sampled_from(sorted(SPREAD)))
+def test_units_of_the_targets(unit, random):
+    data, fit = fitted(random)
+    other = {name: (x, unit * y) for name, (x, y) in data.items()}
+    scaled = HierarchicalLinearRegression(random).fit(statistics(other))
+    tolerance = {"rtol": 1e-5, "atol": 1e-7}
+    torch.testing.assert_close(scaled.fixed / unit, fit.fixed, **tolerance)
+    torch.testing.assert_close(scaled.fixed_covariance / unit**2, fit.fixed_covariance, **tolerance)
+    torch.testing.assert_close(scaled.random_covariance / unit**2, fit.random_covariance, **tolerance)
+    assert scaled.noise_variance / unit**2 == pytest.approx(fit.noise_variance, rel=1e-6)
+    freedom = sum(len(y) for _, y in data.values()) - 3
+    assert scaled.log_likelihood + freedom * math.log(unit) == pytest.approx(fit.log_likelihood, rel=1e-9)
+
+
+@pytest.mark.parametrize("random", SPREAD)
+def test_units_of_the_inputs(random):
+    data, fit = fitted(random)
+    units = torch.tensor([1e4, 1e-3]).double()
+    other = {name: (x * units, y) for name, (x, y) in data.items()}
+    scaled = HierarchicalLinearRegression(random).fit(statistics(other))
+    for name in data:
+        for one, other in zip(scaled.predict(data[name][0] * units, name), fit.predict(data[name][0], name)):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+# -- clients -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_without_data_has_the_distribution_of_the_population():
+    data = federation((0, 1))
+    empty = LinearStatistics.of(torch.empty(0, 2), torch.empty(0))
+    fit = HierarchicalLinearRegression((0, 1)).fit({**statistics(data), "new": empty})
+    assert_same(fit, HierarchicalLinearRegression((0, 1)).fit(statistics(data)), rtol=1e-9)
+    select = torch.eye(3).double()[:, :2]
+    expected = fit.fixed_covariance + select @ fit.random_covariance @ select.T
+    for name in (None, "new"):
+        mean, covariance = fit.posterior_of(name)
+        torch.testing.assert_close(mean, fit.fixed)
+        torch.testing.assert_close(covariance, expected)
+
+
+def test_prediction_has_the_moments_of_the_posterior():
+    data, fit = fitted((0, 1))
+    x = data["client 3"][0][:4]
+    mean, covariance = fit.posterior_of("client 3")
+    predicted, std = fit.predict(x, "client 3")
+    torch.testing.assert_close(predicted, with_bias(x) @ mean)
+    variance = (with_bias(x) @ covariance @ with_bias(x).T).diagonal() + fit.noise_variance
+    torch.testing.assert_close(std, variance.sqrt())
+    assert {values.dtype for values in fit.predict(x.float())} == {torch.float32}
+    assert fit.predict(torch.ones(2, 2, dtype=torch.int64))[1].dtype == torch.float32
+
+
+def test_intervals_of_new_examples_and_of_new_clients_cover():
+    data = federation((0, 1), clients=400)
+    train = {name: (x[:-1], y[:-1]) for name, (x, y) in list(data.items())[:300]}
+    fit = HierarchicalLinearRegression((0, 1)).fit(statistics(train))
+    for names, client in ((list(data)[:300], True), (list(data)[300:], False)):
+        errors = []
+        for name in names:
+            mean, std = fit.predict(data[name][0][-1:], name if client else None)
+            errors.append(float((data[name][1][-1] - mean) / std))
+        share = np.mean(np.abs(errors) < 1.2816)
+        assert share == pytest.approx(0.8, abs=4 * math.sqrt(0.16 / len(names)))
+
+
+def test_columns_of_ones_may_be_the_users():
+    data, fit = fitted((0,))
+    own = {name: LinearStatistics.of(torch.cat([x, torch.ones(len(x), 1).double()], 1), y, bias=False)
+           for name, (x, y) in data.items()}
+    other = HierarchicalLinearRegression((2,), bias=False).fit(own)
+    torch.testing.assert_close(other.fixed[[2, 0, 1]], fit.fixed, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(other.random_covariance, fit.random_covariance, rtol=1e-5, atol=1e-8)
+
+
+def test_it_fits_within_inference_mode():
+    data = federation((0,))
+    with torch.inference_mode():
+        fit = HierarchicalLinearRegression().fit(statistics(data))
+    assert_same(fit, HierarchicalLinearRegression().fit(statistics(data)))
+    assert not fit.fixed.requires_grad
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def changed(change):
+    """Statistics of six clients whose data ``change`` has changed, by position."""
+    data = {name: change(k, x, y) for k, (name, (x, y)) in enumerate(federation((0, 1), clients=6).items())}
+    return statistics(data)
+
+
+def dependent(k, x, y):
+    x[:, 1] = 2 * x[:, 0] + 1
+    return x, y
+
+
+def only_in_one(k, x, y):
+    x[:, 0] = x[:, 0] if k == 2 else 0
+    return x, y
+
+
+@pytest.mark.parametrize(
+    ("random", "clients", "match"),
+    [
+        ((0,), {}, "clients is empty"),
+        ((0,), [1], "name → LinearStatistics"),
+        ((0,), {"a": 3.0}, "client 'a'=3.0: give LinearStatistics"),
+        ((3,), statistics(federation()), "columns 0 to 2"),
+        ((0,), statistics(federation(clients=1)), "at least two"),
+        ((0, 1), changed(only_in_one), "column 1 is not 0 in 1 client"),
+        ((0,), changed(dependent), "columns 0, 1, 2 are linearly dependent"),
+        ((0,), changed(lambda k, x, y: (0 * x, y)), "column 1, 2 is 0 in all clients: leave it out"),
+        ((0,), changed(lambda k, x, y: (x[:1], y[:1])), "6 examples determine 6 coefficients"),
+        ((0, 1), changed(lambda k, x, y: (x[:2], y[:2])), "12 examples determine 12 coefficients"),
+        ((0,), changed(lambda k, x, y: (x, 3 * x[:, 0] + 1)), "one model fits the targets"),
+        ((0,), changed(lambda k, x, y: (x, 0 * y)), "one model fits the targets"),
+        ((0,), {**statistics(federation()), "b": LinearStatistics.of(torch.ones(4, 1), torch.ones(4))},
+         "client 'b' has 2 columns, others 3"),
+        ((0,), {"a": LinearStatistics.of(torch.zeros(4, 2), torch.ones(4), bias=False)}, "not a column of ones"),
+    ],
+)
+def test_wrong_clients(random, clients, match):
+    with pytest.raises(FedBayesError, match=match):
+        HierarchicalLinearRegression(random).fit(clients)
+
+
+@pytest.mark.parametrize("random", [(), (0, 0), (-1,), (True,), 0, (1.5,)])
+def test_wrong_random_columns(random):
+    with pytest.raises(FedBayesError, match="random"):
+        HierarchicalLinearRegression(random)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"inputs": torch.ones(5)}, "as many examples"),
+        ({"targets": torch.ones(4)}, "as many examples"),
+        ({"inputs": torch.full((5, 2), math.nan)}, "inputs are not finite"),
+        ({"targets": torch.full((5,), math.inf)}, "targets are not finite"),
+        ({"inputs": torch.full((5, 2), 1e200, dtype=torch.float64)}, "gram is not finite: standardise"),
+        ({"bias": 1}, "bias=1"),
+        ({"inputs": torch.ones(5, 0), "bias": False}, "at least one column"),
+    ],
+)
+def test_wrong_examples(change, match):
+    with pytest.raises(FedBayesError, match=match):
+        LinearStatistics.of(**{"inputs": torch.ones(5, 2), "targets": torch.ones(5), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"gram": torch.eye(2)}, "float64"),
+        ({"gram": torch.ones(2, 3).double()}, r"\(columns, columns\)"),
+        ({"gram": torch.tensor([[1.0, 2.0], [0.0, 1.0]]).double()}, "not symmetric"),
+        ({"square": torch.full((), math.nan).double()}, "square is not finite"),
+        ({"num_examples": -1}, "num_examples=-1"),
+    ],
+)
+def test_wrong_statistics(change, match):
+    good = {"gram": torch.eye(2).double(), "moment": torch.ones(2).double(), "square": torch.ones(()).double()}
+    with pytest.raises(FedBayesError, match=match):
+        LinearStatistics(**{**good, "num_examples": 2, **change})
+
+
+def test_statistics_of_other_columns_do_not_add_up():
+    with pytest.raises(FedBayesError, match="of 3 and of 2 columns"):
+        LinearStatistics.of(torch.ones(2, 2), torch.ones(2)) + LinearStatistics.of(torch.ones(2, 1), torch.ones(2))
+
+
+def test_unknown_clients_and_other_columns_are_refused():
+    _, fit = fitted()
+    with pytest.raises(FedBayesError, match="did you mean 'client 3'"):
+        fit.posterior_of("cleint 3")
+    with pytest.raises(FedBayesError, match=r"\(examples, 2\)"):
+        fit.predict(torch.ones(2, 3))
