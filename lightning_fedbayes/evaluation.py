@@ -16,12 +16,14 @@ from torch.utils.data import random_split as split_at_random
 
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.errors import (
+    LARGEST,
     FedBayesError,
     check_at_least,
     check_choice,
     check_kind,
     check_number,
     check_path,
+    check_strings,
     nearest,
     shown,
 )
@@ -30,7 +32,7 @@ from lightning_fedbayes.metrics.functional.scores import gaussian_nll, interval_
 from lightning_fedbayes.modules import PosteriorPredictive
 from lightning_fedbayes.modules.classifier import ClassPrediction
 from lightning_fedbayes.modules.regressor import RegressionPrediction
-from lightning_fedbayes.posterior import GaussianPosterior, html_table
+from lightning_fedbayes.posterior import GaussianPosterior, check_tensor, html_table
 from lightning_fedbayes.seeding import derive_seed, generator, seed_everything
 
 Predictors = L.LightningModule | Mapping[str, L.LightningModule]
@@ -60,6 +62,20 @@ class ClientScores:
     names: tuple[str, ...]
     num_examples: tuple[int, ...]
     values: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        check_strings("names", self.names, "give the name of each client", error=FedBayesError)
+        check_kind("num_examples", self.num_examples, Sequence, "give a number for each client", error=FedBayesError)
+        check_kind("values", self.values, Mapping, "give a dict, figure → values of the clients", error=FedBayesError)
+        for count in self.num_examples:
+            check_at_least("num_examples", count, 1, error=FedBayesError)
+        for figure, values in self.values.items():
+            check_tensor(f"values['{figure}']", values, error=FedBayesError)
+            if values.shape != (len(self.names),) or len(self.num_examples) != len(self.names):
+                raise FedBayesError(
+                    f"'{figure}' is of shape {tuple(values.shape)}, and there are {len(self.names)} names and "
+                    f"{len(self.num_examples)} numbers of examples: give one of each for every client"
+                )
 
     def _of(self, figure: str) -> tuple[Tensor, Tensor]:
         """Return the values of the clients that have them, and those clients' numbers of examples."""
@@ -160,7 +176,7 @@ def evaluate_clients(
     """
     check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data",
                error=FedBayesError)
-    check_at_least("batch_size", batch_size, 1, error=FedBayesError)
+    _check_pass(batch_size, seed)
     scores = []
     for name, dataset in zip(clients.names, clients.datasets, strict=True):
         own = module.get(name) if isinstance(module, Mapping) else module
@@ -172,6 +188,12 @@ def evaluate_clients(
     sizes = tuple(len(dataset) for dataset in clients.datasets)  # pyright: ignore[reportArgumentType]
     figures = {figure: torch.tensor([each[figure] for each in scores]) for figure in scores[0]}
     return ClientScores(clients.names, sizes, figures)
+
+
+def _check_pass(batch_size: int, seed: int) -> None:
+    """Raise FedBayesError unless these are the options of a pass over data."""
+    check_at_least("batch_size", batch_size, 1, error=FedBayesError)
+    check_at_least("seed", seed, -LARGEST, error=FedBayesError)
 
 
 @torch.no_grad()
@@ -247,8 +269,14 @@ def choose_personal_weight(
     check_dataset("held_out", held_out)
     if not len(held_out):  # pyright: ignore[reportArgumentType]
         raise FedBayesError("held_out has no example to choose a weight by: hold some back, or take weight 0")
-    if not weights:
+    check_kind("weights", weights, Sequence, "give weights in [0, 1]", error=FedBayesError)
+    if not len(weights):
         raise FedBayesError("weights is empty: give weights in [0, 1]")
+    for weight in weights:
+        check_number("weights", weight, "[0, 1]", error=FedBayesError)
+    if not callable(posterior_of):
+        raise FedBayesError(f"posterior_of={shown(posterior_of)}: give a function, weight → posterior")
+    _check_pass(batch_size, seed)
     scores = {
         weight: _score(PosteriorPredictive(module, posterior_of(weight), **options), held_out, batch_size, seed)["nll"]
         for weight in sorted(weights)
@@ -272,6 +300,7 @@ def hold_out(clients: ClientDatasets, fraction: float = 0.2, seed: int = 0) -> t
     check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data",
                error=FedBayesError)
     check_number("fraction", fraction, "(0, 1)", error=FedBayesError, why="the share that is held out")
+    check_at_least("seed", seed, -LARGEST, error=FedBayesError)
     rest, held = {}, {}
     for number, (name, dataset) in enumerate(zip(clients.names, clients.datasets, strict=True)):
         size = len(dataset)  # pyright: ignore[reportArgumentType]

@@ -78,7 +78,7 @@ class ClientReport(L.Callback):
 
 
 def _predictor(trainer: L.Trainer, module: L.LightningModule) -> L.LightningModule | None:
-    """Return the module itself if it has predictions of its own, or those of its posterior; None if neither is known."""
+    """Return the module itself if it has predictions of its own, or those of its posterior; None without either."""
     if type(module).predict_step is not L.LightningModule.predict_step:
         return module
     callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]

@@ -35,7 +35,7 @@ class _InverseCovariance(InferredRule):
     def __init__(self, latent: int, memory: float, floor: float) -> None:
         super().__init__(memory)
         check_at_least("latent", latent, 0, error=FusionError)
-        check_number("floor", floor, "(0, inf)", error=FusionError)
+        check_number("floor", floor, "[1e-12, inf)", error=FusionError, why="less has no inverse")
         self.latent = latent
         self.floor = floor
 

@@ -229,7 +229,7 @@ class HierarchicalLinearRegression:
 
     On the Exam data (4059 pupils of 65 schools; ``normexam`` on ``standLRT``, random intercept and slope) it gives β =
     (-0.01165, 0.55653), Ψ = (0.09212, 0.01834, 0.01497), σ² = 0.55364 and log-likelihood -4663.8002, in 0.1 s;
-    statsmodels' MixedLM, from the pooled data, gives the same figures to all of these digits.
+    statsmodels' MixedLM, from the pooled data, gives figures that differ by at most 3 in the sixth decimal.
 
     Args:
         random: columns whose coefficients differ from client to client; (0,) is a random intercept if ``bias``.

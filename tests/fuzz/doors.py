@@ -242,6 +242,12 @@ def mixture(**arguments):
     layers.ScaleMixturePrior(**arguments).kl(torch.zeros(2), torch.ones(2))
 
 
+WIDE = nn.Linear(2, 3)
+PREDICTIVE = fb.PosteriorPredictive(
+    WIDE, fb.GaussianPosterior.point_mass({name: value.detach() for name, value in WIDE.named_parameters()}))
+OWN = ClientDatasets({"north": table(6), "south": table(5)})
+SCORES = fb.ClientScores(("a", "b"), (3, 4), {"nll": torch.ones(2)})
+
 DOORS = {
     # settings and the callback
     "FederationSettings": (fb.FederationSettings, SETTINGS),
@@ -371,7 +377,17 @@ DOORS = {
     "ScoreSketch.threshold": (calibration.ScoreSketch.of(torch.rand(20)).threshold, {"level": 0.9}),
     "ScoreSketch.noisy": (calibration.ScoreSketch.of(torch.rand(20)).noisy, {"epsilon": 1.0, "seed": 0}),
     "ScoreSketch.__add__": (SKETCH.__add__, {"other": SKETCH}),
-    "mixed_threshold": (calibration.mixed_threshold, {"parts": [(0.5, SKETCH), (0.5, SKETCH)], "level": 0.9}),
+    "mixed_threshold": (calibration.mixed_threshold, {"own": SKETCH, "pooled": SKETCH, "share": 0.5, "level": 0.9}),
+    "evaluate_clients": (fb.evaluate_clients, {"module": PREDICTIVE, "clients": OWN, "batch_size": 4, "seed": 0}),
+    "hold_out": (fb.hold_out, {"clients": OWN, "fraction": 0.3, "seed": 0}),
+    "choose_personal_weight": (fb.choose_personal_weight, {
+        "posterior_of": lambda weight: PREDICTIVE.posterior, "module": PREDICTIVE.network, "held_out": table(5),
+        "weights": (0.0, 1.0), "batch_size": 4, "seed": 0}),
+    "ClientScores": (fb.ClientScores, {
+        "names": ("a", "b"), "num_examples": (3, 4), "values": {"nll": torch.ones(2)}}),
+    "ClientScores.mean": (SCORES.mean, {"figure": "nll", "weighting": "clients"}),
+    "ClientScores.worst": (SCORES.worst, {"figure": "nll", "fraction": 0.5}),
+    "ClientScores.spread": (SCORES.spread, {"figure": "nll"}),
     "FederatedConformal": (
         fb.FederatedConformal,
         {"level": 0.9, "kind": "lac", "per_client": True, "shrinkage": 1.0, "bins": 16}),

@@ -33,7 +33,8 @@ NO_DOORS = {
     "EnsembleCRPS", "EpistemicUncertainty", "GaussianCRPS", "GaussianFit", "GaussianNLL",
     "HellingerBarycenter", "LinearPool", "LogVarianceAverage", "MutualInformation", "NegativeLogLikelihood",
     "OutOfDistributionAUROC",
-    "ReverseKLBarycenter", "UncertaintyReport", "WassersteinBarycenter", "WeightedAverage", "WeightedConflation",
+    "ReverseKLBarycenter", "UncertaintyReport", "ClientReport", "WassersteinBarycenter", "WeightedAverage",
+    "WeightedConflation",
     "WeightedSum", "Conflation",
     "FusionAccumulator",  # under the name of its method
 }
