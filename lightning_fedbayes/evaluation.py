@@ -24,7 +24,6 @@ from lightning_fedbayes.errors import (
     check_number,
     check_path,
     check_strings,
-    nearest,
     shown,
 )
 from lightning_fedbayes.metrics.functional.calibration import calibration_diagram
@@ -79,8 +78,7 @@ class ClientScores:
 
     def _of(self, figure: str) -> tuple[Tensor, Tensor]:
         """Return the values of the clients that have them, and those clients' numbers of examples."""
-        if figure not in self.values:
-            raise FedBayesError(f"there is no figure '{figure}': {nearest(str(figure), self.values)}")
+        check_choice("figure", figure, tuple(self.values), error=FedBayesError)
         values, known = self.values[figure].double(), ~self.values[figure].isnan()
         return values[known], torch.tensor(self.num_examples, dtype=torch.float64)[known]
 
@@ -103,8 +101,8 @@ class ClientScores:
             FedBayesError: there is no such figure, or ``fraction`` is not in (0, 1].
         """
         check_number("fraction", fraction, "(0, 1]", error=FedBayesError, why="the share of the clients that count")
-        is_better_high = figure.rpartition("/")[2] in HIGHER_IS_BETTER
-        ordered = self._of(figure)[0].sort(descending=not is_better_high).values
+        values = self._of(figure)[0]
+        ordered = values.sort(descending=figure.rpartition("/")[2] not in HIGHER_IS_BETTER).values
         return float(ordered[: max(1, int(fraction * len(ordered)))].mean())
 
     def spread(self, figure: str) -> float:
