@@ -255,7 +255,7 @@ class ScoreSketch:
         >>> ScoreSketch.of(torch.arange(9) / 9, bins=9).threshold(0.5)  # the fifth of nine, 4/9
         0.5556
         """
-        return mixed_threshold([(1.0, self)], level)
+        return mixed_threshold(self, self, 1.0, level)
 
     def noisy(self, epsilon: float, seed: int) -> ScoreSketch:
         r"""Return a sketch that is ε-differentially private for the presence of one example.
@@ -301,30 +301,42 @@ def check_same_grid(first: ScoreSketch, other: ScoreSketch) -> None:
         )
 
 
-def mixed_threshold(parts: list[tuple[float, ScoreSketch]], level: float) -> float:
-    r"""Return the finite-sample quantile of a mixture of sketches, the smallest upper edge t with
+def mixed_threshold(own: ScoreSketch, pooled: ScoreSketch, share: float, level: float) -> float:
+    r"""Return the finite-sample quantile of a mixture of two sketches, the smallest upper edge t of a cell with
 
-    .. math:: \sum_j w_j \frac{\#\{s \in j : s \le t\}}{n_j + 1} \ge \mathrm{level}
+    .. math::
+        \lambda \frac{\#\{s \in \mathrm{own} : s \le t\}}{n_{\mathrm{own}} + 1}
+        + (1 - \lambda) \frac{\#\{s \in \mathrm{pooled} : s \le t\}}{n_{\mathrm{pooled}} + 1} \ge \mathrm{level}
 
-    or infinity. For a single sketch that is its :math:`\lceil (n + 1) \cdot \mathrm{level} \rceil`-th smallest score.
+    or infinity. For :math:`\lambda = 1` it bounds the :math:`\lceil (n + 1) \cdot \mathrm{level} \rceil`-th smallest of
+    the own scores, see :meth:`ScoreSketch.threshold`.
 
     Args:
-        parts: (weight, sketch) with weights that sum to 1.
+        own: the client's.
+        pooled: that of all clients.
+        share: weight λ of the client's own, in [0, 1].
         level: coverage in (0, 1).
 
     Raises:
-        FedBayesError: the level is not in (0, 1).
+        FedBayesError: a number out of range, or sketches of unlike grids.
     """
+    check_kind("own", own, ScoreSketch, "give a ScoreSketch", error=FedBayesError)
+    check_same_grid(own, pooled)
+    check_number("share", share, "[0, 1]", error=FedBayesError)
     check_number("level", level, "(0, 1)", error=FedBayesError)
-    covered = sum(weight * sketch.counts.cumsum(0).double() / (sketch.num_examples + 1) for weight, sketch in parts)
-    assert isinstance(covered, Tensor)
+    covered = share * _distribution(own) + (1 - share) * _distribution(pooled)
     enough = (covered >= level - ROUNDING).nonzero()
     if len(enough) == 0:
         return math.inf
     edge = (int(enough[0]) + 1) / len(covered)
-    if parts[0][1].grid == "unit":
+    if own.grid == "unit":
         return edge
     return edge / (1 - edge) if edge < 1 else math.inf
+
+
+def _distribution(sketch: ScoreSketch) -> Tensor:
+    """Return the share of scores up to each upper edge, with one more score at infinity; shape (bins,)."""
+    return sketch.counts.cpu().cumsum(0).double() / (sketch.num_examples + 1)
 
 
 # -- shell -------------------------------------------------------------------------------------------------------------
@@ -422,7 +434,7 @@ class FederatedConformal:
         if self.per_client:
             for name, sketch in sketches.items():
                 share = sketch.num_examples / (sketch.num_examples + self.shrinkage)
-                self.thresholds[name] = mixed_threshold([(share, sketch), (1 - share, pooled)], self.level)
+                self.thresholds[name] = mixed_threshold(sketch, pooled, share, self.level)
                 self._warn(f"client {name}", sketch, self.thresholds[name])
         return self
 

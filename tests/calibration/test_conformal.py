@@ -137,11 +137,11 @@ def test_much_noise_still_gives_a_threshold_nearby():
 
 def test_a_mixture_lies_between_its_parts():
     low, high = ScoreSketch.of(torch.linspace(0, 0.4, 99)), ScoreSketch.of(torch.linspace(0.5, 1, 99))
-    thresholds = [mixed_threshold([(w, low), (1 - w, high)], 0.9) for w in (1.0, 0.75, 0.5, 0.25, 0.0)]
+    thresholds = [mixed_threshold(low, high, w, 0.9) for w in (1.0, 0.75, 0.5, 0.25, 0.0)]
     assert thresholds == sorted(thresholds)
     assert thresholds[0] == low.threshold(0.9)
     assert thresholds[-1] == high.threshold(0.9)
-    assert mixed_threshold([(0.5, low), (0.5, high)], 0.4) < 0.4 < 0.5 < mixed_threshold([(0.5, low), (0.5, high)], 0.6)
+    assert mixed_threshold(low, high, 0.5, 0.4) < 0.4 < 0.5 < mixed_threshold(low, high, 0.5, 0.6)
 
 
 # -- sets and intervals ------------------------------------------------------------------------------------------------
