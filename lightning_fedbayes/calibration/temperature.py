@@ -24,7 +24,7 @@ LONGEST = 1.5
 TOLERANCE = 1e-10
 """Error in log T at which the search ends."""
 ORDINARY = 5
-"""Exchanges after which steps that do not shrink are doubled: the minimum is far away, or at a limit."""
+"""Exchanges after which steps that do not shrink lead to a limit: the minimum is probably there."""
 MOST_EXCHANGES = 60
 """Exchanges after which the search gives up."""
 ROUNDING = 1e-12
@@ -162,10 +162,10 @@ class TemperatureSearch:
     .. math:: u \leftarrow u - L'(u) / L''(u)
 
     with L', L'' the sums over all clients. The search begins at T = 1. A step is at most 1.5 long; where the curvature
-    is not positive it goes 1.5 downhill; a step that raises the loss is halved. It ends when the error that is left
-    after a step, :math:`c\,\Delta u^2` with c from the last two steps, is below 1e-10, or at a limit of T. Ordinary
-    cases take about five exchanges. For one draw the NLL has a single minimum; for several draws the search finds a
-    local one, near T = 1.
+    is not positive it goes 1.5 downhill; a step that raises the loss is halved. If steps do not shrink after five
+    exchanges, the next one goes to the limit of T. The search ends when the error that is left after a step,
+    :math:`c\,\Delta u^2` with c from the last two steps, is below 1e-10, or at a limit of T. Ordinary cases take about
+    five exchanges. For one draw the NLL has a single minimum; for several draws the search finds a local one.
 
     When to use it: where messages travel by your own means; :class:`FederatedTemperature` runs it in one process. ::
 
@@ -214,14 +214,14 @@ class TemperatureSearch:
             half = (at - self.best[0]) / 2
             return search._moved(self.best[0], half, done=abs(half) < TOLERANCE)
         search = replace(search, best=(at, loss))
-        if message.gradient == 0 and message.curvature == 0:
-            return replace(search, done=True, flat=True)
         if abs(at) >= LIMIT * (1 - ROUNDING) and message.gradient * at <= 0:
             return replace(search, done=True, at_limit=True)
+        if message.gradient == 0 and message.curvature == 0:
+            return replace(search, done=True, flat=True)
         step = _newton(message)
         previous = self.step
         if search.exchanges > ORDINARY and previous and step / previous > 0.5:
-            return search._moved(at, 2 * previous, done=False)
+            return search._moved(at, math.copysign(2 * LIMIT, step), done=False)
         rate = 1.0 if not previous else max(1.0, abs(step) / previous**2)
         return search._moved(at, step, done=rate * step**2 < TOLERANCE and message.curvature > 0)
 

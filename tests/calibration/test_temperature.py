@@ -137,6 +137,13 @@ def test_without_a_finite_optimum_it_ends_at_a_limit_and_warns(target, limit):
     assert scaling.exchanges <= 20
 
 
+def test_a_far_limit_is_reached_at_once():
+    """All margins are 2: Newton alone would gain 2 / T = 1 in each exchange, 1,999 exchanges."""
+    with pytest.warns(UserWarning, match="T = 0.001"):
+        scaling = FederatedTemperature().fit({"a": (torch.tensor([[2.0, 0.0]]), torch.tensor([0]))})
+    assert scaling.exchanges <= 10
+
+
 def test_a_flat_loss_leaves_the_logits_alone():
     with pytest.warns(UserWarning, match="does not depend on the temperature"):
         scaling = FederatedTemperature().fit({"a": (torch.zeros(4, 3), torch.tensor([0, 1, 2, 0]))})
