@@ -1,0 +1,270 @@
+"""Tables and figures of the federations."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from PIL import Image
+
+from benchmarks.federations import published
+from benchmarks.federations.methods import FEDERATED, KINDS, METHODS
+from lightning_fedbayes.callbacks.loggers import markdown_table
+from lightning_fedbayes.plots import GRID, PALETTE
+
+BEGIN, END = "<!-- begin: written by the command -->", "<!-- end -->"
+LOCAL = tuple(name for name, method in METHODS.items() if method.alone)
+PERSONAL = tuple(name for name, method in METHODS.items() if method.personal)
+
+Results = Mapping[Any, Mapping[str, Any]]
+"""Cells (federation, method, seed) and what they gave, in the order of the tables."""
+Seeds = Mapping[int, Mapping[str, Any]]
+"""Seed → scores of one row."""
+Rows = dict[str, dict[int, Mapping[str, Any]]]
+"""Row → its seeds."""
+
+
+def federations(results: Results) -> dict[str, Rows]:
+    """Return federation → row → seed → scores; personal posteriors are rows of their own."""
+    found: dict[str, Rows] = {}
+    for cell, result in results.items():
+        if cell.seed >= 0 and cell.federation not in published.STUDIES:
+            rows = found.setdefault(cell.federation, {})
+            for kind, each in result.items():
+                rows.setdefault(name_of(cell.method, kind), {})[cell.seed] = each
+    return found
+
+
+def name_of(method: str, kind: str) -> str:
+    """Return the name of a row."""
+    return f"{method}, {kind}" if kind else method
+
+
+def mean(seeds: Seeds, key: str) -> float:
+    """Return the mean over seeds of what is known."""
+    values = [each[key] for each in seeds.values() if each.get(key) is not None]
+    return statistics.fmean(values) if values else math.nan
+
+
+def shown(values: Sequence[float | None], digits: int = 3) -> str:
+    """Return mean ± standard error of what is known."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    error = f" ± {statistics.stdev(known) / math.sqrt(len(known)):.{digits}f}" if len(known) > 1 else ""
+    return f"{statistics.fmean(known):.{digits}f}{error}"
+
+
+def column(seeds: Seeds, key: str, digits: int = 3) -> str:
+    """Return mean ± standard error of a score."""
+    return shown([each.get(key) for each in seeds.values()], digits)
+
+
+def best(rows: Rows, names: Sequence[str], key: str = "validation") -> str | None:
+    """Return the row with the lowest score on the validation parts, None if there is none."""
+    known = [name for name in names if name in rows]
+    return min(known, key=lambda name: mean(rows[name], key)) if known else None
+
+
+def chosen(rows: Rows) -> dict[str, str]:
+    """Return "global", "local" and kinds of personal posteriors → the row that validation data choose, if there is one.
+
+    The kinds of choosing λ share one method: the one whose shrunk choice has the lowest NLL there.
+    """
+    found = {"global": best(rows, FEDERATED), "local": best(rows, LOCAL)}
+    method = best(rows, [name_of(each, KINDS[1]) for each in PERSONAL])
+    if method is not None:
+        found |= {kind: method.replace(KINDS[1], kind) for kind in KINDS}
+    return {kind: name for kind, name in found.items() if name is not None}
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def tables(results: Results) -> str:
+    """Return the report of all finished cells, in Markdown."""
+    found = federations(results)
+    parts = []
+    if found:
+        parts += ["## Who wins where", summary(found)]
+        if any(KINDS[0] in chosen(rows) for rows in found.values()):
+            parts += ["## Personal posteriors", personal(found)]
+    if any(cell.federation in published.STUDIES for cell in results):
+        parts += ["## FLamby's settings", flamby(results)]
+    for name, rows in found.items():
+        parts += [f"## {name}", table(rows, tuning(results, name)), f"![scores of {name}](results/{slug(name)}.png)"]
+    return "\n\n".join(parts)
+
+
+def kind_of(rows: Rows) -> tuple[str, str, str]:
+    """Return the names of the metric, of the calibration and of the size of sets."""
+    first = next(iter(next(iter(rows.values())).values()))
+    if "pooled" in first:
+        return "c-index", "", ""
+    return ("accuracy", "ECE", "set size") if "calibration" in first and not regression(rows) else (
+        "RMSE", "coverage of 90 % intervals", "interval width")
+
+
+def regression(rows: Rows) -> bool:
+    """Return whether lower metrics are better: the worst clients have a higher one than all."""
+    known = [each for seeds in rows.values() for each in seeds.values()]
+    return statistics.fmean(each["worst_metric"] - each["metric"] for each in known) > 0
+
+
+def summary(found: Mapping[str, Rows]) -> str:
+    """Return, for each federation, the method that validation data choose beside FedAvg, local and pooled training."""
+    lines = []
+    for name, rows in found.items():
+        by, names = chosen(rows), {}
+        names["chosen"] = best(rows, [by[kind] for kind in ("global", KINDS[1]) if kind in by])
+        names |= {"FedAvg": "FedAvg", "local": by.get("local"), "pooled": "pooled"}
+        own = {kind: rows[each] for kind, each in names.items() if each in rows}
+        if "chosen" not in own:
+            continue
+        line = [name, names["chosen"], kind_of(rows)[0]]
+        line += [" / ".join(f"{mean(own[kind], key):.3f}" if kind in own else "" for kind in (
+            "chosen", "FedAvg", "local", "pooled")) for key in ("metric", "clients", "worst_nll")]
+        line += [ratio(own, key) for key in ("kilobytes", "seconds")]
+        lowest = min((each for each in rows if each != "pooled"), key=lambda each: mean(rows[each], "clients"))
+        lines.append([*line, lowest])
+    heads = ["federation", "chosen on validation data", "metric", "metric: chosen / FedAvg / local / pooled",
+             "NLL, mean over clients", "NLL, worst 10 % of clients", "bytes, times FedAvg's", "seconds, times FedAvg's",
+             "lowest NLL on the test parts"]
+    return markdown_table(heads, lines)
+
+
+def ratio(own: Mapping[str, Seeds], key: str) -> str:
+    """Return a cost of the chosen method over FedAvg's."""
+    return f"{mean(own['chosen'], key) / mean(own['FedAvg'], key):.1f}" if "FedAvg" in own else ""
+
+
+def personal(found: Mapping[str, Rows]) -> str:
+    """Return personal posteriors beside the best global and the best local model, each chosen on validation data."""
+    lines, wins, counted = [], {(kind, key): 0 for kind in KINDS for key in ("clients", "worst_nll")}, 0
+    order = (*KINDS, "global", "local")
+    for name, rows in found.items():
+        by = chosen(rows)
+        if not {"global", "local", KINDS[0]} <= by.keys():
+            continue
+        own = {kind: rows[each] for kind, each in by.items()}
+        cells = [name, by[KINDS[0]].split(",")[0], by["global"], by["local"]]
+        cells += [column(own[kind], "clients") for kind in order]
+        cells += [shown(gains(own, kind, "clients")) for kind in KINDS[:2]]
+        cells.append(" / ".join(f"{mean(own[kind], 'worst_nll'):.3f}" for kind in order))
+        for kind, key in wins:
+            wins[kind, key] += statistics.fmean(gains(own, kind, key)) > 0
+        counted += 1
+        lines.append(cells)
+    heads = ["federation", "personal: posteriors by", "global: best", "local: best",
+             *(f"NLL: {kind}" for kind in order), *(f"gain over the better of both: {kind}" for kind in KINDS[:2]),
+             f"NLL, worst 10 %: {' / '.join(order)}"]
+    ends = [[f"λ by {kind}", *(f"{wins[kind, key]} of {counted}" for key in ("clients", "worst_nll"))]
+            for kind in KINDS]
+    end = markdown_table(["personal posteriors", "mean NLL over clients lower than both", "worst 10 %, too"], ends)
+    return f"{markdown_table(heads, lines)}\n\nFederations on which they beat the global and the local model:\n\n{end}"
+
+
+def gains(own: Mapping[str, Seeds], kind: str, key: str) -> list[float]:
+    """Return by how much personal posteriors are below the better of global and local, seed by seed."""
+    better = min(("global", "local"), key=lambda each: mean(own[each], key))
+    shared = own[kind].keys() & own[better].keys()
+    return [own[better][seed][key] - own[kind][seed][key] for seed in sorted(shared)]
+
+
+def tuning(results: Results, name: str) -> dict[str, Mapping[str, Any]]:
+    """Return method → what was chosen for it."""
+    return {cell.method: result for cell, result in results.items() if cell.federation == name and cell.seed < 0}
+
+
+def table(rows: Rows, settings: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the scores of all methods on one federation, mean ± standard error over the seeds."""
+    name, calibration, size = kind_of(rows)
+    survival = name == "c-index"
+    lines = []
+    for row, seeds in rows.items():
+        line = [row, column(seeds, "metric")]
+        line += [column(seeds, "pooled")] if survival else []
+        line += [column(seeds, "nll"), column(seeds, "clients")]
+        line += [] if survival else [column(seeds, "calibration"), column(seeds, "set_size", 2)]
+        line += [column(seeds, "worst_metric"), column(seeds, "worst_nll"), column(seeds, "validation")]
+        sent = mean(seeds, "kilobytes")
+        tuned = settings.get(row, settings.get(row.rpartition(", ")[0]))
+        line += [f"{sent:.2f}" if sent else "", f"{mean(seeds, 'seconds'):.1f}", choice(tuned)]
+        lines.append(line)
+    scores = [f"{name} within clients", "c-index of all"] if survival else [name]
+    heads = ["method", *scores, "NLL", "NLL, mean over clients"]
+    heads += [] if survival else [calibration, size]
+    heads += [f"{name}, worst 10 %", "NLL, worst 10 %", "NLL, validation", "kB up per round and client",
+              "seconds", "setting"]
+    return markdown_table(heads, lines)
+
+
+def choice(chosen: Mapping[str, Any] | None) -> str:
+    """Return setting and rounds in words."""
+    if chosen is None:
+        return ""
+    setting = ", ".join(f"{key.replace('_', ' ')} {value:g}" for key, value in chosen["setting"].items())
+    return f"{setting}, rounds {chosen['rounds']}"
+
+
+def flamby(results: Results) -> str:
+    """Return our figures under FLamby's settings beside those that it publishes."""
+    lines = []
+    for study, settings in published.STUDIES.items():
+        for method, theirs in settings.methods.items():
+            ours = [result["metric"] for cell, result in results.items()
+                    if (cell.federation, cell.method) == (study, method)]
+            if len(ours) < 2:
+                continue
+            difference = statistics.fmean(ours) - theirs.mean
+            lines.append([study.split(",")[0], method, settings.metric, len(ours),
+                          f"{statistics.fmean(ours):.3f} ± {statistics.stdev(ours):.3f}",
+                          f"{theirs.mean:.3f} ± {theirs.deviation:.3f}", f"{difference:+.3f}",
+                          "yes" if abs(difference) <= 2 * theirs.deviation else "**no**"])
+    heads = ["federation", "method", "metric", "seeds", "ours", "FLamby", "difference",
+             "within two of its standard deviations"]
+    return f"Mean ± standard deviation over the seeds 42 to 46, pooled test set:\n\n{markdown_table(heads, lines)}"
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def slug(name: str) -> str:
+    """Return a name as part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def figures(results: Results, folder: Path) -> None:
+    """Draw one figure for each federation: NLL over clients, and of the worst 10 %, by method."""
+    for name, rows in federations(results).items():
+        draw(name, rows, folder / f"{slug(name)}.png")
+
+
+def draw(name: str, rows: Rows, file: Path) -> None:
+    """Draw mean and standard error of both NLLs, one line for each method."""
+    wanted: list[str] = [each for each in rows if not each.endswith((KINDS[0], KINDS[2]))]
+    figure = Figure(figsize=(6.4, 0.5 + 0.25 * len(wanted)), dpi=90, layout="constrained")
+    axes = figure.subplots()
+    keys: dict[str, tuple[str, Callable[[int], float]]] = {
+        "clients": ("mean over clients", lambda row: row - 0.12), "worst_nll": ("worst 10 %", lambda row: row + 0.12)}
+    for number, (key, (label, place)) in enumerate(keys.items()):
+        values = [[each[key] for each in rows[row].values() if each.get(key) is not None] for row in wanted]
+        errors = [statistics.stdev(own) / math.sqrt(len(own)) if len(own) > 1 else 0.0 for own in values]
+        axes.errorbar([statistics.fmean(own) for own in values], [place(row) for row in range(len(wanted))],
+                      xerr=errors, fmt="o" if number == 0 else "s", markersize=4, color=PALETTE[number], label=label)
+    axes.set_yticks(range(len(wanted)), wanted, fontsize=7)
+    axes.invert_yaxis()
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(f"{name}: NLL on the clients' test parts, nats", fontsize=8)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.legend(fontsize=7, frameon=False)
+    picture = io.BytesIO()
+    figure.savefig(picture)
+    Image.open(picture).convert("RGB").quantize(64).save(file, optimize=True)
