@@ -359,7 +359,7 @@ def breast_cancer(folder: Path, seed: int) -> Federation:
 
 def diabetes(folder: Path, seed: int) -> Federation:
     """Progress of diabetes (442 examples of scikit-learn), eight clients sorted by body-mass index: a feature skew."""
-    x, y = load_diabetes(return_X_y=True)
+    x, y = map(np.asarray, load_diabetes(return_X_y=True))
     order = torch.from_numpy(x[:, 2]).argsort(stable=True)  # pyright: ignore
     data = Examples(torch.from_numpy(x), torch.from_numpy(y)).take(order)
     rows = torch.arange(len(y)).tensor_split(8)
