@@ -175,7 +175,7 @@ class RoundSites:
         parts = zip(*(field.split(lengths, -1) for field in fields))
         for (name, mean), each in zip(self.base.mean.items(), parts, strict=True):
             std = self.base.variance[name].sqrt()
-            curvature, slope, step = (field.to(mean).reshape(*field.shape[:-1], *mean.shape) for field in each)
+            curvature, slope, step = (field.to(mean).reshape((*field.shape[:-1], *mean.shape)) for field in each)
             own = mean, std, curvature, slope, step
             priors[name] = CavityPrior(*own) if self.rule.renyi is None else RenyiCavityPrior(*own, self.rule.renyi)
         return priors
@@ -194,7 +194,7 @@ class RoundSites:
         vectors = [site["dual"].to(zeros.device) if "dual" in site else zeros for site in sites]
         whole = torch.stack(vectors) if stacked else vectors[0]
         duals = {
-            name: part.to(value).reshape(*whole.shape[:-1], *value.shape)
+            name: part.to(value).reshape((*whole.shape[:-1], *value.shape))
             for (name, value), part in zip(self.centre.items(), whole.split(lengths, -1), strict=True)
         }
         for name in self._frozen:

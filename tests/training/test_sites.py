@@ -456,3 +456,16 @@ def test_a_client_is_removed_from_a_callback_and_from_a_checkpoint():
     for wrong, client in ((federation, 7), ({}, 0), (None, 0), (fb.FederatedBayes(), 0)):
         with pytest.raises(FederationError, match=r"has no site|has trained"):
             fb.remove_client(wrong, client)
+
+
+def test_a_parameter_without_a_dimension_has_a_pull():
+    class Scalar(Mixed):
+        def __init__(self, optimizer: str = "adam") -> None:
+            super().__init__(optimizer)
+            self.bias = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    results = [Scalar(), Scalar()]
+    for module, engine in zip(results, ("sequential", "vectorized")):
+        fit(module, 2, fusion=Sites(pull=1.0), engine=engine)
+    assert (results[0].bias - 1).abs() > 1e-3
+    torch.testing.assert_close(results[0].bias, results[1].bias, rtol=1e-6, atol=1e-8)
