@@ -25,10 +25,10 @@ from tqdm import tqdm
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import plots
-from lightning_fedbayes.callbacks.loggers import markdown_table
 from lightning_fedbayes.metrics.functional import gaussian_crps, gaussian_nll, interval_coverage
 from lightning_fedbayes.modules import RegressionPrediction, Regressor, mlp
 from lightning_fedbayes.quiet import quietly
+from lightning_fedbayes.tables import markdown_table
 
 Predict = Callable[[Tensor], RegressionPrediction]
 

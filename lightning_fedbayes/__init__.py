@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         MNISTDataModule,
         SVHNDataModule,
         UCIDataModule,
+        hold_out,
     )
     from lightning_fedbayes.errors import (
         ConversionError,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         PartitionError,
         PosteriorError,
     )
-    from lightning_fedbayes.evaluation import ClientScores, choose_personal_weight, evaluate_clients, hold_out
+    from lightning_fedbayes.evaluation import ClientScores, choose_personal_weight, evaluate_clients
     from lightning_fedbayes.fusion import (
         AutoFusion,
         Reliability,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data import random_split as split_at_random
 
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.errors import (
@@ -26,13 +27,21 @@ from lightning_fedbayes.errors import (
     check_strings,
     shown,
 )
-from lightning_fedbayes.metrics.functional.calibration import calibration_diagram
-from lightning_fedbayes.metrics.functional.scores import gaussian_nll, interval_coverage, negative_log_likelihood
+from lightning_fedbayes.layers import evaluation_mode
+from lightning_fedbayes.metrics.functional import (
+    calibration_diagram,
+    gaussian_nll,
+    interval_coverage,
+    negative_log_likelihood,
+    weighted_accuracy,
+    worst_fraction_accuracy,
+)
 from lightning_fedbayes.modules import PosteriorPredictive
 from lightning_fedbayes.modules.classifier import ClassPrediction
-from lightning_fedbayes.modules.regressor import RegressionPrediction
-from lightning_fedbayes.posterior import GaussianPosterior, check_tensor, html_table
-from lightning_fedbayes.seeding import derive_seed, generator, seed_everything
+from lightning_fedbayes.modules.regressor import RegressionPrediction, shaped_like
+from lightning_fedbayes.posterior import GaussianPosterior, check_tensor
+from lightning_fedbayes.seeding import derive_seed
+from lightning_fedbayes.tables import html_table, markdown_table, texts
 
 Predictors = L.LightningModule | Mapping[str, L.LightningModule]
 HIGHER_IS_BETTER = ("accuracy", "coverage")
@@ -76,11 +85,10 @@ class ClientScores:
                     f"{len(self.num_examples)} numbers of examples: give one of each for every client"
                 )
 
-    def _of(self, figure: str) -> tuple[Tensor, Tensor]:
-        """Return the values of the clients that have them, and those clients' numbers of examples."""
+    def _of(self, figure: str) -> Tensor:
+        """Return the values of a figure, shape (clients,), float64."""
         check_choice("figure", figure, tuple(self.values), error=FedBayesError)
-        values, known = self.values[figure].double(), ~self.values[figure].isnan()
-        return values[known], torch.tensor(self.num_examples, dtype=torch.float64)[known]
+        return self.values[figure].double()
 
     def mean(self, figure: str, weighting: str = "examples") -> float:
         """Return the mean over all examples ("examples"), or over clients, each of which counts the same ("clients").
@@ -89,25 +97,24 @@ class ClientScores:
             FedBayesError: there is no such figure or weighting.
         """
         check_choice("weighting", weighting, ("examples", "clients"), error=FedBayesError)
-        values, counts = self._of(figure)
-        weights = counts if weighting == "examples" else torch.ones_like(counts)
-        return float((values * weights).sum() / weights.sum())
+        values = self._of(figure)
+        counts = torch.tensor(self.num_examples if weighting == "examples" else [1] * len(self.names)).to(values)
+        return float(weighted_accuracy(values, counts))
 
     def worst(self, figure: str, fraction: float = 0.1) -> float:
-        """Return the mean over the worst ``fraction`` of the clients, at least one: the lowest accuracies or coverages,
-        the highest of every other figure.
+        """Return the mean over the worst ⌈fraction·K⌉ clients: lowest accuracies and coverages, highest of all others.
 
         Raises:
             FedBayesError: there is no such figure, or ``fraction`` is not in (0, 1].
         """
-        check_number("fraction", fraction, "(0, 1]", error=FedBayesError, why="the share of the clients that count")
-        values = self._of(figure)[0]
-        ordered = values.sort(descending=figure.rpartition("/")[2] not in HIGHER_IS_BETTER).values
-        return float(ordered[: max(1, int(fraction * len(ordered)))].mean())
+        values = self._of(figure)
+        sign = 1 if figure.rpartition("/")[2] in HIGHER_IS_BETTER else -1
+        return sign * float(worst_fraction_accuracy(sign * values, fraction))
 
     def spread(self, figure: str) -> float:
         """Return the standard deviation over clients; 0 for a single one."""
-        return float(self._of(figure)[0].std(correction=0))
+        values = self._of(figure)
+        return float(values[~values.isnan()].std(correction=0))
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a dict for each client: "client", "examples" and the figures."""
@@ -133,21 +140,20 @@ class ClientScores:
             writer.writeheader()
             writer.writerows(rows)
 
-    def _cells(self) -> list[list[str]]:
-        ends = [("mean", self.mean), ("worst 10 %", self.worst), ("spread", self.spread)]
-        return [
-            [row["client"], str(row["examples"]), *(f"{row[figure]:.4g}" for figure in self.values)]
-            for row in self.rows()
-        ] + [[name, "", *(f"{of(figure):.4g}" for figure in self.values)] for name, of in ends]
-
     def markdown(self) -> str:
         """Return the table in Markdown: the clients, then mean, worst 10 % and spread."""
-        head = ["client", "examples", *self.values]
-        lines = [head, ["---"] * len(head), *self._cells()]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return markdown_table(*self._lines())
 
     def _repr_html_(self) -> str:
-        return html_table(["client", "examples", *self.values], self._cells())
+        head, lines = self._lines()
+        return html_table(head, [[escape(each) for each in line] for line in texts(lines)])
+
+    def _lines(self) -> tuple[list[str], list[list[str | float]]]:
+        """Return the head and the lines of the table."""
+        ends = [("mean", self.mean), ("worst 10 %", self.worst), ("spread", self.spread)]
+        lines = [list(row.values()) for row in self.rows()]
+        lines += [[name, "", *(of(figure) for figure in self.values)] for name, of in ends]
+        return ["client", "examples", *self.values], lines
 
 
 def evaluate_clients(
@@ -201,19 +207,15 @@ def _score(module: L.LightningModule, dataset: Dataset, batch_size: int, seed: i
                error=FedBayesError)
     if type(module).predict_step is L.LightningModule.predict_step:
         raise FedBayesError(f"{type(module).__name__} has no predict_step of its own: {REMEDY}")
-    was_training, parts, targets = module.training, list[Any](), list[Tensor]()
-    module.eval()
-    try:
-        with torch.random.fork_rng():
-            seed_everything(derive_seed(seed, "evaluation"))
-            for batch in DataLoader(dataset, batch_size):
-                if not isinstance(batch, list | tuple) or len(batch) < 2:
-                    raise FedBayesError(f"a batch is {shown(batch)}: give data sets of inputs and targets")
-                batch = [part.to(module.device) if isinstance(part, Tensor) else part for part in batch]
-                parts.append(module.predict_step(batch, 0))
-                targets.append(batch[1])
-    finally:
-        module.train(was_training)
+    parts, targets, devices = list[Any](), list[Tensor](), [module.device] if module.device.type == "cuda" else []
+    with evaluation_mode(module), torch.random.fork_rng(devices):
+        torch.manual_seed(derive_seed(seed, "evaluation"))
+        for batch in DataLoader(dataset, batch_size):
+            if not isinstance(batch, list | tuple) or len(batch) < 2:
+                raise FedBayesError(f"a batch is {shown(batch)}: give data sets of inputs and targets")
+            batch = move_data_to_device(batch, module.device)
+            parts.append(module.predict_step(batch, 0))
+            targets.append(batch[1])
     target = torch.cat(targets)
     if isinstance(parts[0], ClassPrediction):
         probs = torch.cat([each.probs for each in parts])
@@ -224,7 +226,7 @@ def _score(module: L.LightningModule, dataset: Dataset, batch_size: int, seed: i
         }
     if isinstance(parts[0], RegressionPrediction):
         mean, variance = (torch.cat([getattr(each, kind) for each in parts]) for kind in ("mean", "variance"))
-        target = target.reshape(mean.shape).to(mean)
+        target = shaped_like(target, mean).to(mean)
         return {
             "rmse": float((mean - target).square().mean().sqrt()),
             "nll": float(gaussian_nll(mean, variance, target).mean()),
@@ -280,32 +282,3 @@ def choose_personal_weight(
         for weight in sorted(weights)
     }
     return min(scores, key=lambda weight: scores[weight]), scores
-
-
-def hold_out(clients: ClientDatasets, fraction: float = 0.2, seed: int = 0) -> tuple[ClientDatasets, ClientDatasets]:
-    """Divide every client's data at random: what it trains on, and what it is scored on.
-
-    Args:
-        clients: name → map-style data set.
-        fraction: of each client's examples that are held out, in (0, 1), rounded to a whole number from 1 to all but 1.
-        seed: of the draws; a client's do not depend on the other clients.
-
-    Returns: the rest, and what is held out, for all clients.
-
-    Raises:
-        FedBayesError: ``fraction`` is out of range, or a client has fewer than two examples.
-    """
-    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data",
-               error=FedBayesError)
-    check_number("fraction", fraction, "(0, 1)", error=FedBayesError, why="the share that is held out")
-    check_at_least("seed", seed, -LARGEST, error=FedBayesError)
-    rest, held = {}, {}
-    for number, (name, dataset) in enumerate(zip(clients.names, clients.datasets, strict=True)):
-        size = len(dataset)  # pyright: ignore[reportArgumentType]
-        if size < 2:
-            raise FedBayesError(f"client {name} has {size} examples, too few to hold one out: leave the client out")
-        count = min(max(round(fraction * size), 1), size - 1)
-        rest[name], held[name] = split_at_random(
-            dataset, [size - count, count], generator(seed, "held out", client=number)
-        )
-    return ClientDatasets(rest), ClientDatasets(held)

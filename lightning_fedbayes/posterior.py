@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FedBayesError, PosteriorError, check_kind, check_strings, shown
+from lightning_fedbayes.tables import html_table
 
 MOST_ROWS = 20
 """Tensors in the table of a notebook."""
@@ -335,17 +336,6 @@ class GaussianPosterior:
         check_parameters("mean", mean)
         check_kind("variance", stored, Mapping, "give name → tensor", error=PosteriorError)
         return cls(dict(mean), {name: stored[name] if name in stored else zeros_like(m) for name, m in mean.items()})
-
-
-def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of HTML; cells are escaped by the caller.
-
-    >>> html_table(("a",), [("1",)])
-    '<table><tr><th>a</th></tr><tr><td>1</td></tr></table>'
-    """
-    lines = ["".join(f"<th>{each}</th>" for each in head)]
-    lines += ["".join(f"<td>{each}</td>" for each in row) for row in rows]
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def gaussian_kl(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import lightning_fedbayes
 PACKAGE = Path(lightning_fedbayes.__file__).parent
 PYPROJECT = PACKAGE.parent / "pyproject.toml"
 LEVELS = (
-    ("errors", "seeding", "plots", "quiet", "private_torch"),
+    ("errors", "seeding", "plots", "quiet", "private_torch", "tables"),
     ("posterior", "exchange"),
     ("messages", "plan", "fusion"),
     ("weighting", "guard", "partition", "adversaries"),

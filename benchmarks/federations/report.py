@@ -15,10 +15,9 @@ from PIL import Image
 
 from benchmarks.federations import published
 from benchmarks.federations.methods import FEDERATED, KINDS, METHODS
-from lightning_fedbayes.callbacks.loggers import markdown_table
 from lightning_fedbayes.plots import GRID, PALETTE
+from lightning_fedbayes.tables import markdown_table
 
-BEGIN, END = "<!-- begin: written by the command -->", "<!-- end -->"
 LOCAL = tuple(name for name, method in METHODS.items() if method.alone)
 PERSONAL = tuple(name for name, method in METHODS.items() if method.personal)
 

@@ -25,7 +25,8 @@ from tqdm import tqdm
 from benchmarks.federations import published
 from benchmarks.federations.data import FEDERATIONS, Federation, from_csv
 from benchmarks.federations.methods import METHODS, result_of, tuned
-from benchmarks.federations.report import BEGIN, END, Results, figures, tables
+from benchmarks.federations.report import Results, figures, tables
+from benchmarks.page import write
 from lightning_fedbayes.quiet import quietly
 
 HERE = Path(__file__).parent
@@ -135,17 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = {cell: known[cell] for cell in order if cell in known}
     text = tables(results)
     figures(results, options.out)
-    if options.out == HERE / "results":
-        include(HERE / "README.md", text)
-    else:
-        (options.out / "tables.md").write_text(f"{text}\n")
-    print(f"\n{text}\n\nWritten to {options.out}")
-
-
-def include(page: Path, text: str) -> None:
-    """Replace what stands between the marks of a page."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+    write(text, options.out, HERE)
 
 
 if __name__ == "__main__":

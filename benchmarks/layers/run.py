@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from lightning_fedbayes import layers
-from lightning_fedbayes.callbacks.loggers import markdown_table
 from lightning_fedbayes.curvature import SWAG, Curvature, Laplace
 from lightning_fedbayes.layers import (
     ESTIMATORS,
@@ -37,6 +36,7 @@ from lightning_fedbayes.layers import (
 from lightning_fedbayes.modules import PosteriorPredictive, sample_outputs
 from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
 from lightning_fedbayes.optim import IVON
+from lightning_fedbayes.tables import markdown_table
 from lightning_fedbayes.training.learned import PathPosterior
 
 SUFFIX = {

@@ -12,10 +12,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from PIL import Image
 
-from lightning_fedbayes.callbacks.loggers import markdown_table
 from lightning_fedbayes.plots import DPI, GRID, PALETTE
+from lightning_fedbayes.tables import markdown_table
 
-BEGIN, END = "<!-- begin: written by the command -->", "<!-- end -->"
 AT = (10, 20, 50)
 """Rounds of logistic regression in the table."""
 KL_BAR, MEAN_BAR = 0.02, 0.2

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from benchmarks.page import write
 from benchmarks.posterior import images, logistic
-from benchmarks.posterior.report import BAR_SPLIT, BEGIN, END, Results, curves, tables
+from benchmarks.posterior.report import BAR_SPLIT, Results, curves, tables
 from lightning_fedbayes import GaussianPosterior, Sites
 from lightning_fedbayes.fusion.sites import BayesADMM
 from lightning_fedbayes.quiet import quietly
@@ -153,17 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = finished(file)
     text = tables(results)
     curves(results, options.out / "kl.png")
-    if options.out == HERE / "results":
-        include(HERE / "README.md", text)
-    else:
-        (options.out / "tables.md").write_text(f"{text}\n")
-    print(f"\n{text}\n\nWritten to {options.out}")
-
-
-def include(page: Path, text: str) -> None:
-    """Replace what stands between the marks of a page."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+    write(text, options.out, HERE)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.errors import FedBayesError, check_at_least, check_kind, shown
+from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.modules.regressor import RegressionPrediction
 
 Datasets = ClientDatasets | Mapping[str, Dataset]
@@ -104,14 +105,9 @@ def _batches(
     check_kind("predictive", predictive, nn.Module, "give a torch.nn.Module", error=FedBayesError)
     check_at_least("batch_size", batch_size, 1, error=FedBayesError)
     device = next((parameter.device for parameter in predictive.parameters()), torch.device("cpu"))
-    training = {module: module.training for module in predictive.modules()}
-    predictive.eval()
-    try:
+    with evaluation_mode(predictive):
         for name, dataset in by_name(datasets).items():
             yield name, [_pair(name, batch, device) for batch in DataLoader(dataset, batch_size)]
-    finally:
-        for module, was in training.items():
-            module.training = was
 
 
 def by_name(datasets: Datasets) -> dict[str, Dataset]:

@@ -17,7 +17,7 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
 
-Row = Sequence[str | float]
+from lightning_fedbayes.tables import Row, markdown_table
 
 DECIDED = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 """Environment variables by which a user has said how to log."""
@@ -67,21 +67,6 @@ def log_table(trainer: L.Trainer, name: str, columns: Sequence[str], rows: Seque
         elif isinstance(logger, CSVLogger):
             with open(_file(logger, name, "csv"), "w", newline="") as file:
                 csv.writer(file).writerows([columns, *rows])
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return a Markdown table; floats with four significant digits.
-
-    >>> print(markdown_table(["client", "loss"], [["a", 0.123456]]))
-    | client | loss |
-    |---|---|
-    | a | 0.1235 |
-    """
-    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-    lines = [list(columns), ["---"] * len(columns), *cells]
-    text = ["| " + " | ".join(line) + " |" for line in lines]
-    text[1] = "|" + "---|" * len(columns)
-    return "\n".join(text)
 
 
 def _file(logger: CSVLogger, name: str, suffix: str) -> Path:

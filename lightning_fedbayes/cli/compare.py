@@ -119,7 +119,7 @@ def _train(settings: list[str], fusion: str, seed: int, folder: Path) -> Run:
 
 def _report(folder: Path, runs: list[Run], metric: str | None) -> None:
     """Print the table; save the table and the picture."""
-    from lightning_fedbayes.callbacks.loggers import markdown_table
+    from lightning_fedbayes.tables import markdown_table
 
     text = markdown_table(*results.table(runs))
     (folder / "table.md").write_text(f"{text}\n")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedbayes.errors import FederationError, check_choice, check_kind, check_number, check_strings, nearest
+from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.posterior import GaussianPosterior, zeros_like
 
@@ -112,17 +113,12 @@ class Laplace:
         """
         values = {name: p.detach() for name, p in parameters.items()}
         total, count = {name: torch.zeros_like(value) for name, value in values.items()}, 0
-        training = [each for each in module.modules() if each.training]
-        module.eval()
-        try:
+        with evaluation_mode(module):
             for batch in batches:
                 inputs, targets = self.unpacked(batch)
                 count += len(targets)
                 for name, each in self._of_batch(module, values, inputs, targets, others or {}).items():
                     total[name] += each
-        finally:
-            for each in training:
-                each.training = True
         return {name: each / self.temperature for name, each in total.items()}, count
 
     @staticmethod

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from lightning_fedbayes.curvature.diagonal import Laplace
 from lightning_fedbayes.errors import FederationError, check_at_least, check_kind, check_number, nearest
+from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.posterior import GaussianPosterior, zeros_like
 
 Tensors = dict[str, Tensor]
@@ -175,9 +176,7 @@ class KroneckerLaplace:
         check_kind("module", module, nn.Module, "give a torch.nn.Module")
         layers = self._layers(module)
         inner, outer, count = dict[str, Tensor](), dict[str, Tensor](), 0
-        training = [each for each in module.modules() if each.training]
-        module.eval()
-        try:
+        with evaluation_mode(module):
             for batch in batches:
                 inputs, targets = self.curvature.unpacked(batch)
                 count += len(targets)
@@ -196,9 +195,6 @@ class KroneckerLaplace:
                             _add(outer, name, _gram(rows) * (len(targets) / len(rows)))
                 for name, (seen, _) in record.items():
                     _add(inner, name, _gram(_patches(layers[name], seen)))
-        finally:
-            for each in training:
-                each.training = True
         if not count:
             raise FederationError("KroneckerLaplace: a client without an example has no curvature: leave it out")
         mean = {name: p.detach().clone() for name, p in module.named_parameters()}

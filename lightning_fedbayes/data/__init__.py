@@ -1,6 +1,6 @@
 """Data sets as LightningDataModules, and the class labels and clients of any data set."""
 
-from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of, labels_of
+from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of, hold_out, labels_of
 from lightning_fedbayes.data.hospitals import HospitalsDataModule
 from lightning_fedbayes.data.images import (
     CIFAR10DataModule,
@@ -29,5 +29,6 @@ __all__ = [
     "UCIDataModule",
     "available_datasets",
     "clients_of",
+    "hold_out",
     "labels_of",
 ]

@@ -10,11 +10,21 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
-from lightning_fedbayes.errors import FederationError, PartitionError, check_kind, nearest, shown
+from lightning_fedbayes.errors import (
+    LARGEST,
+    FederationError,
+    PartitionError,
+    check_at_least,
+    check_kind,
+    check_number,
+    nearest,
+    shown,
+)
 from lightning_fedbayes.partition import Partition, counts_table
 from lightning_fedbayes.partition.base import LabelSource, as_labels
+from lightning_fedbayes.seeding import generator
 
 LABEL_ATTRIBUTES = ("targets", "labels", "y")
 
@@ -139,6 +149,34 @@ class ClientDatasets(ConcatDataset):
                 raise FederationError(f"{shown(name)} is no name of a client: give a string")
         super().__init__(list(datasets.values()))
         self.names = tuple(datasets)
+
+
+def hold_out(clients: ClientDatasets, fraction: float = 0.2, seed: int = 0) -> tuple[ClientDatasets, ClientDatasets]:
+    """Divide every client's data at random: what it trains on, and what it is scored on.
+
+    Args:
+        clients: name → map-style data set.
+        fraction: of each client's examples that are held out, in (0, 1), rounded to a whole number from 1 to all but 1.
+        seed: of the draws; a client's do not depend on the other clients.
+
+    Returns: the rest, and what is held out, for all clients.
+
+    Raises:
+        FederationError: ``fraction`` is out of range, or a client has fewer than two examples.
+    """
+    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data")
+    check_number("fraction", fraction, "(0, 1)", why="the share that is held out")
+    check_at_least("seed", seed, -LARGEST)
+    rest, held = {}, {}
+    for number, (name, dataset) in enumerate(zip(clients.names, clients.datasets, strict=True)):
+        size = len(dataset)  # pyright: ignore[reportArgumentType]
+        if size < 2:
+            raise FederationError(f"client {name} has {size} examples, too few to hold one out: leave the client out")
+        count = min(max(round(fraction * size), 1), size - 1)
+        rest[name], held[name] = random_split(
+            dataset, [size - count, count], generator(seed, "held out", client=number)
+        )
+    return ClientDatasets(rest), ClientDatasets(held)
 
 
 def check_dataset(name: str, dataset: Any) -> None:

@@ -88,6 +88,26 @@ def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: C
 
 
 @contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module`` is in evaluation mode; afterwards each of its parts is in the mode that it was in.
+
+    >>> network = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
+    >>> with evaluation_mode(network):
+    ...     pass
+    >>> network[0].training, network[1].training
+    (True, False)
+    """
+    check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
+    training = [each for each in module.modules() if each.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
+
+
+@contextmanager
 def mean_only(module: nn.Module) -> Iterator[None]:
     """Run ``module`` at its posterior mean inside the context: no noise, no dropout, the cost of a deterministic one.
 

@@ -6,33 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedbayes.errors import FedBayesError, check_number
+from lightning_fedbayes.metrics.examples import ExampleMetric
 from lightning_fedbayes.metrics.functional.ood import ood_auroc, ood_fpr
 from lightning_fedbayes.metrics.functional.utilities import check_not_nan, check_vectors
 
 
-class OutOfDistributionMetric(Metric):
-    """Keep the uncertainty of every example and the side that it is of; a subclass implements :meth:`score`.
-
-    The value needs all examples at once, so the state grows by two numbers per example.
+class OutOfDistributionMetric(ExampleMetric):
+    """Keep the uncertainty of every example and the side that it is of; a subclass implements :meth:`separation`.
 
     Args:
         kwargs: arguments of :class:`torchmetrics.Metric`.
     """
 
-    full_state_update = False
-    is_differentiable = False
-
-    uncertainty: list[Tensor]
-    out: list[Tensor]
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("uncertainty", [], dist_reduce_fx="cat")
-        self.add_state("out", [], dist_reduce_fx="cat")
+    kept = ("uncertainty", "out")
 
     def update(self, uncertainty: Tensor, out: Tensor | bool) -> None:
         """Add examples.
@@ -51,25 +39,18 @@ class OutOfDistributionMetric(Metric):
         if out.dtype != torch.bool:
             raise FedBayesError(f"out is of {out.dtype}: give torch.bool, True for out-of-distribution examples")
         check_not_nan(uncertainty=uncertainty)
-        self.uncertainty.append(uncertainty.detach())
-        self.out.append(out.to(uncertainty.device))
+        self.keep(uncertainty, out.to(uncertainty.device))
 
-    def compute(self) -> Tensor:
-        """Return the value so far; NaN as long as one side has no examples."""
-        if not len(self.out):
-            return torch.tensor(torch.nan, device=self.device)
-        uncertainty, out = dim_zero_cat(self.uncertainty), dim_zero_cat(self.out)
+    def score(self, *vectors: Tensor) -> Tensor:
+        """Return the value of all examples; NaN as long as one side has none."""
+        uncertainty, out = vectors
         if not 0 < int(out.sum()) < len(out):
             return torch.tensor(torch.nan, device=self.device)
-        return self.score(uncertainty[~out], uncertainty[out])
+        return self.separation(uncertainty[~out], uncertainty[out])
 
-    def score(self, uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
+    def separation(self, uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
         """Return the value of both sides' uncertainties, a scalar."""
         raise NotImplementedError
-
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Draw the value so far, or the values ``val``, as torchmetrics does: (figure, axes)."""
-        return self._plot(val, ax)
 
 
 class OutOfDistributionAUROC(OutOfDistributionMetric):
@@ -87,7 +68,7 @@ class OutOfDistributionAUROC(OutOfDistributionMetric):
 
     higher_is_better = True
 
-    def score(self, uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
+    def separation(self, uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
         """Return the AUROC."""
         return ood_auroc(uncertainty_in, uncertainty_out)
 
@@ -110,6 +91,6 @@ class OutOfDistributionFPR(OutOfDistributionMetric):
         super().__init__(**kwargs)
         self.recall = recall
 
-    def score(self, uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
+    def separation(self, uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
         """Return the false-positive rate."""
         return ood_fpr(uncertainty_in, uncertainty_out, self.recall)

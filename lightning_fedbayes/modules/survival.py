@@ -79,8 +79,9 @@ class CoxNLL(SurvivalMetric):
 
     higher_is_better = False
 
-    def score(self, risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
+    def score(self, *vectors: Tensor) -> Tensor:
         """Return :func:`cox_loss` times the share of events."""
+        risk, time, event = vectors
         return cox_loss(risk, time, event) * event.float().mean()
 
 

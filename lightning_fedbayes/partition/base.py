@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lightning_fedbayes import plots
 from lightning_fedbayes.errors import LARGEST, PartitionError, check_at_least, check_kind, shown
-from lightning_fedbayes.posterior import check_tensor, html_table
+from lightning_fedbayes.posterior import check_tensor
 from lightning_fedbayes.seeding import derive_seed
+from lightning_fedbayes.tables import html_table
 
 Array = NDArray[Any]
 LabelSource = str | Sequence[int] | Callable[[Any], Any] | Tensor | None

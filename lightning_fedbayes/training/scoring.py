@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.fusion.auto import AutoFusion, Score
+from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.metrics.functional import gaussian_nll
 from lightning_fedbayes.modules import BayesianModule, ClassPrediction, RegressionPrediction
 from lightning_fedbayes.modules.regressor import shaped_like
@@ -55,14 +56,8 @@ def own_hook(module: L.LightningModule) -> Callable[..., None] | None:
 @contextmanager
 def evaluation(module: L.LightningModule) -> Iterator[None]:
     """Inside, ``module`` is in evaluation mode, without gradients, and the global generators are borrowed."""
-    modes = [(each, each.training) for each in module.modules()]
-    module.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            yield
-    finally:
-        for each, training in modes:
-            each.training = training
+    with evaluation_mode(module), torch.no_grad(), torch.random.fork_rng():
+        yield
 
 
 def predictive_nll(module: L.LightningModule, batch: Any) -> Tensor:

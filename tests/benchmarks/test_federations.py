@@ -10,7 +10,8 @@ import lightning_fedbayes as fb
 from benchmarks.federations import methods, run
 from benchmarks.federations.data import Examples, Federation, Parts, cut, from_csv
 from benchmarks.federations.methods import KINDS, METHODS, WEIGHTS, Prediction, personal_weights, summary
-from benchmarks.federations.report import BEGIN, END, gains
+from benchmarks.federations.report import gains
+from benchmarks.page import BEGIN, END
 from lightning_fedbayes.modules import mlp
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
+from benchmarks.page import BEGIN, END, include
 from benchmarks.posterior import images, logistic
-from benchmarks.posterior.report import BEGIN, END, fashion_mnist_bars, reached, rows_of, tables
-from benchmarks.posterior.run import HERE, Cell, finished, include, keep, read, result_of
+from benchmarks.posterior.report import fashion_mnist_bars, reached, rows_of, tables
+from benchmarks.posterior.run import HERE, Cell, finished, keep, read, result_of
 from lightning_fedbayes.modules import mlp
 from tests.data.image_files import write_idx
 
