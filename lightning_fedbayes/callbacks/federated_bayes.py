@@ -106,7 +106,8 @@ class FederatedBayes(L.Callback):
         proximal: :math:`\mu` of FedProx: a client's loss gains
             :math:`\tfrac\mu2 \|\theta - \theta_g\|^2`, which holds what it trains near the global value
             :math:`\theta_g` (means and ρ of Bayesian layers alike; not its local parameters). It helps where clients
-            with unlike data take many steps; 0.001 to 1 are usual. 0: no term.
+            with unlike data take many steps; 0.001 to 1 are usual. Under IVON it adds μ to the curvature. 0: no term.
+            Source: Li et al. 2020.
         keep_posteriors: every client keeps the posterior that it has trained last, for :meth:`posterior_of`. It never
             leaves the client, and takes as much memory and room in a checkpoint as the global one, for each client.
         seed: where every random draw comes from.
