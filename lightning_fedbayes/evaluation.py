@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -200,6 +200,21 @@ def _check_pass(batch_size: int, seed: int) -> None:
     check_at_least("seed", seed, -LARGEST, error=FedBayesError)
 
 
+def _batches(dataset: Dataset, batch_size: int) -> Iterator[Any]:
+    """Yield batches of inputs and targets; raise FedBayesError for others, and for examples that make none."""
+    loader = iter(DataLoader(dataset, batch_size))
+    while True:
+        try:
+            batch = next(loader, None)
+        except (TypeError, RuntimeError) as error:  # torch's words for examples of a kind or shape that do not stack
+            raise FedBayesError(f"the examples make no batch ({error}): give pairs of input and target") from error
+        if batch is None:
+            return
+        if not isinstance(batch, list | tuple) or len(batch) < 2 or not isinstance(batch[1], Tensor):
+            raise FedBayesError(f"a batch is {shown(batch)}: give data sets of inputs and targets")
+        yield batch
+
+
 @torch.no_grad()
 def _score(module: L.LightningModule, dataset: Dataset, batch_size: int, seed: int) -> dict[str, float]:
     """Return the figures of ``module`` on a data set."""
@@ -210,9 +225,7 @@ def _score(module: L.LightningModule, dataset: Dataset, batch_size: int, seed: i
     parts, targets, devices = list[Any](), list[Tensor](), [module.device] if module.device.type == "cuda" else []
     with evaluation_mode(module), torch.random.fork_rng(devices):
         torch.manual_seed(derive_seed(seed, "evaluation"))
-        for batch in DataLoader(dataset, batch_size):
-            if not isinstance(batch, list | tuple) or len(batch) < 2:
-                raise FedBayesError(f"a batch is {shown(batch)}: give data sets of inputs and targets")
+        for batch in _batches(dataset, batch_size):
             batch = move_data_to_device(batch, module.device)
             parts.append(module.predict_step(batch, 0))
             targets.append(batch[1])

@@ -154,6 +154,8 @@ def test_personal_posteriors_serve_clients_that_contradict_each_other():
     (lambda: fb.evaluate_clients(Plain(), clients(5)), "fb.PosteriorPredictive"),
     (lambda: fb.evaluate_clients({}, clients(5)), "no module for client c0"),
     (lambda: fb.evaluate_clients(Plain(), blobs()), "ClientDatasets"),
+    (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [None, None]})), "make no batch"),
+    (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": torch.zeros(3, 6)})), "a batch is"),
     (lambda: fb.evaluate_clients(Plain(), fb.ClientDatasets({"a": TensorDataset(torch.zeros(0, 6))})), "no example"),
     (lambda: fb.hold_out(clients(1, 5)), "client c0 has 1 examples"),
     (lambda: fb.hold_out(clients(5), 1.0), "fraction=1.0"),

@@ -64,12 +64,12 @@ class GeometricMedian(GramRule):
     def infer_shares(self, gram: Gram, weights: Tensor) -> tuple[Tensor, dict[int, str]]:
         """See :meth:`GramRule.infer_shares`."""
         shares, scale = start(gram.squared_distances().sqrt(), weights)
-        products = gram.products[:-1, :-1]
+        products, least = gram.products[:-1, :-1], self.tolerance * scale
         for _ in range(self.max_iterations if scale > 0 else 0):
             distances = squared_distances_to(products, shares).sqrt()
             before, shares = shares, normalised(weights / distances.clamp_min(self.smoothing * scale))
             step = shares - before
-            if float(step @ products @ step) <= (self.tolerance * scale) ** 2:
+            if float(step @ products @ step) <= least * least:  # a power would raise where this overflows
                 break
         return shares, {}
 

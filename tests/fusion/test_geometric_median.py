@@ -120,3 +120,7 @@ def test_iterations_are_bounded():
     once, often = (fuse(GeometricMedian(max_iterations=n), rows).mean["w"] for n in (1, 1000))
     assert not torch.allclose(once, often)
     torch.testing.assert_close(often, fuse(GeometricMedian(max_iterations=2000), rows).mean["w"], rtol=1e-9, atol=1e-9)
+
+
+def test_a_tolerance_of_any_size_stops_at_the_first_iteration():
+    assert fuse(GeometricMedian(tolerance=1e300), points([[0.0], [1.0], [2.0]])).mean["w"].isfinite()

@@ -424,6 +424,7 @@ DOORS = {
         layers.set_prior, {"module": bayesian(), "posterior": fb.read_posterior(bayesian()), "exclude": ()}),
     "gaussian_parameters": (layers.gaussian_parameters, {"module": bayesian()}),
     "mean_only": (partial(entered, layers.mean_only), {"module": bayesian()}),
+    "evaluation_mode": (partial(entered, layers.evaluation_mode), {"module": bayesian()}),
     "use_estimator": (partial(entered, layers.use_estimator), {"module": bayesian(), "name": "flipout"}),
     "PosteriorView": (layers.PosteriorView, {"module": bayesian(), "exclude": ()}),
     "MCDropout": (layers.MCDropout, {"p": 0.5}),
