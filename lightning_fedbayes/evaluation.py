@@ -200,9 +200,9 @@ def _check_pass(batch_size: int, seed: int) -> None:
     check_at_least("seed", seed, -LARGEST, error=FedBayesError)
 
 
-def _batches(dataset: Dataset, batch_size: int) -> Iterator[Any]:
+def batches_of(dataset: Dataset, batch_size: int) -> Iterator[Any]:
     """Yield batches of inputs and targets; raise FedBayesError for others, and for examples that make none."""
-    loader = iter(DataLoader(dataset, batch_size))
+    loader = iter(DataLoader(dataset, int(batch_size)))  # which may be one of NumPy
     while True:
         try:
             batch = next(loader, None)
@@ -225,7 +225,7 @@ def _score(module: L.LightningModule, dataset: Dataset, batch_size: int, seed: i
     parts, targets, devices = list[Any](), list[Tensor](), [module.device] if module.device.type == "cuda" else []
     with evaluation_mode(module), torch.random.fork_rng(devices):
         torch.manual_seed(derive_seed(seed, "evaluation"))
-        for batch in _batches(dataset, batch_size):
+        for batch in batches_of(dataset, batch_size):
             batch = move_data_to_device(batch, module.device)
             parts.append(module.predict_step(batch, 0))
             targets.append(batch[1])

@@ -6,6 +6,7 @@ import csv
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ def clients(*sizes: int) -> fb.ClientDatasets:
 def test_every_client_is_scored_on_its_own_data_whatever_the_batches():
     module, data = network(), clients(40, 7, 13)
     predictive = fb.PosteriorPredictive(module, point(module))
-    scores = fb.evaluate_clients(predictive, data, batch_size=5)
+    scores = fb.evaluate_clients(predictive, data, batch_size=np.int64(5))
     for k, part in enumerate(data.datasets):
         x, y = part.tensors
         logits = module(x).detach()

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.errors import FedBayesError, check_at_least, check_kind, shown
+from lightning_fedbayes.evaluation import batches_of
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.modules.regressor import RegressionPrediction
 
@@ -107,7 +108,7 @@ def _batches(
     device = next((parameter.device for parameter in predictive.parameters()), torch.device("cpu"))
     with evaluation_mode(predictive):
         for name, dataset in by_name(datasets).items():
-            yield name, [_pair(name, batch, device) for batch in DataLoader(dataset, batch_size)]
+            yield name, [_pair(name, batch, device) for batch in batches_of(dataset, batch_size)]
 
 
 def by_name(datasets: Datasets) -> dict[str, Dataset]:

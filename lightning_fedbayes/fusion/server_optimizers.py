@@ -140,7 +140,7 @@ class AdaptiveServerOptimizer(ServerOptimizer):
     def step(self, state: RuleState, change: Tensor) -> tuple[Tensor, RuleState]:
         """See :meth:`ServerOptimizer.step`."""
         m = (1 - self.beta1) * change + (self.beta1 * state["momentum"].to(change) if state else 0)
-        v = state["square"].to(change) if state else torch.full_like(change, self.epsilon**2)
+        v = state["square"].to(change) if state else torch.full_like(change, self.epsilon * self.epsilon)
         v = self.second_moment(v, change.square())
         return m / (v.sqrt() + self.epsilon), {"momentum": m, "square": v}
 

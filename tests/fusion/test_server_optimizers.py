@@ -73,3 +73,8 @@ def test_a_whole_step_without_momentum_is_the_rule_that_fuses(then):
 def test_what_cannot_step_is_refused(make, expected):
     with pytest.raises(FusionError, match=expected):
         make()
+
+
+def test_an_epsilon_beyond_all_changes_leaves_the_posterior_finite():
+    start = torch.tensor([2.0, -1.0, 0.0], dtype=torch.float64)
+    assert walked(FedAdam(epsilon=1e300), start).isfinite().all()
