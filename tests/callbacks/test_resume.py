@@ -59,7 +59,16 @@ SETTINGS = {
     "state of covariance": {"fusion": "icov_vb", "adversaries": fb.RandomUpdate(clients=[0])},
     "sites": {"fusion": "sites", "local_epochs": 2},
     "held posteriors": {"weighting": "max_discrepancy", "fusion": "linear_pool"},
+    "ivon": {"fusion": "sites", "keep_posteriors": True},
+    "laplace": {"fusion": "sites", "posterior": fb.Laplace()},
+    "swag": {"posterior": fb.SWAG(), "local_epochs": 2},
 }
+MODULES = {
+    "ivon": lambda: Plain(network(batch_norm=True), optimizer=fb.IVON),
+    "laplace": lambda: Plain(network(batch_norm=True)),
+    "swag": lambda: Plain(network(batch_norm=True)),
+}
+"""Networks without Bayesian layers, whose posterior has another source; all others are :class:`Everything`."""
 
 
 ENGINES = ["sequential", "vectorized"]
@@ -102,10 +111,10 @@ def kill() -> None:
 
 
 def run(
-    folder: Path, setting: str, ckpt_path=None, callbacks=(), module_class=Everything, engine="vectorized", **checkpoint
+    folder: Path, setting: str, ckpt_path=None, callbacks=(), make=None, engine="vectorized", **checkpoint
 ):
     """Fit with checkpoints in ``folder``; the module, its federation and the trainer."""
-    module, fed = module_class(), federation(setting, engine)
+    module, fed = (make or MODULES.get(setting, Everything))(), federation(setting, engine)
     saver = ModelCheckpoint(dirpath=folder, **checkpoint)
     made = federate(
         module, fed, ROUNDS, loader(), loader(shuffle=False), ckpt_path, enable_checkpointing=True,
@@ -153,11 +162,11 @@ def test_a_checkpoint_of_one_engine_resumes_with_the_other(tmp_path, engine):
 
 
 def test_a_plateau_schedule_resumes_bit_by_bit(tmp_path):
-    whole = run(tmp_path / "whole", "plain", module_class=OnPlateau)
+    whole = run(tmp_path / "whole", "plain", make=OnPlateau)
     assert whole[2].optimizers[0].param_groups[0]["lr"] < 0.05
     with pytest.raises(Crash):
-        run(tmp_path / "parts", "plain", module_class=OnPlateau, callbacks=[Interrupt(3, 2, crash)])
-    resumed = run(tmp_path / "parts", "plain", ckpt_path="last", module_class=OnPlateau)
+        run(tmp_path / "parts", "plain", make=OnPlateau, callbacks=[Interrupt(3, 2, crash)])
+    resumed = run(tmp_path / "parts", "plain", ckpt_path="last", make=OnPlateau)
     assert resumed[2].optimizers[0].param_groups[0]["lr"] == whole[2].optimizers[0].param_groups[0]["lr"]
     assert_equal(state(*whole), state(*resumed))
 
@@ -242,7 +251,7 @@ def test_more_rounds_on_the_same_trainer_equal_all_rounds_at_once(tmp_path):
     assert [row["round"] for row in fed.history] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("setting", ["everything kept"])
+@pytest.mark.parametrize("setting", ["everything kept", *MODULES])
 def test_a_killed_process_resumes_bit_by_bit(tmp_path, setting):
     program = (
         "import sys; from pathlib import Path; import torch; from tests.callbacks.test_resume import *; "
