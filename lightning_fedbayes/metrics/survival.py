@@ -40,6 +40,7 @@ class ConcordanceIndex(SurvivalMetric):
     Args:
         kwargs: arguments of :class:`torchmetrics.Metric`.
 
+    >>> import torch
     >>> ConcordanceIndex()(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1, 1, 0]))
     tensor(0.6667)
     """
