@@ -85,6 +85,15 @@ class ClientScores:
                     f"{len(self.num_examples)} numbers of examples: give one of each for every client"
                 )
 
+    @classmethod
+    def of(cls, num_examples: Mapping[str, int], figures: Mapping[str, Mapping[str, float]]) -> ClientScores:
+        """Return the table of each client's number of examples and figures, by its name."""
+        values = {
+            figure: torch.tensor([figures[name][figure] for name in num_examples], dtype=torch.float64)
+            for figure in next(iter(figures.values()))
+        }
+        return cls(tuple(num_examples), tuple(num_examples.values()), values)
+
     def _of(self, figure: str) -> Tensor:
         """Return the values of a figure, shape (clients,), float64."""
         check_choice("figure", figure, tuple(self.values), error=FedBayesError)
@@ -181,17 +190,16 @@ def evaluate_clients(
     check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data",
                error=FedBayesError)
     _check_pass(batch_size, seed)
-    scores = []
+    scores, sizes = dict[str, dict[str, float]](), dict[str, int]()
     for name, dataset in zip(clients.names, clients.datasets, strict=True):
         own = module.get(name) if isinstance(module, Mapping) else module
         if own is None:
             raise FedBayesError(f"there is no module for client {name}: give one for each client")
         if not len(dataset):  # pyright: ignore[reportArgumentType]
             raise FedBayesError(f"client {name} has no example to be scored on: leave it out, or hold some back")
-        scores.append(_score(own, dataset, batch_size, seed))
-    sizes = tuple(len(dataset) for dataset in clients.datasets)  # pyright: ignore[reportArgumentType]
-    figures = {figure: torch.tensor([each[figure] for each in scores]) for figure in scores[0]}
-    return ClientScores(clients.names, sizes, figures)
+        scores[name] = _score(own, dataset, batch_size, seed)
+        sizes[name] = len(dataset)  # pyright: ignore[reportArgumentType]
+    return ClientScores.of(sizes, scores)
 
 
 def _check_pass(batch_size: int, seed: int) -> None:
@@ -232,11 +240,7 @@ def _score(module: L.LightningModule, dataset: Dataset, batch_size: int, seed: i
     target = torch.cat(targets)
     if isinstance(parts[0], ClassPrediction):
         probs = torch.cat([each.probs for each in parts])
-        return {
-            "accuracy": float((probs.argmax(-1) == target).double().mean()),
-            "nll": float(negative_log_likelihood(probs, target).mean()),
-            "ece": float(calibration_diagram(probs, target).ece),
-        }
+        return class_figures(probs, target)
     if isinstance(parts[0], RegressionPrediction):
         mean, variance = (torch.cat([getattr(each, kind) for each in parts]) for kind in ("mean", "variance"))
         target = shaped_like(target, mean).to(mean)
@@ -246,6 +250,20 @@ def _score(module: L.LightningModule, dataset: Dataset, batch_size: int, seed: i
             "coverage": float(interval_coverage(mean, variance, target, level=0.9).float().mean()),
         }
     raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(parts[0])}: {REMEDY}")
+
+
+def class_figures(probs: Tensor, target: Tensor) -> dict[str, float]:
+    """Return accuracy, NLL in nats per example and ECE (15 bins) of a classifier.
+
+    Args:
+        probs: mean predictive, shape (batch, classes).
+        target: class of each example, shape (batch,).
+    """
+    return {
+        "accuracy": float((probs.argmax(-1) == target).double().mean()),
+        "nll": float(negative_log_likelihood(probs, target).mean()),
+        "ece": float(calibration_diagram(probs, target).ece),
+    }
 
 
 def choose_personal_weight(

@@ -25,12 +25,12 @@ LEVELS = (
     ("data",),
     ("modules",),
     ("evaluation",),
-    ("calibration",),
     ("privacy",),
     ("settings",),
     ("training",),
     ("trainer",),
     ("callbacks",),
+    ("calibration",),
     ("__init__", "cli", "flower"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Literal
+from typing import Any, Literal
 
+import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from lightning_fedbayes.calibration.callback import CalibrationCallback, callbacks_of
 from lightning_fedbayes.calibration.predictions import Datasets, check_apart, moments_of, predictions_of
+from lightning_fedbayes.calibration.temperature import FederatedTemperature
 from lightning_fedbayes.errors import (
     FedBayesError,
     check_at_least,
@@ -25,8 +28,12 @@ from lightning_fedbayes.errors import (
     nearest,
     shown,
 )
+from lightning_fedbayes.evaluation import ClientScores
 from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_vectors
+from lightning_fedbayes.modules.classifier import ClassPrediction
+from lightning_fedbayes.modules.regressor import RegressionPrediction
 from lightning_fedbayes.posterior import check_tensor
+from lightning_fedbayes.seeding import derive_seed
 from lightning_fedbayes.seeding import generator as seeded
 
 ClassKind = Literal["lac", "aps"]
@@ -283,12 +290,17 @@ class ScoreSketch:
         >>> ScoreSketch.of(torch.full((1000,), 0.3), bins=4).noisy(epsilon=1.0, seed=7).num_examples > 900
         True
         """
-        check_number("epsilon", epsilon, "[1e-6, inf)", error=FedBayesError, why="the smaller, the more private")
+        check_epsilon(epsilon)
         check_at_least("seed", seed, -(2**62), error=FedBayesError)
         random = seeded(seed, "privacy")
         uniform = 1 - torch.rand(2, len(self.counts), generator=random, dtype=torch.float64)  # in (0, 1]
         above, below = (uniform.log() / -epsilon).floor().long()
         return ScoreSketch((self.counts.cpu() + above - below).clamp_min(0), self.grid)
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raise FedBayesError unless ε of a sketch's noise is a number above 0."""
+    check_number("epsilon", epsilon, "[1e-6, inf)", error=FedBayesError, why="the smaller, the more private")
 
 
 def check_same_grid(first: ScoreSketch, other: ScoreSketch) -> None:
@@ -342,7 +354,7 @@ def _distribution(sketch: ScoreSketch) -> Tensor:
 # -- shell -------------------------------------------------------------------------------------------------------------
 
 
-class FederatedConformal:
+class FederatedConformal(CalibrationCallback):
     r"""Sets of classes, or intervals, that hold the truth with a stated probability, without moving data.
 
     Split conformal prediction: with n held-out scores of all clients, a new example that is exchangeable with them is
@@ -365,16 +377,28 @@ class FederatedConformal:
     for classifiers, "interval" for regressors. A classifier that is nearly always certain crowds its scores into one
     cell; scale it by :class:`FederatedTemperature` first, or give more ``bins``.
 
+    As a callback of a Trainer, behind a :class:`FederatedTemperature` if there is one, it takes the thresholds in every
+    validation, of ``trainer.fit`` and ``trainer.validate``, logs "val/lac_90/threshold" (kind and level in percent) and
+    keeps them in checkpoints. ``trainer.test`` logs coverage and size of the sets (width of the intervals) by client,
+    as "test/lac_90/coverage" and the like, each by its own threshold with ``per_client``. ``trainer.predict`` puts the
+    sets or intervals of each batch, by the pooled threshold, into :attr:`predictions`.
+
     Args:
         level: probability of coverage in (0, 1).
         kind: "lac", "aps" (see :func:`class_scores`) or "interval" (see :func:`interval_scores`).
         per_client: one threshold for each client, too.
         shrinkage: number of examples of the pooled clients that each client's own are mixed with, at least 0.
         bins: cells of the sketch.
+        epsilon: ε of the noise that each client adds to its counts (:meth:`ScoreSketch.noisy`), once for each fit; None
+            adds none, and is refused beside :class:`~lightning_fedbayes.UpdatePrivacy`. With noise, ``trainer.fit``
+            takes the thresholds after its last round alone: each time costs ε anew.
 
     Attributes:
         threshold: of the pooled clients; None before :meth:`fit`.
         thresholds: client name → its threshold; empty without ``per_client``.
+        temperature: of the logits whose scores they are of.
+        predictions: of each batch of the last ``trainer.predict``: sets, bool of shape (batch, classes), or lower and
+            upper ends, shape (batch, *, 2).
 
     Raises:
         FedBayesError: an argument is out of range.
@@ -392,33 +416,40 @@ class FederatedConformal:
 
     def __init__(
         self, level: float = 0.9, *, kind: Kind = "lac", per_client: bool = False, shrinkage: float = 0.0,
-        bins: int = BINS,
+        bins: int = BINS, epsilon: float | None = None,
     ) -> None:
         check_number("level", level, "(0, 1)", error=FedBayesError)
         check_choice("kind", kind, GRIDS, error=FedBayesError)
         check_flag("per_client", per_client, error=FedBayesError)
         check_number("shrinkage", shrinkage, "[0, inf)", error=FedBayesError, why="a number of examples")
         check_at_least("bins", bins, 1, MOST_BINS, error=FedBayesError)
+        if epsilon is not None:
+            check_epsilon(epsilon)
         self.level = level
         self.kind: Kind = kind
         self.per_client = per_client
         self.shrinkage = shrinkage
         self.bins = bins
+        self.epsilon = epsilon
         self.threshold: float | None = None
         self.thresholds: dict[str, float] = {}
+        self.temperature = 1.0
+        self.predictions: list[Tensor] = []
 
     def sketch(self, scores: Tensor) -> ScoreSketch:
-        """Return a client's message; see :meth:`ScoreSketch.of`."""
+        """Return a client's message, without noise; see :meth:`ScoreSketch.of`."""
         return ScoreSketch.of(scores, self.bins, GRIDS[self.kind])
 
-    def fit(self, clients: Mapping[str, Tensor | ScoreSketch]) -> FederatedConformal:
+    def fit(self, clients: Mapping[str, Tensor | ScoreSketch], *, seed: int = 0) -> FederatedConformal:
         """Take the thresholds from each client's scores or sketch; return self.
 
         Fewer than level / (1 − level) examples, 9 for a level of 90 %, allow no finite threshold: sets then hold every
         class, and intervals are the whole line. A warning names the client.
 
         Args:
-            clients: name → scores of held-out examples, shape (examples,), or their sketch.
+            clients: name → scores of held-out examples, shape (examples,), or their sketch, to which the client has
+                added its noise itself.
+            seed: of the noise.
 
         Raises:
             FedBayesError: no clients, a client without an example, scores outside the grid, or sketches of unlike
@@ -426,7 +457,8 @@ class FederatedConformal:
         """
         if not isinstance(clients, Mapping) or not clients:
             raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → scores or sketch")
-        sketches = {name: self._checked(name, each) for name, each in clients.items()}
+        seeds = (derive_seed(seed, "evaluation", client=number) for number in range(len(clients)))
+        sketches = {name: self._checked(name, each, own) for (name, each), own in zip(clients.items(), seeds)}
         pooled = reduce(add, sketches.values())
         self.threshold = pooled.threshold(self.level)
         self._warn("all clients", pooled, self.threshold)
@@ -440,7 +472,7 @@ class FederatedConformal:
 
     def fit_from(
         self, predictive: nn.Module, datasets: Datasets, *, temperature: float = 1.0, trained_on: Dataset | None = None,
-        batch_size: int = 256,
+        batch_size: int = 256, seed: int = 0,
     ) -> FederatedConformal:
         """Take the thresholds from each client's calibration data set; return self.
 
@@ -451,6 +483,7 @@ class FederatedConformal:
             temperature: of the logits, found on *other* held-out examples or, with little harm, on the same.
             trained_on: training data, to be warned of examples in both.
             batch_size: examples at a time.
+            seed: of the draws from the posterior, and of the noise.
 
         Raises:
             FedBayesError: as :meth:`fit`, or the data or the module do not suit the kind.
@@ -458,13 +491,50 @@ class FederatedConformal:
         check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
         check_apart(datasets, trained_on)
         if self.kind == "interval":
-            moments = moments_of(predictive, datasets, batch_size)
-            return self.fit({name: interval_scores(*each) for name, each in moments.items()})
-        scores = {}
-        for name, (logits, targets) in predictions_of(predictive, datasets, batch_size).items():
-            probs = (logits.double() / temperature).softmax(-1)
-            scores[name] = class_scores(probs.mean(0) if probs.ndim == 3 else probs, targets, self.kind)
-        return self.fit(scores)
+            moments = moments_of(predictive, datasets, batch_size, seed)
+            scores = {name: interval_scores(*each) for name, each in moments.items()}
+        else:
+            predictions = predictions_of(predictive, datasets, batch_size, seed)
+            scores = {
+                name: class_scores(mean_probs(logits, temperature), targets, self.kind)
+                for name, (logits, targets) in predictions.items()
+            }
+        self.temperature = temperature
+        return self.fit(scores, seed=seed)
+
+    def evaluate(
+        self, predictive: nn.Module, datasets: Datasets, *, batch_size: int = 256, seed: int = 0
+    ) -> ClientScores:
+        """Return coverage and size of the sets, or width of the intervals, on each client's data.
+
+        A client's threshold is its own with ``per_client``; logits are scaled as they were in :meth:`fit_from`. Both
+        figures are means over examples; those of a regressor over examples and targets, its "width" in the units of the
+        targets.
+
+        Args:
+            predictive, datasets, batch_size, seed: see :meth:`fit_from`; other examples than those of the fit.
+
+        Raises:
+            FedBayesError: before :meth:`fit`, an unknown client, or as :meth:`fit_from`.
+        """
+        figures, sizes = dict[str, dict[str, float]](), dict[str, int]()
+        if self.kind == "interval":
+            for name, (mean, std, targets) in moments_of(predictive, datasets, batch_size, seed).items():
+                ends = self.intervals(mean, std, self._client(name))
+                inside = (ends[:, 0] <= targets) & (targets <= ends[:, 1])
+                figures[name] = {"coverage": share(inside), "width": float((ends[:, 1] - ends[:, 0]).mean())}
+                sizes[name] = len(targets)
+        else:
+            for name, (logits, targets) in predictions_of(predictive, datasets, batch_size, seed).items():
+                sets = self.sets(mean_probs(logits, self.temperature), self._client(name))
+                inside = sets.gather(1, targets.unsqueeze(1))
+                figures[name] = {"coverage": share(inside), "set_size": float(sets.sum(1).double().mean())}
+                sizes[name] = len(targets)
+        return ClientScores.of(sizes, figures)
+
+    def _client(self, name: str) -> str | None:
+        """Return whose threshold client ``name`` has."""
+        return name if self.per_client else None
 
     def sets(self, probs: Tensor, client: str | None = None, generator: torch.Generator | None = None) -> Tensor:
         """Return each example's set of classes: those whose score is at most the threshold.
@@ -507,7 +577,7 @@ class FederatedConformal:
     def threshold_of(self, client: str | None = None) -> float:
         """Return a client's threshold, or the pooled one for None; raise FedBayesError if there is none."""
         if self.threshold is None:
-            raise FedBayesError("there is no threshold yet: call fit")
+            raise FedBayesError("there is no threshold yet: call fit or trainer.validate, or load a checkpoint")
         if client is None:
             return self.threshold
         if not self.per_client:
@@ -516,10 +586,12 @@ class FederatedConformal:
             raise FedBayesError(f"no client {shown(client)}: {nearest(str(client), map(str, self.thresholds))}")
         return self.thresholds[client]
 
-    def _checked(self, name: str, scores: Tensor | ScoreSketch) -> ScoreSketch:
-        """Return a client's sketch; the error of what is wrong with it names the client."""
+    def _checked(self, name: str, scores: Tensor | ScoreSketch, seed: int) -> ScoreSketch:
+        """Return a client's sketch, with noise if it is to have some; the error of what is wrong names the client."""
         try:
             sketch = scores if isinstance(scores, ScoreSketch) else self.sketch(scores)
+            if self.epsilon is not None and sketch is not scores:
+                sketch = sketch.noisy(self.epsilon, seed)
             check_same_grid(self.sketch(torch.empty(0)), sketch)
         except FedBayesError as error:
             raise FedBayesError(f"client {name}: {error}") from None
@@ -538,3 +610,117 @@ class FederatedConformal:
             why = f"at a level of {self.level} the threshold lies beyond the sketch, which ends at {self.bins - 1}"
         what = "every interval is the whole line" if self.kind == "interval" else "every set holds every class"
         rank_zero_warn(f"{who}: {why}, so {what}; hold more examples out, or lower the level")
+
+    # -- in a Trainer --------------------------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """Kind and level in percent, such as "lac_90"."""
+        return f"{self.kind}_{100 * self.level:g}"
+
+    @property
+    def state_key(self) -> str:
+        """Key of the thresholds in a checkpoint, which may hold those of several levels."""
+        return self._generate_state_key(kind=self.kind, level=self.level)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse what does not go together, before anything runs."""
+        super().setup(trainer, pl_module, stage)
+        callbacks = callbacks_of(trainer)
+        if any(isinstance(each, FederatedTemperature) for each in callbacks[callbacks.index(self):]):
+            raise FedBayesError(
+                "FederatedConformal before FederatedTemperature would take sets of probabilities that are scaled "
+                "afterwards: put FederatedTemperature first in Trainer(callbacks=[...])"
+            )
+
+    def check_privacy(self, protects: str) -> None:
+        """Refuse counts without noise."""
+        if self.epsilon is None:
+            raise FedBayesError(
+                f"FederatedConformal beside {protects}: clients would send exact counts of their scores, which are not "
+                "protected. Give FederatedConformal(epsilon=...), the noise of each client's counts"
+            )
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the thresholds; with noise not in every round, but once."""
+        is_last = trainer.current_epoch + 1 == trainer.max_epochs
+        if self.epsilon is None or trainer.state.fn != "fit" or is_last:
+            super().on_validation_epoch_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say if training has ended before the round after which noisy thresholds are taken."""
+        if self.epsilon is not None and trainer.current_epoch != trainer.max_epochs:
+            rank_zero_warn(
+                "FederatedConformal has no thresholds of these weights: training has ended early, and noise is added "
+                "once, after the last round. Call trainer.validate"
+            )
+
+    def calibrate(
+        self, trainer: L.Trainer, predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int
+    ) -> None:
+        """See :class:`CalibrationCallback`."""
+        temperature = self._temperature_in(trainer)
+        self.fit_from(predictive, datasets, temperature=temperature, batch_size=batch_size, seed=seed)
+
+    def _temperature_in(self, trainer: L.Trainer) -> float:
+        """Return the temperature by which the Trainer's callbacks scale logits."""
+        scaling = next((each for each in callbacks_of(trainer) if isinstance(each, FederatedTemperature)), None)
+        return 1.0 if scaling is None or self.kind == "interval" else scaling.check_fitted()
+
+    def figures(self) -> dict[str, float]:
+        """Return the pooled threshold, the largest of the clients', and the ε of the noise."""
+        assert self.threshold is not None
+        own = {"threshold_largest": max(self.thresholds.values())} if self.per_client else {}
+        noise = {} if self.epsilon is None else {"epsilon": self.epsilon}
+        return {"threshold": self.threshold, **own, **noise}
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin with no predictions.
+
+        Raises:
+            FedBayesError: there is no threshold, or predictions are scaled otherwise than those that it was taken from.
+        """
+        self.threshold_of()
+        present = self._temperature_in(trainer)
+        if present != self.temperature:
+            raise FedBayesError(
+                f"the thresholds are of logits scaled by T = {self.temperature:.4g}, and predictions are scaled by "
+                f"T = {present:.4g}: predict with the FederatedTemperature that was in the Trainer then"
+            )
+        self.predictions = []
+
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Add the sets or intervals of a batch; raise FedBayesError for predictions of another kind."""
+        if isinstance(outputs, ClassPrediction):
+            self.predictions.append(self.sets(outputs.probs).cpu())
+        elif isinstance(outputs, RegressionPrediction):
+            ends = self.intervals(outputs.mean.flatten(), outputs.variance.sqrt().flatten())
+            self.predictions.append(ends.reshape(*outputs.mean.shape, 2).cpu())
+        else:
+            raise FedBayesError(
+                f"{type(pl_module).__name__}.predict_step gives {shown(outputs)}: give a module of this package, or "
+                "wrap your own with its posterior, fb.PosteriorPredictive(module, posterior)"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the thresholds."""
+        return {"threshold": self.threshold, "thresholds": self.thresholds, "temperature": self.temperature}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the thresholds."""
+        self.threshold, self.temperature = state_dict["threshold"], state_dict["temperature"]
+        self.thresholds = dict(state_dict["thresholds"])
+
+
+def mean_probs(logits: Tensor, temperature: float) -> Tensor:
+    """Return the mean predictive of scaled logits, (samples, batch, classes) or (batch, classes), in float64."""
+    probs = (logits.double() / temperature).softmax(-1)
+    return probs.mean(0) if probs.ndim == 3 else probs
+
+
+def share(inside: Tensor) -> float:
+    """Return the share of True."""
+    return float(inside.double().mean())

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
+from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from lightning_fedbayes.calibration.callback import CalibrationCallback
 from lightning_fedbayes.calibration.predictions import Datasets, check_apart, predictions_of
 from lightning_fedbayes.errors import FedBayesError, check_at_least, check_kind, check_number, shown
+from lightning_fedbayes.evaluation import ClientScores, class_figures
 from lightning_fedbayes.posterior import check_tensor
 
 LIMIT = math.log(1e3)
@@ -239,7 +243,7 @@ def _newton(message: TemperatureMessage) -> float:
     return -math.copysign(LONGEST, message.gradient)
 
 
-class FederatedTemperature:
+class FederatedTemperature(CalibrationCallback):
     r"""Scales logits by one temperature for all clients, found without moving data.
 
     .. math:: p(y \mid x) = \mathrm{softmax}(f(x) / T), \qquad T = \arg\min_T \sum_{k, i} -\log p(y_{ki} \mid x_{ki})
@@ -249,6 +253,15 @@ class FederatedTemperature:
 
     When to use it: after training, for a classifier whose ECE is large; accuracy stays as it is. Calibrate on held-out
     examples: on those that the network was trained on T comes out too small.
+
+    As a callback of a Trainer it finds T in every validation, of ``trainer.fit`` and ``trainer.validate``, logs
+    "val/scaled/temperature" and keeps T in checkpoints; ``trainer.test`` logs the scaled accuracy, NLL and ECE as
+    "test/scaled/...", by client, and ``trainer.predict`` predicts with scaled logits. ::
+
+        Trainer(callbacks=[FederatedBayes(...), FederatedTemperature(), FederatedConformal()])
+
+    Its sums are exact, so that it is refused beside :class:`~lightning_fedbayes.UpdatePrivacy` and
+    :class:`~lightning_fedbayes.ExamplePrivacy`.
 
     Args:
         temperature: T found before, above 0; None until :meth:`fit`.
@@ -275,6 +288,7 @@ class FederatedTemperature:
             check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
         self.temperature = temperature
         self.exchanges = 0
+        self._restore: Callable[[], None] = nothing
 
     def fit(self, clients: Mapping[str, tuple[Tensor, Tensor]]) -> FederatedTemperature:
         """Find T from held-out examples of each client; return self.
@@ -300,7 +314,8 @@ class FederatedTemperature:
         return self
 
     def fit_from(
-        self, predictive: nn.Module, datasets: Datasets, *, trained_on: Dataset | None = None, batch_size: int = 256
+        self, predictive: nn.Module, datasets: Datasets, *, trained_on: Dataset | None = None, batch_size: int = 256,
+        seed: int = 0,
     ) -> FederatedTemperature:
         """Find T from each client's calibration data set; return self.
 
@@ -310,19 +325,120 @@ class FederatedTemperature:
             datasets: of (input, target), by client: a :class:`~lightning_fedbayes.ClientDatasets` or a dict.
             trained_on: training data, to be warned of examples in both.
             batch_size: examples at a time.
+            seed: of the draws from the posterior.
 
         Raises:
             FedBayesError: as :meth:`fit`, or data that are not pairs.
         """
         check_apart(datasets, trained_on)
-        return self.fit(predictions_of(predictive, datasets, batch_size))
+        return self.fit(predictions_of(predictive, datasets, batch_size, seed))
+
+    def evaluate(
+        self, predictive: nn.Module, datasets: Datasets, *, batch_size: int = 256, seed: int = 0
+    ) -> ClientScores:
+        """Return accuracy, NLL and ECE of the scaled probabilities on each client's data, other than those of the fit.
+
+        Args:
+            predictive, datasets, batch_size, seed: see :meth:`fit_from`.
+
+        Raises:
+            FedBayesError: before :meth:`fit`, or as :meth:`fit_from`.
+        """
+        predictions = predictions_of(predictive, datasets, batch_size, seed)
+        figures = {}
+        for name, pair in predictions.items():
+            logits, targets = _checked(name, pair)
+            figures[name] = class_figures(self(logits).softmax(-1).mean(0), targets)
+        return ClientScores.of({name: len(targets) for name, (_, targets) in predictions.items()}, figures)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return logits / T, of the shape of ``logits``; raise FedBayesError before :meth:`fit`."""
-        if self.temperature is None:
-            raise FedBayesError("there is no temperature yet: call fit, or give FederatedTemperature(temperature)")
         check_tensor("logits", logits, error=FedBayesError)
-        return logits / self.temperature
+        return logits / self.check_fitted()
+
+    def check_fitted(self) -> float:
+        """Return T; raise FedBayesError before :meth:`fit`."""
+        if self.temperature is None:
+            raise FedBayesError(
+                "there is no temperature yet: call fit or trainer.validate, load a checkpoint that has one, or give "
+                "FederatedTemperature(temperature)"
+            )
+        return self.temperature
+
+
+    # -- in a Trainer --------------------------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """Name of the figures of scaled probabilities."""
+        return "scaled"
+
+    def calibrate(
+        self, trainer: L.Trainer, predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int
+    ) -> None:
+        """See :class:`CalibrationCallback`."""
+        self.fit_from(predictive, datasets, batch_size=batch_size, seed=seed)
+
+    def figures(self) -> dict[str, float]:
+        """Return T."""
+        assert self.temperature is not None
+        return {"temperature": self.temperature}
+
+    def check_privacy(self, protects: str) -> None:
+        """Refuse: sums are exact."""
+        raise FedBayesError(
+            f"FederatedTemperature beside {protects}: clients would send exact sums of their losses, which are not "
+            "protected. Leave it out, or calibrate by FederatedConformal(epsilon=...)"
+        )
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Scale the logits that the module draws until predictions end.
+
+        Raises:
+            FedBayesError: there is no temperature, or the module has no ``sample`` whose draws could be scaled.
+        """
+        module: Any = pl_module
+        sample: Callable[..., Any] | None = getattr(module, "sample", None)
+        if sample is None:
+            raise FedBayesError(
+                f"{type(pl_module).__name__} has no sample(inputs), whose logits FederatedTemperature scales: take it "
+                "out of the Trainer and call it with the logits"
+            )
+        self.check_fitted()
+        own = vars(module).get("sample")
+
+        def scaled(*args: Any, **options: Any) -> Tensor:
+            return self(sample(*args, **options))
+
+        module.sample = scaled
+
+        def restore() -> None:
+            del module.sample
+            if own is not None:
+                module.sample = own
+
+        self._restore = restore
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Give the module its own draws back."""
+        self._restore, restore = nothing, self._restore
+        restore()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Give the module its own draws back."""
+        self.on_predict_end(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return T."""
+        return {"temperature": self.temperature, "exchanges": self.exchanges}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore T."""
+        self.temperature, self.exchanges = state_dict["temperature"], state_dict["exchanges"]
+
+
+def nothing() -> None:
+    """Do nothing: there is nothing to give back."""
 
 
 def warn_of(search: TemperatureSearch) -> None:

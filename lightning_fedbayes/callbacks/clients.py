@@ -58,7 +58,7 @@ class ClientReport(L.Callback):
 
     def _score(self, trainer: L.Trainer, module: L.LightningModule, stage: str, loader: Any) -> None:
         """Score and log; what cannot be scored is said once, and costs nobody a run."""
-        clients, predictor = getattr(loader, "dataset", None), _predictor(trainer, module)
+        clients, predictor = getattr(loader, "dataset", None), predictor_of(trainer, module)
         if not isinstance(clients, ClientDatasets) or predictor is None or self._is_silent:
             return
         try:
@@ -77,7 +77,7 @@ class ClientReport(L.Callback):
                       trainer.current_epoch)
 
 
-def _predictor(trainer: L.Trainer, module: L.LightningModule) -> L.LightningModule | None:
+def predictor_of(trainer: L.Trainer, module: L.LightningModule) -> L.LightningModule | None:
     """Return the module itself if it has predictions of its own, or those of its posterior; None without either."""
     if type(module).predict_step is not L.LightningModule.predict_step:
         return module

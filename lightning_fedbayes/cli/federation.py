@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from lightning_fedbayes import adversaries, data, fusion, modules, partition  # noqa: F401 (classes to find by name)
+from lightning_fedbayes.calibration import FederatedConformal
 from lightning_fedbayes.callbacks import FederatedBayes
 from lightning_fedbayes.callbacks.uncertainty import bring_report
 from lightning_fedbayes.cli.messages import class_help, explain, one_line, option_names, short_help
@@ -125,13 +126,18 @@ class FederationCLI(LightningCLI):
             raise FedBayesError(f"trainer: {one_line(str(error))}") from error
 
     def predict(self, model: L.LightningModule, **arguments: Any) -> None:
-        """Predict, and save the module's output for each batch."""
+        """Predict, and save the module's output for each batch, with the sets or intervals of conformal callbacks."""
         batches = self.trainer.predict(model, **arguments) or []
+        callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        conformal = [each for each in callbacks if isinstance(each, FederatedConformal)]
         folder = Path(self.trainer.log_dir or ".")
         if not self.trainer.is_global_zero:  # the first process has all batches
             return
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save([getattr(batch, "_asdict", lambda batch=batch: batch)() for batch in batches], folder / PREDICTIONS)
+        saved: list[Any] = [getattr(batch, "_asdict", lambda batch=batch: batch)() for batch in batches]
+        for each in conformal:  # which refuse other outputs than ours
+            saved = [{**batch, each.label: found} for batch, found in zip(saved, each.predictions, strict=True)]
+        torch.save(saved, folder / PREDICTIONS)
         print(f"Predictions: {folder / PREDICTIONS} (a list of batches, for torch.load)")
 
     def before_validate(self) -> None:

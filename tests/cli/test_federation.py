@@ -16,7 +16,7 @@ from tests.cli.commands import CONFIGS, DIGITS, QUICK, lightnings_warnings
 pytestmark = lightnings_warnings
 
 
-@pytest.mark.parametrize("name", ["digits", "diabetes", "untrusted"])
+@pytest.mark.parametrize("name", ["digits", "diabetes", "untrusted", "calibrated"])
 def test_an_example_trains_and_leaves_its_figures_and_configuration(name, elsewhere, capsys):
     assert main(["fit", "--config", str(CONFIGS / f"{name}.yaml"), *QUICK]) == 0
     folder = elsewhere / "outputs" / "fedbayes" / "version_0"
@@ -27,7 +27,7 @@ def test_an_example_trains_and_leaves_its_figures_and_configuration(name, elsewh
     assert not (elsewhere / "config.yaml").exists()
 
 
-@pytest.mark.parametrize("name", ["digits", "diabetes", "untrusted"])
+@pytest.mark.parametrize("name", ["digits", "diabetes", "untrusted", "calibrated"])
 def test_what_print_config_prints_describes_the_same_federation(name, elsewhere, capsys):
     def printed(file):
         assert main(["fit", "--config", str(file), "--print_config"]) == 0
@@ -44,6 +44,8 @@ def contains(whole, part):
     """Return whether every value of ``part`` is in ``whole``; classes may have their full path there."""
     if isinstance(part, dict):
         return all(key in whole and contains(whole[key], value) for key, value in part.items())
+    if isinstance(part, list):
+        return len(whole) == len(part) and all(map(contains, whole, part))
     return whole == part or (isinstance(part, str) and str(whole).endswith(f".{part}"))
 
 
@@ -103,6 +105,22 @@ def test_a_checkpoint_is_scored_and_its_predictions_are_kept(elsewhere, capsys):
     for batch in batches:  # of a bootstrap, the clients' networks are the samples
         torch.testing.assert_close(batch["samples"].mean(0), batch["mean"])
         torch.testing.assert_close(batch["aleatoric"] + batch["epistemic"], batch["variance"])
+
+
+def test_calibration_from_a_file_is_scored_and_used_with_the_checkpoint(elsewhere, capsys):
+    config = ["--config", str(CONFIGS / "calibrated.yaml"), *QUICK]
+    assert main(["fit", *config]) == 0
+    assert "val/scaled/temperature" in capsys.readouterr().out
+    checkpoint = elsewhere / "outputs" / "fedbayes" / "version_0" / "checkpoints" / "last.ckpt"
+    assert main(["test", *config, "--ckpt_path", str(checkpoint)]) == 0
+    scores = figures_of(capsys.readouterr().out)
+    assert {"test/scaled/ece", "test/scaled/nll_worst", "test/lac_95/coverage", "test/lac_95/set_size"} <= set(scores)
+    assert main(["predict", *config, "--ckpt_path", str(checkpoint)]) == 0
+    (file,) = elsewhere.glob("outputs/fedbayes/*/predictions.pt")
+    kept = torch.load(checkpoint, weights_only=False)["callbacks"]
+    threshold = next(state["threshold"] for key, state in kept.items() if "FederatedConformal" in key)
+    for batch in torch.load(file, weights_only=True):
+        assert torch.equal(batch["lac_95"], 1 - batch["probs"].double() <= threshold)
 
 
 def figures_of(printed):

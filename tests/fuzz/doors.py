@@ -363,7 +363,10 @@ DOORS = {
         partial(quietly, fb.FederatedTemperature().fit), {"clients": {"a": (PROBS.log(), 1 - TARGET)}}),
     "FederatedTemperature.fit_from": (
         partial(quietly, fb.FederatedTemperature().fit_from),
-        {"predictive": LINEAR, "datasets": {"a": CLASSES}, "trained_on": table(3), "batch_size": 2}),
+        {"predictive": LINEAR, "datasets": {"a": CLASSES}, "trained_on": table(3), "batch_size": 2, "seed": 0}),
+    "FederatedTemperature.evaluate": (
+        fb.FederatedTemperature(2.0).evaluate,
+        {"predictive": LINEAR, "datasets": {"a": CLASSES}, "batch_size": 2, "seed": 0}),
     "FederatedTemperature.__call__": (fb.FederatedTemperature(2.0), {"logits": PROBS}),
     "class_scores": (
         calibration.class_scores, {"probs": PROBS, "targets": TARGET, "kind": "aps", "generator": None}),
@@ -390,13 +393,16 @@ DOORS = {
     "ClientScores.spread": (SCORES.spread, {"figure": "nll"}),
     "FederatedConformal": (
         fb.FederatedConformal,
-        {"level": 0.9, "kind": "lac", "per_client": True, "shrinkage": 1.0, "bins": 16}),
+        {"level": 0.9, "kind": "lac", "per_client": True, "shrinkage": 1.0, "bins": 16, "epsilon": 1.0}),
     "FederatedConformal.fit": (
-        partial(quietly, fb.FederatedConformal().fit), {"clients": {"a": torch.rand(9), "b": SKETCH}}),
+        partial(quietly, fb.FederatedConformal().fit), {"clients": {"a": torch.rand(9), "b": SKETCH}, "seed": 0}),
     "FederatedConformal.fit_from": (
         partial(quietly, fb.FederatedConformal(0.5).fit_from),
         {"predictive": LINEAR, "datasets": {"a": CLASSES}, "temperature": 2.0, "trained_on": table(3),
-         "batch_size": 2}),
+         "batch_size": 2, "seed": 0}),
+    "FederatedConformal.evaluate": (
+        fb.FederatedConformal().fit({"a": SKETCH}).evaluate,
+        {"predictive": LINEAR, "datasets": {"a": CLASSES}, "batch_size": 2, "seed": 0}),
     "FederatedConformal.sets": (
         fb.FederatedConformal(kind="aps", per_client=True).fit({"a": SKETCH}).sets,
         {"probs": PROBS, "client": "a", "generator": None}),
@@ -404,10 +410,11 @@ DOORS = {
         fb.FederatedConformal(kind="interval", per_client=True).fit({"a": torch.rand(20)}).intervals,
         {"mean": torch.zeros(2), "std": torch.ones(2), "client": "a"}),
     "predictions_of": (
-        calibration.predictions_of, {"predictive": LINEAR, "datasets": {"a": CLASSES}, "batch_size": 2}),
+        calibration.predictions_of, {"predictive": LINEAR, "datasets": {"a": CLASSES}, "batch_size": 2, "seed": 0}),
     "moments_of": (
         calibration.moments_of,
-        {"predictive": fb.HybridBayesianRegressor(nn.Linear(2, 1)), "datasets": {"a": CLASSES}, "batch_size": 2}),
+        {"predictive": fb.HybridBayesianRegressor(nn.Linear(2, 1)), "datasets": {"a": CLASSES}, "batch_size": 2,
+         "seed": 0}),
     # layers
     "with_kl": (fb.with_kl, {"module": fb.HybridBayesianClassifier(network()).eval(), "kl_weight": 1.0}),
     "bayesianize": (fb.bayesianize, {
