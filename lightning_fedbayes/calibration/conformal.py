@@ -488,19 +488,33 @@ class FederatedConformal(CalibrationCallback):
         Raises:
             FedBayesError: as :meth:`fit`, or the data or the module do not suit the kind.
         """
-        check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
         check_apart(datasets, trained_on)
-        if self.kind == "interval":
-            moments = moments_of(predictive, datasets, batch_size, seed)
-            scores = {name: interval_scores(*each) for name, each in moments.items()}
-        else:
-            predictions = predictions_of(predictive, datasets, batch_size, seed)
-            scores = {
-                name: class_scores(mean_probs(logits, temperature), targets, self.kind)
-                for name, (logits, targets) in predictions.items()
-            }
+        scores = self.scores_of(predictive, datasets, temperature, batch_size, seed)
         self.temperature = temperature
         return self.fit(scores, seed=seed)
+
+    def scores_of(
+        self, predictive: nn.Module, datasets: Datasets, temperature: float = 1.0, batch_size: int = 256, seed: int = 0,
+        first: int = 0,
+    ) -> dict[str, Tensor]:
+        """Return the scores of each client's examples, by its name.
+
+        Args:
+            predictive, datasets, temperature, batch_size, seed: see :meth:`fit_from`.
+            first: number of the first client, see :func:`predictions_of`.
+
+        Raises:
+            FedBayesError: the data or the module do not suit the kind.
+        """
+        check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
+        if self.kind == "interval":
+            moments = moments_of(predictive, datasets, batch_size, seed, first)
+            return {name: interval_scores(*each) for name, each in moments.items()}
+        predictions = predictions_of(predictive, datasets, batch_size, seed, first)
+        return {
+            name: class_scores(mean_probs(logits, temperature), targets, self.kind)
+            for name, (logits, targets) in predictions.items()
+        }
 
     def evaluate(
         self, predictive: nn.Module, datasets: Datasets, *, batch_size: int = 256, seed: int = 0

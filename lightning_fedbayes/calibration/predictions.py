@@ -23,7 +23,7 @@ Datasets = ClientDatasets | Mapping[str, Dataset]
 
 @torch.no_grad()
 def predictions_of(
-    predictive: nn.Module, datasets: Datasets, batch_size: int = 256, seed: int = 0
+    predictive: nn.Module, datasets: Datasets, batch_size: int = 256, seed: int = 0, first: int = 0
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return each client's logits and targets, by name.
 
@@ -35,34 +35,35 @@ def predictions_of(
             evaluated in evaluation mode, on the device of its parameters.
         datasets: of (input, target), by client.
         batch_size: examples at a time.
-        seed: of the draws. A client's depend on its position, not on the other clients' data; global generators stay as
-            they are.
+        seed: of the draws. A client's depend on its number, not on the other clients; global generators stay as they
+            are.
+        first: number of the first client.
 
     Raises:
         FedBayesError: no module, no data sets by name, a client without an example, examples that are no pairs.
     """
     return {
         name: (torch.cat([outputs_of(predictive, inputs) for inputs, _ in batches], -2), targets_of(batches))
-        for name, batches in _batches(predictive, datasets, batch_size, seed)
+        for name, batches in _batches(predictive, datasets, batch_size, seed, first)
     }
 
 
 @torch.no_grad()
 def moments_of(
-    predictive: nn.Module, datasets: Datasets, batch_size: int = 256, seed: int = 0
+    predictive: nn.Module, datasets: Datasets, batch_size: int = 256, seed: int = 0, first: int = 0
 ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Return each client's predictive means, standard deviations and targets, vectors of shape (examples · targets,).
 
     Args:
         predictive: a regressor, whose ``predict_step`` returns a
             :class:`~lightning_fedbayes.modules.RegressionPrediction`.
-        datasets, batch_size, seed: see :func:`predictions_of`.
+        datasets, batch_size, seed, first: see :func:`predictions_of`.
 
     Raises:
         FedBayesError: as :func:`predictions_of`, or ``predictive`` is no regressor.
     """
     found = {}
-    for name, batches in _batches(predictive, datasets, batch_size, seed):
+    for name, batches in _batches(predictive, datasets, batch_size, seed, first):
         predicted = [_regression(predictive, inputs) for inputs, _ in batches]
         mean = torch.cat([each.mean.flatten() for each in predicted])
         std = torch.cat([each.variance.sqrt().flatten() for each in predicted])
@@ -103,7 +104,7 @@ def _regression(predictive: nn.Module, inputs: Tensor) -> RegressionPrediction:
 
 
 def _batches(
-    predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int
+    predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int
 ) -> Iterator[tuple[str, list[tuple[Tensor, Tensor]]]]:
     """Yield each client's name and batches of (inputs, targets) on the module's device, the module in evaluation.
 
@@ -112,9 +113,10 @@ def _batches(
     check_kind("predictive", predictive, nn.Module, "give a torch.nn.Module", error=FedBayesError)
     check_at_least("batch_size", batch_size, 1, error=FedBayesError)
     check_at_least("seed", seed, -LARGEST, error=FedBayesError)
+    check_at_least("first", first, 0, error=FedBayesError)
     device = next((parameter.device for parameter in predictive.parameters()), torch.device("cpu"))
     with evaluation_mode(predictive), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        for number, (name, dataset) in enumerate(by_name(datasets).items()):
+        for number, (name, dataset) in enumerate(by_name(datasets).items(), first):
             torch.manual_seed(derive_seed(seed, "evaluation", client=number))
             yield name, [_pair(name, batch, device) for batch in batches_of(dataset, batch_size)]
 

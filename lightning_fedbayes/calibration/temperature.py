@@ -309,6 +309,10 @@ class FederatedTemperature(CalibrationCallback):
         while not search.done:
             messages = (temperature_message(*pair, search.temperature) for pair in checked.values())
             search = search.after(reduce(add, messages))
+        return self.take(search)
+
+    def take(self, search: TemperatureSearch) -> FederatedTemperature:
+        """Take T from a search that has ended, with the warnings of :meth:`fit`; return self."""
         warn_of(search)
         self.temperature, self.exchanges = search.temperature, search.exchanges
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,14 @@ class ServerState:
         federation: a name that no other federation has, by which clients recognise their own states.
         seed: source of its random draws.
         server: state of the server (:meth:`Server.state_dict <lightning_fedbayes.Server.state_dict>`).
+        calibration: state of each calibration of the global posterior, by its ``state_key``; none before
+            :meth:`FusionStrategy.calibrate`.
     """
 
     federation: str
     seed: int
     server: dict[str, Any]
+    calibration: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def posterior(self) -> GaussianPosterior:
@@ -93,7 +96,8 @@ def load_checkpoint(
         path: the checkpoint of :class:`~lightning_fedbayes.flower.FusionStrategy`.
         buffers, local_parameters: as in the federation.
 
-    Returns: the whole checkpoint, with the history of rounds.
+    Returns: the whole checkpoint, with the history of rounds. Calibration is loaded into a callback of the same options
+    by ``scaling.load_state_dict(state.calibration[scaling.state_key])``.
 
     Raises:
         FederationError: the file is no such checkpoint.

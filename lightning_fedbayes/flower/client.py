@@ -15,7 +15,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_fedbayes.calibration.conformal import check_epsilon
 from lightning_fedbayes.errors import FederationError, check_kind, check_path
+from lightning_fedbayes.flower.calibration import ACTION, answer, check_allowed, count_noise, own_data, request_in
 from lightning_fedbayes.flower.training import ClientTraining, Task
 from lightning_fedbayes.flower.wire import from_arrays, to_arrays
 from lightning_fedbayes.fusion import FusionRule, Sites
@@ -58,6 +60,7 @@ def client_app(
     privacy: UpdatePrivacy | None = None,
     posterior: Source | None = None,
     proximal: float = 0.0,
+    conformal_epsilon: float | None = None,
     state_folder: str | Path | None = None,
     trainer: Mapping[str, Any] | None = None,
 ) -> ClientApp:
@@ -85,6 +88,10 @@ def client_app(
         privacy: clips what the client sends and adds noise to it, in every message from a fresh seed that nobody knows.
             The client counts all messages that it has ever sent from its ``state_folder``, those for a round that is
             asked for again and those of other federations among them, and tells the server their ε.
+        conformal_epsilon: ε of the noise on counts of scores, where the server calibrates by
+            ``FederatedConformal(epsilon=...)``, which must be the same. Each answer costs it anew; the client adds them
+            up in its ``state_folder``. It sends no exact sums then, for a temperature. None: counts are exact, and none
+            are sent under ``privacy``.
         state_folder: where the client keeps its state, which never leaves it: local parameters and buffers, kept
             optimizer state, the number of its messages under ``privacy``.
         trainer: options of the client's Trainer, such as ``{"accelerator": "gpu", "gradient_clip_val": 1.0}``.
@@ -101,20 +108,23 @@ def client_app(
         proximal=proximal,
     )
     keeps = bool(local_parameters) or optimizer_state == "keep" or buffers == "local" or privacy is not None
-    keeps = keeps or isinstance(settings.fusion, Sites)
+    keeps = keeps or isinstance(settings.fusion, Sites) or conformal_epsilon is not None
+    if conformal_epsilon is not None:
+        check_epsilon(conformal_epsilon)
     if keeps and state_folder is None:
         raise FederationError(
-            "local parameters, local buffers, kept optimizer states, sites and the account of privacy stay at the "
+            "local parameters, local buffers, kept optimizer states, sites and the accounts of privacy stay at the "
             "client from round to round: pass state_folder=..., a folder of the client's own"
         )
     if privacy is not None:
         check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
     folder = check_path("state_folder", state_folder) if keeps else None
-    handler = _MessageHandler(module, datamodule, settings, folder, trainer or {})
+    handler = _MessageHandler(module, datamodule, settings, folder, trainer or {}, conformal_epsilon)
     app = ClientApp()
     app.query()(handler.introduce)
     app.train()(handler.train)
     app.evaluate()(handler.evaluate)
+    app.query(ACTION)(handler.calibrate)
     return app
 
 
@@ -138,13 +148,14 @@ class _MessageHandler:
 
     def __init__(
         self, module: L.LightningModule, datamodule: DataModule, settings: FederationSettings,
-        state_folder: Path | None, options: Mapping[str, Any],
+        state_folder: Path | None, options: Mapping[str, Any], conformal_epsilon: float | None,
     ) -> None:
         self.module = module
         self.datamodule = datamodule
         self.training = ClientTraining(settings)
         self.state_folder = state_folder
         self.privacy = settings.privacy
+        self.conformal_epsilon = conformal_epsilon
         self.options = {**QUIET, **options}
         self._trainer: L.Trainer | None = None
 
@@ -191,6 +202,21 @@ class _MessageHandler:
             lambda trainer: self.training.evaluate(trainer, self.module, self._data(context), task)
         )
         return _reply(message, metrics=MetricRecord({"num-examples": count, **metrics}))
+
+    def calibrate(self, message: Message, context: Context) -> Message:
+        """Answer what the server asks of the client's validation data, to calibrate the posterior that it sends."""
+        task, request = _task(message, context, {}), request_in(_config(message))
+        check_allowed(request, self.privacy is not None, self.conformal_epsilon)
+        datamodule = self._data(context)
+        datamodule.prepare_data()
+        datamodule.setup("validate")
+        data = own_data(datamodule.val_dataloader(), task.client)
+        self.training.load_global(self.module, task)
+        spent = 0.0
+        if request["epsilon"]:
+            assert self.state_folder is not None
+            spent = count_noise(self.state_folder, task.client, request["epsilon"])  # before anything is sent
+        return _reply(message, **answer(self.module, data, request, task.client, task.seed, spent))
 
     def _data(self, context: Context) -> L.LightningDataModule:
         """The client's data module; made anew for every message if a function makes it."""

@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from lightning_fedbayes.errors import check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.flower.calibration import Calibration, check_calibration
 from lightning_fedbayes.flower.strategy import FusionStrategy
 from lightning_fedbayes.flower.wire import to_arrays
 from lightning_fedbayes.settings import BufferPolicy, Source, check_patterns
@@ -48,6 +49,7 @@ def server_app(
     buffers: BufferPolicy = "average",
     local_parameters: Sequence[str] = (),
     posterior: Source | None = None,
+    calibration: Sequence[Calibration] = (),
 ) -> ServerApp:
     """Return the ServerApp of a federation.
 
@@ -64,6 +66,7 @@ def server_app(
         rounds: number of rounds, those in the checkpoint among them.
         timeout: seconds that a round waits for its clients.
         buffers, local_parameters, posterior: those of :func:`~lightning_fedbayes.flower.client_app`.
+        calibration: callbacks that are fitted after the last round, see :meth:`FusionStrategy.calibrate`.
 
     Raises:
         FederationError: an argument cannot be used.
@@ -71,11 +74,14 @@ def server_app(
     check_kind("strategy", strategy, FusionStrategy, "give a FusionStrategy")
     check_at_least("rounds", rounds, 1)
     check_number("timeout", timeout, "(0, inf)")
+    check_calibration(calibration)
     arrays = initial_arrays(module, buffers=buffers, local_parameters=local_parameters, posterior=posterior)
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        strategy.start(grid, arrays, num_rounds=rounds, timeout=timeout)
+        result = strategy.start(grid, arrays, num_rounds=rounds, timeout=timeout)
+        if calibration:
+            strategy.calibrate(grid, result.arrays, calibration, timeout)
 
     return app

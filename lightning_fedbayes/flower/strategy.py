@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_fedbayes.errors import LARGEST, FederationError, FusionError, check_at_least, check_flag, check_path
+from lightning_fedbayes.errors import FederationError, FusionError, check_at_least, check_flag, check_number, check_path
+from lightning_fedbayes.flower.calibration import ACTION, Calibration, calibrate, check_calibration
 from lightning_fedbayes.flower.checkpoint import ServerState
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import (
@@ -23,17 +25,15 @@ from lightning_fedbayes.flower.wire import (
     read_update,
     to_arrays,
 )
-from lightning_fedbayes.fusion import FusionRule, Sites, get_rule, rule_name
+from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.fusion.sites import sites_of
-from lightning_fedbayes.guard import check_influence
 from lightning_fedbayes.messages import ClientFailure, ClientUpdate
-from lightning_fedbayes.plan import Fraction, RoundPlan, check_fraction, choose_cohort
+from lightning_fedbayes.plan import Fraction, RoundPlan, choose_cohort
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server import Server
-from lightning_fedbayes.settings import check_cohort, check_sites_weighting
-from lightning_fedbayes.weighting import CohortWeights, check_weighting
+from lightning_fedbayes.settings import FederationSettings, Weighting, check_cohort
 
 EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
 
@@ -80,7 +80,7 @@ class FusionStrategy(Strategy):
     def __init__(
         self,
         fusion: str | FusionRule = "reverse_kl_barycenter",
-        weighting: str | CohortWeights = "train_size",
+        weighting: Weighting = "train_size",
         *,
         fraction: Fraction = 1.0,
         min_clients: int = 1,
@@ -92,18 +92,13 @@ class FusionStrategy(Strategy):
         seed: int = 0,
     ) -> None:
         self.rule = get_rule(fusion)
-        if isinstance(self.rule, Sites):
-            check_sites_weighting(weighting)
-        check_weighting(weighting)
-        check_fraction(fraction)
-        for name, value in (
-            ("min_clients", min_clients), ("wait_for", wait_for), ("max_failed_rounds", max_failed_rounds)
-        ):
-            check_at_least(name, value, 1)
+        FederationSettings(  # for its checks
+            fusion=self.rule, weighting=weighting, fraction=fraction, min_clients=min_clients,
+            max_failed_rounds=max_failed_rounds, max_influence=max_influence, seed=seed,
+        )
+        check_at_least("wait_for", wait_for, 1)
         check_cohort(wait_for, fraction, min_clients)
         check_flag("evaluate", evaluate)
-        check_at_least("seed", seed, -LARGEST)
-        check_influence(max_influence)
         self.weighting = weighting
         self.fraction: Fraction = fraction
         self.min_clients = min_clients
@@ -265,12 +260,17 @@ class FusionStrategy(Strategy):
         try:
             result = self.server.finish()
         finally:
-            if self.checkpoint is not None:
-                ServerState(self._federation, self.seed, self.server.state_dict()).save(self.checkpoint)
+            self._save({})
         if result.refusal is not None:
             rank_zero_info(f"The old posterior stays, because the clients cannot be fused: {result.refusal}")
         arrays = to_arrays(result.posterior, result.buffers) if result.success else None
         return arrays, MetricRecord({**result.figures})
+
+    def _save(self, calibration: dict[str, dict[str, Any]]) -> None:
+        """Write the checkpoint, if there is one."""
+        if self.checkpoint is not None:
+            assert self.server is not None
+            ServerState(self._federation, self.seed, self.server.state_dict(), calibration).save(self.checkpoint)
 
     def _read(self, server_round: int, replies: Iterable[Message]) -> dict[int, ClientUpdate | ClientFailure]:
         """Return the update, or the failure, of every client that was asked."""
@@ -288,6 +288,48 @@ class FusionStrategy(Strategy):
             silence = FusionError(f"client {client}: no reply within {self._timeout:g} s")
             updates[client] = ClientFailure(client, silence)
         return updates
+
+    # -- calibration ---------------------------------------------------------------------------------------------------
+
+    def calibrate(
+        self, grid: Grid, arrays: ArrayRecord, calibration: Sequence[Calibration], timeout: float = 3600
+    ) -> None:
+        """Calibrate the global posterior on the clients' validation data after :meth:`start`, and store the result.
+
+        ::
+
+            scaling, conformal = fb.FederatedTemperature(), fb.FederatedConformal(per_client=True)
+            result = strategy.start(grid, initial_arrays(module), num_rounds=20)
+            strategy.calibrate(grid, result.arrays, [scaling, conformal])
+
+        The result is that of the same callbacks in one process. Thresholds go by the clients' numbers. A client that
+        fails is left out. Clients are believed: one that lies about its sums can move the temperature.
+
+        Args:
+            grid: how the server reaches the clients.
+            arrays: the global arrays.
+            calibration: callbacks to fit; a FederatedTemperature first.
+            timeout: seconds that an exchange waits for its clients.
+
+        Raises:
+            FederationError: before :meth:`start`, an argument cannot be used, or no client answers.
+        """
+        if self.server is None:
+            raise FederationError("there is no federation to calibrate yet: call start first")
+        check_calibration(calibration)
+        check_number("timeout", timeout, "(0, inf)")
+        self._roster.wait(grid, self.wait_for, timeout)
+        rounds = max(1, self.server.rounds)
+
+        def ask(request: dict[str, Any], clients: set[int] | None) -> dict[int, Message]:
+            nodes = {n: c for c, n in self._roster.nodes.items() if clients is None or c in clients}
+            kind = f"{MessageType.QUERY}.{ACTION}"
+            questions = self._messages(kind, rounds, arrays, ConfigRecord(request), nodes)
+            replies = grid.send_and_receive(questions, timeout=timeout)
+            return {nodes[reply.metadata.src_node_id]: reply for reply in replies}
+
+        calibrate(calibration, ask)
+        self._save({each.state_key: each.state_dict() for each in calibration})
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 

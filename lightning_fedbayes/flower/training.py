@@ -165,11 +165,7 @@ class ClientTraining(L.Callback):
         Raises:
             FederationError: there are no validation data.
         """
-        self._reset(module)
-        self._load(module, task)
-        hook = getattr(module, "on_round_end", None)
-        if hook is not None:
-            hook(task.posterior, [])
+        self.load_global(module, task)
         seed_everything(derive_seed(task.seed, "validation", task.round, task.client))
         found = trainer.validate(module, datamodule=datamodule, verbose=False)
         if not found:
@@ -178,6 +174,14 @@ class ClientTraining(L.Callback):
         loaders = loaders if isinstance(loaders, list | tuple) else [loaders]
         count = sum(len(loader.dataset) for loader in loaders)
         return {name: value for figures in found for name, value in figures.items() if math.isfinite(value)}, count
+
+    def load_global(self, module: L.LightningModule, task: Task) -> None:
+        """Load the global model of ``task`` into ``module``, as after its round."""
+        self._reset(module)
+        self._load(module, task)
+        hook = getattr(module, "on_round_end", None)
+        if hook is not None:
+            hook(task.posterior, [])
 
     def _reset(self, module: L.LightningModule) -> None:
         """Bring ``module`` back to how it was built, which is what a new process would start with."""

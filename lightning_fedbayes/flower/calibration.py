@@ -1,0 +1,254 @@
+"""Calibration over Flower: what the server asks its clients for, what they answer, and how answers are read."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.utils.data import ConcatDataset, Dataset
+
+from lightning_fedbayes.calibration import (
+    FederatedConformal,
+    FederatedTemperature,
+    ScoreSketch,
+    TemperatureMessage,
+    TemperatureSearch,
+    predictions_of,
+    temperature_message,
+)
+from lightning_fedbayes.calibration.callback import data_of
+from lightning_fedbayes.calibration.conformal import GRIDS
+from lightning_fedbayes.data import ClientDatasets
+from lightning_fedbayes.errors import FedBayesError, FederationError, FusionError
+from lightning_fedbayes.flower.wire import MOST_EXAMPLES, examples_of, read_metrics
+
+ACTION = "calibrate"
+"""Flower's name of the query."""
+TEMPERATURE = "temperature"
+REQUEST = ("kind", "temperature", "bins", "epsilon")
+"""Keys of a request: "temperature" or a kind of scores, T of the logits, cells and ε of the sketch, 0 for no noise."""
+
+Calibration = FederatedTemperature | FederatedConformal
+Ask = Callable[[dict[str, Any], "set[int] | None"], Mapping[int, Message]]
+"""Sends a request to some clients, or to all; returns client → reply."""
+
+
+# -- server ------------------------------------------------------------------------------------------------------------
+
+
+def check_calibration(callbacks: Any) -> Sequence[Calibration]:
+    """Raise FederationError unless these are calibrations in an order that can be run."""
+    if not isinstance(callbacks, Sequence) or not all(isinstance(each, Calibration) for each in callbacks):
+        raise FederationError("calibration: give a list of FederatedTemperature and FederatedConformal")
+    if any(isinstance(each, FederatedTemperature) for each in callbacks[1:]):
+        raise FederationError("calibration: put FederatedTemperature first, and only one; sets are of scaled logits")
+    return callbacks
+
+
+def calibrate(callbacks: Sequence[Calibration], ask: Ask) -> None:
+    """Fit temperature and thresholds from the clients' answers; see :meth:`FusionStrategy.calibrate`."""
+    temperature = 1.0
+    for each in callbacks:
+        if isinstance(each, FederatedTemperature):
+            find_temperature(each, ask)
+            temperature = each.check_fitted()
+        else:
+            take_thresholds(each, temperature, ask)
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in each.figures().items())
+        rank_zero_info(f"Calibration {each.label}: {figures}")
+
+
+def find_temperature(scaling: FederatedTemperature, ask: Ask) -> None:
+    """Find T by exchanges with the clients; where one fails the search begins anew, at the last T, without it.
+
+    Raises:
+        FederationError: no client answers.
+    """
+    search, clients = TemperatureSearch(), None
+    while not search.done:
+        request = {"kind": TEMPERATURE, "temperature": search.temperature, "bins": 1, "epsilon": 0.0}
+        messages = _read(ask(request, clients), _temperature_in)
+        if clients is not None and messages.keys() != clients:
+            search = TemperatureSearch(search.temperature)
+        clients = set(messages)
+        search = search.after(reduce(add, messages.values()))
+    scaling.take(search)
+
+
+def take_thresholds(conformal: FederatedConformal, temperature: float, ask: Ask) -> None:
+    """Take the thresholds from a sketch of each client.
+
+    Raises:
+        FederationError: no client answers.
+    """
+    conformal.temperature = 1.0 if conformal.kind == "interval" else temperature
+    request = {
+        "kind": conformal.kind, "temperature": conformal.temperature, "bins": conformal.bins,
+        "epsilon": conformal.epsilon or 0.0,
+    }
+
+    def sketch_in(reply: Message, who: str) -> tuple[ScoreSketch, float]:
+        return _sketch_in(reply, who, conformal)
+
+    sketches = _read(ask(request, None), sketch_in)
+    conformal.fit({str(client): sketch for client, (sketch, _) in sketches.items()})
+    if conformal.epsilon is not None:
+        spent = max(epsilon for _, epsilon in sketches.values())
+        rank_zero_info(f"Noisy counts so far: ε = {spent:g}, the largest of a client")
+
+
+def _read(replies: Mapping[int, Message], read: Callable[[Message, str], Any]) -> dict[int, Any]:
+    """Return client → what it sent, in the order of clients, without those whose reply cannot be used."""
+    found, reasons = {}, []
+    for client in sorted(replies):
+        try:
+            found[client] = read(replies[client], f"client {client}")
+        except FedBayesError as refusal:
+            reasons.append(str(refusal))
+            rank_zero_info(f"Calibration: left out: {refusal}")
+    if not found:
+        raise FederationError(f"no client's answer can be used: {'; '.join(reasons) or 'none has come in time'}")
+    return found
+
+
+def _temperature_in(reply: Message, who: str) -> TemperatureMessage:
+    metrics = read_metrics(reply, who)
+    missing = [name for name in ("gradient", "curvature", "loss") if name not in metrics]
+    if missing:
+        raise FusionError(f"{who}: its reply has no finite {', '.join(missing)}")
+    return TemperatureMessage(
+        metrics["gradient"], metrics["curvature"], metrics["loss"], examples_of(metrics, who, least=1)
+    )
+
+
+def _sketch_in(reply: Message, who: str, conformal: FederatedConformal) -> tuple[ScoreSketch, float]:
+    """Return a client's sketch, and the ε that it says it has spent."""
+    spent = read_metrics(reply, who).get("epsilon", 0.0)
+    arrays = reply.content.get("arrays")
+    if not isinstance(arrays, ArrayRecord) or "counts" not in arrays:
+        raise FusionError(f"{who}: its reply has no counts")
+    try:
+        counts = torch.from_numpy(arrays["counts"].numpy())
+    except Exception as error:  # bytes of a stranger: NumPy raises what it likes
+        raise FusionError(f"{who}: its counts cannot be read: {error}") from None
+    sketch = ScoreSketch(counts, GRIDS[conformal.kind])
+    if len(counts) != conformal.bins or int(counts.max()) > MOST_EXAMPLES or sketch.num_examples == 0:
+        raise FusionError(f"{who}: its counts are not those of {conformal.bins} cells and of some examples")
+    return sketch, spent
+
+
+# -- client ------------------------------------------------------------------------------------------------------------
+
+
+def own_data(loaders: Any, client: int) -> tuple[Dataset, int]:
+    """Return a client's own validation data, and the batch size.
+
+    Args:
+        loaders: of its data module; of a :class:`~lightning_fedbayes.ClientDatasets` its part is taken, and of all
+            others everything.
+        client: its number.
+
+    Raises:
+        FedBayesError: there are no data, or no part for the client.
+    """
+    datasets, batch_size = data_of(loaders)
+    if isinstance(datasets, ClientDatasets):
+        if client >= len(datasets.datasets):
+            raise FederationError(
+                f"the validation data are those of {len(datasets.datasets)} clients, and this one is number {client}"
+            )
+        return datasets.datasets[client], batch_size
+    parts = list(datasets.values())
+    return (parts[0] if len(parts) == 1 else ConcatDataset(parts)), batch_size
+
+
+def answer(
+    module: nn.Module, data: tuple[Dataset, int], request: Mapping[str, Any], client: int, seed: int, spent: float
+) -> dict[str, ArrayRecord | MetricRecord]:
+    """Return what a client answers to a request: four sums, or the counts of a sketch with its noise.
+
+    Args:
+        module: with the global posterior.
+        data: see :func:`own_data`.
+        request: see :data:`REQUEST`.
+        client: its number.
+        seed: of the federation. That of the noise is fresh, and nobody knows it.
+        spent: ε of the client's noisy counts so far, this answer among them.
+
+    Raises:
+        FedBayesError: the data or the module do not suit the request.
+    """
+    (dataset, batch_size), name = data, str(client)
+    kind, temperature = request["kind"], request["temperature"]
+    if kind == TEMPERATURE:
+        pair = predictions_of(module, {name: dataset}, batch_size, seed, first=client)[name]
+        message = temperature_message(*pair, temperature)
+        sums = {key: value for key, value in vars(message).items() if key != "num_examples"}
+        return {"metrics": MetricRecord({**sums, "num-examples": message.num_examples})}
+    conformal = FederatedConformal(kind=kind, bins=request["bins"])
+    scores = conformal.scores_of(module, {name: dataset}, temperature, batch_size, seed, first=client)[name]
+    sketch = conformal.sketch(scores)
+    if request["epsilon"]:
+        sketch = sketch.noisy(request["epsilon"], secrets.randbits(62))
+    return {"arrays": ArrayRecord({"counts": Array(sketch.counts)}), "metrics": MetricRecord({"epsilon": spent})}
+
+
+def request_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request in a message's configuration; raise FederationError if there is none."""
+    missing = [key for key in REQUEST if key not in config]
+    if missing:
+        raise FederationError(f"the server's request lacks {', '.join(missing)}: it is of another version")
+    return {key: config[key] for key in REQUEST}
+
+
+def check_allowed(request: Mapping[str, Any], private: bool, epsilon: float | None) -> None:
+    """Raise FederationError if a client that protects its data must not answer.
+
+    Args:
+        request: see :data:`REQUEST`.
+        private: the client's updates are private.
+        epsilon: ε of the noise on its counts; None: none is added.
+    """
+    if request["kind"] == TEMPERATURE and (private or epsilon is not None):
+        raise FederationError("this client's data are private, and a temperature needs exact sums: it sends none")
+    if private and epsilon is None:
+        raise FederationError(
+            "this client's updates are private, and the server asks for counts of its scores: allow them with noise, "
+            "by client_app(conformal_epsilon=...)"
+        )
+    if request["kind"] != TEMPERATURE and request["epsilon"] != (epsilon or 0.0):
+        raise FederationError(
+            f"the server asks for counts with epsilon={request['epsilon'] or None}, and this client's is {epsilon}: "
+            "give FederatedConformal(epsilon=...) and client_app(conformal_epsilon=...) the same"
+        )
+
+
+def count_noise(folder: Path, client: int, epsilon: float) -> float:
+    """Add ε to what a client's noisy counts have given away so far, in a file of its folder; return the sum.
+
+    Raises:
+        FederationError: the file is damaged, so that nobody knows the sum.
+    """
+    path = folder / f"client-{client}-counts.json"
+    try:
+        spent = float(json.loads(path.read_text())["epsilon"]) if path.exists() else 0.0
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FederationError(
+            f"{path}, this client's account of noisy counts, is damaged ({error}), and it sends no more of them. "
+            "Restore the file, or write the ε spent so far into it"
+        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".new")
+    written.write_text(json.dumps({"epsilon": spent + epsilon}))
+    os.replace(written, path)
+    return spent + epsilon

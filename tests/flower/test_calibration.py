@@ -1,0 +1,218 @@
+"""Calibration over Flower: the same as in one process, and no client's mistake or secret is lost on the way."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from torch.utils.data import DataLoader
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.flower import FusionStrategy, client_app, load_checkpoint
+from tests.federations import blobs, federate, loader, trainer
+from tests.flower.clients import BlobData, hybrid, run
+from tests.flower.grid import LocalGrid
+
+pytestmark = pytest.mark.filterwarnings("ignore:the temperature ends at its limit")
+CLIENTS = 3
+
+
+def own(size=30, start=0):
+    return fb.ClientDatasets({f"c{k}": blobs(size + k, seed=start + k) for k in range(CLIENTS)})
+
+
+class OwnData(BlobData):
+    """Training and validation data of all clients, each with parts of its own."""
+
+    def __init__(self):
+        super().__init__(own())
+
+    def val_dataloader(self):
+        return DataLoader(own(40, start=50), batch_size=16)
+
+
+def make():
+    return hybrid(learning_rate=0.03)
+
+
+def apps(folder=None, **options):
+    def app():
+        return client_app(make(), OwnData(), trainer={"accelerator": "cpu"}, state_folder=folder, **options)
+
+    return [app() for _ in range(CLIENTS)]
+
+
+def both(**options):
+    return fb.FederatedTemperature(), fb.FederatedConformal(0.8, per_client=True, **options)
+
+
+def calibrated(callbacks, grid=None, strategy=None, **options):
+    strategy = strategy or FusionStrategy(wait_for=CLIENTS, seed=3)
+    grid = grid or LocalGrid(apps(**options))
+    result = run(grid, strategy, rounds=2, make=make)
+    strategy.calibrate(grid, result.arrays, callbacks, timeout=1)
+    return strategy, grid
+
+
+class Spoilt(LocalGrid):
+    """A grid that changes one client's answers to questions of calibration."""
+
+    def __init__(self, change, client=1, after=0, **options):
+        super().__init__(apps(**options))
+        self.spoil, self.client, self.after, self.seen = change, client, after, 0
+
+    def _answer(self, message):
+        reply = super()._answer(message)
+        if message.metadata.message_type == "query.calibrate" and 1000 - message.metadata.dst_node_id == self.client:
+            self.seen += 1
+            if self.seen > self.after:
+                return self.spoil(reply)
+        return reply
+
+
+def with_records(**records):
+    def change(reply):
+        changed = Message(RecordDict({**dict(reply.content), **records}), reply_to=reply)
+        changed.metadata.__dict__.update(reply.metadata.__dict__)
+        return changed
+
+    return change
+
+
+def test_it_ends_where_the_callbacks_in_one_process_end(tmp_path):
+    over, alone = both(), both()
+    strategy, _ = calibrated(over, strategy=FusionStrategy(wait_for=CLIENTS, seed=3, checkpoint=tmp_path / "f.pt"))
+    module = make()
+    data = OwnData()
+    federate(module, fb.FederatedBayes(engine="sequential", seed=3), 2, data.train_dataloader(), data.val_dataloader(),
+             callbacks=list(alone))
+    assert over[0].temperature == alone[0].temperature != 1
+    assert over[1].threshold == alone[1].threshold
+    assert list(over[1].thresholds.values()) == list(alone[1].thresholds.values())
+    assert over[1].temperature == over[0].temperature
+    fresh, state = both(), load_checkpoint(module, tmp_path / "f.pt")
+    for made, found in zip(fresh, over, strict=True):
+        made.load_state_dict(state.calibration[made.state_key])
+        assert made.state_dict() == found.state_dict()
+    assert strategy.server is not None
+
+
+def test_a_complete_checkpoint_is_calibrated_without_training(tmp_path):
+    def strategy():
+        return FusionStrategy(wait_for=CLIENTS, seed=3, checkpoint=tmp_path / "f.pt")
+
+    first, later = both(), both()
+    calibrated(first, strategy=strategy())
+    _, grid = calibrated(later, strategy=strategy())
+    assert {kind for kind, _ in grid.asked} == {"query", "query.calibrate"}
+    assert later[0].temperature == first[0].temperature
+    assert later[1].thresholds == first[1].thresholds
+
+
+BAD = {
+    "death": (lambda reply: None, "answer"),
+    "no sums": (with_records(metrics=MetricRecord({"num-examples": 3})), "no finite gradient"),
+    "not finite": (with_records(metrics=MetricRecord(
+        {"gradient": float("nan"), "curvature": 1.0, "loss": 1.0, "num-examples": 3})), "no finite gradient"),
+    "no examples": (with_records(metrics=MetricRecord(
+        {"gradient": 1.0, "curvature": 1.0, "loss": 1.0, "num-examples": 0})), "num-examples=0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_client_without_a_usable_answer_is_left_out_of_the_temperature(name, after):
+    scaling, without = fb.FederatedTemperature(), fb.FederatedTemperature()
+    calibrated([scaling], Spoilt(BAD[name][0], after=after))
+    calibrated([without], Spoilt(lambda reply: None))
+    assert scaling.temperature == pytest.approx(without.temperature, abs=1e-6)
+
+
+COUNTS = {
+    "other cells": np.ones(7, np.int64), "negative": np.full(1024, -1), "floats": np.ones(1024),
+    "too many": np.full(1024, 2**62), "none": np.zeros(1024, np.int64), "a table": np.ones((2, 512), np.int64),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_client_without_usable_counts_is_left_out_of_the_thresholds(name):
+    conformal = fb.FederatedConformal(0.8, per_client=True)
+    calibrated([conformal], Spoilt(with_records(arrays=ArrayRecord({"counts": Array(COUNTS[name])}))))
+    assert list(conformal.thresholds) == ["0", "2"]
+
+
+def test_no_usable_answer_at_all_is_an_error():
+    class Silent(Spoilt):
+        def _answer(self, message):
+            return None if message.metadata.message_type == "query.calibrate" else LocalGrid._answer(self, message)
+
+    with pytest.raises(FederationError, match="none has come in time"):
+        calibrated([fb.FederatedTemperature()], Silent(None))
+
+
+@pytest.mark.parametrize(("callbacks", "text"), [
+    (lambda: [fb.FederatedConformal(), fb.FederatedTemperature()], "put FederatedTemperature first"),
+    (lambda: [fb.ClientReport()], "give a list of FederatedTemperature"),
+])
+def test_what_cannot_be_calibrated_is_refused(callbacks, text):
+    with pytest.raises(FederationError, match=text):
+        calibrated(callbacks())
+    with pytest.raises(FederationError, match="call start first"):
+        FusionStrategy().calibrate(LocalGrid([]), ArrayRecord(), [fb.FederatedTemperature()])
+
+
+# -- privacy -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_private_client_sends_no_exact_figures(tmp_path):
+    private = {"privacy": fb.UpdatePrivacy(1.0, 1.0), "folder": tmp_path, "buffers": "frozen"}
+    strategy = FusionStrategy(wait_for=CLIENTS)
+    grid = LocalGrid(apps(**private))
+    result = run(grid, strategy, 1, make, buffers="frozen")
+    for callback, text in ((fb.FederatedTemperature(), "needs exact sums"), (fb.FederatedConformal(), "with noise")):
+        with pytest.raises(FederationError, match=text):
+            strategy.calibrate(grid, result.arrays, [callback], timeout=1)
+
+
+def test_noisy_counts_are_the_clients_own_and_are_added_up(tmp_path):
+    grid, strategy = LocalGrid(apps(tmp_path, conformal_epsilon=1.5)), FusionStrategy(wait_for=CLIENTS, seed=3)
+    result = run(grid, strategy, rounds=1, make=make)
+    found = []
+    for _ in range(4):
+        conformal = fb.FederatedConformal(0.5, bins=64, epsilon=1.5)
+        strategy.calibrate(grid, result.arrays, [conformal], timeout=1)
+        found.append(conformal.threshold)
+    assert len(set(found)) > 1  # fresh noise, which no seed of the server's repeats
+    for client in range(CLIENTS):
+        assert json.loads((tmp_path / f"client-{client}-counts.json").read_text()) == {"epsilon": 6.0}
+    with pytest.raises(FederationError, match=r"epsilon=None, and this client's is 1\.5"):
+        strategy.calibrate(grid, result.arrays, [fb.FederatedConformal(0.5)], timeout=1)
+    with pytest.raises(FederationError, match="needs exact sums"):
+        strategy.calibrate(grid, result.arrays, [fb.FederatedTemperature()], timeout=1)
+    (tmp_path / "client-1-counts.json").write_text("{")
+    strategy.calibrate(grid, result.arrays, [conformal := fb.FederatedConformal(0.5, per_client=True, epsilon=1.5)],
+                       timeout=1)
+    assert list(conformal.thresholds) == ["0", "2"]
+
+
+def test_noise_needs_a_folder_for_its_account():
+    with pytest.raises(FederationError, match="pass state_folder"):
+        client_app(make(), OwnData(), conformal_epsilon=1.0)
+
+
+def test_a_clients_own_data_need_no_parts():
+    class Common(OwnData):
+        def val_dataloader(self):
+            return loader(blobs(50), shuffle=False)
+
+    module, scaling, alone = make(), fb.FederatedTemperature(), fb.FederatedTemperature()
+    grid = LocalGrid([client_app(make(), Common(), trainer={"accelerator": "cpu"})])
+    strategy = FusionStrategy(wait_for=1)
+    result = run(grid, strategy, rounds=1, make=make)
+    strategy.calibrate(grid, result.arrays, [scaling], timeout=1)
+    federate(module, fb.FederatedBayes(fb.IIDPartition(1)), 1, loader(own().datasets[0], drop_last=True))
+    trainer(1, [alone]).validate(module, loader(blobs(50), shuffle=False), verbose=False)
+    assert scaling.temperature == pytest.approx(alone.temperature, rel=1e-6)
