@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lightning_fedbayes.adversaries import Attack
-from lightning_fedbayes.curvature import Source
+from lightning_fedbayes.curvature import SWAG, Source
 from lightning_fedbayes.errors import (
     LARGEST,
     FederationError,
@@ -29,7 +29,7 @@ from lightning_fedbayes.server import candidates
 from lightning_fedbayes.weighting import CohortWeights, check_weighting
 
 EngineName = Literal["auto", "sequential", "vectorized"]
-PriorPolicy = Literal["fixed", "global"]
+PriorPolicy = Literal["fixed", "global", "hierarchical"]
 OptimizerPolicy = Literal["auto", "reset", "keep"]
 BufferPolicy = Literal["average", "local", "frozen"]
 Fusion = str | FusionRule | AutoFusion
@@ -96,6 +96,14 @@ class FederationSettings:
         check_number("proximal", self.proximal, "[0, inf)", why="0 is no term")
         if isinstance(self.fusion, Sites):
             check_sites(self)
+        if self.is_hierarchical:
+            check_hierarchical(self)
+            self._set("keep_posteriors", True)
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """True if clients' parameters are draws from a population, the global posterior."""
+        return self.prior == "hierarchical"
 
     def _set(self, name: str, value: Any) -> None:
         """Replace an argument by its one form, while the value is being made."""
@@ -126,6 +134,21 @@ class FederationSettings:
             "posterior": repr(self.posterior),
         }
         return {name: forms.get(name, value) for name, value in vars(self).items() if name != "clients_at_once"}
+
+
+def check_hierarchical(settings: FederationSettings) -> None:
+    """Raise FederationError if the rounds of ``settings`` would not be those of a hierarchical model."""
+    rule = settings.fusion
+    if not isinstance(rule, FusionRule) or rule_name(rule) != "linear_pool" or settings.weighting != "equal":
+        name = "auto" if isinstance(rule, AutoFusion) else rule_name(rule)
+        raise FederationError(
+            f"prior='hierarchical' with fusion='{name}' and weighting={shown(settings.weighting)}: mean and spread of "
+            "the population are the moments of all clients together. Give fusion='linear_pool', weighting='equal'"
+        )
+    if isinstance(settings.posterior, SWAG):
+        raise FederationError(
+            "prior='hierarchical' with posterior=SWAG(): a SWAG has no prior. Take Laplace(), IVON or Bayesian layers"
+        )
 
 
 def check_sites(settings: FederationSettings) -> None:

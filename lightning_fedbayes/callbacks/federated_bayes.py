@@ -79,7 +79,10 @@ class FederatedBayes(L.Callback):
         clients_at_once: most clients in a stack of the vectorized engine; None: as many as fit into 256 MiB (4 GiB on
             a GPU). Results with Bayesian noise depend on it, within the noise.
         prior: "fixed": the layers' own priors in every round. "global": the prior of a round is the global posterior
-            that it starts from, as ``dwc`` wants it.
+            that it starts from, as ``dwc`` wants it. "hierarchical": clients' parameters are draws from a population,
+            :math:`\theta_k \sim N(\phi, \Sigma)`, which is the global posterior, and learnt: each client goes on
+            with its own posterior, with the population as prior, and keeps it (``keep_posteriors``). It needs
+            ``fusion="linear_pool", weighting="equal"``; the first round has the layers' own priors.
         optimizer_state: "reset" in every round, or "keep" one per client from round to round. "auto" keeps it under
             ``fusion="sites"``, where every round goes on with nearly the same local problem, unless the optimizer is
             L-BFGS, or holds more than a state per parameter; under every other rule it resets.

@@ -13,8 +13,11 @@ except ModuleNotFoundError as error:
     ) from error
 
 from lightning_fedbayes.flower.checkpoint import ServerState, load_checkpoint
-from lightning_fedbayes.flower.client import client_app
+from lightning_fedbayes.flower.client import client_app, personal_posterior
 from lightning_fedbayes.flower.server import initial_arrays, server_app
 from lightning_fedbayes.flower.strategy import FusionStrategy
 
-__all__ = ["FusionStrategy", "ServerState", "client_app", "initial_arrays", "load_checkpoint", "server_app"]
+__all__ = [
+    "FusionStrategy", "ServerState", "client_app", "initial_arrays", "load_checkpoint", "personal_posterior",
+    "server_app",
+]

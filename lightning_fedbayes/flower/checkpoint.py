@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.flower.training import call_round_end
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.settings import BufferPolicy
 from lightning_fedbayes.trainer import damage
@@ -105,7 +106,5 @@ def load_checkpoint(
     """
     state = ServerState.load(Path(path))
     ResidentModel(module, local_parameters, buffers).load_posterior(state.posterior, state.buffers)
-    hook = getattr(module, "on_round_end", None)
-    if hook is not None:
-        hook(state.posterior, [])
+    call_round_end(module, state.posterior)
     return state

@@ -23,11 +23,13 @@ from lightning_fedbayes.flower.wire import from_arrays, to_arrays
 from lightning_fedbayes.fusion import FusionRule, Sites
 from lightning_fedbayes.fusion.sites import sites_of
 from lightning_fedbayes.partition import Partition
+from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.privacy import UpdatePrivacy, check_no_buffers
 from lightning_fedbayes.privacy.accountant import epsilon_spent
 from lightning_fedbayes.quiet import without_banners
 from lightning_fedbayes.settings import BufferPolicy, FederationSettings, OptimizerPolicy, PriorPolicy, Source
 from lightning_fedbayes.trainer import damage
+from lightning_fedbayes.training.client import ClientState
 from lightning_fedbayes.training.model import ResidentModel
 
 NODE_CONFIG_KEY = "partition-id"
@@ -39,7 +41,7 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "share", "sites")
 """Keys of a message's configuration that the server sets.
 
-For "federation" and "accepted" see :class:`StateFile`; "begun" is False until the rule has fused a round; "share" is
+For "federation" and "accepted" see :class:`StateFile`; "begun" is False until a round has been fused; "share" is
 that of a client among all; "sites" are the options of :class:`~lightning_fedbayes.fusion.Sites`, "" for other rules.
 """
 
@@ -60,6 +62,7 @@ def client_app(
     privacy: UpdatePrivacy | None = None,
     posterior: Source | None = None,
     proximal: float = 0.0,
+    keep_posteriors: bool = False,
     conformal_epsilon: float | None = None,
     state_folder: str | Path | None = None,
     trainer: Mapping[str, Any] | None = None,
@@ -81,13 +84,17 @@ def client_app(
         partition: deals out data that all clients have in common, as in a simulation. Without one, a
             :class:`~lightning_fedbayes.ClientDatasets` is dealt out by its parts, and other data are the client's own.
         fusion: the server's rule. It matters to clients only if it is "sites" or another
-            :class:`~lightning_fedbayes.fusion.Sites`, whose options must be the server's.
+            :class:`~lightning_fedbayes.fusion.Sites`, whose options must be the server's, and for
+            ``prior="hierarchical"``, which needs "linear_pool" here and there, and weighting="equal" there.
         local_epochs, prior, optimizer_state, buffers, local_parameters, posterior, proximal: see
             :class:`~lightning_fedbayes.FederatedBayes`. ``buffers`` and ``local_parameters`` must be those of
             :func:`~lightning_fedbayes.flower.server_app`.
         privacy: clips what the client sends and adds noise to it, in every message from a fresh seed that nobody knows.
             The client counts all messages that it has ever sent from its ``state_folder``, those for a round that is
             asked for again and those of other federations among them, and tells the server their ε.
+        keep_posteriors: the client keeps the posterior that it has trained last in its ``state_folder``, for
+            :func:`~lightning_fedbayes.flower.personal_posterior`. Where the server lets clients score the global
+            posterior, the client scores its own, too, under names that begin with "personal/".
         conformal_epsilon: ε of the noise on counts of scores, where the server calibrates by
             ``FederatedConformal(epsilon=...)``, which must be the same. Each answer costs it anew; the client adds them
             up in its ``state_folder``. It sends no exact sums then, for a temperature. None: counts are exact, and none
@@ -105,16 +112,17 @@ def client_app(
     settings = FederationSettings(
         partition, local_epochs=local_epochs, fusion=fusion, prior=prior, optimizer_state=optimizer_state,
         buffers=buffers, local_parameters=local_parameters, privacy=privacy, posterior=posterior,
-        proximal=proximal,
+        proximal=proximal, keep_posteriors=keep_posteriors,
+        weighting="equal" if prior == "hierarchical" else "train_size",  # the server's own
     )
     keeps = bool(local_parameters) or optimizer_state == "keep" or buffers == "local" or privacy is not None
-    keeps = keeps or isinstance(settings.fusion, Sites) or conformal_epsilon is not None
+    keeps = keeps or isinstance(settings.fusion, Sites) or conformal_epsilon is not None or settings.keep_posteriors
     if conformal_epsilon is not None:
         check_epsilon(conformal_epsilon)
     if keeps and state_folder is None:
         raise FederationError(
-            "local parameters, local buffers, kept optimizer states, sites and the accounts of privacy stay at the "
-            "client from round to round: pass state_folder=..., a folder of the client's own"
+            "local parameters, local buffers, kept optimizer states and posteriors, sites and the accounts of privacy "
+            "stay at the client from round to round: pass state_folder=..., a folder of the client's own"
         )
     if privacy is not None:
         check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
@@ -141,6 +149,41 @@ def client_number(context: Context) -> int:
             f'in --node-config "{NODE_CONFIG_KEY}=0"'
         )
     return number
+
+
+def personal_posterior(
+    module: L.LightningModule, state_folder: str | Path, client: int, posterior: GaussianPosterior, weight: float = 1.0,
+    *, local_parameters: Sequence[str] = (),
+) -> GaussianPosterior:
+    """Return the personal posterior of a client, from what it has kept in its folder.
+
+    ::
+
+        state = load_checkpoint(module, "federation.pt")  # of the server, or its posterior by other means
+        personal = personal_posterior(module, "state", 0, state.posterior)
+        predictive = fb.PosteriorPredictive(module, personal)
+
+    When to use it: at the client, after a federation with ``client_app(keep_posteriors=True)`` or
+    ``prior="hierarchical"``, to predict and to choose ``weight`` (:func:`~lightning_fedbayes.choose_personal_weight`).
+
+    Args:
+        module: the network, built as for the federation.
+        state_folder, client: the client's folder and number.
+        posterior: the global one.
+        weight, local_parameters: see :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` and :func:`client_app`.
+
+    Raises:
+        FederationError: the client has kept no posterior there, or ``weight`` is not in [0, 1].
+    """
+    path = check_path("state_folder", state_folder) / f"client-{client}.pt"
+    if not path.exists() or damage(path) is not None:
+        raise FederationError(f"{path} is not there, or damaged: give the folder and the number of one that trains")
+    stored = torch.load(path, map_location="cpu", weights_only=True)
+    state = ClientState(**stored["after"].get(client, {}))
+    if not state.own:
+        raise FederationError(f"{path} holds no posterior: train with client_app(keep_posteriors=True)")
+    model = ResidentModel(module, local_parameters)
+    return model.with_local(state.personal(posterior, weight), state.local)
 
 
 class _MessageHandler:
@@ -196,8 +239,9 @@ class _MessageHandler:
         )
 
     def evaluate(self, message: Message, context: Context) -> Message:
-        """Score the posterior that the server sends on the client's own validation data."""
-        task = _task(message, context, {})
+        """Score the server's posterior on the client's own validation data, and the client's own if it keeps one."""
+        number, keeps = client_number(context), self.training.settings.keep_posteriors
+        task = _task(message, context, StateFile(self.state_folder, number, _config(message)).before if keeps else {})
         metrics, count = self._with_trainer(
             lambda trainer: self.training.evaluate(trainer, self.module, self._data(context), task)
         )

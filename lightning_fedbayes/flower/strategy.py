@@ -230,7 +230,8 @@ class FusionStrategy(Strategy):
         assert self.server is not None
         common = {
             "server-round": server_round, "seed": self.seed, "federation": self._federation,
-            "begun": bool(self.server.rule_state), "sites": sites_of(self.rule),
+            "begun": bool(self.server.rule_state if self.rule.keeps_sites else self.server.accepted),
+            "sites": sites_of(self.rule),
             "share": 1 / max(1, len(self._roster.nodes)),
         }
         messages = []

@@ -27,6 +27,7 @@ from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 from lightning_fedbayes.settings import FederationSettings
 from lightning_fedbayes.trainer import FitLoop, check_schedulers, check_trainer
+from lightning_fedbayes.training.client import ClientState
 from lightning_fedbayes.training.learned import LearnedPosterior
 from lightning_fedbayes.training.loader import FederatedLoader, batching_of
 from lightning_fedbayes.training.model import ResidentModel
@@ -44,7 +45,7 @@ class Task:
         posterior: the global posterior.
         buffers: the global buffers, name → tensor; none if they are frozen.
         kept: the client's state after its earlier rounds (``Engine.state_dict``).
-        begun: True if the server's rule has fused a round.
+        begun: True if the server has fused a round.
         share: the client's share of all clients.
     """
 
@@ -158,30 +159,45 @@ class ClientTraining(L.Callback):
         self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule,
         task: Task,
     ) -> tuple[dict[str, float], int]:
-        """Validate ``module`` with the global posterior of ``task``, after its round.
+        """Validate ``module`` with the global posterior of ``task``, after its round, and with the client's own.
 
-        Returns: the finite figures that ``validation_step`` logs, and how many examples they are of.
+        Returns: the finite figures that ``validation_step`` logs, and how many examples they are of. Those with the
+        posterior that the client has kept, if any, have names that begin with "personal/".
 
         Raises:
             FederationError: there are no validation data.
         """
-        self.load_global(module, task)
+        model, state = self.load_global(module, task), ClientState(**task.kept.get(task.client, {}))
+        found = self._validate(trainer, module, datamodule, task)
+        loaders: Any = trainer.val_dataloaders
+        loaders = loaders if isinstance(loaders, list | tuple) else [loaders]
+        count = sum(len(loader.dataset) for loader in loaders)
+        if state.own:
+            own = state.personal(task.posterior, 1.0)
+            model.load_client(state.local)
+            model.view.load(own)
+            call_round_end(module, own)
+            personal = self._validate(trainer, module, datamodule, task)
+            found |= {f"personal/{name}": value for name, value in personal.items()}
+        return found, count
+
+    @staticmethod
+    def _validate(
+        trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
+    ) -> dict[str, float]:
+        """Return the finite figures of a validation, with the same draws each time."""
         seed_everything(derive_seed(task.seed, "validation", task.round, task.client))
         found = trainer.validate(module, datamodule=datamodule, verbose=False)
         if not found:
             raise FederationError("this client's data module has no validation data; give it some, or evaluate=False")
-        loaders: Any = trainer.val_dataloaders
-        loaders = loaders if isinstance(loaders, list | tuple) else [loaders]
-        count = sum(len(loader.dataset) for loader in loaders)
-        return {name: value for figures in found for name, value in figures.items() if math.isfinite(value)}, count
+        return {name: value for figures in found for name, value in figures.items() if math.isfinite(value)}
 
-    def load_global(self, module: L.LightningModule, task: Task) -> None:
+    def load_global(self, module: L.LightningModule, task: Task) -> ResidentModel:
         """Load the global model of ``task`` into ``module``, as after its round."""
         self._reset(module)
-        self._load(module, task)
-        hook = getattr(module, "on_round_end", None)
-        if hook is not None:
-            hook(task.posterior, [])
+        model = self._load(module, task)
+        call_round_end(module, task.posterior)
+        return model
 
     def _reset(self, module: L.LightningModule) -> None:
         """Bring ``module`` back to how it was built, which is what a new process would start with."""
@@ -197,7 +213,8 @@ class ClientTraining(L.Callback):
         Raises:
             FusionError: it is the model of another network.
         """
-        model = ResidentModel(module, self.settings.local_parameters, self.settings.buffers, learned)
+        settings = self.settings
+        model = ResidentModel(module, settings.local_parameters, settings.buffers, learned, settings.is_hierarchical)
         check_structure(task.posterior, model.read_posterior(), "this client's network")
         model.load_posterior(task.posterior, task.buffers)
         return model
@@ -230,11 +247,11 @@ class ClientTraining(L.Callback):
         assert self._loop is not None
         context = self._loop.context()
         model = self._load(pl_module, task, context.learned_posterior(settings.posterior))
-        if settings.prior == "global":
+        if settings.prior == "global" or (settings.is_hierarchical and task.begun):
             model.set_prior(task.posterior.to(pl_module.device))
         self._engine = SequentialEngine(
             context, model, self._loader, keep_optimizer=context.keeps_state(settings), proximal=settings.proximal,
-            seed=task.seed,
+            keep_posteriors=settings.keep_posteriors, seed=task.seed,
         )
         self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
         if isinstance(self.rule, Sites):
@@ -279,8 +296,15 @@ class ClientTraining(L.Callback):
     def _give_back(self) -> None:
         if self._loop is not None:
             self._loop.restore()
-        if self._engine is not None and (self.settings.prior == "global" or self.rule.keeps_sites):
+        if self._engine is not None and (self.settings.prior != "fixed" or self.rule.keeps_sites):
             self._engine.model.set_prior(None)
+
+
+def call_round_end(module: L.LightningModule, posterior: GaussianPosterior) -> None:
+    """Tell a module that wants to know which posterior it holds."""
+    hook = getattr(module, "on_round_end", None)
+    if hook is not None:
+        hook(posterior, [])
 
 
 def _beside(device: torch.device) -> Callable[[Tensor], Tensor]:

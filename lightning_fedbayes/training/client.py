@@ -7,6 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_fedbayes.errors import check_number
+from lightning_fedbayes.fusion import fuse
+from lightning_fedbayes.posterior import GaussianPosterior
+
 
 @dataclass(frozen=True)
 class Client:
@@ -48,6 +52,20 @@ class ClientState:
     options: list[list[dict[str, Any]]] = field(default_factory=list)
     site: dict[str, Tensor] = field(default_factory=dict)
     own: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def personal(self, posterior: GaussianPosterior, weight: float) -> GaussianPosterior:
+        """Return the barycenter of the global ``posterior`` and the own one, of weight ``weight``.
+
+        It is the global one if the client has none.
+
+        Raises:
+            FederationError: the weight is not in [0, 1].
+        """
+        check_number("weight", weight, "[0, 1]", why="the client's own part of its personal posterior")
+        if not self.own or not weight:
+            return posterior
+        own = GaussianPosterior.from_state_dict(self.own)
+        return own if weight == 1 else fuse("reverse_kl_barycenter", [posterior, own], [1 - weight, weight])
 
 
 def options_of(optimizer: Any) -> list[dict[str, Any]]:

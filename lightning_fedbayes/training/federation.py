@@ -12,9 +12,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.adversaries import assign
 from lightning_fedbayes.aggregation import Aggregate
-from lightning_fedbayes.errors import FederationError, FusionError, check_number, is_whole, nearest, shown
+from lightning_fedbayes.errors import FederationError, FusionError, is_whole, nearest, shown
 from lightning_fedbayes.exchange import ALONE, Collective
-from lightning_fedbayes.fusion import AutoFusion, Sites, fuse
+from lightning_fedbayes.fusion import AutoFusion, Sites
 from lightning_fedbayes.messages import ClientFailure, ClientOutcome, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan, share_of
 from lightning_fedbayes.posterior import GaussianPosterior
@@ -101,7 +101,7 @@ class Federation:
         self.plan = plan
         self.share = share_of(plan, collective.rank, collective.size)
         self.stage = "training"
-        if self.settings.prior == "global":
+        if self.settings.prior == "global" or (self.settings.is_hierarchical and self.server.accepted):
             self.engine.model.set_prior(self.server.posterior)
         fusion = self.settings.fusion
         if isinstance(fusion, Sites):
@@ -257,7 +257,6 @@ class Federation:
 
     def personal(self, client: int | str, weight: float) -> GaussianPosterior:
         """Return a client's posterior: see :meth:`~lightning_fedbayes.FederatedBayes.posterior_of`."""
-        check_number("weight", weight, "[0, 1]", why="the client's own part of its personal posterior")
         if not self.settings.keep_posteriors:
             raise FederationError("clients keep no posterior of their own: pass FederatedBayes(keep_posteriors=True)")
         names = self.engine.names
@@ -267,11 +266,7 @@ class Federation:
                 f"client={shown(client)}: give a number below {len(names)} or a name; {nearest(str(client), names)}"
             )
         state = self.engine.states.get(int(number), ClientState())
-        shared = self.server.posterior
-        if state.own and weight > 0:
-            own = GaussianPosterior.from_state_dict(state.own)
-            shared = own if weight == 1 else fuse("reverse_kl_barycenter", [shared, own], [1 - weight, weight])
-        return self.engine.model.with_local(shared, state.local)
+        return self.engine.model.with_local(state.personal(self.server.posterior, weight), state.local)
 
     def note_likelihood(self, of_process: tuple[float, int]) -> None:
         r"""Add to the figures of the last round of sites an estimate of the pooled ELBO, nats per training example.
@@ -300,7 +295,7 @@ class Federation:
 
     def restore_priors(self) -> None:
         """Give the layers their own priors back."""
-        if self.settings.prior == "global":
+        if self.settings.prior != "fixed":
             self.engine.model.set_prior(None)
 
     def state_dict(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class ResidentModel:
         buffers: treatment of floating-point and integer buffers such as BatchNorm's running statistics:
             "average" (weighted mean over the clients), "local" (every client keeps its own; the global model gets
             their average) or "frozen" (they never change).
+        own_starts: a client starts a round with the posterior that it has trained last, not with the global one.
 
     Attributes:
         local_names: posterior names of the parameters that never leave a client.
@@ -41,7 +42,7 @@ class ResidentModel:
 
     def __init__(
         self, module: nn.Module, local_parameters: Sequence[str] = (), buffers: BufferPolicy = "average",
-        learned: LearnedPosterior | None = None,
+        learned: LearnedPosterior | None = None, own_starts: bool = False,
     ) -> None:
         self.module = module
         self.learned = learned
@@ -63,6 +64,11 @@ class ResidentModel:
             )
         self.parameters = parameters
         self._local_parameters = {name: parameters[name] for name in self.local_parameters if name in parameters}
+        probabilistic = {id(p) for each in gaussians.values() for p in (each.mean, each.rho)}
+        self._kept_parameters = {
+            name: p for name, p in parameters.items()
+            if name in local or (own_starts and (id(p) in probabilistic or name in getattr(learned, "variances", ())))
+        }
         self.buffer_names = [name for name in buffer_names if name not in local]
         self._local_buffer_names = [name for name in buffer_names if name in local]
         self.global_parameters: Tensors = {}
@@ -145,11 +151,11 @@ class ResidentModel:
                 parameter.grad, parameter.data = None, self.global_parameters[name].clone()
 
     def load_client(self, local: Tensors) -> None:
-        """Copy the global model into the module, and over it the client's local values (:meth:`read_local`)."""
+        """Copy the global model into the module, and over it what the client has kept (:meth:`read_local`)."""
         self.load_global()
         if local:
             with torch.no_grad():
-                for name, parameter in self._local_parameters.items():
+                for name, parameter in self._kept_parameters.items():
                     parameter.copy_(local[name])
             self._write_buffers({name: local[name] for name in self._kept_buffer_names})
 
@@ -194,16 +200,16 @@ class ResidentModel:
         return {} if self.policy == "frozen" else self._read_buffers(self.buffer_names)
 
     def read_local(self) -> Tensors:
-        """Return what the client keeps for its next round: copies of local parameters and buffers."""
+        """Return what the client keeps for its next round: copies of :meth:`kept_values`."""
         return {name: value.detach().clone() for name, value in self.kept_values().items()}
 
     def kept_values(self) -> Tensors:
-        """Return the module's own local parameters with their variances, if any, and buffers, not copied."""
+        """Return the parameters that a client starts its next round with, with variances and buffers, not copied."""
         names = self._kept_buffer_names
         live = dict(self.module.named_buffers()) if names else {}
         learned = {} if self.learned is None else self.learned.variances
-        variances = {variance_of(name): learned[name] for name in self._local_parameters if name in learned}
-        return {**self._local_parameters, **{name: live[name] for name in names}, **variances}
+        variances = {variance_of(name): learned[name] for name in self._kept_parameters if name in learned}
+        return {**self._kept_parameters, **{name: live[name] for name in names}, **variances}
 
     @property
     def _kept_buffer_names(self) -> list[str]:

@@ -56,7 +56,9 @@ def make_federation(
         FederationError, FusionError: the module cannot be federated with these settings.
     """
     learned = context.learned_posterior(settings.posterior)
-    model = ResidentModel(context.module, settings.local_parameters, settings.buffers, learned)
+    model = ResidentModel(
+        context.module, settings.local_parameters, settings.buffers, learned, settings.is_hierarchical
+    )
     if settings.privacy is not None:
         check_no_buffers(model.federated_buffers)
     engine = make_engine(settings, context, model, loader)

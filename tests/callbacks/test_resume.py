@@ -58,6 +58,7 @@ SETTINGS = {
     },
     "state of covariance": {"fusion": "icov_vb", "adversaries": fb.RandomUpdate(clients=[0])},
     "sites": {"fusion": "sites", "local_epochs": 2},
+    "population": {"prior": "hierarchical", "fusion": "linear_pool", "weighting": "equal"},
     "held posteriors": {"weighting": "max_discrepancy", "fusion": "linear_pool"},
     "ivon": {"fusion": "sites", "keep_posteriors": True},
     "laplace": {"fusion": "sites", "posterior": fb.Laplace()},

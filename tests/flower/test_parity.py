@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.flower import FusionStrategy, client_app
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.flower import FusionStrategy, client_app, personal_posterior
 from tests.federations import Plain, federate, loader, network, trainer
 from tests.flower.clients import PARTITION, BlobData, client_apps, hybrid, in_process, run
 from tests.flower.grid import LocalGrid
@@ -62,6 +63,11 @@ CASES = {
     "FedProx": (Scheduled, {}, {"local_epochs": 2, "proximal": 0.3}),
     "Laplace with sites": (
         Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites", "posterior": fb.Laplace()}),
+    "population": (
+        hybrid, {"fusion": "linear_pool", "weighting": "equal", "fraction": 0.5},
+        {"fusion": "linear_pool", "prior": "hierarchical"}),
+    "population of IVON": (
+        Learned, {"fusion": "linear_pool", "weighting": "equal"}, {"fusion": "linear_pool", "prior": "hierarchical"}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),
     "frozen buffers": (hybrid, {}, {"buffers": "frozen"}),
 }
@@ -117,3 +123,39 @@ def test_evaluation_is_the_mean_over_the_clients():
     assert (scores.names, scores.num_examples) == (("0", "1"), (60, 30))
     assert scores.values["val/nll"].tolist() == pytest.approx(losses, rel=1e-5)
     assert scores.worst("val/nll") == pytest.approx(max(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [
+    {"keep_posteriors": True, "local_parameters": ["network.0.*"]},
+    {"prior": "hierarchical", "fusion": "linear_pool"},
+])
+def test_a_client_keeps_and_scores_its_own_posterior_as_in_one_process(options, tmp_path):
+    local = options.get("local_parameters", ())
+    rule = {"fusion": options.get("fusion", "reverse_kl_barycenter"), "weighting": "equal"}
+    strategy = FusionStrategy(**rule, wait_for=4, seed=3, evaluate=True)
+    run(LocalGrid(client_apps(state_folder=tmp_path, **options)), strategy, local_parameters=local)
+    alone = in_process(**{**rule, **options}, seed=3)
+    for client in range(4):
+        for weight in (0.0, 0.4, 1.0):
+            ours = personal_posterior(
+                hybrid(), tmp_path, client, strategy.server.posterior, weight, local_parameters=local)
+            theirs = alone.posterior_of(client, weight)
+            assert ours.names == theirs.names
+            for name in ours.names:
+                assert torch.equal(ours.mean[name], theirs.mean[name]), name
+                assert torch.equal(ours.variance[name], theirs.variance[name]), name
+        drawn = fb.PosteriorPredictive(hybrid(), alone.posterior_of(client, 1.0))
+        assert drawn.predict_step(torch.zeros(2, 6)).probs.shape == (2, 3)
+    scores = strategy.client_scores
+    assert {"val/nll", "personal/val/nll"} <= set(scores.values)
+    assert not torch.equal(scores.values["val/nll"], scores.values["personal/val/nll"])
+    with pytest.raises(FederationError, match="is not there, or damaged"):
+        personal_posterior(hybrid(), tmp_path, 9, strategy.server.posterior)
+
+
+def test_a_client_that_keeps_none_says_so(tmp_path):
+    run(LocalGrid(client_apps(state_folder=tmp_path, buffers="local")), strategy := FusionStrategy(wait_for=4))
+    with pytest.raises(FederationError, match=r"train with client_app\(keep_posteriors=True\)"):
+        personal_posterior(hybrid(), tmp_path, 0, strategy.server.posterior)
+    with pytest.raises(FederationError, match="pass state_folder"):
+        client_app(hybrid(), BlobData(), keep_posteriors=True)
