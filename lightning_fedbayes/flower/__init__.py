@@ -12,8 +12,8 @@ except ModuleNotFoundError as error:
         "lightning_fedbayes.flower needs Flower: pip install lightning-fedbayes[flower]", name="flwr"
     ) from error
 
-from lightning_fedbayes.flower.checkpoint import ServerState, load_checkpoint
-from lightning_fedbayes.flower.client import client_app, personal_posterior
+from lightning_fedbayes.flower.checkpoint import ServerState, load_checkpoint, personal_posterior
+from lightning_fedbayes.flower.client import client_app
 from lightning_fedbayes.flower.server import initial_arrays, server_app
 from lightning_fedbayes.flower.strategy import FusionStrategy
 

@@ -1,23 +1,27 @@
-"""Checkpoint of a Flower federation, which its server writes after every round."""
+"""Files of a Flower federation: the server's checkpoint, and each client's state, which never leaves it."""
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.errors import FederationError, check_path
 from lightning_fedbayes.flower.training import call_round_end
 from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.privacy import UpdatePrivacy
+from lightning_fedbayes.privacy.accountant import epsilon_spent
 from lightning_fedbayes.settings import BufferPolicy
 from lightning_fedbayes.trainer import damage
+from lightning_fedbayes.training.client import ClientState
 from lightning_fedbayes.training.model import ResidentModel
 
 
@@ -108,3 +112,93 @@ def load_checkpoint(
     ResidentModel(module, local_parameters, buffers).load_posterior(state.posterior, state.buffers)
     call_round_end(module, state.posterior)
     return state
+
+
+class StateFile:
+    """A client's state on its own disk, from round to round, between processes and runs.
+
+    The state after a round counts once the server has admitted that round's update. From a damaged file the client
+    starts anew, with a warning, and counts a private message for each earlier round of the federation.
+
+    Args:
+        folder: where it lies; None: the client keeps nothing.
+        client: its number.
+        config: the server's: the federation (the state of another one is ignored), the round, and the client's last
+            admitted round, from 1; 0 if there is none.
+
+    Attributes:
+        before: the state after the last admitted round.
+        messages: noise multiplier → number of private messages sent, in whatever federation: a server cannot reset it.
+    """
+
+    def __init__(self, folder: Path | None, client: int, config: Mapping[str, Any]) -> None:
+        self.path = None if folder is None else folder / f"client-{client}.pt"
+        self.federation, self.round = config["federation"], config["server-round"]
+        self.before: dict[int, Any] = {}
+        self.messages: dict[float, int] = {}
+        self._uncounted = 0
+        if self.path is None or not self.path.exists():
+            return
+        reason = damage(self.path)
+        if reason is not None:
+            rank_zero_warn(f"the state {self.path} is damaged ({reason}): client {client} starts anew")
+            self._uncounted = self.round - 1
+            return
+        stored = torch.load(self.path, map_location="cpu", weights_only=True)
+        self.messages = stored["messages"]
+        if stored["federation"] == self.federation:
+            self.before = stored["after"] if stored["round"] == config["accepted"] else stored["before"]
+
+    def count(self, privacy: UpdatePrivacy) -> float:
+        """Count a private message; return the ε of all so far."""
+        noise = privacy.noise_multiplier
+        self.messages[noise] = self.messages.get(noise, self._uncounted) + 1
+        return epsilon_spent([(noise, 1.0, count) for noise, count in self.messages.items()], privacy.delta)
+
+    def write(self, after: dict[int, Any]) -> None:
+        """Write the state after the round, and the one before it, should the update be refused."""
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        stored = {
+            "federation": self.federation, "round": self.round, "messages": self.messages, "before": self.before,
+            "after": after,
+        }
+        written = self.path.with_suffix(".new")
+        torch.save(stored, written)
+        os.replace(written, self.path)
+
+
+def personal_posterior(
+    module: L.LightningModule, state_folder: str | Path, client: int, posterior: GaussianPosterior, weight: float = 1.0,
+    *, local_parameters: Sequence[str] = (),
+) -> GaussianPosterior:
+    """Return the personal posterior of a client, from what it has kept in its folder.
+
+    ::
+
+        state = load_checkpoint(module, "federation.pt")  # of the server, or its posterior by other means
+        personal = personal_posterior(module, "state", 0, state.posterior)
+        predictive = fb.PosteriorPredictive(module, personal)
+
+    When to use it: at the client, after a federation with ``client_app(keep_posteriors=True)`` or
+    ``prior="hierarchical"``, to predict and to choose ``weight`` (:func:`~lightning_fedbayes.choose_personal_weight`).
+
+    Args:
+        module: the network, built as for the federation.
+        state_folder, client: the client's folder and number.
+        posterior: the global one.
+        weight, local_parameters: see :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` and :func:`client_app`.
+
+    Raises:
+        FederationError: the client has kept no posterior there, or ``weight`` is not in [0, 1].
+    """
+    path = check_path("state_folder", state_folder) / f"client-{client}.pt"
+    if not path.exists() or damage(path) is not None:
+        raise FederationError(f"{path} is not there, or damaged: give the folder and the number of one that trains")
+    stored = torch.load(path, map_location="cpu", weights_only=True)
+    state = ClientState(**stored["after"].get(client, {}))
+    if not state.own:
+        raise FederationError(f"{path} holds no posterior: train with client_app(keep_posteriors=True)")
+    model = ResidentModel(module, local_parameters)
+    return model.with_local(state.personal(posterior, weight), state.local)

@@ -27,7 +27,6 @@ from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.seeding import derive_seed, seed_everything
 from lightning_fedbayes.settings import FederationSettings
 from lightning_fedbayes.trainer import FitLoop, check_schedulers, check_trainer
-from lightning_fedbayes.training.client import ClientState
 from lightning_fedbayes.training.learned import LearnedPosterior
 from lightning_fedbayes.training.loader import FederatedLoader, batching_of
 from lightning_fedbayes.training.model import ResidentModel
@@ -167,14 +166,14 @@ class ClientTraining(L.Callback):
         Raises:
             FederationError: there are no validation data.
         """
-        model, state = self.load_global(module, task), ClientState(**task.kept.get(task.client, {}))
+        model, kept = self.load_global(module, task), task.kept.get(task.client, {})
         found = self._validate(trainer, module, datamodule, task)
         loaders: Any = trainer.val_dataloaders
         loaders = loaders if isinstance(loaders, list | tuple) else [loaders]
         count = sum(len(loader.dataset) for loader in loaders)
-        if state.own:
-            own = state.personal(task.posterior, 1.0)
-            model.load_client(state.local)
+        if kept.get("own"):
+            own = GaussianPosterior.from_state_dict(kept["own"])
+            model.load_client(kept["local"])
             model.view.load(own)
             call_round_end(module, own)
             personal = self._validate(trainer, module, datamodule, task)
