@@ -16,9 +16,11 @@ from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
 from benchmarks.federations.data import Federation, joined
+from lightning_fedbayes.calibration import class_scores, interval_scores
 from lightning_fedbayes.fusion.server_optimizers import FedAdam
 from lightning_fedbayes.metrics.functional import calibration_diagram, concordance_index
 from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.modules.hierarchical import HierarchicalFit
 from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with
 from lightning_fedbayes.modules.survival import cox_loss
 
@@ -37,6 +39,8 @@ IVON = ({"rate": 0.1, "temperature": 1.0}, {"rate": 0.1, "temperature": 0.1})
 LONGER = tuple(tuple({**setting, "epochs": 4} for setting in grid) for grid in (LAYERS, IVON))
 """Local training of four times as many epochs, in half as many rounds at most: the clients' own posteriors come near
 those of clients that train alone."""
+MOST_SLOPES = 5
+"""Features up to which the linear mixed model may have a slope of each client for every one of them."""
 SHRINKAGE = 20
 """Examples that the mean NLL over clients counts as, where a client's λ is chosen by its own NLL and by that one."""
 KINDS = ("own choice", "shrunk choice", "one weight")
@@ -53,6 +57,8 @@ class Method(NamedTuple):
         alone: every client trains by itself.
         pooled: one client has all data.
         personal: clients keep posteriors of their own; settings are chosen for, and scores are of, personal ones.
+        own: every client predicts by the posterior that it has trained last.
+        linear: the linear mixed model, of regression alone.
     """
 
     grid: Sequence[Mapping[str, float]]
@@ -61,8 +67,20 @@ class Method(NamedTuple):
     alone: bool = False
     pooled: bool = False
     personal: bool = False
+    own: bool = False
+    linear: bool = False
+
+    @property
+    def weight(self) -> float:
+        """Part of its own posterior by which a client predicts, if it does not choose one."""
+        return float(self.alone or self.own)
+
+    def suits(self, federation: Federation) -> bool:
+        """Return whether the method can learn the federation's task."""
+        return federation.task == "regression" or not self.linear
 
 
+POPULATION = {"prior": "hierarchical", "fusion": "linear_pool", "weighting": "equal"}
 METHODS: dict[str, Method] = {
     "local only": Method(ADAM, alone=True),
     "local only, IVON": Method(IVON, kind="ivon", alone=True),
@@ -70,14 +88,19 @@ METHODS: dict[str, Method] = {
     "FedAvg": Method(ADAM, {"fusion": "weighted_average"}),
     "FedProx": Method(ADAM, {"fusion": "weighted_average", "proximal": 0.1}),
     "FedAdam": Method(tuple({"rate": 0.01, "server_rate": rate} for rate in (0.03, 0.1))),
+    "cyclic": Method(ADAM, {"fusion": "weighted_average", "fraction": "turns"}),
     "barycenter": Method(LAYERS, {"fusion": "reverse_kl_barycenter"}, kind="layers"),
     "sites": Method(LAYERS, {"fusion": "sites"}, kind="layers"),
     "IVON + barycenter": Method(IVON, {"fusion": "reverse_kl_barycenter"}, kind="ivon"),
     "IVON + sites": Method(IVON, {"fusion": "sites"}, kind="ivon"),
     "layers, personal": Method(LONGER[0] + LAYERS, {"fusion": "reverse_kl_barycenter"}, kind="layers", personal=True),
     "IVON, personal": Method(LONGER[1] + IVON, {"fusion": "reverse_kl_barycenter"}, kind="ivon", personal=True),
+    "layers, population": Method(LONGER[0], POPULATION, kind="layers", own=True),
+    "IVON, population": Method(LONGER[1], POPULATION, kind="ivon", own=True),
+    "hierarchical linear": Method(({"slopes": 0}, {"slopes": 1}), own=True, linear=True),
 }
-FEDERATED = tuple(name for name, method in METHODS.items() if not (method.alone or method.pooled or method.personal))
+FEDERATED = tuple(
+    name for name, method in METHODS.items() if not (method.weight or method.pooled or method.personal))
 """Those that end at one global model without data in one place."""
 
 
@@ -93,17 +116,23 @@ def settings_of(method: Method, federation: Federation) -> list[dict[str, float]
         own = dict(setting)
         if "layers" in own:
             own["layers"] = min(own["layers"], layers_of(federation))
+        if "slopes" in own and features_of(federation) > MOST_SLOPES:
+            own["slopes"] = 0
         if own not in found:
             found.append(own)
     return found
 
 
+def features_of(federation: Federation) -> int:
+    """Return the number of features."""
+    return next(iter(federation.clients.values())).train.inputs.shape[1]
+
+
 def network_of(federation: Federation) -> nn.Module:
     """Return a network: a linear model, or one with hidden layers."""
-    features = next(iter(federation.clients.values())).train.inputs.shape[1]
     if federation.hidden:
-        return mlp(features, federation.outputs, list(federation.hidden))
-    return nn.Sequential(nn.Linear(features, federation.outputs, bias=federation.task != "survival"))
+        return mlp(features_of(federation), federation.outputs, list(federation.hidden))
+    return nn.Sequential(nn.Linear(features_of(federation), federation.outputs, bias=federation.task != "survival"))
 
 
 class Anchored(nn.Module):
@@ -164,16 +193,18 @@ class Watch(L.Callback):
     Args:
         score: of the present state, called after those rounds.
         rounds: their numbers.
+        turns: epochs that make a round, where clients take turns.
     """
 
-    def __init__(self, score: Callable[[], float], rounds: Sequence[int]) -> None:
-        self.score, self.rounds = score, rounds
+    def __init__(self, score: Callable[[], float], rounds: Sequence[int], turns: int = 1) -> None:
+        self.score, self.rounds, self.turns = score, rounds, turns
         self.by_round: dict[int, float] = {}
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score the round."""
-        if trainer.current_epoch + 1 in self.rounds:
-            self.by_round[trainer.current_epoch + 1] = self.score()
+        rounds, rest = divmod(trainer.current_epoch + 1, self.turns)
+        if not rest and rounds in self.rounds:
+            self.by_round[rounds] = self.score()
 
 
 def train(
@@ -195,10 +226,11 @@ def train(
     if method.alone:
         noise = ["log_noise_std"] if federation.task == "regression" else []
         options |= {"local_parameters": ["network.body.*", *noise], "optimizer_state": "keep"}
+    turns = len(names) if options.get("fraction") == "turns" else 1
     callback = fb.FederatedBayes(keep_posteriors=method.alone or method.personal, seed=seed, **options)
 
     def posteriors(weight: float) -> dict[str, fb.GaussianPosterior]:
-        if method.alone or weight > 0:
+        if weight > 0:
             return {name: callback.posterior_of(number, weight) for number, name in enumerate(names)}
         shared = callback.posterior
         return dict.fromkeys(names, shared)
@@ -209,13 +241,14 @@ def train(
             chosen = personal_weights(federation, module, every)[KINDS[1]]
             mixed = {name: every[weight][name] for name, weight in chosen.items()}
         else:
-            mixed = posteriors(float(method.alone))
+            mixed = posteriors(method.weight)
         return chosen_by(federation, scores(federation, module, mixed, "validation"))
 
-    watch = Watch(validation, watched)
+    watch = Watch(validation, watched, turns)
     trainer = L.Trainer(
-        max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[callback, watch], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+        max_epochs=rounds * turns, accelerator="cpu", logger=False, callbacks=[callback, watch],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        limit_val_batches=0,
     )
     loader = DataLoader(
         fb.ClientDatasets({name: own.dataset() for name, own in data.items()}), federation.batch, shuffle=True
@@ -223,9 +256,9 @@ def train(
     start = time.perf_counter()
     trainer.fit(module, loader)
     seconds = time.perf_counter() - start
-    weights = WEIGHTS if method.personal else (float(method.alone),)
+    weights = WEIGHTS if method.personal else (method.weight,)
     sent = 0.0 if method.alone or method.pooled else (
-        1000 * statistics.fmean(each["megabytes_up"] for each in callback.history) / len(names))
+        1000 * turns * statistics.fmean(each["megabytes_up"] for each in callback.history) / len(names))
     return Run(module.eval(), {weight: posteriors(weight) for weight in weights}, watch.by_round, sent, seconds)
 
 
@@ -237,6 +270,10 @@ class Prediction(NamedTuple):
 
     first: Tensor
     variance: Tensor | None = None
+
+
+Predictions = Mapping[str, tuple[Prediction, Tensor]]
+"""Client → its predictions and targets."""
 
 
 @torch.no_grad()
@@ -269,7 +306,7 @@ def nlls(federation: Federation, found: Prediction, y: Tensor) -> Tensor:
 
 def predictions(
     federation: Federation, module: L.LightningModule, posteriors: Mapping[str, fb.GaussianPosterior], part: str,
-) -> dict[str, tuple[Prediction, Tensor]]:
+) -> Predictions:
     """Return each client's predictions and targets, those of one posterior in one pass."""
     own = {name: getattr(parts, part) for name, parts in federation.clients.items()}
     first = next(iter(posteriors.values()))
@@ -290,7 +327,7 @@ def scores(
     return summary(federation, predictions(federation, module, posteriors, part))
 
 
-def summary(federation: Federation, found: Mapping[str, tuple[Prediction, Tensor]]) -> dict[str, Any]:
+def summary(federation: Federation, found: Predictions) -> dict[str, Any]:
     """Return the scores of predictions.
 
     "metric" (accuracy, RMSE or the c-index of pairs within clients), "nll" over all examples (or events), "clients" the
@@ -324,7 +361,7 @@ def summary(federation: Federation, found: Mapping[str, tuple[Prediction, Tensor
     return result
 
 
-def together(found: Mapping[str, tuple[Prediction, Tensor]]) -> Prediction:
+def together(found: Predictions) -> Prediction:
     """Return the predictions of all clients, one after the other."""
     first, variance = zip(*(one for one, _ in found.values()), strict=True)
     return Prediction(torch.cat(first), None if variance[0] is None else torch.cat(variance))
@@ -346,31 +383,30 @@ def comparable(y: Tensor) -> int:
     return int((event[:, None] & later).sum())
 
 
-def conformal_size(
-    federation: Federation, module: L.LightningModule, posteriors: Mapping[str, fb.GaussianPosterior],
-) -> dict[str, float]:
+def conformal_size(federation: Federation, validation: Predictions, test: Predictions) -> dict[str, float]:
     """Return mean size (classes, or width in deviations of the targets) and coverage of split-conformal sets.
 
-    The threshold is one quantile of the scores of all clients' validation examples, 1 − p of the class, or the error in
-    predicted deviations. The validation parts have served to choose settings, too, so the coverage is not guaranteed.
+    One threshold of all clients' validation examples. The validation parts have served to choose settings, too, so the
+    coverage is not guaranteed.
     """
-    parts = []
-    for part in ("validation", "test"):
-        found = predictions(federation, module, posteriors, part)
-        parts.append((together(found), torch.cat([y for _, y in found.values()])))
-    (known, y), (new, target) = parts
-    rank = min(math.ceil((len(y) + 1) * LEVEL), len(y))
+    new, target = together(test), torch.cat([y for _, y in test.values()])
     if federation.task == "classification":
-        threshold = (1 - known.first[torch.arange(len(y)), y]).sort().values[rank - 1]
-        chosen = 1 - new.first <= threshold
+        conformal = fb.FederatedConformal(LEVEL).fit(
+            {name: class_scores(one.first, y) for name, (one, y) in validation.items()})
+        chosen = conformal.sets(new.first)
         return {"set_size": float(chosen.sum(1).double().mean()),
                 "set_coverage": float(chosen[torch.arange(len(target)), target].double().mean())}
-    assert known.variance is not None
-    assert new.variance is not None
-    threshold = ((y - known.first).abs() / known.variance.sqrt()).sort().values[rank - 1]
-    half = threshold * new.variance.sqrt()
-    return {"set_size": float(2 * half.mean()),
-            "set_coverage": float(((target - new.first).abs() <= half).double().mean())}
+    conformal = fb.FederatedConformal(LEVEL, kind="interval").fit(
+        {name: interval_scores(one.first, deviation(one), y) for name, (one, y) in validation.items()})
+    ends = conformal.intervals(new.first, deviation(new))
+    inside = (ends[:, 0] <= target) & (target <= ends[:, 1])
+    return {"set_size": float((ends[:, 1] - ends[:, 0]).mean()), "set_coverage": float(inside.double().mean())}
+
+
+def deviation(found: Prediction) -> Tensor:
+    """Return the predicted standard deviations of a regressor."""
+    assert found.variance is not None
+    return found.variance.sqrt()
 
 
 def chosen_by(federation: Federation, found: Mapping[str, Any]) -> float:
@@ -404,10 +440,32 @@ def personal_weights(
 # -- a cell ------------------------------------------------------------------------------------------------------------
 
 
+def mixed_model(federation: Federation, slopes: bool) -> HierarchicalFit:
+    """Return the linear mixed model of the training parts: an intercept of each client, or slopes, too."""
+    random = tuple(range(1 + slopes * features_of(federation)))
+    sums = {name: fb.LinearStatistics.of(*own.train) for name, own in federation.clients.items()}
+    return fb.HierarchicalLinearRegression(random=random).fit(sums)
+
+
+def predictions_of(federation: Federation, model: HierarchicalFit, part: str) -> Predictions:
+    """Return each client's predictions by the posterior of its own coefficients."""
+    found = {}
+    for name, parts in federation.clients.items():
+        own = getattr(parts, part)
+        mean, std = model.predict(own.inputs, name)
+        found[name] = Prediction(mean, std.square()), own.targets
+    return found
+
+
 def tuned(federation: Federation, method: Method, seed: int) -> dict[str, Any]:
     """Choose setting and number of rounds by the validation parts, one seed; personal ones with the clients' λ."""
     tried = []
     for setting in settings_of(method, federation):
+        if method.linear:
+            model = mixed_model(federation, bool(setting["slopes"]))
+            found = summary(federation, predictions_of(federation, model, "validation"))
+            tried.append((chosen_by(federation, found), setting, 1))
+            continue
         rounds = federation.rounds if "epochs" not in setting else [max(1, number // 2) for number in federation.rounds]
         run = train(federation, method, setting, max(rounds), seed, rounds)
         tried += [(nll, setting, rounds) for rounds, nll in run.by_round.items() if nll == nll]
@@ -421,23 +479,38 @@ def result_of(federation: Federation, method: Method, choice: Mapping[str, Any],
     Returns: scores by row: "" of the global model, or of clients that train alone; of personal posteriors one row for
         each of :data:`KINDS`, with the λ of the clients.
     """
+    if method.linear:
+        start = time.perf_counter()
+        model = mixed_model(federation, bool(choice["setting"]["slopes"]))
+        seconds, columns = time.perf_counter() - start, features_of(federation) + 1
+        sent = 8e-3 * (columns * (columns + 1) / 2 + columns + 2)
+        return {"": scored(federation, partial(predictions_of, federation, model))
+                | {"kilobytes": sent, "seconds": seconds}}
     run = train(federation, method, choice["setting"], choice["rounds"], seed)
     cost = {"kilobytes": run.kilobytes, "seconds": run.seconds}
+
+    def by(posteriors: Mapping[str, fb.GaussianPosterior]) -> dict[str, Any]:
+        return scored(federation, partial(predictions, federation, run.module, posteriors)) | cost
+
     if not method.personal:
         (own,) = run.posteriors.values()
-        return {"": scored(federation, run.module, own) | cost}
+        return {"": by(own)}
     results = {}
     for kind, weights in personal_weights(federation, run.module, run.posteriors).items():
         mixed = {name: run.posteriors[weight][name] for name, weight in weights.items()}
-        results[kind] = scored(federation, run.module, mixed) | cost | {"weights": list(weights.values())}
+        results[kind] = by(mixed) | {"weights": list(weights.values())}
     return results
 
 
-def scored(
-    federation: Federation, module: L.LightningModule, posteriors: Mapping[str, fb.GaussianPosterior]
-) -> dict[str, Any]:
-    """Return the scores of the test parts, and NLL and metric of the validation parts."""
-    validation = scores(federation, module, posteriors, "validation")
-    test = scores(federation, module, posteriors, "test")
-    size = {} if federation.task == "survival" else conformal_size(federation, module, posteriors)
-    return test | size | {"validation": chosen_by(federation, validation), "validation_metric": validation["metric"]}
+def scored(federation: Federation, predicted: Callable[[str], Predictions]) -> dict[str, Any]:
+    """Return the scores of the test parts, and NLL and metric of the validation parts.
+
+    Args:
+        federation: whose clients are scored.
+        predicted: part → each client's predictions.
+    """
+    known, new = predicted("validation"), predicted("test")
+    validation = summary(federation, known)
+    size = {} if federation.task == "survival" else conformal_size(federation, known, new)
+    return summary(federation, new) | size | {
+        "validation": chosen_by(federation, validation), "validation_metric": validation["metric"]}

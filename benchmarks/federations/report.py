@@ -20,6 +20,9 @@ from lightning_fedbayes.tables import markdown_table
 
 LOCAL = tuple(name for name, method in METHODS.items() if method.alone)
 PERSONAL = tuple(name for name, method in METHODS.items() if method.personal)
+POPULATION = tuple(name for name, method in METHODS.items() if method.own)
+LOOKED_AT = ("Fed-Heart", "Fed-Heart (one scale)")
+"""Federations whose test results had been seen when longer local training and the shrunk choice were added."""
 
 Results = Mapping[Any, Mapping[str, Any]]
 """Cells (federation, method, seed) and what they gave, in the order of the tables."""
@@ -76,7 +79,7 @@ def chosen(rows: Rows) -> dict[str, str]:
 
     The kinds of choosing λ share one method: the one whose shrunk choice has the lowest NLL there.
     """
-    found = {"global": best(rows, FEDERATED), "local": best(rows, LOCAL)}
+    found = {"global": best(rows, FEDERATED), "local": best(rows, LOCAL), "population": best(rows, POPULATION)}
     method = best(rows, [name_of(each, KINDS[1]) for each in PERSONAL])
     if method is not None:
         found |= {kind: method.replace(KINDS[1], kind) for kind in KINDS}
@@ -121,7 +124,7 @@ def summary(found: Mapping[str, Rows]) -> str:
     lines = []
     for name, rows in found.items():
         by, names = chosen(rows), {}
-        names["chosen"] = best(rows, [by[kind] for kind in ("global", KINDS[1]) if kind in by])
+        names["chosen"] = best(rows, [by[kind] for kind in ("global", KINDS[1], "population") if kind in by])
         names |= {"FedAvg": "FedAvg", "local": by.get("local"), "pooled": "pooled"}
         own = {kind: rows[each] for kind, each in names.items() if each in rows}
         if "chosen" not in own:
@@ -145,28 +148,39 @@ def ratio(own: Mapping[str, Seeds], key: str) -> str:
 
 def personal(found: Mapping[str, Rows]) -> str:
     """Return personal posteriors beside the best global and the best local model, each chosen on validation data."""
-    lines, wins, counted = [], {(kind, key): 0 for kind in KINDS for key in ("clients", "worst_nll")}, 0
-    order = (*KINDS, "global", "local")
+    lines, wins = [], dict[str, dict[str, tuple[bool, bool]]]()
+    order = (*KINDS, "population", "global", "local")
     for name, rows in found.items():
         by = chosen(rows)
-        if not {"global", "local", KINDS[0]} <= by.keys():
+        if not set(order) <= by.keys():
             continue
         own = {kind: rows[each] for kind, each in by.items()}
-        cells = [name, by[KINDS[0]].split(",")[0], by["global"], by["local"]]
+        cells = [name, by[KINDS[0]].split(",")[0], by["population"], by["global"], by["local"]]
         cells += [column(own[kind], "clients") for kind in order]
         cells += [shown(gains(own, kind, "clients")) for kind in KINDS[:2]]
         cells.append(" / ".join(f"{mean(own[kind], 'worst_nll'):.3f}" for kind in order))
-        for kind, key in wins:
-            wins[kind, key] += statistics.fmean(gains(own, kind, key)) > 0
-        counted += 1
+        wins[name] = {
+            kind: (statistics.fmean(gains(own, kind, "clients")) > 0,
+                   statistics.fmean(gains(own, kind, "worst_nll")) > 0)
+            for kind in order[:-2]
+        }
         lines.append(cells)
-    heads = ["federation", "personal: posteriors by", "global: best", "local: best",
+    heads = ["federation", "personal: posteriors by", "population: best", "global: best", "local: best",
              *(f"NLL: {kind}" for kind in order), *(f"gain over the better of both: {kind}" for kind in KINDS[:2]),
              f"NLL, worst 10 %: {' / '.join(order)}"]
-    ends = [[f"λ by {kind}", *(f"{wins[kind, key]} of {counted}" for key in ("clients", "worst_nll"))]
-            for kind in KINDS]
-    end = markdown_table(["personal posteriors", "mean NLL over clients lower than both", "worst 10 %, too"], ends)
+    unseen = {name: own for name, own in wins.items() if name not in LOOKED_AT}
+    ends = [[kind if kind == "population" else f"λ by {kind}", *counts(wins, kind), *counts(unseen, kind)]
+            for kind in order[:-2]]
+    lower = ["mean NLL over clients lower than both", "NLL of the worst 10 % lower", "both"]
+    end = markdown_table(["personal posteriors", *lower, *(f"without Fed-Heart: {each}" for each in lower)], ends)
     return f"{markdown_table(heads, lines)}\n\nFederations on which they beat the global and the local model:\n\n{end}"
+
+
+def counts(wins: Mapping[str, Mapping[str, tuple[bool, bool]]], kind: str) -> list[str]:
+    """Return on how many federations the mean, the worst clients and both are better."""
+    each = [own[kind] for own in wins.values()]
+    return [f"{sum(values)} of {len(each)}" for values in (
+        [mean for mean, _ in each], [worst for _, worst in each], [mean and worst for mean, worst in each])]
 
 
 def gains(own: Mapping[str, Seeds], kind: str, key: str) -> list[float]:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,31 +77,64 @@ def short(value: Any) -> Any:
     return value
 
 
-def run(todo: Sequence[Cell], makers: Makers, folder: Path, file: Path) -> None:
-    """Run cells, and leave out federations whose files are missing."""
-    make = lru_cache(maxsize=2)(lambda name, seed: makers[name](folder, max(seed, 0)))
-    done, missing = dict(read(file)), {}
-    with tqdm(todo) as bar:
-        for cell in bar:
-            name = cell.federation.split(",")[0] if cell.federation in published.STUDIES else cell.federation
-            if cell in done or name in missing:
+def run(todo: Sequence[Cell], makers: Makers, folder: Path, file: Path, workers: int) -> None:
+    """Run cells in some processes, one method on one federation at a time, and leave out those without files."""
+    done, jobs = read(file), dict[tuple[str, str], list[Cell]]()
+    for cell in todo:
+        jobs.setdefault((cell.federation, cell.method), []).append(cell)
+    waiting = [own for own in jobs.values() if not done.keys() >= set(own)]
+    calls = [partial(job, own, makers.get(own[0].federation), folder, {cell: done[cell] for cell in own if cell in done}
+                     ) for own in waiting]
+    missing = set()
+    with tqdm(finished(calls, workers), total=len(calls)) as bar:
+        for found, lacks in bar:
+            missing |= {lacks} - {""}
+            for cell, each in found.items():
+                keep(file, cell, each)
+    for what in sorted(missing):
+        print(f"A federation is left out: there is no {what} below {folder}")
+
+
+def finished(calls: Sequence[Callable[[], Any]], workers: int) -> Iterator[Any]:
+    """Yield the results of calls as they come: in this process, or in several of one thread each."""
+    if workers == 1:
+        for call in calls:
+            yield call()
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        for result in as_completed([pool.submit(call) for call in calls]):
+            yield result.result()
+
+
+def job(
+    own: Sequence[Cell], make: Callable[[Path, int], Federation] | None, folder: Path, done: Results
+) -> tuple[dict[Cell, dict[str, Any]], str]:
+    """Return the results of one method's cells that are not done, in order, and the name of a missing file."""
+    found: dict[Cell, dict[str, Any]] = {}
+    with quietly():
+        for cell in own:
+            if cell in done:
                 continue
-            bar.set_postfix_str(f"{cell.federation}, {cell.method}, seed {cell.seed}")
             try:
-                if cell.federation in published.STUDIES:
-                    result = published.run(folder, cell.federation, cell.method, cell.seed)
-                elif cell.seed == TUNING:
-                    result = tuned(make(cell.federation, cell.seed), METHODS[cell.method], 0)
-                else:
-                    choice = done[Cell(cell.federation, cell.method, TUNING)]
-                    result = result_of(make(cell.federation, cell.seed), METHODS[cell.method], choice, cell.seed)
+                if make is None:
+                    found[cell] = published.run(folder, cell.federation, cell.method, cell.seed)
+                    continue
+                federation, method = make(folder, max(cell.seed, 0)), METHODS[cell.method]
             except FileNotFoundError as error:
-                missing[name] = str(error)
-                continue
-            done[cell] = short(result)
-            keep(file, cell, result)
-    for name, what in missing.items():
-        print(f"{name} is left out: there is no {what} below {folder}")
+                return found, str(error)
+            if not method.suits(federation):
+                break
+            if cell.seed == TUNING:
+                found[cell] = short(tuned(federation, method, 0))
+            else:
+                choice = {**done, **found}[Cell(cell.federation, cell.method, TUNING)]
+                found[cell] = result_of(federation, method, choice, cell.seed)
+    return found, ""
+
+
+def table(folder: Path, seed: int, **options: Any) -> Federation:
+    """Make the federation of a table, which is not below ``folder``."""
+    return from_csv(seed=seed, **options)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -115,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", help="its column to predict")
     parser.add_argument("--drop", nargs="*", default=[], help="its columns that are no features")
     parser.add_argument("--rounds", type=int, nargs="+", help="numbers of rounds to choose from, for a table")
+    parser.add_argument("--workers", type=int, default=2, help="number of processes, of one thread each")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the fastest for models this small
@@ -125,12 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.out == HERE / "results":
             parser.error("--csv needs --out: the page of this folder is of the known federations")
         sizes = {"rounds": tuple(options.rounds)} if options.rounds else {}
-        makers = {options.csv.stem: lambda folder, seed: from_csv(
-            options.csv, options.client, options.target, seed, options.drop, **sizes)}
+        makers = {options.csv.stem: partial(
+            table, path=options.csv, client=options.client, target=options.target, drop=options.drop, **sizes)}
     names = options.only or list(makers)
     file = options.out / "cells.jsonl"
     todo = cells(names, options.seeds, options.methods)
-    run(todo, makers, options.data, file)
+    run(todo, makers, options.data, file, options.workers)
     known = read(file)
     order = cells(list(makers), max((cell.seed for cell in known), default=0) + 1)
     results = {cell: known[cell] for cell in order if cell in known}
@@ -140,5 +176,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with quietly():
-        main()
+    main()

@@ -49,7 +49,7 @@ def test_a_table_becomes_clients_with_three_parts_each(table):
 
 def test_the_command_goes_on_where_it_stopped_and_writes_a_page(table, tmp_path, capsys):
     arguments = ["--csv", str(table), "--client", "town", "--target", "ill", "--drop", "row", "cost", "--seeds", "1",
-                 "--rounds", "1", "--out", str(tmp_path / "out")]
+                 "--rounds", "1", "--workers", "1", "--out", str(tmp_path / "out")]
     run.main([*arguments, "--methods", "FedAvg"])
     before = (tmp_path / "out" / "cells.jsonl").read_text()
     run.main([*arguments, "--methods", "FedAvg", "IVON, personal"])
