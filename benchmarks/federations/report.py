@@ -119,14 +119,35 @@ def regression(rows: Rows) -> bool:
     return statistics.fmean(each["worst_metric"] - each["metric"] for each in known) > 0
 
 
+def compared(rows: Rows) -> dict[str, str]:
+    """Return "FedAvg", "local", "pooled" and "chosen" → row; the last is chosen by validation data of all federated."""
+    by = chosen(rows)
+    names = {"FedAvg": "FedAvg", "local": by.get("local"), "pooled": "pooled"}
+    names["chosen"] = best(rows, [by[kind] for kind in ("global", KINDS[1], "population") if kind in by])
+    return {kind: each for kind, each in names.items() if each in rows}
+
+
+def brief(results: Results) -> str:
+    """Return the table of the project's README: metric and NLL, mean over clients, of a line for each federation."""
+    lines, heads = [], ("FedAvg", "local", "pooled", "chosen")
+    for name, rows in federations(results).items():
+        names = compared(rows)
+        if not set(heads) <= names.keys():
+            continue
+        clients = len(next(iter(rows["FedAvg"].values()))["nlls"])
+        own = [rows[names[kind]] for kind in heads]
+        cells = [f"{mean(each, 'metric'):.3f} / {mean(each, 'clients'):.3f}" for each in own]
+        lines.append([name, clients, kind_of(rows)[0], *cells, names["chosen"]])
+    titles = ["FedAvg", "each client alone", "pooled data", "chosen", "what was chosen"]
+    return markdown_table(["federation", "clients", "metric", *titles], lines)
+
+
 def summary(found: Mapping[str, Rows]) -> str:
     """Return, for each federation, the method that validation data choose beside FedAvg, local and pooled training."""
     lines = []
     for name, rows in found.items():
-        by, names = chosen(rows), {}
-        names["chosen"] = best(rows, [by[kind] for kind in ("global", KINDS[1], "population") if kind in by])
-        names |= {"FedAvg": "FedAvg", "local": by.get("local"), "pooled": "pooled"}
-        own = {kind: rows[each] for kind, each in names.items() if each in rows}
+        names = compared(rows)
+        own = {kind: rows[each] for kind, each in names.items()}
         if "chosen" not in own:
             continue
         line = [name, names["chosen"], kind_of(rows)[0]]

@@ -6,8 +6,8 @@
 DIR holds, in any folders below it: processed.*.data (UCI Heart Disease), brca.csv and train_test_split.csv (FLamby's
 Fed-TCGA-BRCA), hapt_int16.npz, exam.csv, contraception.csv, and FashionMNIST's files. A federation without its files is
 left out; those of scikit-learn need none. Each finished cell is one line of FOLDER/cells.jsonl, and no cell is run
-twice: a run that was killed goes on where it stopped. The tables are written into README.md, or with --out into
-FOLDER/tables.md.
+twice: a run that was killed goes on where it stopped. The tables are written into README.md and, in short, into that of
+the project, or with --out into FOLDER/tables.md.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from tqdm import tqdm
 from benchmarks.federations import published
 from benchmarks.federations.data import FEDERATIONS, Federation, from_csv
 from benchmarks.federations.methods import METHODS, result_of, tuned
-from benchmarks.federations.report import Results, figures, tables
-from benchmarks.page import write
+from benchmarks.federations.report import Results, brief, figures, tables
+from benchmarks.page import include, write
 from lightning_fedbayes.quiet import quietly
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 TUNING = -1
 """Seed that stands for the choice of the settings, which takes the data of seed 0."""
 Makers = dict[str, Callable[[Path, int], Federation]]
@@ -137,6 +138,12 @@ def table(folder: Path, seed: int, **options: Any) -> Federation:
     return from_csv(seed=seed, **options)
 
 
+def in_order(known: Results, names: Sequence[str]) -> Results:
+    """Return finished cells in the order of the tables."""
+    order = cells(names, max((cell.seed for cell in known), default=0) + 1)
+    return {cell: known[cell] for cell in order if cell in known}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the files")
@@ -167,12 +174,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file = options.out / "cells.jsonl"
     todo = cells(names, options.seeds, options.methods)
     run(todo, makers, options.data, file, options.workers)
-    known = read(file)
-    order = cells(list(makers), max((cell.seed for cell in known), default=0) + 1)
-    results = {cell: known[cell] for cell in order if cell in known}
+    results = in_order(read(file), list(makers))
     text = tables(results)
     figures(results, options.out)
     write(text, options.out, HERE)
+    if options.out == HERE / "results":
+        include(ROOT / "README.md", brief(results))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
@@ -10,9 +11,23 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_fedbayes.callbacks.loggers import log_table
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.data import ClientDatasets
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.errors import FedBayesError, FederationError
 from lightning_fedbayes.evaluation import ClientScores, evaluate_clients
 from lightning_fedbayes.modules import PosteriorPredictive
+from lightning_fedbayes.posterior import GaussianPosterior
+
+
+class KeepsPosteriors(Protocol):
+    """A federation whose clients keep their posteriors."""
+
+    @property
+    def clients(self) -> Any:
+        """Return its :class:`~lightning_fedbayes.data.clients.Clients`."""
+        ...
+
+    def holding(self, client: int) -> AbstractContextManager[GaussianPosterior]:
+        """Return a context inside which the module predicts by the client's own posterior, which it gives."""
+        ...
 
 
 class ClientReport(L.Callback):
@@ -26,15 +41,22 @@ class ClientReport(L.Callback):
     every figure of :class:`~lightning_fedbayes.ClientScores`, as "val/clients/nll", "val/clients/nll_worst" and
     "val/clients/nll_spread". Logged at the end: the table of clients, "val/clients".
 
+    In a federation whose clients keep their posteriors, "val/personal/nll" and the like, and the table "val/personal",
+    are those of each client's own posterior, :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` with λ = 1, where
+    the parts of the data have the clients' names.
+
     A module of the user's own is scored where an :class:`~lightning_fedbayes.UncertaintyReport` with ``samples`` says
     that it is a classifier whose predictions are drawn from the global posterior.
 
     Attributes:
-        scores: stage ("val" or "test") → the last :class:`~lightning_fedbayes.ClientScores`.
+        scores: stage ("val" or "test") → the last :class:`~lightning_fedbayes.ClientScores`; "personal/val" and
+            "personal/test" those of the clients' own posteriors.
+        personal: the federation whose clients keep their posteriors; :class:`FederatedBayes` sets it.
     """
 
     def __init__(self) -> None:
         self.scores: dict[str, ClientScores] = {}
+        self.personal: KeepsPosteriors | None = None
         self._is_silent = False
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -61,35 +83,72 @@ class ClientReport(L.Callback):
         clients, predictor = getattr(loader, "dataset", None), predictor_of(trainer, module)
         if not isinstance(clients, ClientDatasets) or predictor is None or self._is_silent:
             return
+        batch_size = getattr(loader, "batch_size", None) or 256
         try:
-            scores = evaluate_clients(predictor, clients, batch_size=getattr(loader, "batch_size", None) or 256)
+            scores = evaluate_clients(predictor, clients, batch_size=batch_size)
         except FedBayesError as error:
             self._is_silent = True
             rank_zero_warn(f"There are no scores of each client: {error}")
             return
         self.scores[stage] = scores
-        module.log_dict({f"{stage}/{name}": value for name, value in scores.summary().items()})
+        figures = scores.summary()
+        if self.personal is not None and set(clients.names) <= set(self.personal.clients.names):
+            own = self._own_scores(trainer, module, self.personal, clients, batch_size)
+            if own is not None:
+                self.scores[f"personal/{stage}"] = own
+                figures |= {name.replace("clients/", "personal/"): value for name, value in own.summary().items()}
+        module.log_dict({f"{stage}/{name}": value for name, value in figures.items()})
+
+    def _own_scores(
+        self, trainer: L.Trainer, module: L.LightningModule, federation: KeepsPosteriors, clients: ClientDatasets,
+        batch_size: int,
+    ) -> ClientScores | None:
+        """Score every client by the posterior that it has trained last; None if that is not of the module's weights."""
+        names, scores = federation.clients.names, []
+        try:
+            for name, dataset in zip(clients.names, clients.datasets, strict=True):
+                with federation.holding(names.index(name)) as posterior:
+                    own = predictor_of(trainer, module, posterior)
+                    assert own is not None
+                    scores.append(evaluate_clients(own, ClientDatasets({name: dataset}), batch_size=batch_size))
+        except FederationError:
+            return None
+        return ClientScores.of(
+            {name: each.num_examples[0] for name, each in zip(clients.names, scores, strict=True)},
+            {name: {f: float(v[0]) for f, v in each.values.items()} for name, each in zip(clients.names, scores)},
+        )
 
     def _table(self, trainer: L.Trainer, stage: str) -> None:
-        if stage in self.scores and trainer.loggers:
-            rows = self.scores[stage].rows()
-            log_table(trainer, f"{stage}/clients", list(rows[0]), [list(row.values()) for row in rows],
-                      trainer.current_epoch)
+        for key, name in ((stage, f"{stage}/clients"), (f"personal/{stage}", f"{stage}/personal")):
+            if key in self.scores and trainer.loggers:
+                rows = self.scores[key].rows()
+                log_table(trainer, name, list(rows[0]), [list(row.values()) for row in rows], trainer.current_epoch)
 
 
-def predictor_of(trainer: L.Trainer, module: L.LightningModule) -> L.LightningModule | None:
-    """Return the module itself if it has predictions of its own, or those of its posterior; None without either."""
+def predictor_of(
+    trainer: L.Trainer, module: L.LightningModule, posterior: GaussianPosterior | None = None
+) -> L.LightningModule | None:
+    """Return the module itself if it has predictions of its own, or those of its posterior; None without either.
+
+    Args:
+        trainer: whose :class:`~lightning_fedbayes.UncertaintyReport` says how many draws predict.
+        module: that is scored.
+        posterior: in place of the global one.
+    """
     if type(module).predict_step is not L.LightningModule.predict_step:
         return module
     callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     for report in callbacks:
         if isinstance(report, UncertaintyReport) and report.samples is not None and report.posterior is not None:
-            return PosteriorPredictive(module, report.posterior, report.samples)
+            return PosteriorPredictive(module, posterior or report.posterior, report.samples)
     return None
 
 
-def bring_client_report(trainer: L.Trainer, behind: L.Callback) -> None:
-    """Put a :class:`ClientReport` behind a callback of the Trainer, if it has none."""
+def bring_client_report(trainer: L.Trainer, personal: KeepsPosteriors | None, behind: L.Callback) -> None:
+    """Put a :class:`ClientReport` behind a callback of the Trainer, if it has none, and tell it of own posteriors."""
     callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    if not any(isinstance(callback, ClientReport) for callback in callbacks):
-        callbacks.insert(callbacks.index(behind) + 1, ClientReport())
+    report = next((callback for callback in callbacks if isinstance(callback, ClientReport)), None)
+    if report is None:
+        report = ClientReport()
+        callbacks.insert(callbacks.index(behind) + 1, report)
+    report.personal = personal

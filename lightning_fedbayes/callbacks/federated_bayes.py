@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -208,6 +209,24 @@ class FederatedBayes(L.Callback):
         """
         return self.federation.personal(client, weight)
 
+    @contextmanager
+    def holding(self, client: int) -> Iterator[GaussianPosterior]:
+        """Inside, the module predicts by the posterior that client number ``client`` has trained last.
+
+        Its local parameters and buffers are the client's own, too.
+
+        Raises:
+            FederationError: there is no federation, or the module holds another model than the global one.
+        """
+        federation = self.federation
+        if federation.engine.model.has_changed():
+            raise FederationError(
+                "the module holds another model than the global one of the federation, such as one of a checkpoint: "
+                "personal posteriors are those of the last round"
+            )
+        with federation.holding(client) as own:
+            yield own
+
     @property
     def history(self) -> list[dict[str, float]]:
         """One dict of figures per finished round, in order; its "round" counts from 1."""
@@ -238,7 +257,7 @@ class FederatedBayes(L.Callback):
             self._report = FederationReport()
         self._loader = None
         self._uncertainty = bring_report(trainer, beside=self)
-        bring_client_report(trainer, behind=self._uncertainty)
+        bring_client_report(trainer, self if self.settings.keep_posteriors else None, behind=self._uncertainty)
         self._loop = FitLoop(trainer, pl_module)
         self._loop.replace_data(lambda loader: self._federate(trainer, loader))
         for callback in trainer.checkpoint_callbacks:

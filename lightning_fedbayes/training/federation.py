@@ -268,6 +268,20 @@ class Federation:
         state = self.engine.states.get(int(number), ClientState())
         return self.engine.model.with_local(state.personal(self.server.posterior, weight), state.local)
 
+    @contextmanager
+    def holding(self, client: int) -> Iterator[GaussianPosterior]:
+        """Inside, the module predicts by the posterior that a client has trained last; afterwards by the global one."""
+        model, module = self.engine.model, self.engine.model.module
+        state = self.engine.states.get(client, ClientState())
+        with model.unchanged(), kept_attributes(module, "global_round"):
+            own = state.personal(self.server.posterior, 1.0)
+            model.load_client(state.local)
+            model.view.load(own)
+            hook = getattr(module, "on_round_end", None)
+            if hook is not None:
+                hook(own, [own])
+            yield own
+
     def note_likelihood(self, of_process: tuple[float, int]) -> None:
         r"""Add to the figures of the last round of sites an estimate of the pooled ELBO, nats per training example.
 

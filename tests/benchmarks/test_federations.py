@@ -8,10 +8,9 @@ import torch
 
 import lightning_fedbayes as fb
 from benchmarks.federations import methods, run
-from benchmarks.federations.data import Examples, Federation, Parts, cut, from_csv
+from benchmarks.federations.data import FEDERATIONS, Examples, Federation, Parts, cut, from_csv
 from benchmarks.federations.methods import KINDS, METHODS, WEIGHTS, Prediction, personal_weights, summary
-from benchmarks.federations.report import gains
-from benchmarks.page import BEGIN, END
+from benchmarks.federations.report import brief, gains, tables
 from lightning_fedbayes.modules import mlp
 
 
@@ -62,9 +61,10 @@ def test_the_command_goes_on_where_it_stopped_and_writes_a_page(table, tmp_path,
     assert (tmp_path / "out" / "towns.png").exists()
 
 
-def test_the_committed_page_has_the_marks_of_the_command():
-    text = (run.HERE / "README.md").read_text()
-    assert text.index(BEGIN) < text.index(END)
+def test_the_committed_pages_show_the_committed_cells():
+    results = run.in_order(run.read(run.HERE / "results" / "cells.jsonl"), list(FEDERATIONS))
+    assert tables(results) in (run.HERE / "README.md").read_text()
+    assert brief(results) in (run.ROOT / "README.md").read_text()
 
 
 def federation_of(task, targets, outputs=2):

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 import lightning_fedbayes as fb
-from tests.federations import Plain, bayesian, federate, loader, trainer
+from tests.federations import Plain, assert_equal, bayesian, federate, loader, parameters, trainer
 from tests.test_evaluation import clients
 
 
@@ -64,3 +64,39 @@ def test_predictions_of_another_kind_are_named_and_cost_no_run():
     posterior = fb.GaussianPosterior.point_mass({name: p.detach() for name, p in module.named_parameters()})
     with pytest.warns(UserWarning, match="no scores of each client: Own.predict_step returns"):
         trainer(1, [fb.ClientReport()]).test(Own(module, posterior), batches(9, 12), verbose=False)
+
+
+@pytest.mark.parametrize("options", [
+    {"keep_posteriors": True}, {"prior": "hierarchical", "fusion": "linear_pool", "weighting": "equal"},
+    {"keep_posteriors": True, "local_parameters": ["network.2.*"], "buffers": "local"},
+])
+def test_the_own_posteriors_of_clients_are_scored_beside_the_global_one(options, tmp_path):
+    module, logger = bayesian(), CSVLogger(tmp_path)
+    callback, report = fb.FederatedBayes(**options), fb.ClientReport()
+    made = federate(module, callback, 2, loader(clients(40, 30)), batches(9, 12), logger=logger, callbacks=[report])
+    before = parameters(module)
+    held_out, rows = clients(9, 12), {}
+    for number, (name, data) in enumerate(zip(held_out.names, held_out.datasets, strict=True)):
+        with callback.holding(number) as own:
+            assert all(torch.equal(own.mean[n], fb.read_posterior(module).mean[n]) for n in own.names)
+            rows[name] = fb.evaluate_clients(module, fb.ClientDatasets({name: data}), batch_size=8).rows()[0]
+    assert report.scores["personal/val"].rows() == list(rows.values())
+    assert_equal(parameters(module), before)
+    logged = float(made.callback_metrics["val/personal/nll"])
+    assert logged == pytest.approx(report.scores["personal/val"].mean("nll"))
+    assert logged != pytest.approx(float(made.callback_metrics["val/clients/nll"]))
+    with open(f"{logger.log_dir}/val_personal.csv") as file:
+        assert [row["client"] for row in csv.DictReader(file)] == ["c0", "c1"]
+
+
+def test_own_posteriors_of_the_users_own_module_and_of_another_model():
+    module, callback, report = Plain(optimizer=fb.IVON), fb.FederatedBayes(keep_posteriors=True), fb.ClientReport()
+    federate(module, callback, 2, loader(clients(40, 30)), batches(9, 12), callbacks=[report, fb.UncertaintyReport(5)])
+    own = fb.PosteriorPredictive(module, callback.posterior_of("c1"), 5)
+    expected = fb.evaluate_clients(own, fb.ClientDatasets({"c1": clients(9, 12).datasets[1]}), batch_size=8)
+    assert report.scores["personal/val"].rows()[1] == expected.rows()[0]
+    torch.nn.init.zeros_(module.net[0].weight)
+    with pytest.raises(fb.FederationError, match="the module holds another model"), callback.holding(0):
+        pass
+    tested = trainer(1, [report]).test(bayesian(), batches(9, 12), verbose=False)
+    assert not any("personal" in name for name in tested[0])
