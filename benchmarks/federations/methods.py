@@ -39,6 +39,8 @@ IVON = ({"rate": 0.1, "temperature": 1.0}, {"rate": 0.1, "temperature": 0.1})
 LONGER = tuple(tuple({**setting, "epochs": 4} for setting in grid) for grid in (LAYERS, IVON))
 """Local training of four times as many epochs, in half as many rounds at most: the clients' own posteriors come near
 those of clients that train alone."""
+MOST_TURNS = 10
+"""Clients up to which they are trained in turns; more take too many minutes, since each turn is a round."""
 MOST_SLOPES = 5
 """Features up to which the linear mixed model may have a slope of each client for every one of them."""
 SHRINKAGE = 20
@@ -76,7 +78,10 @@ class Method(NamedTuple):
         return float(self.alone or self.own)
 
     def suits(self, federation: Federation) -> bool:
-        """Return whether the method can learn the federation's task."""
+        """Return whether the method can learn the federation's task, and in turns in minutes."""
+        takes_turns = self.options.get("fraction") == "turns"
+        if takes_turns and len(federation.clients) > MOST_TURNS:
+            return False
         return federation.task == "regression" or not self.linear
 
 
@@ -440,19 +445,36 @@ def personal_weights(
 # -- a cell ------------------------------------------------------------------------------------------------------------
 
 
-def mixed_model(federation: Federation, slopes: bool) -> HierarchicalFit:
-    """Return the linear mixed model of the training parts: an intercept of each client, or slopes, too."""
-    random = tuple(range(1 + slopes * features_of(federation)))
-    sums = {name: fb.LinearStatistics.of(*own.train) for name, own in federation.clients.items()}
-    return fb.HierarchicalLinearRegression(random=random).fit(sums)
+class MixedModel(NamedTuple):
+    """A linear mixed model and the columns that it takes."""
+
+    fit: HierarchicalFit
+    columns: list[int]
 
 
-def predictions_of(federation: Federation, model: HierarchicalFit, part: str) -> Predictions:
+def mixed_model(federation: Federation, slopes: bool) -> MixedModel:
+    """Return the linear mixed model of the training parts: an intercept of each client, or slopes, too.
+
+    A column that is a linear function of those before it is left out.
+    """
+    x = torch.cat([own.train.inputs for own in federation.clients.values()])
+    x, columns = torch.cat([torch.ones(len(x), 1).to(x), x], 1), list[int]()
+    for column in range(1, x.shape[1]):
+        if int(torch.linalg.matrix_rank(x[:, [0, *columns, column]])) == len(columns) + 2:
+            columns.append(column)
+    columns = [column - 1 for column in columns]
+    random = tuple(range(1 + slopes * len(columns)))
+    sums = {name: fb.LinearStatistics.of(own.train.inputs[:, columns], own.train.targets)
+            for name, own in federation.clients.items()}
+    return MixedModel(fb.HierarchicalLinearRegression(random=random).fit(sums), columns)
+
+
+def predictions_of(federation: Federation, model: MixedModel, part: str) -> Predictions:
     """Return each client's predictions by the posterior of its own coefficients."""
     found = {}
     for name, parts in federation.clients.items():
         own = getattr(parts, part)
-        mean, std = model.predict(own.inputs, name)
+        mean, std = model.fit.predict(own.inputs[:, model.columns], name)
         found[name] = Prediction(mean, std.square()), own.targets
     return found
 
@@ -482,7 +504,7 @@ def result_of(federation: Federation, method: Method, choice: Mapping[str, Any],
     if method.linear:
         start = time.perf_counter()
         model = mixed_model(federation, bool(choice["setting"]["slopes"]))
-        seconds, columns = time.perf_counter() - start, features_of(federation) + 1
+        seconds, columns = time.perf_counter() - start, len(model.columns) + 1
         sent = 8e-3 * (columns * (columns + 1) / 2 + columns + 2)
         return {"": scored(federation, partial(predictions_of, federation, model))
                 | {"kilobytes": sent, "seconds": seconds}}

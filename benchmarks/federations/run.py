@@ -103,8 +103,12 @@ def finished(calls: Sequence[Callable[[], Any]], workers: int) -> Iterator[Any]:
             yield call()
         return
     with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        for result in as_completed([pool.submit(call) for call in calls]):
-            yield result.result()
+        try:
+            for result in as_completed([pool.submit(call) for call in calls]):
+                yield result.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # an error is shown at once, not after all other calls
+            raise
 
 
 def job(
