@@ -359,3 +359,25 @@ def test_from_a_regressor():
 def test_bad_input_is_refused(call, message):
     with pytest.raises(FedBayesError, match=message):
         call()
+
+
+def test_each_client_is_scored_by_its_own_threshold():
+    class Network(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    random = torch.Generator().manual_seed(0)
+    sharp, vague = (scale * torch.randn(300, 4, generator=random) for scale in (6.0, 1.0))
+    datasets = {
+        name: TensorDataset(logits, torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0])
+        for name, logits in (("sharp", sharp), ("vague", vague))
+    }
+    conformal = FederatedConformal(0.8, per_client=True).fit_from(Network(), datasets, temperature=1.5)
+    scores = conformal.evaluate(Network(), datasets)
+    for number, (name, data) in enumerate(datasets.items()):
+        logits, y = data.tensors
+        probs = (logits.double() / 1.5).softmax(1)
+        inside = 1 - probs <= conformal.thresholds[name]
+        assert float(scores.values["coverage"][number]) == pytest.approx(float(inside[range(300), y].double().mean()))
+        assert float(scores.values["set_size"][number]) == pytest.approx(float(inside.sum(1).double().mean()))
+    assert conformal.thresholds["sharp"] < conformal.threshold < conformal.thresholds["vague"]
