@@ -85,6 +85,8 @@ class CalibrationCallback(L.Callback):
         def score(predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int) -> None:
             scores = self.evaluate(predictive, datasets, batch_size=batch_size, seed=seed)
             summary = {name.removeprefix("clients/"): value for name, value in scores.summary().items()}
+            if len(scores.names) == 1:  # whose mean is its worst
+                summary = {name: summary[name] for name in scores.values}
             pl_module.log_dict({f"test/{self.label}/{name}": value for name, value in summary.items()})
             rows = scores.rows()
             log_table(trainer, f"test/{self.label}", list(rows[0]), [list(row.values()) for row in rows],

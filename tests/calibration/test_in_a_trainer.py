@@ -169,6 +169,9 @@ def test_other_validation_data(val, names):
     module = bayesian()
     trainer(1, [conformal]).validate(module, val(), verbose=False)
     assert list(conformal.thresholds) == names
+    tested = trainer(1, [conformal]).test(module, val(), verbose=False)[0]
+    assert ("test/lac_80/coverage_worst" in tested) == (len(names) > 1)
+    assert "test/lac_80/coverage" in tested
 
 
 def test_the_users_own_module_is_calibrated_by_its_forward_or_its_posterior():
