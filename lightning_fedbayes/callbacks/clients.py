@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_fedbayes.callbacks.loggers import log_table
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.data import ClientDatasets
-from lightning_fedbayes.errors import FedBayesError, FederationError
+from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.evaluation import ClientScores, evaluate_clients
 from lightning_fedbayes.modules import PosteriorPredictive
 from lightning_fedbayes.posterior import GaussianPosterior
@@ -111,7 +111,7 @@ class ClientReport(L.Callback):
                     own = predictor_of(trainer, module, posterior)
                     assert own is not None
                     scores.append(evaluate_clients(own, ClientDatasets({name: dataset}), batch_size=batch_size))
-        except FederationError:
+        except FedBayesError:
             return None
         return ClientScores.of(
             {name: each.num_examples[0] for name, each in zip(clients.names, scores, strict=True)},

@@ -156,7 +156,8 @@ class ResidentModel:
         if local:
             with torch.no_grad():
                 for name, parameter in self._kept_parameters.items():
-                    parameter.copy_(local[name])
+                    if name in local:  # not if an earlier run with other settings has kept less
+                        parameter.copy_(local[name])
             self._write_buffers({name: local[name] for name in self._kept_buffer_names})
 
     def with_local(self, posterior: GaussianPosterior, local: Tensors) -> GaussianPosterior:

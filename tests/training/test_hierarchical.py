@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
@@ -100,6 +101,23 @@ def test_a_client_goes_on_where_it_was(engine, make, optimizer):
         for name in first.names:
             assert torch.equal(first.mean[name], second.mean[name]), name
             assert not torch.equal(first.mean[name], made.posterior.mean[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
+@pytest.mark.parametrize(("before", "after"), [("hierarchical", "fixed"), ("fixed", "hierarchical")])
+def test_a_run_that_goes_on_with_another_prior_does_so_on_both_engines(before, after, tmp_path):
+    def run(prior, rounds, engine, **options):
+        made = fb.FederatedBayes(**{**POPULATION, "prior": prior}, seed=1, engine=engine, local_epochs=3)
+        federate(Exact("adam"), made, rounds, DataLoader(schools(), batch_size=EXAMPLES), **options)
+        return made
+
+    for engine in ("sequential", "vectorized"):
+        saver = ModelCheckpoint(tmp_path / engine, save_last=True)
+        run(before, 2, engine, callbacks=[saver], enable_checkpointing=True)
+    ours, theirs = (run(after, 3, engine, ckpt_path=tmp_path / engine / "last.ckpt").posterior
+                    for engine in ("sequential", "vectorized"))
+    torch.testing.assert_close(ours.mean["layer.weight"], theirs.mean["layer.weight"], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(ours.variance["layer.weight"], theirs.variance["layer.weight"], rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize(("options", "text"), [
