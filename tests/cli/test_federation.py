@@ -114,7 +114,7 @@ def test_calibration_from_a_file_is_scored_and_used_with_the_checkpoint(elsewher
     checkpoint = elsewhere / "outputs" / "fedbayes" / "version_0" / "checkpoints" / "last.ckpt"
     assert main(["test", *config, "--ckpt_path", str(checkpoint)]) == 0
     scores = figures_of(capsys.readouterr().out)
-    assert {"test/scaled/ece", "test/scaled/nll_worst", "test/lac_95/coverage", "test/lac_95/set_size"} <= set(scores)
+    assert {"test/scaled/ece", "test/scaled/nll", "test/lac_95/coverage", "test/lac_95/set_size"} <= set(scores)
     assert main(["predict", *config, "--ckpt_path", str(checkpoint)]) == 0
     (file,) = elsewhere.glob("outputs/fedbayes/*/predictions.pt")
     kept = torch.load(checkpoint, weights_only=False)["callbacks"]
