@@ -255,7 +255,8 @@ class ClientTraining(L.Callback):
         self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
         if isinstance(self.rule, Sites):
             begun = {"begun": True} if task.begun else {}
-            self._engine.begin_sites(self.rule, task.posterior.to(pl_module.device), begun, task.share)
+            posterior = task.posterior.to(pl_module.device)
+            self._engine.begin_sites(self.rule, posterior, begun, task.share, task.round)
         self._loop.install(self._engine, self._engine.begin_batch, self._end_batch)
         start = getattr(pl_module, "on_federation_start", None)
         if start is not None:

@@ -9,26 +9,51 @@ client starts a round from the global posterior q and takes the *cavity*, q with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FederationError, FusionError, check_at_least, check_number, shown
+from lightning_fedbayes.errors import FederationError, FusionError, check_at_least, check_choice, check_number, shown
 from lightning_fedbayes.exchange.reduction import Statistics
 from lightning_fedbayes.fusion.registry import register_fusion
-from lightning_fedbayes.fusion.rule import Fused, FusionRule, RuleState, StatefulSumRule, add_number, add_precisions
+from lightning_fedbayes.fusion.rule import (
+    Fused,
+    FusionRule,
+    RuleState,
+    StatefulSumRule,
+    add,
+    add_number,
+    add_precisions,
+)
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero, zeros_like
 
+Precision = Literal["auto", "measured", "trained"]
+"""Where the precision of a client's site comes from."""
 Natural = tuple[Tensor, Tensor]
 r"""Precision :math:`\Lambda = 1/\sigma^2` and shift :math:`\eta = \mu/\sigma^2`, shape (P,) each, float64."""
 
-LEAST_SHARE = 0.25
-"""Share of its precision that a parameter keeps at least in a round; what would take more is held back."""
-OWN_SHARE = 1.5
-"""Factor of a site's share of the precision in the step of its client. Above 1 the local problem is bounded where the
-loss is convex; a change is then damped enough if the damping is below 2 (OWN_SHARE − 1) / OWN_SHARE."""
+LEAST_SHARE = 0.7
+"""Share of the prior's precision that a parameter keeps at least: a client's site takes at most 1/K of the rest away,
+so that no posterior is wider than 1.2 priors, whichever clients take part."""
+OWN_SHARE = 3.0
+"""Factor of a site's share of the precision in the default step of its client. Above 1 the local problem is bounded
+where the loss is convex; a change is then damped enough if the damping is below 2 (OWN_SHARE − 1) / OWN_SHARE."""
+PROPER = 0.05
+"""What such a factor exceeds 1 by where the step is a small number, so that no cavity is improper."""
+SETTLING = 20
+"""Rounds after which the damping falls as one over the square root of the round, so that the noise of local training
+averages out."""
+LEAST_PART = 0.25
+"""Part of the global precision that a client leaves at least in a round, and by which its mean counts at least."""
+TOLERANCE = 1e-5
+"""Relative rounding of a precision that travels as a variance in single precision."""
+MEMORY = 0.7
+"""Part of a site's measured precision that comes from its client's earlier rounds."""
+BITS = 34
+"""Significant bits of a precision: sums of such numbers are exact as long as they span a factor below 2¹⁹ (5e5)."""
 
 
 @register_fusion("sites")
@@ -39,17 +64,38 @@ class Sites(StatefulSumRule):
 
     1. the client minimises :math:`n_k E_q[\ell_k] + \rho_k KL(q \| \text{cavity}_k)`, with the cavity
        :math:`\lambda - \lambda_k / \rho_k`; the result is :math:`q_k`;
-    2. it changes its site by :math:`\Delta_k = \delta\rho_k\,(\lambda(q_k) - \lambda)`, and sends the posterior
+    2. it changes its site by :math:`\Delta_k = \delta_r\rho_k\,(\lambda(q_k) - \lambda)`, and sends the posterior
        :math:`\lambda + \Delta_k`: the global one after its change alone;
-    3. the server's new posterior is :math:`\alpha\,(\lambda_0 + \sum_k \lambda_k) + (1 - \alpha)\,\mathrm{mean}_k\,
-       \lambda(q_k)`, with the prior :math:`\lambda_0` and the sites of *all* clients.
+    3. the server's new posterior is :math:`\alpha\,(\lambda_0 + \sum_k \lambda_k) + (1 - \alpha)\,(\lambda +
+       \mathrm{mean}_k\,\Delta_k / \rho)`, with the prior :math:`\lambda_0` and the sites of *all* clients.
 
     In the first round the prior stands in the place of the global posterior. A client that is absent keeps its site.
-    The default step is of every client and parameter, :math:`\rho_k = 1/K + 1.5 \max(0, \Lambda_k) / \Lambda` for K
-    clients in all. No cavity is improper then: a local problem with a convex loss is bounded. No precision falls below
-    a quarter of its value in one round; what would take it lower is held back for that entry. Figures:
-    ``sites/held_back`` counts such entries, ``sites/change`` is the divergence of the new posterior from the old one,
-    in nats per parameter, and goes to 0. Clients keep the state of their optimizers, see ``optimizer_state``.
+    The default step is of every client and parameter, :math:`\rho_k = 1/K + 3 \max(0, \Lambda_k) / \Lambda` for K
+    clients in all; one that is a number is raised to :math:`1.05\,\Lambda_k / \Lambda` where it is less (towards a
+    step of 1, to :math:`\Lambda_k / \Lambda`). So no cavity is improper: a local problem with a convex loss is bounded. From round r = 20 on the damping is :math:`\delta_r =
+    \delta \sqrt{20 / r}`, so that the noise of local training averages out. Clients keep the state of their
+    optimizers, see ``optimizer_state``.
+
+    **Precision.** Short local training moves σ hardly at all: its gradient is a hundred times smaller than its noise.
+    So the precision of a site is *measured*, by the gradients g of the mean loss of a batch of B examples, without
+    that of the cavity, by the means at the clients' draws, in all steps of the round:
+
+    .. math:: \Lambda_k \leftarrow \Lambda_k + 0.3\,\Bigl(\tfrac{n_k}{\tau} B\,\overline{g^2} - \Lambda_k\Bigr)
+
+    (at the client's first visit, without the 0.3), where :math:`\tau / n_k` is the factor of the KL divergence in the
+    client's loss. :math:`B\,\overline{g^2}` is the diagonal of the empirical Fisher information. It is never negative,
+    and right within rounds, whatever σ the layers begin with, which only the first round sees. The means end where the
+    gradient of the pooled ELBO by the means is 0; the variances are those of the Fisher information there, not those of
+    mean-field variational inference: see the page on rules for figures. Where an optimizer solves the local problem,
+    as L-BFGS does, the precision is that of its solution, :math:`\Lambda(q_k)`, and so is the fixed point: the
+    mean-field posterior of the pooled data.
+
+    **Bounds.** No site takes more than :math:`0.3 / K` of the prior's precision away, a bound that its client applies
+    before it sends; so no σ exceeds 1.2 times the prior's, server and clients always count the same, and an entry
+    whose curvature turns positive again leaves the bound at once. Natural parameters have 34 significant bits, so that
+    their sums are exact: prior + Σ sites is the server's state to the last bit. Figures:
+    ``sites/held_back`` counts entries that the server had to keep above the bound, which clients of this package never
+    cause; ``sites/change`` is the divergence of the new posterior from the old one, in nats per parameter.
 
     Deterministic parameters :math:`\theta` take the form of FedDyn, which is consensus ADMM. The loss of local
     training, a mean over examples, gains :math:`\tfrac{\mu}{2} \|\theta - \theta_g\|^2 - \langle v_k, \theta - \theta_g
@@ -67,7 +113,7 @@ class Sites(StatefulSumRule):
     Args:
         step: "share", the default above, or one :math:`\rho` > 0 for all clients: a smaller one lets them go further
             from the global posterior.
-        damping: :math:`\delta` in (0, 1].
+        damping: :math:`\delta` in (0, 1]; "share" is 1/K.
         averaging: :math:`\alpha` in (0, 1]; "pvi" is 1, the sites alone; "admm" is :math:`1 / (1 + K\rho)` for the K
             clients of the round. Below 1 the step must be a number.
         prior_mean, prior_std: m and s of the layers' own prior.
@@ -75,28 +121,31 @@ class Sites(StatefulSumRule):
             from the global ones. None averages them.
         renyi: :math:`\alpha` in (0, 1): the divergence from the cavity is
             :math:`\tfrac{1}{\alpha (\alpha - 1)} \log \int q^\alpha\,\text{cavity}^{1 - \alpha}` in place of the KL,
-            which it is for :math:`\alpha \to 1`. A parameter whose cavity is improper keeps the KL; with the default
-            step there is none. The fixed point is no longer the posterior of the pooled data.
+            which it is for :math:`\alpha \to 1`. The fixed point is no longer the posterior of the pooled data.
+            Precisions are trained.
+        precision: "auto", the above; "measured", or "trained", :math:`\Lambda(q_k)`, whatever the optimizer.
 
     Raises:
         FusionError: an argument is out of range.
 
     Source: Ashman et al. 2022 (:math:`\rho = \alpha = 1`); Möllenhoff et al. 2026 ("admm"); Acar et al. 2021,
-    Algorithm 1 (the pull); Mildner et al. 2025 (Rényi).
+    Algorithm 1 (the pull); Mildner et al. 2025 (Rényi); Khan et al. 2018 (squared gradients as curvature).
     """
 
     keeps_sites: ClassVar[bool] = True
     resists: ClassVar[bool] = True  # no update is clipped: the client would keep another site than the server counts
 
     def __init__(
-        self, step: float | str = "share", damping: float = 0.6, averaging: float | str = "pvi",
+        self, step: float | str = "share", damping: float | str = 0.4, averaging: float | str = "pvi",
         prior_mean: float = 0.0, prior_std: float = 1.0, pull: float | None = 0.1,
-        renyi: float | None = None,
+        renyi: float | None = None, precision: Precision = "auto",
     ) -> None:
         if not isinstance(step, str) or step != "share":
             why = "it scales the divergence from the cavity; 'share' chooses it for every client"
             check_number("step", step, "(0, inf)", error=FusionError, why=why)
-        check_number("damping", damping, "(0, 1]", error=FusionError, why="it is the part of a change that is applied")
+        if not isinstance(damping, str) or damping != "share":
+            why = "it is the part of a change that is applied; 'share' is 1/K"
+            check_number("damping", damping, "(0, 1]", error=FusionError, why=why)
         if not isinstance(averaging, str) or averaging not in ("pvi", "admm"):
             check_number("averaging", averaging, "(0, 1]", error=FusionError, why="'pvi' is 1, 'admm' is 1 / (1 + K ρ)")
         if step == "share" and averaging not in ("pvi", 1):
@@ -109,6 +158,9 @@ class Sites(StatefulSumRule):
         if renyi is not None:
             why = "beyond, the divergence is infinite for wide posteriors; None, the limit 1, is the KL"
             check_number("renyi", renyi, "(0, 1)", error=FusionError, why=why)
+        check_choice("precision", precision, get_args(Precision), error=FusionError)
+        if renyi is not None and precision == "measured":
+            raise FusionError("renyi= with precision='measured': another divergence has other variances; leave one out")
         self.step = step
         self.damping = damping
         self.averaging = averaging
@@ -116,6 +168,7 @@ class Sites(StatefulSumRule):
         self.prior_std = prior_std
         self.pull = pull
         self.renyi = renyi
+        self.precision: Precision = precision
 
     # -- at the clients ------------------------------------------------------------------------------------------------
 
@@ -148,28 +201,58 @@ class Sites(StatefulSumRule):
             site_precision: of its site.
             precision: of the global posterior.
         """
-        if not isinstance(self.step, str):
-            return torch.full_like(precision, self.step)
-        return share + OWN_SHARE * torch.as_tensor(site_precision).clamp_min(0) / precision
+        own = torch.as_tensor(site_precision).clamp_min(0) / precision
+        if isinstance(self.step, str):
+            return share + OWN_SHARE * own
+        return ((1 + PROPER * max(0.0, 1 - self.step)) * own).clamp_min(self.step)
 
-    def sent(self, base: Natural, trained: Natural, steps: Tensor) -> Natural:
-        r"""Return :math:`\lambda + \Delta_k`, what a client sends; its precision is at least a quarter of the old one.
+    def damping_in(self, round: int, share: float) -> float:
+        r"""Return :math:`\delta_r` of a round, counted from 0, in a federation of 1 / ``share`` clients."""
+        damping = share if isinstance(self.damping, str) else self.damping
+        return damping * min(1.0, (SETTLING / (round + 1)) ** 0.5)
+
+    def changed(
+        self, base: Natural, site: Natural | None, trained: Natural, steps: Tensor, share: float, round: int,
+        measured: Tensor | None = None,
+    ) -> Natural:
+        r"""Return :math:`\lambda + \Delta_k`, what a client sends.
 
         Args:
             base: :math:`\lambda`.
+            site: :math:`\lambda_k`; None for a client that has none yet.
             trained: :math:`\lambda(q_k)`.
             steps: :math:`\rho_k`, shape (P,).
+            share: 1 / K.
+            round: from 0.
+            measured: precision of the data, shape (P,), NaN where it is not known and :math:`\Lambda(q_k)` counts.
         """
-        scale = steps * self.damping
-        moved = [old + scale * (new - old) for old, new in zip(base, trained)]
-        return held_back(base, (moved[0], moved[1]), torch.ones_like(base[0], dtype=torch.bool))[0]
+        scale = steps * self.damping_in(round, share)
+        old, own = torch.zeros_like(steps) if site is None else site[0], trained[0]
+        wanted = old + scale * (own - base[0])
+        if measured is not None:
+            known = measured if site is None else torch.lerp(measured, old, MEMORY)
+            wanted = torch.where(measured.isnan(), wanted, known)
+            own = own.where(measured.isnan(), (base[0] + (wanted - old) / scale).maximum(LEAST_PART * base[0]))
+        new = wanted.clamp_min((self._least - self.prior_std**-2) * share)
+        new = torch.maximum(new, old - (1 - LEAST_PART) * base[0])
+        centre, mean = base[1] / base[0], trained[1] / trained[0]
+        return base[0] + (new - old), base[1] + scale * own * (mean - centre) + (new - old) * centre
 
     # -- at the server -------------------------------------------------------------------------------------------------
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
         """See :meth:`SumRule.update`: sums of precisions and shifts; of deterministic parameters, weighted means."""
         add_number(statistics, "count", 1.0, mean)
-        add_precisions(statistics, mean, variance, 1.0, weight)
+        if is_zero(variance):
+            add_precisions(statistics, mean, variance, 1.0, weight)
+            return
+        precision, shift = self.natural(mean, variance)
+        add(statistics, "precision", precision)
+        add(statistics, "precision_mean", shift)
+        if variance.numel() and variance.min() == 0:
+            atom = (variance == 0).to(mean.dtype)
+            add(statistics, "atom_weight", atom, weight)
+            add(statistics, "atom_mean", mean * atom, weight)
 
     def advance(
         self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState,
@@ -196,13 +279,14 @@ class Sites(StatefulSumRule):
             return Fused(like.unflatten(atom_mean, zeros_like(atom_mean)), state=duals)
         count = float(statistics["count"])
         total = statistics["precision"], statistics["precision_mean"]
-        base = natural_of(self.base(like if previous is None else previous, state), total[0])
+        base = self.natural_of(self.base(like if previous is None else previous, state), total[0])
         sites = (state["precision"], state["shift"]) if state else base
         changes = total[0] - count * base[0], total[1] - count * base[1]
         sites = sites[0] + changes[0], sites[1] + changes[1]
         target = self._target(base, changes, sites, count)
         random = torch.ones_like(total[0], dtype=torch.bool) if atom is None else ~atom.expand_as(total[0])
-        (precision, shift), held = held_back(base, target, random)
+        precision, shift = self._bounded(base, target, random)
+        held = int((random & self._is_low(sites[0])).sum())
         mean, variance = shift / precision, 1 / precision
         if atom_mean is not None:
             mean, variance = torch.where(random, mean, atom_mean), torch.where(random, variance, 0.0)
@@ -214,23 +298,64 @@ class Sites(StatefulSumRule):
         )
 
     def _target(self, base: Natural, changes: Natural, sites: Natural, count: float) -> Natural:
-        """Return the new global posterior before anything is held back."""
+        """Return the new global posterior, from the sums of all changes and sites of ``count`` clients."""
         if isinstance(self.step, str) or self.averaging in ("pvi", 1):
             return sites
         share = 1 / (1 + count * self.step) if isinstance(self.averaging, str) else self.averaging
-        scale = count * self.step * self.damping  # of the clients' own posteriors in what they sent
+        scale = count * self.step
         parts = zip(base, changes, sites)
         precision, shift = (share * kept + (1 - share) * (old + change / scale) for old, change, kept in parts)
         return precision, shift
 
+    @property
+    def _least(self) -> float:
+        """The bound of precisions."""
+        return LEAST_SHARE * self.prior_std**-2
+
+    def _is_low(self, precision: Tensor) -> Tensor:
+        """Return where a precision is below the bound by more than rounding."""
+        return precision < self._least * (1 - TOLERANCE)
+
+    def _bounded(self, old: Natural, new: Natural, random: Tensor) -> Natural:
+        """Return ``new`` with its precision raised to the bound, where it is lower; its pull on the mean stays.
+
+        Args:
+            old, new: natural parameters.
+            random: which entries are no point masses, shape (P,), bool.
+
+        Returns: natural parameters, (1, 0) at point masses.
+        """
+        precision, shift = new[0].where(random, 1.0), new[1].where(random, 0.0)
+        low = self._is_low(precision)
+        if not low.any():
+            return precision, shift
+        raised = torch.where(low, self._least, precision)
+        return raised, torch.where(low, shift + (raised - precision) * (old[1] / old[0]), shift)
+
+    # -- natural parameters --------------------------------------------------------------------------------------------
+
+    def natural(self, mean: Tensor, variance: Tensor) -> Natural:
+        """Return precision and shift of flat float64 vectors, rounded so that sums are exact; 0 at point masses."""
+        precision = torch.where(variance > 0, 1 / variance, 0.0)
+        unit = torch.ldexp(torch.ones_like(precision), precision.frexp().exponent - BITS)
+        precision = precision.div_(unit).round_().mul_(unit)
+        unit *= 2.0 ** math.floor(math.log2(self.prior_std))
+        return precision, (precision * mean).div_(unit).round_().mul_(unit)
+
+    def natural_of(self, posterior: GaussianPosterior, like: Tensor) -> Natural:
+        """Return :meth:`natural` of a posterior, on the device of ``like``."""
+        mean, variance = (value.to(like.device) for value in posterior.flatten())
+        return self.natural(mean, variance)
+
 
 @register_fusion("pvi")
 class PartitionedVI(Sites):
-    r"""Sites in the form of partitioned variational inference, damped, since clients train at once.
+    r"""Sites in the form of partitioned variational inference, damped by 1/K, since K clients train at once.
 
     That is :math:`\rho = \alpha = 1` in :class:`Sites`.
 
-    When to use it: linear models and other convex losses, whose local problems are solved well.
+    When to use it: to compare with the source; the default form of sites is faster. For linear models, whose local
+    problems are solved well, a damping of 0.3 is right for ten clients; where local training is short, they overshoot.
 
     Args:
         damping, prior_mean, prior_std: see :class:`Sites`.
@@ -238,7 +363,7 @@ class PartitionedVI(Sites):
     Source: Ashman et al. 2022.
     """
 
-    def __init__(self, damping: float = 0.3, prior_mean: float = 0.0, prior_std: float = 1.0) -> None:
+    def __init__(self, damping: float | str = "share", prior_mean: float = 0.0, prior_std: float = 1.0) -> None:
         super().__init__(1.0, damping, "pvi", prior_mean, prior_std)
 
 
@@ -267,7 +392,8 @@ def sites_of(rule: FusionRule) -> str:
     if not isinstance(rule, Sites):
         return ""
     prior = f"N({rule.prior_mean}, {rule.prior_std}²)"
-    return f"step={rule.step}, damping={rule.damping}, prior={prior}, pull={rule.pull}, renyi={rule.renyi}"
+    names = ("step", "damping", "pull", "renyi", "precision")
+    return ", ".join([f"prior={prior}", *(f"{name}={getattr(rule, name)}" for name in names)])
 
 
 def known_weights(state: RuleState, weights: Mapping[int, float]) -> dict[int, float]:
@@ -280,13 +406,6 @@ def known_weights(state: RuleState, weights: Mapping[int, float]) -> dict[int, f
                 "variable counts: keep the numbers of examples, or give weighting='equal' or pull=None"
             )
     return {**before, **weights}
-
-
-def natural_of(posterior: GaussianPosterior, like: Tensor) -> Natural:
-    """Return the natural parameters of a posterior beside ``like``; those of point masses are 0."""
-    mean, variance = (value.to(like.device) for value in posterior.flatten())
-    precision = torch.where(variance > 0, 1 / variance, 0.0)
-    return precision, precision * mean
 
 
 def without_site(posterior: GaussianPosterior, state: RuleState, site: Natural) -> GaussianPosterior:
@@ -302,8 +421,7 @@ def without_site(posterior: GaussianPosterior, state: RuleState, site: Natural) 
     Raises:
         FusionError: the other sites give a parameter no positive precision.
     """
-    old = natural_of(posterior, state["precision"])
-    random = old[0] > 0
+    random = posterior.flatten()[1].to(state["precision"].device) > 0
     precision, shift = (state[name].clone() for name in ("precision", "shift"))
     if len(site[0]) != int(random.sum()):
         raise FusionError(f"a site of {len(site[0])} parameters, but the posterior has {int(random.sum())}")
@@ -352,25 +470,6 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
     (kept,) = state["rule_states"].values()
     posterior = GaussianPosterior.from_state_dict(state["posterior"])
     return without_site(posterior, kept, (site["precision"], site["shift"]))
-
-
-def held_back(old: Natural, new: Natural, random: Tensor) -> tuple[Natural, int]:
-    """Return ``new``, or the point on the way to it from ``old`` where the precision would fall too low.
-
-    Args:
-        old, new: natural parameters.
-        random: which entries are no point masses, shape (P,), bool.
-
-    Returns: natural parameters of positive precision (1 at point masses), and the number of entries held back.
-    """
-    low = random & (new[0] < LEAST_SHARE * old[0])
-    precision, shift = new[0].where(random, 1.0), new[1].where(random, 0.0)
-    held = int(low.sum())
-    if held:
-        part = torch.where(low, (1 - LEAST_SHARE) * old[0] / (old[0] - new[0]), 1.0)
-        precision = torch.where(low, LEAST_SHARE * old[0], precision)
-        shift = torch.where(low, old[1] + part * (new[1] - old[1]), shift)
-    return (precision, shift), held
 
 
 def divergence(precision: Tensor, shift: Tensor, old_precision: Tensor, old_shift: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -146,6 +146,9 @@ class CavityPrior:
         curvature, slope: A and c, with the precision Λ and shift η of the client's site.
         step: :math:`\rho` > 0.
 
+        tally: a zero that is added for every entry: its gradient is their number times the factor of the divergence in
+            the loss. None: nothing is.
+
     All tensors are of the parameter's shape; of a stack of clients, or in a joint prior, of any that broadcasts.
 
     Source: Ashman et al. 2022; see :class:`~lightning_fedbayes.fusion.Sites`.
@@ -156,15 +159,20 @@ class CavityPrior:
     curvature: Tensor
     slope: Tensor
     step: Tensor
+    tally: Tensor | None = field(default=None, kw_only=True)
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
         """The sum above, a scalar, with the gradient of autograd."""
         if mean.dtype in (torch.float16, torch.bfloat16):
             mean, std = mean.float(), std.float()
-        return self._terms(mean, std).sum()
+        return self.tallied(self._terms(mean, std).sum(), mean.numel())
+
+    def tallied(self, divergence: Tensor, entries: int) -> Tensor:
+        """Return the divergence of so many entries with its tally."""
+        return divergence if self.tally is None else divergence + self.tally * entries
 
     def values(self, mean: Tensor, std: Tensor) -> Tensor:
-        """The sum above over the last dimension: shape (networks, entries) → (networks,)."""
+        """The sum above over the last dimension, without a tally: shape (networks, entries) → (networks,)."""
         return self._terms(mean, std).sum(-1)
 
     def _terms(self, mean: Tensor, std: Tensor) -> Tensor:
@@ -193,6 +201,7 @@ class RenyiCavityPrior(CavityPrior):
     Args:
         mean, std, curvature, slope, step: see :class:`CavityPrior`.
         order: :math:`\alpha` in (0, 1).
+        tally: see :class:`CavityPrior`.
 
     Source: Mildner et al. 2025; see :class:`~lightning_fedbayes.fusion.Sites`.
     """
@@ -230,8 +239,8 @@ def map_tensors(prior: P, fn: Callable[[Tensor], Tensor]) -> P:
     """Return ``prior`` with ``fn`` applied to its tensor fields, such as a move to another device or dtype."""
     if not dataclasses.is_dataclass(prior):
         return prior
-    changes = {field.name: fn(value) for field in dataclasses.fields(prior)
-               if isinstance(value := getattr(prior, field.name), Tensor)}
+    changes = {each.name: fn(value) for each in dataclasses.fields(prior)
+               if isinstance(value := getattr(prior, each.name), Tensor)}
     return dataclasses.replace(prior, **changes) if changes else prior
 
 

@@ -74,6 +74,12 @@ class TrainingContext:
         is_full = type(self.precision) in (Precision, DoublePrecision)
         return not is_full or any(parameter.dtype in half for parameter in self.module.parameters())
 
+    @property
+    def takes_gradient_steps(self) -> bool:
+        """True if each step of the optimizers follows one unscaled gradient, by which precisions can be measured."""
+        scaled = type(self.precision) is MixedPrecision and self.precision.precision == "16-mixed"
+        return not scaled and not any(isinstance(each, torch.optim.LBFGS) for each in self.optimizers)
+
     def keeps_state(self, settings: FederationSettings) -> bool:
         """Return True if clients keep the state of their optimizers from round to round.
 

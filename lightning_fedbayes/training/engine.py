@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
@@ -81,7 +80,6 @@ class Engine(ABC):
         self.plan = RoundPlan(-1, ())
         self.prepare: Callable[[Any], Any] | None = None
         self.sites: RoundSites | None = None
-        self._has_warned = False
         self._trained: dict[int, ClientState] = {}
         self._start = 0.0
         self.use(loader)
@@ -108,7 +106,7 @@ class Engine(ABC):
         self._trained = {}
 
     def begin_sites(
-        self, rule: Sites, posterior: GaussianPosterior, state: RuleState, share: float
+        self, rule: Sites, posterior: GaussianPosterior, state: RuleState, share: float, round: int
     ) -> None:
         """Before a round by sites, let clients take their cavities as priors and keep their sites.
 
@@ -117,6 +115,7 @@ class Engine(ABC):
             posterior: the global posterior that the clients start from.
             state: the rule's state; a rule that begins anew knows of no site, so the clients forget theirs.
             share: of one client among all, 1 / K.
+            round: the round, from 0.
 
         Raises:
             FederationError: the module has no parameters for sites, other priors than the rule, or other parameters
@@ -125,11 +124,9 @@ class Engine(ABC):
         if not state:
             self.states = {client: replace(kept, site={}) for client, kept in self.states.items()}
         base = rule.base(posterior, state)
-        self.sites = RoundSites(rule, self.model, base, share)
-        warnings = [self.sites.check(client, kept.site) for client, kept in self.states.items()]
-        if any(warnings) and not self._has_warned:
-            rank_zero_info(next(filter(None, warnings)))
-            self._has_warned = True
+        self.sites = RoundSites(rule, self.model, base, share, round, self.context.takes_gradient_steps)
+        for client, kept in self.states.items():
+            self.sites.check(client, kept.site)
 
     def optimizer_states(self, client: Client, state: ClientState) -> list[OptimizerState]:
         """Return the states with which a client's optimizers start; none if they are new.
@@ -185,16 +182,24 @@ class Engine(ABC):
             TrainedClient(client.num_examples, values, buffers, optimizer, self._priors(state), lambda: batches)
         )
 
-    def sent_and_kept(self, client: int, posterior: GaussianPosterior) -> tuple[GaussianPosterior, dict[str, Any]]:
+    def sent_and_kept(
+        self, client: int, posterior: GaussianPosterior, measured: Tensors | None = None
+    ) -> tuple[GaussianPosterior, dict[str, Any]]:
         """Return what a client that has trained to ``posterior`` sends, and what it keeps of it: its site, itself.
 
+        Args:
+            client: its number.
+            posterior: after its training.
+            measured: see :meth:`RoundSites.sent`.
+
         Raises:
-            FusionError: training by sites has found no solution.
+            FusionError: training by sites has left the finite numbers.
         """
         kept: dict[str, Any] = {"own": posterior.clone().state_dict()} if self.keep_posteriors else {}
         if self.sites is None:
             return posterior, kept
-        sent, kept["site"] = self.sites.sent(client, self.states.get(client, ClientState()).site, posterior)
+        site = self.states.get(client, ClientState()).site
+        sent, kept["site"] = self.sites.sent(client, site, posterior, measured)
         return sent, kept
 
     def span(self, batch_idx: int) -> tuple[int, int]:

@@ -106,7 +106,7 @@ class Federation:
         fusion = self.settings.fusion
         if isinstance(fusion, Sites):
             share = 1 / len(self.engine.sizes)
-            self.engine.begin_sites(fusion, self.server.posterior, self.server.rule_state, share)
+            self.engine.begin_sites(fusion, self.server.posterior, self.server.rule_state, share, plan.round)
         self._warn_of_narrow_variances()
         self.server.begin(plan)
         attackers = assign(self.settings.attacks, self.engine.names, self.settings.seed)

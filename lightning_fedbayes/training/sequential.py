@@ -23,9 +23,9 @@ from lightning_fedbayes.training.context import Step, TrainingContext
 from lightning_fedbayes.training.engine import Engine
 from lightning_fedbayes.training.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.training.log import TrainingLog
-from lightning_fedbayes.training.model import ResidentModel
+from lightning_fedbayes.training.model import ResidentModel, Tensors
 from lightning_fedbayes.training.optimizers import ClientOptimizer, remade
-from lightning_fedbayes.training.sites import Pull
+from lightning_fedbayes.training.sites import GradientWatch, Pull
 from lightning_fedbayes.training.snapshot import RoundState
 
 
@@ -55,6 +55,7 @@ class SequentialEngine(Engine):
         self._state: RoundState | None = None
         self._told: set[str] = set()
         self._terms: list[Pull] = []
+        self._watch: GradientWatch | None = None
         self._optimizers = [
             ClientOptimizer(each, partial(remade, context.remake_optimizers, i, each), keep=self.keep_optimizer)
             for i, each in enumerate(context.optimizers)
@@ -101,8 +102,9 @@ class SequentialEngine(Engine):
         self._client, self._failure, self._losses = client, None, []
         state = self.states.get(client.number, ClientState())
         self.model.load_client(state.local)
+        self._unwatch()
         if self.sites is not None:
-            self.sites.install(state.site)
+            self._watch = self.sites.install(state.site, self.context.accumulate)
         if self._state is not None:
             self._state.restore()
         self._terms = self.terms([client], [state])
@@ -150,6 +152,9 @@ class SequentialEngine(Engine):
             self._steps.ready += others
             self._steps.completed += others
         loss = outputs.get("loss")
+        if self._watch is not None:
+            place = self._batch_idx - self.span(self._batch_idx)[0]
+            self._watch.observe(first=place % self.context.accumulate == 0)
         if self.model.learned is not None and loss is not None:
             start, stop = self.plan.starts[self._position : self._position + 2]
             self.model.learned.observe(optimizer, [(self._batch_idx + 1 - start) / (stop - start)])
@@ -185,7 +190,7 @@ class SequentialEngine(Engine):
             metrics = {name: float(mean(torch.tensor(metrics[name], device=device))) for name in sorted(metrics)}
         try:
             buffers = self.model.read_buffers()
-            posterior, own = self.sent_and_kept(client.number, self.model.read_posterior())
+            posterior, own = self.sent_and_kept(client.number, self.model.read_posterior(), self._precisions(client))
         except (PosteriorError, FusionError) as unusable:
             return ClientFailure(client.number, unusable, client.num_examples, self.seconds())
         kept = [optimizer.read() for optimizer in self._optimizers] if self.keep_optimizer else []
@@ -209,8 +214,24 @@ class SequentialEngine(Engine):
             return error
         return None
 
+    def _precisions(self, client: Client) -> Tensors | None:
+        """Return the precisions that have been measured along a client's training; None if they are trained."""
+        if self._watch is None:
+            return None
+        mean = self.context.mean_over_processes
+        processes = 1 if mean is None else torch.distributed.get_world_size()
+        found = self._watch.measured.precisions(client.num_examples / processes, self.plan.local_epochs)
+        return found if mean is None else {name: mean(each) for name, each in found.items()}
+
+    def _unwatch(self) -> None:
+        """Stop measuring."""
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = None
+
     def end_round(self, *, success: bool) -> None:
         """Put back what clients have changed in the module and its optimizers, and name it once."""
+        self._unwatch()
         for optimizer in self._optimizers:
             optimizer.reset()
         if self._state is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.errors import FederationError, FusionError
-from lightning_fedbayes.fusion.sites import Sites, natural_of
+from lightning_fedbayes.fusion.sites import Sites
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
@@ -108,18 +110,25 @@ class RoundSites:
         model: the resident network, whose Gaussian parameters hold their own priors.
         base: see :meth:`~lightning_fedbayes.fusion.Sites.base`.
         share: of one client among all, 1 / K.
+        round: the round, from 0.
+        measures: True if the optimizer takes steps of gradients, by whose squares precisions are measured.
 
     Attributes:
         parameters: the Gaussian parameters of layers that have sites, by name.
+        num_entries: their number of entries.
         names: of all parameters that have sites.
 
     Raises:
         FederationError: the network has no such parameter, or one whose prior is not the rule's.
     """
 
-    def __init__(self, rule: Sites, model: ResidentModel, base: GaussianPosterior, share: float) -> None:
+    def __init__(
+        self, rule: Sites, model: ResidentModel, base: GaussianPosterior, share: float, round: int, measures: bool
+    ) -> None:
         self.rule = rule
         self.share = share
+        self.round = round
+        self.measures = rule.precision == "measured" or (rule.precision == "auto" and measures and rule.renyi is None)
         self.module = module = model.module
         found, learned = gaussian_parameters(module), model.learned
         self.parameters = {name: found[name] for name in base.names if name in found and name not in model.local_names}
@@ -127,19 +136,16 @@ class RoundSites:
         self.names = [name for name in base.names if name in self.parameters or name in self._learned]
         check_priors(rule, self.parameters, {} if learned is None else {n: learned.prior(n) for n in self._learned})
         self.base = _part(base, self.names)
-        self._natural = natural_of(self.base, self.base.flatten()[0])
+        self.num_entries = sum(each.mean.numel() for each in self.parameters.values())
+        self._natural = rule.natural_of(self.base, self.base.flatten()[0])
         pulled = [] if rule.pull is None else [name for name in base.names if name not in self.names]
         self.centre = {name: base.mean[name].to(torch.promote_types(base.mean[name].dtype, torch.float32))
                        for name in pulled}
         self._start = _part(base, pulled).flatten()[0]
         self._frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
 
-    def check(self, client: int, site: Tensors) -> str:
-        """Return a warning if a client's ``site`` makes its prior improper, otherwise "".
-
-        Raises:
-            FederationError: the site is of another network.
-        """
+    def check(self, client: int, site: Tensors) -> None:
+        """Raise FederationError if a client's ``site`` is of another network."""
         gaussian = self._natural[0].numel()
         lengths = {"precision": gaussian, "shift": gaussian, "dual": self._start.numel()}
         for name, value in site.items():
@@ -148,14 +154,6 @@ class RoundSites:
                     f"the site of client {client} is of {value.numel()} parameters ({name}), and the network has "
                     f"{lengths[name]}: go on with the network that it was trained with, or begin anew"
                 )
-        if "precision" not in site or isinstance(self.rule.step, str):
-            return ""
-        improper = int((self.fields(site)[0] <= 0).sum())
-        return "" if not improper else (
-            f"The prior of client {client} is improper for {improper} of {gaussian} parameters, because "
-            f"its site outweighs step={self.rule.step} times the global precision. Its problem may have no solution; "
-            "step='share', the default, avoids that."
-        )
 
     def fields(self, site: Tensors) -> Fields:
         """Return curvature, slope and step of the cavity of a client with this ``site``."""
@@ -212,27 +210,40 @@ class RoundSites:
         cavities = self.cavities(self.fields(site))
         return {name: cavities[name] for name in self._learned}
 
-    def install(self, site: Tensors) -> None:
-        """Make the cavity of a client with this ``site`` the prior of the network's layers."""
+    def install(self, site: Tensors, parts: int = 1) -> GradientWatch | None:
+        """Make the cavity of a client with this ``site`` the prior of the network's layers.
+
+        Args:
+            site: of the client.
+            parts: batches between two steps of the optimizer.
+
+        Returns: what measures precisions along the client's training, until it is closed; None if they are trained.
+        """
         priors = self.cavities(self.fields(site)) if self.parameters else {}
+        tally = None
+        if self.parameters and self.measures:
+            tally = next(iter(priors.values())).curvature.new_zeros((), requires_grad=True)
         for name, parameter in self.parameters.items():
-            parameter.replace_prior(priors[name])
+            parameter.replace_prior(replace(priors[name], tally=tally))
+        return None if tally is None else GradientWatch(self.parameters, priors, tally, parts)
 
     def remove(self) -> None:
         """Give the layers their own priors back."""
         set_prior(self.module, None)
 
-    def sent(self, client: int, site: Tensors, posterior: GaussianPosterior) -> tuple[GaussianPosterior, Tensors]:
+    def sent(
+        self, client: int, site: Tensors, posterior: GaussianPosterior, measured: Tensors | None = None
+    ) -> tuple[GaussianPosterior, Tensors]:
         """Return what a client sends, and its new site, whose change is that of what is sent, bit by bit.
 
         Args:
             client: its number.
             site: before its training.
             posterior: after it.
+            measured: name → precision of the data, as :meth:`SquaredGradients.precisions` gives it.
 
         Raises:
-            FusionError: it is not finite, and the cavity may have been improper; with the default step the server's
-                check says so.
+            FusionError: training has left the finite numbers.
         """
         kept = {}
         if self.centre:
@@ -242,23 +253,127 @@ class RoundSites:
                 kept["dual"] += site["dual"].to(self._start.device)
         if not self.names:
             return posterior, kept
-        trained = _part(posterior, self.names)
-        steps = self.fields(site)[2]
-        precision, shift = self.rule.sent(self._natural, natural_of(trained, self._natural[0]), steps)
+        trained, like = _part(posterior, self.names), self._natural[0]
+        found = None if measured is None else torch.cat([
+            measured[name].flatten().to(like) if name in measured else like.new_full((value.numel(),), torch.nan)
+            for name, value in self.base.mean.items()
+        ])
+        own = (site["precision"].to(like), site["shift"].to(like)) if "precision" in site else None
+        precision, shift = self.rule.changed(
+            self._natural, own, self.rule.natural_of(trained, like), self.fields(site)[2], self.share, self.round, found
+        )
         mean = shift / precision
-        if not isinstance(self.rule.step, str) and not bool(mean.isfinite().all()):
+        if not bool(mean.isfinite().all()):
             raise FusionError(
-                f"client {client}: training by sites has left the finite numbers. With step={self.rule.step} a site "
-                "that outweighs the step times the global precision makes an improper prior, and the client's problem "
-                "may have no solution: leave step='share', the default, which avoids that"
+                f"client {client}: training has left the finite numbers; lower the learning rate, or clip gradients "
+                "(Trainer(gradient_clip_val=...))"
             )
         proposal = trained.unflatten(mean, 1 / precision)
         whole = GaussianPosterior({**posterior.mean, **proposal.mean}, {**posterior.variance, **proposal.variance})
-        for name, before, after in zip(("precision", "shift"), self._natural, natural_of(proposal, self._natural[0])):
+        for name, before, after in zip(("precision", "shift"), self._natural, self.rule.natural_of(proposal, like)):
             kept[name] = after - before
             if name in site:
                 kept[name] += site[name].to(after.device)
         return whole, kept
+
+
+class SquaredGradients:
+    r"""Measures precisions of the data along local training, of one client or of each client in a stack.
+
+    .. math:: \Lambda = \frac{n}{\tau} B\,\overline{g^2}, \qquad
+              g = \frac{\partial L}{\partial \mu} - \frac\tau n (A d + c)
+
+    with the loss L, a mean over B examples plus :math:`\tau / n` times the divergence from the cavity, whose gradient
+    by the mean is :math:`A d + c`. The factor :math:`\tau / n` is seen in training, as the gradient of a zero that
+    stands beside the divergence, the ``tally``: losses with any KL weight or warm-up are measured right.
+
+    Args:
+        stacks: name → zeros of the shape of the parameter; in a stack (clients, *).
+        clients: in the stack; None: one.
+        parts: micro-batches that make one step; each loss is divided by it.
+    """
+
+    def __init__(self, stacks: Tensors, clients: int | None = None, parts: int = 1) -> None:
+        self.squares = stacks
+        self.parts = parts
+        shape = () if clients is None else (clients,)
+        device = next(iter(stacks.values())).device
+        self.steps = {name: torch.zeros(shape) for name in stacks}
+        self.factor = torch.zeros(shape, device=device)
+
+    def precisions(self, num_examples: float, local_epochs: int, slot: int | None = None) -> Tensors:
+        """Return name → precision of the data of a client; nothing of a parameter without a gradient.
+
+        Args:
+            num_examples: of the client.
+            local_epochs: passes over its examples.
+            slot: of the client in the stack.
+        """
+        found = {}
+        for name, squares in self.squares.items():
+            steps = float(self.steps[name] if slot is None else self.steps[name][slot])
+            factor = float(self.factor if slot is None else self.factor[slot])
+            if steps and factor > 0:  # the factors are summed over the steps, too
+                batch = num_examples * local_epochs / steps
+                found[name] = (squares if slot is None else squares[slot]).double() * (self.parts * batch / factor)
+        return found
+
+
+class GradientWatch:
+    """Measures precisions along the local training of one client in the module itself.
+
+    Gradients are read when they have been computed, before they are clipped.
+
+    Args:
+        parameters: the Gaussian parameters of layers, by name.
+        priors: their cavities.
+        tally: of all of them.
+        parts: batches between two steps of the optimizer, whose gradients add up.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, GaussianParameter], priors: Mapping[str, CavityPrior], tally: Tensor, parts: int
+    ) -> None:
+        self._priors, self._tally = priors, tally
+        self._seen: dict[str, tuple[Tensor, Tensor]] = {}
+        self._before: Tensors = {}
+        self._entries = sum(each.mean.numel() for each in parameters.values())
+        self.measured = SquaredGradients(
+            {name: torch.zeros_like(each.mean) for name, each in parameters.items()}, parts=parts
+        )
+        self._handles = [
+            each.mean.register_post_accumulate_grad_hook(partial(self._note, name))
+            for name, each in parameters.items() if each.mean.requires_grad
+        ]
+
+    def _note(self, name: str, parameter: Tensor) -> None:
+        """Note a parameter's gradient, and where it was taken."""
+        assert parameter.grad is not None
+        self._seen[name] = parameter.grad.detach().clone(), parameter.detach().clone()
+
+    @torch.no_grad()
+    def observe(self, *, first: bool) -> None:
+        """Add what the last batch's gradients say.
+
+        Args:
+            first: True unless gradients are added to those of the batch before.
+        """
+        if self._tally.grad is not None:
+            factor, self._tally.grad = self._tally.grad / self._entries, None
+            self.measured.factor += factor
+            for name, (gradient, mean) in self._seen.items():
+                cavity, before = self._priors[name], None if first else self._before.get(name)
+                own = gradient if before is None else gradient - before
+                own = own - factor * torch.addcmul(cavity.slope, mean - cavity.mean, cavity.curvature)
+                self.measured.squares[name] += own.square_()
+                self.measured.steps[name] += 1
+        self._before = {name: gradient for name, (gradient, _) in self._seen.items()}
+        self._seen = {}
+
+    def close(self) -> None:
+        """Stop reading gradients."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def check_priors(

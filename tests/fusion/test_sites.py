@@ -6,11 +6,13 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import ClientUpdate, FusionError, GaussianPosterior, RoundPlan, Server
 from lightning_fedbayes.fusion import BayesADMM, PartitionedVI, Reliability, Sites
-from lightning_fedbayes.fusion.sites import LEAST_SHARE, Natural, natural_of, without_site
+from lightning_fedbayes.fusion.sites import LEAST_SHARE, Natural, without_site
 
 PRIOR = (0.5, 2.0)
 LIKELIHOODS = [
@@ -24,19 +26,27 @@ LIKELIHOODS = [
 class Clients:
     """Clients of a conjugate model that solve their local problems exactly, and keep their sites."""
 
-    def __init__(self, rule: Sites, server: Server) -> None:
+    def __init__(self, rule: Sites, server: Server, likelihoods: dict[int, Natural] | None = None) -> None:
         self.rule, self.server = rule, server
+        self.likelihoods = dict(enumerate(LIKELIHOODS)) if likelihoods is None else likelihoods
         self.sites: dict[int, Natural] = {}
 
-    def update(self, client: int) -> ClientUpdate:
+    def update(self, client: int, measured: torch.Tensor | None = None) -> ClientUpdate:
         """n E[ℓ] + ρ KL(q ‖ cavity) has its minimum at the cavity plus the likelihood over ρ."""
-        base = natural_of(self.rule.base(self.server.posterior, self.server.rule_state), torch.zeros(0))
-        site = self.sites.get(client, (torch.zeros(3), torch.zeros(3)))
-        steps = self.rule.steps(1 / 3, site[0], base[0])
-        trained = [old + (own - kept) / steps for old, own, kept in zip(base, LIKELIHOODS[client], site)]
-        precision, shift = self.rule.sent(base, (trained[0], trained[1]), steps)
-        self.sites[client] = site[0] + precision - base[0], site[1] + shift - base[1]
-        return ClientUpdate(client, 1, GaussianPosterior({"w": shift / precision}, {"w": 1 / precision}))
+        rule, server = self.rule, self.server
+        base = rule.natural_of(rule.base(server.posterior, server.rule_state), torch.zeros(0))
+        site, share = self.sites.get(client), 1 / len(self.likelihoods)
+        own = (torch.zeros(()), torch.zeros(())) if site is None else site
+        steps = rule.steps(share, own[0], base[0])
+        wanted = [old + (new - kept) / steps for old, new, kept in zip(base, self.likelihoods[client], own)]
+        # where the exact posterior is improper, a network cannot say so: it is wide, and its mean has not gone far
+        is_proper, mean = wanted[0] > 1e-3, base[1] / base[0] + wanted[1].sign()
+        trained = wanted[0].where(is_proper, 1e-3), wanted[1].where(is_proper, 1e-3 * mean)
+        precision, shift = rule.changed(base, site, trained, steps, share, server.rounds, measured)
+        sent = GaussianPosterior({"w": shift / precision}, {"w": 1 / precision})
+        now = rule.natural_of(sent, torch.zeros(0))
+        self.sites[client] = own[0] + (now[0] - base[0]), own[1] + (now[1] - base[1])
+        return ClientUpdate(client, 1, sent)
 
     def round(self, number: int, cohort: tuple[int, ...]) -> dict[str, float]:
         self.server.begin(RoundPlan(number, cohort))
@@ -97,11 +107,11 @@ def test_every_form_goes_to_the_pooled_posterior(rule):
 )
 def test_the_posterior_without_a_client_is_that_of_the_others(rule, gone):
     clients = federation(rule)
-    for number in range(40):
+    for number in range(200):
         clients.round(number, (0, 1, 2))
     rest = tuple(client for client in range(3) if client != gone)
     removed = without_site(clients.server.posterior, clients.server.rule_state, clients.sites[gone])
-    assert_equal(removed, pooled(rest))
+    assert_equal(removed, pooled(rest), 1e-10 if rule.damping == 1 else 1e-8)  # damped changes end below the last bit
     with pytest.raises(FusionError, match="no positive precision"):
         without_site(removed, clients.server.rule_state, (torch.full((3,), 1e9).double(), torch.zeros(3).double()))
     with pytest.raises(FusionError, match="a site of 1 parameters"):
@@ -122,8 +132,85 @@ def test_the_sites_of_the_state_are_those_of_the_clients():
         clients.round(number, cohort)
     state, (mean, std) = clients.server.rule_state, PRIOR
     for name, place, prior in (("precision", 0, 1 / std**2), ("shift", 1, mean / std**2)):
-        kept = prior + sum(site[place] for site in clients.sites.values())
-        torch.testing.assert_close(state[name], kept, rtol=1e-12, atol=1e-12)
+        assert torch.equal(state[name], prior + sum(site[place] for site in clients.sites.values()))
+
+
+def assert_counted(clients: Clients) -> None:
+    """Prior + Σ kept sites is the server's state, to the bit, and no precision is below its bound."""
+    rule, state = clients.rule, clients.server.rule_state
+    prior = rule.natural_of(rule.base(clients.server.posterior, {}), torch.zeros(0))
+    for name, place in (("precision", 0), ("shift", 1)):
+        kept = sum((site[place] for site in clients.sites.values()), prior[place])
+        assert torch.equal(state[name], kept.expand_as(state[name]))
+    least = LEAST_SHARE * rule.prior_std**-2 * (1 - 1e-5)
+    assert bool((1 / clients.server.posterior.variance["w"] >= least).all())
+    assert all(row["sites/held_back"] == 0 for row in clients.server.history)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**31), dtype=st.sampled_from([torch.float32, torch.float64]),
+    rule=st.sampled_from([Sites(), Sites(0.1, 1.0, "admm"), PartitionedVI(), Sites(prior_mean=0.3, prior_std=0.07)]),
+)
+def test_server_and_clients_count_the_same_to_the_bit(seed, dtype, rule):
+    """Over random cohorts and changes: curvatures that are negative, tiny and huge, measured or trained."""
+    draws = torch.Generator().manual_seed(seed)
+    size, count = 5, 4
+    start = GaussianPosterior({"w": torch.zeros(size, dtype=dtype)}, {"w": torch.full((size,), 1e-2, dtype=dtype)})
+    clients = Clients(rule, Server(start, fusion=rule), dict.fromkeys(range(count)))  # pyright: ignore
+    for number in range(8):
+        cohort = tuple(k for k in range(count) if torch.rand((), generator=draws) < 0.7) or (0,)
+        clients.server.begin(RoundPlan(number, cohort))
+        for client in cohort:
+            scale = 10 ** (4 * torch.rand(size, generator=draws) - 2).double() * rule.prior_std**-2
+            normal = torch.randn(2, size, generator=draws).double()
+            clients.likelihoods[client] = normal[0] * scale, normal[1] * scale * rule.prior_std
+            measured = torch.where(torch.rand(size, generator=draws) < 0.3, torch.nan, (normal[0] * scale).abs())
+            update = clients.update(client, measured.double() if number % 2 else None)
+            cast = GaussianPosterior({"w": update.posterior.mean["w"].to(dtype)},
+                                     {"w": update.posterior.variance["w"].to(dtype)})
+            base = rule.natural_of(rule.base(clients.server.posterior, clients.server.rule_state), torch.zeros(0))
+            once, now = rule.natural_of(update.posterior, torch.zeros(0)), rule.natural_of(cast, torch.zeros(0))
+            site = clients.sites[client]
+            before = site[0] - (once[0] - base[0]), site[1] - (once[1] - base[1])
+            clients.sites[client] = before[0] + (now[0] - base[0]), before[1] + (now[1] - base[1])
+            assert clients.server.admit(ClientUpdate(client, 1, cast)).error is None
+        clients.server.finish()
+        assert_counted(clients)
+
+
+@pytest.mark.parametrize("rule", [Sites(), BayesADMM(), PartitionedVI(0.5)], ids=["share", "admm", "pvi"])
+def test_a_negative_curvature_stays_at_its_bound_and_finds_its_way_back(rule):
+    """A client whose data pull the precision below the prior's takes its part of the bound away, and no more."""
+    positive, negative = (torch.full((3,), value).double() for value in (4.0, -50.0))
+    zero = torch.zeros(3).double()
+    start = GaussianPosterior({"w": zero}, {"w": torch.ones(3).double()})
+    clients = Clients(rule, Server(start, fusion=rule), {0: (negative, zero), 1: (negative, zero), 2: (zero, zero)})
+    for number in range(60):
+        clients.round(number, (0, 1, 2))
+        assert_counted(clients)
+    torch.testing.assert_close(clients.sites[0][0], torch.full((3,), -(1 - LEAST_SHARE) / 3).double())
+    clients.likelihoods[0] = clients.likelihoods[1] = positive, zero
+    for number in range(60, 400):
+        clients.round(number, (0, 1, 2))
+    precision = 1 / clients.server.posterior.variance["w"]
+    torch.testing.assert_close(precision, torch.full((3,), 9.0).double(), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("rule", [Sites(), BayesADMM()], ids=["share", "admm"])
+def test_a_client_that_flips_and_one_that_returns_after_fifty_rounds(rule):
+    values = [torch.tensor(each).double() for each in ([30.0, -9.0, 0.0], [-30.0, 9.0, 5.0], [2.0, 3.0, 0.1])]
+    zero = torch.zeros(3).double()
+    start = GaussianPosterior({"w": zero}, {"w": torch.ones(3).double()})
+    clients = Clients(rule, Server(start, fusion=rule), {k: (value, value) for k, value in enumerate(values)})
+    clients.round(0, (0, 1, 2))
+    for number in range(1, 51):
+        clients.likelihoods[0] = (values[number % 2], values[number % 2])
+        clients.round(number, (0, 1))
+        assert_counted(clients)
+    clients.round(51, (2,))
+    assert_counted(clients)
+    assert clients.server.posterior.mean["w"].isfinite().all()
 
 
 def test_what_a_round_that_came_to_nothing_was_sent_is_not_counted():
@@ -138,7 +225,8 @@ def test_what_a_round_that_came_to_nothing_was_sent_is_not_counted():
     assert_equal(clients.server.posterior, pooled())
 
 
-def test_no_precision_falls_below_a_quarter_and_the_sites_stay_exact():
+def test_what_a_foreign_client_takes_away_is_held_at_the_bound():
+    """Clients of this package never send it. The mean moves as the change of the shift says."""
     rule = Sites(1.0, 1.0, "pvi")
     server = Server(GaussianPosterior({"w": torch.zeros(2).double()}, {"w": torch.ones(2).double()}), fusion=rule)
     vague = GaussianPosterior({"w": torch.tensor([1.0, 1.0]).double()}, {"w": torch.tensor([50.0, 1.0]).double()})
@@ -150,9 +238,7 @@ def test_no_precision_falls_below_a_quarter_and_the_sites_stay_exact():
     precision = 1 / result.posterior.variance["w"]
     torch.testing.assert_close(precision, torch.tensor([LEAST_SHARE, 1.0]).double())
     torch.testing.assert_close(server.rule_state["precision"], torch.tensor([1 - 2 * 0.98, 1.0]).double())
-    # on the way from the old natural parameters to the new ones, (1, 0) to (-0.96, 0.04)
-    share = (1 - LEAST_SHARE) / 1.96
-    torch.testing.assert_close(result.posterior.mean["w"][0], torch.tensor(share * 0.04 / LEAST_SHARE).double())
+    torch.testing.assert_close(result.posterior.mean["w"][0], torch.tensor(0.04 / LEAST_SHARE).double())
 
 
 def test_without_a_pull_deterministic_parameters_are_averaged_by_weight():
@@ -200,6 +286,7 @@ def test_a_client_whose_weight_changes_is_refused():
 @pytest.mark.parametrize("wrong", [
     {"step": 0.0}, {"step": -1.0}, {"step": float("nan")}, {"damping": 0.0}, {"damping": 1.5}, {"averaging": 0.0},
     {"averaging": "both"}, {"averaging": 2.0}, {"averaging": "admm"}, {"step": "long"},
+    {"precision": "exact"}, {"damping": "half"}, {"renyi": 0.5, "precision": "measured"},
     {"prior_std": 0.0}, {"prior_mean": "m"}, {"pull": 0.0}, {"pull": -1.0}, {"pull": "strong"},
 ], ids=str)
 def test_bad_arguments_are_refused(wrong):

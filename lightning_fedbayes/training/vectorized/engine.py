@@ -262,7 +262,8 @@ class VectorizedEngine(Engine):
             posterior, own = posteriors[slot], {}
             try:
                 if slot not in self._failures:
-                    posterior, own = self.sent_and_kept(number, posterior)
+                    found = stack.precisions(slot, self.sizes[number], self.plan.local_epochs)
+                    posterior, own = self.sent_and_kept(number, posterior, found)
             except FusionError as unusable:
                 self._failures[slot] = unusable
             if slot in self._failures:

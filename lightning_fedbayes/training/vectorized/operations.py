@@ -273,7 +273,8 @@ def cavity_divergence(mode: StackedOperations) -> Tensor | None:
         return None
     with outside_vmap():
         mean, sigma = (torch.cat([each.flatten(1) for each in part if each is not None], 1) for part in (mus, sigmas))
-        return JointKL.apply(mean, sigma, prior)  # pyright: ignore[reportReturnType]
+        divergences: Any = JointKL.apply(mean, sigma, prior)
+        return prior.tallied(divergences, mean.shape[1])
 
 
 def kl_sum(
@@ -453,6 +454,7 @@ class JointDraws:
             self._prior = self._joint_prior()
             self._versions = [version_of(stack) for stack in self._stacks]
             self._joint = JointDraw.apply(self._prior, *self._stacks)  # pyright: ignore[reportAssignmentType]
+            self._entries = self._joint[len(self._small)].shape[1]
         elif self._changed():
             return None
         self._asked.add(index)
@@ -465,7 +467,9 @@ class JointDraws:
         live = [(id(s.owner._parameters.get(s.mean_name)), id(s.layer._parameters.get(s.rho_name)))
                 for s in self._small]
         same = self._joint_prior() == self._prior and all(pair in self._index for pair in live)
-        return self._joint[-1] if same else None
+        if not same or isinstance(self._prior, tuple):
+            return self._joint[-1] if same else None
+        return self._prior.tallied(self._joint[-1], self._entries)
 
     def cavity(self) -> CavityPrior | None:
         """Return the joint cavity of the small parameters; None if they have other priors."""
@@ -493,18 +497,36 @@ class StackedCavities:
         cavities = sites.cavities(fields)
         self._stacks = {name: cavities[name] for name in sites.parameters}
         self._joint: CavityPrior | None = None
+        self._tally: Tensor | None = None
         self._installed: dict[tuple[int, str], Prior] = {}
         self._chosen: dict[tuple[int, ...], StackedCavities] = {}
 
     def rows(self, slots: Slots) -> StackedCavities:
-        """Return the cavities of the clients in ``slots``."""
+        """Return the cavities of the clients in ``slots``, with a tally where precisions are measured."""
         key = tuple(slots)
         if key not in self._chosen:
             chosen = copy.copy(self)
-            chosen._joint = None if self._joint is None else _rows_of(self._joint, slots)
-            chosen._stacks = {name: _rows_of(stack, slots) for name, stack in self._stacks.items()}
+            first = next(iter(self._stacks.values())).curvature
+            chosen._tally = first.new_zeros(len(slots), requires_grad=True) if self._sites.measures else None
+            chosen._joint = None if self._joint is None else _rows_of(self._joint, slots, chosen._tally)
+            chosen._stacks = {name: _rows_of(stack, slots, chosen._tally) for name, stack in self._stacks.items()}
             self._chosen[key] = chosen
         return self._chosen[key]
+
+    def factors(self) -> Tensor | None:
+        """Return the factor of each client's divergence in its loss, as the last backward pass has seen it, (clients,).
+
+        None if it has seen none.
+        """
+        if self._tally is None or self._tally.grad is None:
+            return None
+        factors, self._tally.grad = self._tally.grad / self._sites.num_entries, None
+        return factors
+
+    def of_means(self, name: str, means: Tensor) -> Tensor:
+        """Return the gradient of each client's divergence by the ``means`` of a parameter, shape (clients, *)."""
+        cavity = self._stacks[name]
+        return torch.addcmul(cavity.slope, means - cavity.mean, cavity.curvature)
 
     def join(self, gaussians: GaussianParameters) -> None:
         """Lay the cavities of the small parameters side by side, for joint draws."""
@@ -532,7 +554,7 @@ class StackedCavities:
 
     def stacks(self) -> list[Tensor]:
         """Return what differs between clients, cavity by cavity in the order of :meth:`installed`."""
-        return [each for stack in self._stacks.values() for each in _own(stack)]
+        return [each for stack in self._stacks.values() for each in _seen(stack)]
 
     def joint(self, small: Sequence[GaussianParameter]) -> CavityPrior | None:
         """Return the joint cavity of the ``small`` parameters; None if one has another prior."""
@@ -553,11 +575,11 @@ class SeenCavity:
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
         """See :meth:`~lightning_fedbayes.layers.priors.CavityPrior.kl`."""
-        return with_own(self._stack, map(self._view, _own(self._stack))).kl(mean, std)
+        return with_own(self._stack, map(self._view, _seen(self._stack))).kl(mean, std)
 
 
-def _rows_of(cavity: CavityPrior, slots: Slots) -> CavityPrior:
-    return with_own(cavity, (take_rows(each, slots) for each in _own(cavity)))
+def _rows_of(cavity: CavityPrior, slots: Slots, tally: Tensor | None) -> CavityPrior:
+    return replace(with_own(cavity, (take_rows(each, slots) for each in _own(cavity))), tally=tally)
 
 
 def _own(cavity: CavityPrior) -> list[Tensor]:
@@ -565,10 +587,15 @@ def _own(cavity: CavityPrior) -> list[Tensor]:
     return [cavity.curvature, cavity.slope, cavity.step]
 
 
+def _seen(cavity: CavityPrior) -> list[Tensor]:
+    """Return what differs between clients, with the tally, if there is one."""
+    return _own(cavity) if cavity.tally is None else [*_own(cavity), cavity.tally]
+
+
 def with_own(cavity: CavityPrior, own: Iterable[Tensor]) -> CavityPrior:
-    """Return ``cavity`` with other values of what differs between clients, in the order of curvature, slope, step."""
-    curvature, slope, step = own
-    return replace(cavity, curvature=curvature, slope=slope, step=step)
+    """Return ``cavity`` with other values of what differs between clients: curvature, slope, step, if any the tally."""
+    curvature, slope, step, *tally = own
+    return replace(cavity, curvature=curvature, slope=slope, step=step, tally=tally[0] if tally else None)
 
 
 def shared_prior(gaussians: Sequence[GaussianParameter]) -> tuple[float, float] | None:

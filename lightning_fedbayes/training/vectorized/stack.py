@@ -20,10 +20,11 @@ from lightning_fedbayes.training.context import TrainingContext
 from lightning_fedbayes.training.learned import variance_of
 from lightning_fedbayes.training.model import ResidentModel, Tensors
 from lightning_fedbayes.training.optimizers import OptimizerState
-from lightning_fedbayes.training.sites import Pull, RoundSites
+from lightning_fedbayes.training.sites import Pull, RoundSites, SquaredGradients
 from lightning_fedbayes.training.snapshot import Snapshot
+from lightning_fedbayes.training.vectorized.operations import StackedCavities
 from lightning_fedbayes.training.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
-from lightning_fedbayes.training.vectorized.schedule import Slots, put_rows, take_rows
+from lightning_fedbayes.training.vectorized.schedule import Slots, add_rows, put_rows, take_rows
 from lightning_fedbayes.training.vectorized.step import Attributes, StackedStep
 from lightning_fedbayes.training.vectorized.swap import ParameterSwap
 
@@ -91,8 +92,14 @@ class ClientStack:
         self._cavities, self._terms = None, terms
         for term in terms:
             term.lay_out(dict(zip(self.names, rows)))
+        self._squares: SquaredGradients | None = None
+        self._means: dict[str, str] = {}
         if sites is not None and sites.parameters:
             self._cavities = step.cavities(sites, own)
+            self._means = {name: names[id(each.mean)] for name, each in sites.parameters.items()}
+            if sites.measures:
+                zeros = {name: torch.zeros_like(everything[mean]) for name, mean in self._means.items()}
+                self._squares = SquaredGradients(zeros, len(clients))
 
     def forward_backward(
         self, slots: Slots, batch: Any, batch_idx: int, *, clip: Clip | None = None
@@ -114,10 +121,11 @@ class ClientStack:
         stacked = self.attributes.stacked
         if stacked:
             stacked = tree_map(lambda value: take_rows(value, slots), stacked)
+        cavities = None if self._cavities is None else self._cavities.rows(slots)
         try:
             output = self.step(
                 parameters, buffers, Attributes(stacked, self.attributes.shared), batch, batch_idx,
-                None if self._cavities is None else self._cavities.rows(slots),
+                cavities,
             )
             losses = output.losses
             if losses is not None:
@@ -126,6 +134,8 @@ class ClientStack:
                 for parameter in optimizer.parameters:
                     parameter.grad = None
                 losses.backward(torch.ones_like(losses))  # the clients share no parameter
+                if cavities is not None and self._squares is not None:
+                    self._measure(cavities, self._squares, slots, parameters)
                 if clip is not None:
                     clip([p.grad for p in optimizer.parameters if p.grad is not None])
         except Exception:
@@ -135,6 +145,27 @@ class ClientStack:
         for name, buffer in (buffers | output.buffers).items():
             put_rows(self.buffers[name], slots, buffer)
         return None if losses is None else losses.detach(), output.rest
+
+    @torch.no_grad()
+    def _measure(
+        self, cavities: StackedCavities, squares: SquaredGradients, slots: Slots, parameters: Mapping[str, Tensor]
+    ) -> None:
+        """Add what the gradients of the clients in ``slots`` say of their precisions."""
+        factors = cavities.factors()
+        if factors is None:
+            return
+        add_rows(squares.factor, slots, factors)
+        for name, mean in self._means.items():
+            parameter = parameters[mean]
+            if parameter.grad is not None:
+                scale = factors.view(-1, *[1] * (parameter.dim() - 1))
+                gradient = parameter.grad - scale * cavities.of_means(name, parameter)
+                add_rows(squares.squares[name], slots, gradient.square_())
+                add_rows(squares.steps[name], slots, 1.0)
+
+    def precisions(self, slot: int, num_examples: int, local_epochs: int) -> Tensors | None:
+        """Return what :meth:`SquaredGradients.precisions` has found of a client; None if it is not measured."""
+        return None if self._squares is None else self._squares.precisions(num_examples, local_epochs, slot)
 
     def read_posteriors(self, measured: Measured | None = None) -> list[GaussianPosterior]:
         """Return the posterior that each client sends, slot by slot: views of the stack.
