@@ -309,16 +309,17 @@ def learnt_variances(module: nn.Module) -> list[str]:
 
 
 def tell_of_sites(history: Sequence[Mapping[str, float]]) -> None:
-    """Print how far a federation by sites has come: the last change, entries held back, the estimate of the ELBO."""
+    """Print how far a federation by sites still is: its distance, the last change, the estimate of the ELBO."""
     last = history[-1] if history else {}
     if "sites/change" not in last:
         return
     held = [row["sites/held_back"] for row in history if row.get("sites/held_back")]
+    left = f"about {last['sites/distance']:.2g} nats per parameter" if "sites/distance" in last else "not yet known"
+    foreign = f"; {sum(held):.0f} entries were held back, in {len(held)} of {len(history)} rounds" if held else ""
     elbo = f"; the pooled ELBO is about {last['sites/elbo']:.4g} nats per example" if "sites/elbo" in last else ""
     rank_zero_info(
-        f"Sites: round {last['round']:.0f} changed the posterior by {last['sites/change']:.2g} nats per parameter (0 "
-        f"where nothing is left to learn); {sum(held):.0f} entries were held back, in {len(held)} of {len(history)} "
-        f"rounds{elbo}."
+        f"Sites: after round {last['round']:.0f} the posterior is {left} from where the rounds take it (estimated "
+        f"every tenth round, from the 30th on); that round has changed it by {last['sites/change']:.2g}{foreign}{elbo}."
     )
 
 

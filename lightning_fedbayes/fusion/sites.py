@@ -28,6 +28,7 @@ from lightning_fedbayes.fusion.rule import (
     add_number,
     add_precisions,
 )
+from lightning_fedbayes.fusion.trend import followed
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero, zeros_like
 
 Precision = Literal["auto", "measured", "trained"]
@@ -72,9 +73,9 @@ class Sites(StatefulSumRule):
     In the first round the prior stands in the place of the global posterior. A client that is absent keeps its site.
     The default step is of every client and parameter, :math:`\rho_k = 1/K + 3 \max(0, \Lambda_k) / \Lambda` for K
     clients in all; one that is a number is raised to :math:`1.05\,\Lambda_k / \Lambda` where it is less (towards a
-    step of 1, to :math:`\Lambda_k / \Lambda`). So no cavity is improper: a local problem with a convex loss is bounded. From round r = 20 on the damping is :math:`\delta_r =
-    \delta \sqrt{20 / r}`, so that the noise of local training averages out. Clients keep the state of their
-    optimizers, see ``optimizer_state``.
+    step of 1, to :math:`\Lambda_k / \Lambda`). So no cavity is improper: a local problem with a convex loss is
+    bounded. From round r = 20 on the damping is :math:`\delta_r = \delta \sqrt{20 / r}`, so that the noise of local
+    training averages out. Clients keep the state of their optimizers, see ``optimizer_state``.
 
     **Precision.** Short local training moves σ hardly at all: its gradient is a hundred times smaller than its noise.
     So the precision of a site is *measured*, by the gradients g of the mean loss of a batch of B examples, without
@@ -95,7 +96,9 @@ class Sites(StatefulSumRule):
     whose curvature turns positive again leaves the bound at once. Natural parameters have 34 significant bits, so that
     their sums are exact: prior + Σ sites is the server's state to the last bit. Figures:
     ``sites/held_back`` counts entries that the server had to keep above the bound, which clients of this package never
-    cause; ``sites/change`` is the divergence of the new posterior from the old one, in nats per parameter.
+    cause; ``sites/change`` is the divergence of the new posterior from the old one, in nats per parameter;
+    ``sites/distance``, from round 30 on, estimates how far it still is from where the rounds take it
+    (:func:`~lightning_fedbayes.fusion.trend.followed`).
 
     Deterministic parameters :math:`\theta` take the form of FedDyn, which is consensus ADMM. The loss of local
     training, a mean over examples, gains :math:`\tfrac{\mu}{2} \|\theta - \theta_g\|^2 - \langle v_k, \theta - \theta_g
@@ -291,10 +294,16 @@ class Sites(StatefulSumRule):
         if atom_mean is not None:
             mean, variance = torch.where(random, mean, atom_mean), torch.where(random, variance, 0.0)
         moved = divergence(precision, shift, *base)[random].mean()
+        trail = followed(state.get("trail", {}), precision[random], (shift / precision)[random])
+        figures = {"sites/change": float(moved), "sites/held_back": float(held)}
+        if "distance" in trail:
+            figures["sites/distance"] = trail["distance"]
         return Fused(
             like.unflatten(mean, variance),
-            state={"precision": sites[0].where(random, 0.0), "shift": sites[1].where(random, 0.0), **duals},
-            figures={"sites/change": float(moved), "sites/held_back": float(held)},
+            state={
+                "precision": sites[0].where(random, 0.0), "shift": sites[1].where(random, 0.0), "trail": trail, **duals
+            },
+            figures=figures,
         )
 
     def _target(self, base: Natural, changes: Natural, sites: Natural, count: float) -> Natural:
