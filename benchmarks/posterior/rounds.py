@@ -1,0 +1,335 @@
+"""Width by round: mutual information and σ of every method at its defaults, beside a converged pooled posterior.
+
+    python -m benchmarks.posterior.rounds [--only rounds|grid] [--data DIR] [--out FOLDER]
+
+"rounds": the demo's federation, and the same on two data sets that no default was chosen on, up to 300 rounds.
+"grid": sites and bayes_admm from every start: initial σ × KL weight × local epochs × estimator, 200 rounds each. Two
+of the data sets ship with scikit-learn; kin8nm lies in DIR/uci_regression, and without --data its cells are left out.
+Each finished cell is one line of FOLDER/rounds.jsonl, and no cell is run twice. The tables are written into ROUNDS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import numpy as np
+import torch
+from sklearn.datasets import load_breast_cancer
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+from tqdm import tqdm
+
+import lightning_fedbayes as fb
+from benchmarks.page import include
+from lightning_fedbayes.data.splits import TensorDataModule, stratified_order
+from lightning_fedbayes.layers.functional import Estimator
+from lightning_fedbayes.metrics.functional import mutual_information, negative_log_likelihood
+from lightning_fedbayes.modules import mlp
+from lightning_fedbayes.quiet import quietly
+from lightning_fedbayes.tables import markdown_table
+
+HERE = Path(__file__).parent
+CLIENTS, BATCH, DRAWS = 10, 32, 200
+LOOKS = (5, 10, 20, 40, 60, 100, 200, 300)
+LONGEST = {"sites": 300, "bayes_admm": 200}
+"""Rounds of a method with seed 0; others take 100, and every method as many with further seeds."""
+"""Rounds after which a posterior is scored."""
+STEPS = 10_000
+"""Of pooled training, with rates from 1e-2 to 1e-4 (a factor of 100, geometric)."""
+METHODS: dict[str, dict[str, Any]] = {
+    "sites": {"fusion": "sites"}, "bayes_admm": {"fusion": "bayes_admm"}, "pvi": {"fusion": "pvi"},
+    "reverse_kl_barycenter": {"fusion": "reverse_kl_barycenter"}, "linear_pool": {"fusion": "linear_pool"},
+    "conflation": {"fusion": "conflation"}, "gaussian_fit": {"fusion": "gaussian_fit"},
+    "fedavg": {"fusion": "fedavg"}, "sites, no layers": {"fusion": "sites"}, "IVON + sites": {"fusion": "sites"},
+}
+"""Rows: those from "fedavg" on have no Bayesian layers."""
+PLAIN = ("fedavg", "sites, no layers", "IVON + sites")
+STARTS: tuple[float | None, ...] = (None, 0.008, 0.05, 0.3)
+LEVELS = (STARTS, (0.05, 0.3, 1.0), (1, 2, 8), ("flipout", "local_reparameterization"), ("sites", "bayes_admm"))
+"""Of the grid: initial σ (None: the layers' own), KL weight, local epochs, estimator, rule."""
+GRID: list[tuple[Any, ...]] = [
+    tuple(levels[place] for levels, place in zip(LEVELS, places))
+    for places in itertools.product(*(range(len(levels)) for levels in LEVELS)) if sum(places) % 2 == 0
+]
+"""Half of all combinations; every two levels of two factors meet in it."""
+BARS = {"sites": 1.5, "bayes_admm": 2.0, "IVON + sites": 2.0}
+"""Largest factor between a method's mutual information and the pooled one at rounds 20, 40 and 60."""
+
+
+class Cell(NamedTuple):
+    """One federation, or one training on pooled data."""
+
+    study: str
+    data: str
+    method: str
+    seed: int
+    start: float | None = None
+    weight: float = 0.05
+    epochs: int = 2
+    estimator: Estimator = "flipout"
+
+
+class Table(TensorDataModule):
+    """Standardised columns and classes; the validation part is the last fifth of a random order with equal shares."""
+
+    def __init__(self, inputs: np.ndarray, classes: np.ndarray, seed: int) -> None:
+        super().__init__(BATCH, 0.2, seed)
+        self._inputs, self._classes = torch.from_numpy(inputs).float(), torch.from_numpy(classes).long()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Split, and standardise by the training part."""
+        order = stratified_order(self._classes, torch.Generator().manual_seed(self.seed))
+        x, y = self._inputs[order], self._classes[order]
+        count = round(0.8 * len(x))
+        x = (x - x[:count].mean(0)) / x[:count].std(0)
+        self.train, self.validation = TensorDataset(x[:count], y[:count]), TensorDataset(x[count:], y[count:])
+
+
+def kin8nm(folder: Path | None, seed: int) -> Table:
+    """Return 2,000 rows of kin8nm with the quartile of the target as class."""
+    assert folder is not None
+    rows = np.loadtxt(folder / "uci_regression" / "kin8nm" / "data.txt")[:2500]
+    return Table(rows[:, :-1], np.searchsorted(np.quantile(rows[:, -1], (0.25, 0.5, 0.75)), rows[:, -1]), seed)
+
+
+class Source(NamedTuple):
+    """A data set: its module, from a folder and a seed, and the sizes of its network."""
+
+    data: Callable[[Path | None, int], TensorDataModule]
+    sizes: tuple[int, int]
+
+
+SOURCES = {
+    "digits": Source(lambda _, seed: fb.DigitsDataModule(), (64, 10)),
+    "breast cancer": Source(lambda _, seed: Table(*load_breast_cancer(return_X_y=True), seed), (30, 2)),
+    "kin8nm": Source(kin8nm, (8, 4)),
+}
+
+
+def cells() -> list[Cell]:
+    """Return all cells, those of the bars first."""
+    found = []
+    for method in ("pooled", *BARS):
+        found += [Cell("rounds", data, method, seed) for seed in range(3) for data in SOURCES]
+    found += [Cell("rounds", data, method, 0) for data in SOURCES for method in METHODS if method not in BARS]
+    grid = [Cell("grid", "digits", rule, 0, *rest) for *rest, rule in GRID[::2]]
+    return found + grid + [Cell("grid", "breast cancer", rule, 0, *rest) for *rest, rule in GRID[1::2]]
+
+
+class Looks(L.Callback):
+    """Scores the posterior after some of the rounds."""
+
+    def __init__(self, held_out: TensorDataset, rounds: Iterable[int], federation: fb.FederatedBayes) -> None:
+        self.held_out, self.rounds, self.federation = held_out, set(rounds), federation
+        self.found: dict[int, dict[str, float]] = {}
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Score, and take the estimated distance beside."""
+        number = trainer.current_epoch + 1
+        if number in self.rounds:
+            assert isinstance(pl_module, fb.HybridBayesianClassifier)
+            found = scores(pl_module, self.federation.posterior, self.held_out)
+            self.found[number] = {**found, "distance": self.federation.history[-1].get("sites/distance", math.nan)}
+
+
+@torch.no_grad()
+def scores(
+    module: fb.HybridBayesianClassifier, posterior: fb.GaussianPosterior, held_out: TensorDataset
+) -> dict[str, float]:
+    """Return accuracy, NLL and mutual information of 200 draws, and the median and the largest σ."""
+    inputs, targets = held_out.tensors
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        outputs = fb.PosteriorPredictive(module, posterior, DRAWS).sample(inputs)
+    module.train()
+    probs = outputs.softmax(-1)
+    mean = probs.mean(0)
+    stds = [value.sqrt().flatten() for value in posterior.variance.values() if bool(value.any())]
+    widths = torch.cat(stds) if stds else torch.zeros(1)
+    return {
+        "accuracy": float((mean.argmax(-1) == targets).float().mean()),
+        "nll": float(negative_log_likelihood(mean, targets).mean()),
+        "mutual_information": float(mutual_information(probs).mean()),
+        "median": float(widths.median()), "largest": float(widths.max()),
+    }
+
+
+def network(cell: Cell) -> fb.HybridBayesianClassifier:
+    """Return the demo's network for the data of a cell: one hidden layer of 50, Adam at 0.01."""
+    options: dict[str, Any] = {"learning_rate": 0.01, "kl_weight": cell.weight, "bayesian_last": 2}
+    if cell.method in PLAIN:
+        options = {"bayesian_last": 0, "learning_rate": 0.01}
+    if cell.method == "IVON + sites":
+        options = {"bayesian_last": 0, "optimizer": partial(fb.IVON, temperature=cell.weight)}
+    if cell.start is not None:
+        options["posterior_std"] = cell.start
+    elif cell.method == "pooled":
+        options["posterior_std"] = 0.1
+    return fb.HybridBayesianClassifier(mlp(*SOURCES[cell.data].sizes, [50]), estimator=cell.estimator, **options)
+
+
+def run(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
+    """Return the scores of a cell by round; of pooled training under 0."""
+    L.seed_everything(cell.seed, verbose=False)
+    data, module = SOURCES[cell.data].data(folder, cell.seed), network(cell)
+    data.prepare_data()
+    data.setup("fit")
+    if cell.method == "pooled":
+        train_pooled(module, data.train)
+        return {"0": scores(module, fb.read_posterior(module), data.validation)}
+    federation = fb.FederatedBayes(
+        fb.DirichletPartition(CLIENTS, alpha=0.5), local_epochs=cell.epochs, seed=cell.seed, **METHODS[cell.method]
+    )
+    rounds = 200 if cell.study == "grid" else LONGEST.get(cell.method, 100) if cell.seed == 0 else 100
+    looks = Looks(data.validation, [each for each in LOOKS if each <= rounds], federation)
+    trainer = L.Trainer(
+        max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[federation, looks], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+    )
+    found: dict[str, Any] = {}
+    try:
+        trainer.fit(module, datamodule=data)
+    except fb.FedBayesError as error:
+        found["error"] = str(error)[:200]
+    held = [row.get("sites/held_back", 0.0) for row in federation.history]
+    return {**found, "held_back": sum(each > 0 for each in held), **{str(n): each for n, each in looks.found.items()}}
+
+
+def train_pooled(module: fb.HybridBayesianClassifier, data: TensorDataset) -> None:
+    """Mean-field variational inference on all examples, until it has converged."""
+    inputs, targets = data.tensors
+    optimizer = torch.optim.Adam(module.network.parameters(), lr=0.01)
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * 10 ** (-2 * step / STEPS)
+        rows = torch.randint(0, len(inputs), (BATCH,))
+        loss = cross_entropy(module(inputs[rows].float()), targets[rows])
+        optimizer.zero_grad()
+        (loss + module.kl_weight / len(inputs) * fb.kl_divergence(module.network)).backward()
+        optimizer.step()
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def tables(done: Mapping[Cell, dict[str, Any]]) -> str:
+    """Return all tables as Markdown."""
+    parts = []
+    for data in SOURCES:
+        mine = {cell: found for cell, found in done.items() if cell.study == "rounds" and cell.data == data}
+        pooled = {cell.seed: found["0"] for cell, found in mine.items() if cell.method == "pooled"}
+        if pooled:
+            parts += [f"### {data[0].upper()}{data[1:]}", by_round(mine, pooled)]
+    grid = {cell: found for cell, found in done.items() if cell.study == "grid"}
+    if grid:
+        parts += ["### From every start", worst(grid)]
+    return "\n\n".join(parts)
+
+
+def by_round(done: Mapping[Cell, dict[str, Any]], pooled: Mapping[int, dict[str, float]]) -> str:
+    """Return NLL, mutual information over the pooled one, and median σ by round: means over the seeds."""
+    reference = {key: statistics.fmean(each[key] for each in pooled.values()) for key in pooled[min(pooled)]}
+    rows = [["pooled", len(pooled), *["" for _ in LOOKS[:-1]],
+             f"{reference['nll']:.3f} / 1 / {reference['median']:.2f}", ""]]
+    for method in METHODS:
+        seeds = {cell.seed: found for cell, found in done.items() if cell.method == method and cell.seed in pooled}
+        if not seeds:
+            continue
+        line = []
+        for number in LOOKS:
+            found = {seed: each[str(number)] for seed, each in seeds.items() if str(number) in each}
+            if not found:
+                line.append("–")
+                continue
+            mean = {key: statistics.fmean(each[key] for each in found.values()) for key in ("nll", "median")}
+            ratio = statistics.fmean(
+                each["mutual_information"] / pooled[seed]["mutual_information"] for seed, each in found.items())
+            line.append(f"{mean['nll']:.3f} / {ratio:.2f} / {mean['median']:.2f}")
+        rows.append([method, len(seeds), *line, met(method, seeds, pooled)])
+    return markdown_table(["method", "seeds", *(f"round {number}" for number in LOOKS), "bar"], rows)
+
+
+def met(method: str, seeds: Mapping[int, dict[str, Any]], pooled: Mapping[int, dict[str, float]]) -> str:
+    """Return whether the mean mutual information is within the bar of the pooled one at rounds 20, 40 and 60."""
+    if method not in BARS:
+        return ""
+    wanted = statistics.fmean(pooled[seed]["mutual_information"] for seed in seeds)
+    factors = []
+    for number in ("20", "40", "60"):
+        mean = statistics.fmean(each[number]["mutual_information"] for each in seeds.values())
+        factors.append(max(mean / wanted, wanted / mean) if mean else math.inf)
+    return f"{max(factors):.2f} ≤ {BARS[method]}: {'yes' if max(factors) <= BARS[method] else '**no**'}"
+
+
+def worst(done: Mapping[Cell, dict[str, Any]], count: int = 6) -> str:
+    """Return the cells whose NLL has grown most from round 40 to 200, and how many keep each bar."""
+    alive = {cell: found for cell, found in done.items() if "error" not in found and "200" in found}
+    grown = {cell: found["200"]["nll"] - found["40"]["nll"] for cell, found in alive.items()}
+    widest = max((max(found[n]["largest"] for n in found if n.isdigit()) for found in alive.values()), default=math.nan)
+    text = (
+        f"{len(done)} cells of 200 rounds: {len(done) - len(alive)} died; the largest σ of all is {widest:.2f} (prior "
+        f"1, bar 1.2); {sum(found['held_back'] > 0 for found in alive.values())} have an entry held back in any round; "
+        f"in {sum(each <= 0.03 for each in grown.values())} the NLL of round 200 is at most that of round 40 plus 0.03."
+    )
+    columns = ["data", "rule", "initial σ", "KL weight", "local epochs", "estimator", "NLL 40", "NLL 200", "largest σ"]
+    rows = [
+        [cell.data, cell.method, str(cell.start or "own"), cell.weight, cell.epochs, cell.estimator,
+         done[cell]["40"]["nll"], done[cell]["200"]["nll"], done[cell]["200"]["largest"]]
+        for cell in sorted(grown, key=lambda each: -grown[each])[:count]
+    ]
+    rows += [
+        [cell.data, cell.method, str(cell.start or "own"), cell.weight, cell.epochs, cell.estimator, "died", "", ""]
+        for cell in done if cell not in alive
+    ]
+    return f"{text}\n\n{markdown_table(columns, rows)}"
+
+
+def read(file: Path) -> dict[Cell, dict[str, Any]]:
+    """Return the finished cells of a file, none if there is no file."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {Cell(**line.pop("cell")): line for line in lines}
+
+
+def short(value: Any) -> Any:
+    """Return ``value`` with five digits of its floats."""
+    if isinstance(value, dict):
+        return {key: short(each) for key, each in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("rounds", "grid"), help="one of the studies")
+    parser.add_argument("--data", type=Path, help="folder with uci_regression/kin8nm")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "rounds.jsonl"
+    done = read(file)
+    todo = [cell for cell in cells() if cell not in done and options.only in (None, cell.study)]
+    todo = [cell for cell in todo if options.data is not None or cell.data != "kin8nm"]
+    with tqdm(todo) as bar:
+        for cell in bar:
+            bar.set_postfix_str(", ".join(map(str, cell)))
+            result = short(run(cell, options.data))
+            with file.open("a") as out:
+                out.write(json.dumps({"cell": cell._asdict(), **result}, separators=(",", ":")) + "\n")
+    text = tables({cell: found for cell, found in read(file).items() if cell in set(cells())})
+    if options.out == HERE / "results":
+        include(HERE / "ROUNDS.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    with quietly():
+        main()
