@@ -70,7 +70,7 @@ def test_transformers():
     )
     words = TensorDataset(torch.randint(0, 50, (12, 7)), torch.arange(12) % 2)
     predictive = federated(Own(transformers.BertForSequenceClassification(config)), words)
-    assert predictive.predict_step(words.tensors[0]).mutual_information.min() >= 0
+    assert predictive.predict_step(words.tensors[0]).epistemic.min() >= 0
 
 
 def test_segmentation_models():

@@ -13,8 +13,9 @@ from lightning_fedbayes.callbacks.loggers import log_figure
 from lightning_fedbayes.errors import check_at_least
 from lightning_fedbayes.metrics import AccuracyRetained, CalibrationDiagram
 from lightning_fedbayes.metrics.functional import (
-    aleatoric_uncertainty,
-    epistemic_uncertainty,
+    kwon_aleatoric,
+    kwon_epistemic,
+    mutual_information,
     predictive_entropy,
     weighted_accuracy,
     worst_fraction_accuracy,
@@ -24,8 +25,9 @@ from lightning_fedbayes.posterior import GaussianPosterior
 
 MEASURES = {
     "entropy": predictive_entropy,
-    "aleatoric": aleatoric_uncertainty,
-    "epistemic": epistemic_uncertainty,
+    "epistemic": mutual_information,
+    "kwon_aleatoric": kwon_aleatoric,
+    "kwon_epistemic": kwon_epistemic,
 }
 
 
@@ -36,8 +38,9 @@ class UncertaintyReport(L.Callback):
     (samples, batch, classes) or (batch, classes), and "target", classes of shape (batch,). Other modules are left
     alone. :class:`FederatedBayes` brings one along; add it yourself to train without a federation.
 
-    Logged in every validation: the area under accuracy-retained for entropy, aleatoric and epistemic uncertainty, and
-    the weighted average and worst-10 % accuracy of the clients. Logged at the end: the two pictures.
+    Logged in every validation: the area under accuracy-retained for entropy, mutual information ("epistemic") and
+    Kwon's aleatoric and epistemic traces, and the weighted average and worst-10 % accuracy of the clients. Logged at
+    the end: the two pictures.
 
     A module without Bayesian layers returns no such thing. Give ``samples``, and in a federation the report draws its
     predictions from the global posterior (of :class:`~lightning_fedbayes.IVON`, say), with batches of inputs and

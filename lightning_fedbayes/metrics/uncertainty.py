@@ -13,10 +13,10 @@ from torchmetrics import Metric
 from lightning_fedbayes import plots
 from lightning_fedbayes.errors import FedBayesError, check_flag
 from lightning_fedbayes.metrics.functional.uncertainty import (
-    aleatoric_uncertainty,
     area_of_groups,
     curve_of_groups,
-    epistemic_uncertainty,
+    kwon_aleatoric,
+    kwon_epistemic,
     mutual_information,
     predictive_entropy,
 )
@@ -48,34 +48,34 @@ class PredictiveEntropy(ExampleMean):
         self.add(predictive_entropy(probs, self.normalize))
 
 
-class AleatoricUncertainty(ExampleMean):
-    """Mean of :func:`~lightning_fedbayes.metrics.functional.aleatoric_uncertainty`: noise in the labels.
+class KwonAleatoric(ExampleMean):
+    """Mean of :func:`~lightning_fedbayes.metrics.functional.kwon_aleatoric`: noise in the labels.
 
     Args:
         kwargs: arguments of :class:`torchmetrics.Metric`.
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__("aleatoric_uncertainty", **kwargs)
+        super().__init__("kwon_aleatoric", **kwargs)
 
     def update(self, probs: Tensor) -> None:
         """Add class probabilities of each posterior sample, shape (samples, batch, classes)."""
-        self.add(aleatoric_uncertainty(probs))
+        self.add(kwon_aleatoric(probs))
 
 
-class EpistemicUncertainty(ExampleMean):
-    """Mean of :func:`~lightning_fedbayes.metrics.functional.epistemic_uncertainty`: disagreement of the samples.
+class KwonEpistemic(ExampleMean):
+    """Mean of :func:`~lightning_fedbayes.metrics.functional.kwon_epistemic`: disagreement of the samples.
 
     Args:
         kwargs: arguments of :class:`torchmetrics.Metric`.
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__("epistemic_uncertainty", **kwargs)
+        super().__init__("kwon_epistemic", **kwargs)
 
     def update(self, probs: Tensor) -> None:
         """Add class probabilities of each posterior sample, shape (samples, batch, classes)."""
-        self.add(epistemic_uncertainty(probs))
+        self.add(kwon_epistemic(probs))
 
 
 class MutualInformation(ExampleMean):

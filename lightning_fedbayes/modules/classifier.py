@@ -14,16 +14,17 @@ from torchmetrics import MetricCollection
 from lightning_fedbayes.errors import FedBayesError, check_number
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.metrics import (
-    AleatoricUncertainty,
     BrierScore,
     CalibrationDiagram,
-    EpistemicUncertainty,
+    KwonAleatoric,
+    KwonEpistemic,
+    MutualInformation,
     NegativeLogLikelihood,
     PredictiveEntropy,
 )
 from lightning_fedbayes.metrics.functional import (
-    aleatoric_uncertainty,
-    epistemic_uncertainty,
+    kwon_aleatoric,
+    kwon_epistemic,
     mutual_information,
     predictive_entropy,
 )
@@ -39,21 +40,24 @@ class ClassPrediction(NamedTuple):
         probs: mean predictive probabilities, shape (batch, classes).
         label: most probable class, shape (batch,).
         entropy: normalised predictive entropy in [0, 1], the total uncertainty, shape (batch,).
-        aleatoric: trace of Kwon's aleatoric covariance, shape (batch,).
-        epistemic: trace of Kwon's epistemic covariance, shape (batch,).
-        mutual_information: between label and parameters, in nats, shape (batch,).
+        epistemic: mutual information between label and parameters, in nats, shape (batch,).
+        kwon_aleatoric: trace of Kwon's aleatoric covariance, shape (batch,).
+        kwon_epistemic: trace of Kwon's epistemic covariance, shape (batch,).
     """
 
     probs: Tensor
     label: Tensor
     entropy: Tensor
-    aleatoric: Tensor
     epistemic: Tensor
-    mutual_information: Tensor
+    kwon_aleatoric: Tensor
+    kwon_epistemic: Tensor
 
 
 class ClassScores(nn.Module):
-    """Accuracy, NLL, ECE (15 bins), Brier score, and total, aleatoric and epistemic uncertainty of a classifier."""
+    """Scores of a classifier: accuracy, NLL, ECE (15 bins), Brier score; and its uncertainty.
+
+    That is the entropy, the mutual information as "epistemic", and the traces of Kwon's two covariances.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +65,8 @@ class ClassScores(nn.Module):
             {"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}, compute_groups=False
         )
         self.sampled = MetricCollection(
-            {"entropy": PredictiveEntropy(), "aleatoric": AleatoricUncertainty(), "epistemic": EpistemicUncertainty()},
+            {"entropy": PredictiveEntropy(), "epistemic": MutualInformation(),
+             "kwon_aleatoric": KwonAleatoric(), "kwon_epistemic": KwonEpistemic()},
             compute_groups=False,
         )
 
@@ -89,9 +94,9 @@ def class_prediction(probs: Tensor) -> ClassPrediction:
         mean,
         mean.argmax(-1),
         predictive_entropy(probs),
-        aleatoric_uncertainty(probs),
-        epistemic_uncertainty(probs),
         mutual_information(probs),
+        kwon_aleatoric(probs),
+        kwon_epistemic(probs),
     )
 
 
@@ -121,7 +126,8 @@ class HybridBayesianClassifier(BayesianModule):
     r"""Classifies with a network whose last layers are Bayesian.
 
     Validation and test score the mean predictive :math:`\bar p = \frac1S\sum_s \mathrm{softmax}(f(x;\theta_s))`:
-    accuracy, NLL, ECE (15 bins), Brier score, and total, aleatoric and epistemic uncertainty.
+    accuracy, NLL, ECE (15 bins), Brier score, and uncertainty: entropy, mutual information ("epistemic") and Kwon's
+    traces.
 
     Args:
         network: maps inputs to logits of shape (batch, classes).

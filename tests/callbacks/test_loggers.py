@@ -20,9 +20,10 @@ from lightning_fedbayes.modules import mlp
 from .wandb_file import read_run
 
 ROUNDS, CLIENTS = 3, 3
-VALIDATION = {"val/accuracy", "val/nll", "val/ece", "val/brier", "val/entropy", "val/aleatoric", "val/epistemic",
+VALIDATION = {"val/accuracy", "val/nll", "val/ece", "val/brier", "val/entropy", "val/epistemic",
+              "val/kwon_aleatoric", "val/kwon_epistemic",
               "val/client_accuracy", "val/worst_client_accuracy", "val/retained_area_entropy",
-              "val/retained_area_aleatoric", "val/retained_area_epistemic"}
+              "val/retained_area_kwon_aleatoric", "val/retained_area_kwon_epistemic", "val/retained_area_epistemic"}
 CONSTANT = {"federation/megabytes_down", "federation/failed_clients", "federation/failed_rounds",
             "federation/excluded_clients"}
 FEDERATION = {"federation/seconds", "federation/megabytes_up", "federation/posterior_variance",

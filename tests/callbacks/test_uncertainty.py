@@ -9,14 +9,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.metrics.functional import (
     accuracy_retained_area,
-    aleatoric_uncertainty,
-    epistemic_uncertainty,
+    kwon_aleatoric,
+    kwon_epistemic,
+    mutual_information,
     predictive_entropy,
 )
 from tests.federations import bayesian, blobs, federate, loader
 
 CLASSES, EXAMPLES = 3, 120
-AREAS = {"entropy": predictive_entropy, "aleatoric": aleatoric_uncertainty, "epistemic": epistemic_uncertainty}
+AREAS = {"entropy": predictive_entropy, "epistemic": mutual_information, "kwon_aleatoric": kwon_aleatoric,
+         "kwon_epistemic": kwon_epistemic}
 PICTURES = {"calibration", "accuracy_retained"}
 
 

@@ -22,7 +22,7 @@ def test_accuracy_rises_as_the_most_uncertain_are_discarded(rule):
     with torch.no_grad():
         prediction = model.eval().predict_step(inputs)
     right = (prediction.label == targets).double()
-    for measure in (prediction.entropy, prediction.aleatoric, prediction.epistemic):
+    for measure in (prediction.entropy, prediction.epistemic, prediction.kwon_epistemic):
         order = measure.argsort()
         kept = [float(right[order[: int(share * len(order))]].mean()) for share in (1.0, 0.9, 0.7, 0.5)]
         assert kept == sorted(kept), kept

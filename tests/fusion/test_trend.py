@@ -54,5 +54,5 @@ def test_nothing_is_said_before_round_thirty_and_between_looks_the_estimate_stay
         trail = followed(trail, torch.ones(3), torch.full((3,), 1.0 / (number + 1)))
         seen.append(trail.get("distance"))
     assert seen[:29] == [None] * 29
-    assert len({each for each in seen[29:39]}) == 1
+    assert len(set(seen[29:39])) == 1
     assert trail["rounds"] == 45

@@ -527,7 +527,7 @@ DOORS = {
     **{name: (getattr(functional, name), {"probs": PROBS, "target": TARGET, "bins": 3})
        for name in ("calibration_diagram", "adaptive_calibration_error")},
     **{name: (getattr(functional, name), {"probs": SAMPLES}) for name in (
-        "aleatoric_covariance", "aleatoric_uncertainty", "epistemic_covariance", "epistemic_uncertainty",
+        "aleatoric_covariance", "kwon_aleatoric", "epistemic_covariance", "kwon_epistemic",
         "mutual_information")},
     "predictive_entropy": (functional.predictive_entropy, {"probs": SAMPLES, "normalize": True}),
     **{name: (getattr(functional, name), {"mean": torch.zeros(2), "variance": torch.ones(2), "target": torch.ones(2)})

@@ -29,8 +29,8 @@ NO_DOORS = {
     "Regressor", "ReliabilityRule", "ServerOptimizer", "SplitDataModule", "StatefulSumRule", "SumRule",
     "TensorDataModule", "UpdateAttack",
     # without arguments of their own; ClientParallelStrategy hands its on to Lightning
-    "AleatoricUncertainty", "BrierScore", "ClientParallelStrategy", "CoordinateMedian", "DeterminantSharpness",
-    "EnsembleCRPS", "EpistemicUncertainty", "GaussianCRPS", "GaussianFit", "GaussianNLL",
+    "KwonAleatoric", "BrierScore", "ClientParallelStrategy", "CoordinateMedian", "DeterminantSharpness",
+    "EnsembleCRPS", "KwonEpistemic", "GaussianCRPS", "GaussianFit", "GaussianNLL",
     "HellingerBarycenter", "LinearPool", "LogVarianceAverage", "MutualInformation", "NegativeLogLikelihood",
     "OutOfDistributionAUROC",
     "ReverseKLBarycenter", "UncertaintyReport", "ClientReport", "WassersteinBarycenter", "WeightedAverage",

@@ -48,8 +48,8 @@ CASES = {
     "predictive_entropy": (M.PredictiveEntropy, (PROBS,), lambda *a: F.predictive_entropy(*a).mean()),
     "entropy_in_nats": (lambda: M.PredictiveEntropy(normalize=False), (PROBS,),
                         lambda *a: F.predictive_entropy(*a, normalize=False).mean()),
-    "aleatoric": (M.AleatoricUncertainty, (PROBS,), lambda *a: F.aleatoric_uncertainty(*a).mean()),
-    "epistemic": (M.EpistemicUncertainty, (PROBS,), lambda *a: F.epistemic_uncertainty(*a).mean()),
+    "aleatoric": (M.KwonAleatoric, (PROBS,), lambda *a: F.kwon_aleatoric(*a).mean()),
+    "epistemic": (M.KwonEpistemic, (PROBS,), lambda *a: F.kwon_epistemic(*a).mean()),
     "mutual_information": (M.MutualInformation, (PROBS,), lambda *a: F.mutual_information(*a).mean()),
     "brier": (M.BrierScore, (MEAN_PROBS, TARGET), lambda *a: F.brier_score(*a).mean()),
     "nll": (M.NegativeLogLikelihood, (MEAN_PROBS, TARGET), lambda *a: F.negative_log_likelihood(*a).mean()),
@@ -126,16 +126,16 @@ def test_no_graph_is_kept(build, inputs, function):
 
 def test_a_collection_does_not_take_one_metric_for_another():
     """All four are 0 on the first batch, where the samples agree; they differ on the second."""
-    collection = MetricCollection([M.EpistemicUncertainty(), M.MutualInformation(), M.AleatoricUncertainty(),
+    collection = MetricCollection([M.KwonEpistemic(), M.MutualInformation(), M.KwonAleatoric(),
                                    M.PredictiveEntropy()])
     certain = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
     torn = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     collection.update(certain)
     collection.update(torn)
     values = collection.compute()
-    assert values["EpistemicUncertainty"].item() == pytest.approx(0.25)
+    assert values["KwonEpistemic"].item() == pytest.approx(0.25)
     assert values["MutualInformation"].item() == pytest.approx(0.34657359)
-    assert values["AleatoricUncertainty"] == 0
+    assert values["KwonAleatoric"] == 0
     assert values["PredictiveEntropy"] == 0.5
     levels = MetricCollection({"coverage_50": M.IntervalCoverage(0.5), "coverage_90": M.IntervalCoverage(0.9)})
     for y in (0.0, 1.0):
@@ -180,7 +180,7 @@ INPUTS = {
     **dict.fromkeys(("OutOfDistributionAUROC", "OutOfDistributionFPR"), (REAL, REAL > 0)),
     **dict.fromkeys(("GaussianCRPS", "GaussianNLL", "IntervalCoverage"), (REAL, torch.ones(7), REAL)),
     **dict.fromkeys(
-        ("AleatoricUncertainty", "EpistemicUncertainty", "MutualInformation", "PredictiveEntropy"),
+        ("KwonAleatoric", "KwonEpistemic", "MutualInformation", "PredictiveEntropy"),
         (MEAN_PROBS.expand(3, *MEAN_PROBS.shape),),
     ),
 }

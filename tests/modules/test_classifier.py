@@ -20,7 +20,7 @@ from lightning_fedbayes.modules.classifier import generalized_cross_entropy
 from .helpers import labelled, loader, trainer
 
 SAMPLES, EXAMPLES, CLASSES = 4, 90, 3
-SCORES = {"accuracy", "nll", "ece", "brier", "entropy", "aleatoric", "epistemic"}
+SCORES = {"accuracy", "nll", "ece", "brier", "entropy", "epistemic", "kwon_aleatoric", "kwon_epistemic"}
 
 
 def bayesian(**options):
@@ -37,7 +37,7 @@ def test_fields_of_a_prediction():
     assert torch.allclose(prediction.probs.sum(1), torch.ones(8))
     assert torch.equal(prediction.label, prediction.probs.argmax(1))
     assert ((prediction.entropy >= 0) & (prediction.entropy <= 1)).all()
-    assert (prediction.mutual_information > 0).all()
+    assert (prediction.kwon_epistemic > 0).all()
     assert (prediction.epistemic > 0).all()
 
 
@@ -46,7 +46,7 @@ def test_aleatoric_and_epistemic_make_the_variance_of_the_label():
     prediction = bayesian().predict_step(3 * torch.randn(20, 6))
     covariance = prediction.probs.diag_embed() - prediction.probs.unsqueeze(2) * prediction.probs.unsqueeze(1)
     trace = covariance.diagonal(dim1=1, dim2=2).sum(1)
-    assert torch.allclose(prediction.aleatoric + prediction.epistemic, trace, atol=1e-6)
+    assert torch.allclose(prediction.kwon_aleatoric + prediction.kwon_epistemic, trace, atol=1e-6)
 
 
 def test_a_deterministic_network_has_no_epistemic_uncertainty():
@@ -54,8 +54,8 @@ def test_a_deterministic_network_has_no_epistemic_uncertainty():
     model = HybridBayesianClassifier(network, bayesian_last=0)
     x = torch.randn(8, 6)
     prediction = model.predict_step(x)
-    assert torch.equal(prediction.epistemic, torch.zeros(8))
-    assert torch.allclose(prediction.mutual_information, torch.zeros(8), atol=1e-6)
+    assert torch.equal(prediction.kwon_epistemic, torch.zeros(8))
+    assert torch.allclose(prediction.epistemic, torch.zeros(8), atol=1e-6)
     assert torch.allclose(prediction.probs, network(x).softmax(1))
 
 
@@ -105,8 +105,9 @@ def expected_scores(probs, target):
         "ece": float(multiclass_calibration_error(torch.tensor(p), target, CLASSES, n_bins=15)),
         "brier": ((p - np.eye(CLASSES)[y]) ** 2).sum(1).mean(),
         "entropy": (scipy_entropy(p, axis=1) / np.log(CLASSES)).mean(),
-        "aleatoric": (draws * (1 - draws)).sum(2).mean(),
-        "epistemic": draws.var(0).sum(1).mean(),
+        "epistemic": (scipy_entropy(p, axis=1) - scipy_entropy(draws, axis=2).mean(0)).mean(),
+        "kwon_aleatoric": (draws * (1 - draws)).sum(2).mean(),
+        "kwon_epistemic": draws.var(0).sum(1).mean(),
     }
 
 

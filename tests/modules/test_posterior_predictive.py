@@ -36,7 +36,7 @@ def test_a_point_mass_predicts_as_the_module_and_leaves_it_unchanged():
     assert torch.allclose(prediction.probs, module(x).softmax(-1), atol=1e-6)
     assert torch.allclose(prediction.epistemic, torch.zeros(7), atol=1e-6)
     wide = fb.PosteriorPredictive(module, posterior_of(module), samples=3).predict_step(x)
-    assert (wide.mutual_information > 0).all()
+    assert (wide.epistemic > 0).all()
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 
 

@@ -295,6 +295,6 @@ def test_the_module_s_hooks_and_predictions_work_after_training():
     prediction = predictive.predict_step(inputs)
     assert float((prediction.label == targets).float().mean()) > 0.8
     assert prediction.probs.shape == (60, 3)
-    assert (prediction.mutual_information > 0).all()
+    assert (prediction.epistemic > 0).all()
     assert inputs.shape[1] == FEATURES
     assert isinstance(prediction.entropy, Tensor)

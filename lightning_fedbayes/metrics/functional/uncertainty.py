@@ -57,7 +57,7 @@ def mutual_information(probs: Tensor) -> Tensor:
     return (entr(probs.mean(0)).sum(-1) - entr(probs).sum(-1).mean(0)).clamp_min(0)
 
 
-def aleatoric_uncertainty(probs: Tensor) -> Tensor:
+def kwon_aleatoric(probs: Tensor) -> Tensor:
     r"""Noise of the label: the trace of :func:`aleatoric_covariance`, :math:`1 - \frac1M \sum_{mc} p_{mc}^2`.
 
     From 0 (every sample certain) to 1 − 1/C.
@@ -70,14 +70,14 @@ def aleatoric_uncertainty(probs: Tensor) -> Tensor:
     Source: [FBDL] eq. (9), reported as the trace.
 
     >>> import torch
-    >>> aleatoric_uncertainty(torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]))
+    >>> kwon_aleatoric(torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]))
     tensor([0.5000, 0.0000])
     """
     probs = check_samples(probs)
     return (probs * (1 - probs)).sum(-1).mean(0)
 
 
-def epistemic_uncertainty(probs: Tensor) -> Tensor:
+def kwon_epistemic(probs: Tensor) -> Tensor:
     r"""Disagreement of samples: the trace of :func:`epistemic_covariance`, :math:`\frac1M \sum_m |p_m - \bar p|^2`.
 
     0 if all posterior samples agree (and always for a single one), at most 1 − 1/C.
@@ -90,7 +90,7 @@ def epistemic_uncertainty(probs: Tensor) -> Tensor:
     Source: [FBDL] eq. (9), reported as the trace.
 
     >>> import torch
-    >>> epistemic_uncertainty(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
+    >>> kwon_epistemic(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
     tensor([0.5000])
     """
     probs = check_samples(probs)

@@ -23,7 +23,7 @@ def test_kwon_matrices_sum_to_the_covariance_of_the_label(probs):
     covariance = mean.diag_embed() - mean.unsqueeze(2) * mean.unsqueeze(1)
     parts = F.aleatoric_covariance(probs), F.epistemic_covariance(probs)
     assert torch.allclose(sum(parts), covariance, atol=1e-12)
-    for matrix, trace in zip(parts, (F.aleatoric_uncertainty(probs), F.epistemic_uncertainty(probs))):
+    for matrix, trace in zip(parts, (F.kwon_aleatoric(probs), F.kwon_epistemic(probs))):
         assert torch.allclose(matrix.diagonal(dim1=1, dim2=2).sum(1), trace, atol=1e-12)
         assert torch.linalg.eigvalsh(matrix).min() >= -1e-12
 
@@ -61,18 +61,18 @@ def test_entropy_is_scipys_and_lies_between_0_and_1(probs):
 def test_extremes_of_uncertainty():
     uniform = torch.full((3, 2, 8), 1 / 8)
     assert torch.allclose(F.predictive_entropy(uniform), torch.ones(2))
-    assert torch.allclose(F.aleatoric_uncertainty(uniform), torch.full((2,), 7 / 8))
-    assert (F.epistemic_uncertainty(uniform) == 0).all()
+    assert torch.allclose(F.kwon_aleatoric(uniform), torch.full((2,), 7 / 8))
+    assert (F.kwon_epistemic(uniform) == 0).all()
     assert torch.allclose(F.mutual_information(uniform), torch.zeros(2), atol=1e-6)
     votes = torch.eye(4).unsqueeze(1)  # four certain samples that all disagree
-    assert F.aleatoric_uncertainty(votes).item() == 0
-    assert F.epistemic_uncertainty(votes).item() == pytest.approx(3 / 4)
+    assert F.kwon_aleatoric(votes).item() == 0
+    assert F.kwon_epistemic(votes).item() == pytest.approx(3 / 4)
     assert F.mutual_information(votes).item() == pytest.approx(math.log(4))
 
 
 @pytest.mark.parametrize(
     "function",
-    [F.predictive_entropy, F.aleatoric_uncertainty, F.epistemic_uncertainty, F.mutual_information],
+    [F.predictive_entropy, F.kwon_aleatoric, F.kwon_epistemic, F.mutual_information],
 )
 def test_sample_functions_are_invariant_to_order_and_take_half_floats(function):
     probs = draw((5, 6, 3))
