@@ -32,7 +32,7 @@ from lightning_fedbayes.fusion.trend import followed
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero, zeros_like
 
 Precision = Literal["auto", "measured", "trained"]
-"""Where the precision of a client's site comes from."""
+"""Source of the precision of a client's site."""
 Natural = tuple[Tensor, Tensor]
 r"""Precision :math:`\Lambda = 1/\sigma^2` and shift :math:`\eta = \mu/\sigma^2`, shape (P,) each, float64."""
 
@@ -43,7 +43,7 @@ OWN_SHARE = 3.0
 """Factor of a site's share of the precision in the default step of its client. Above 1 the local problem is bounded
 where the loss is convex; a change is then damped enough if the damping is below 2 (OWN_SHARE − 1) / OWN_SHARE."""
 PROPER = 0.05
-"""What such a factor exceeds 1 by where the step is a small number, so that no cavity is improper."""
+"""Excess of that factor over 1 where the step is a small number, so that no cavity is improper."""
 SETTLING = 20
 """Rounds after which the damping falls as one over the square root of the round, so that the noise of local training
 averages out."""
@@ -75,7 +75,8 @@ class Sites(StatefulSumRule):
     clients in all; one that is a number is raised to :math:`1.05\,\Lambda_k / \Lambda` where it is less (towards a
     step of 1, to :math:`\Lambda_k / \Lambda`). So no cavity is improper: a local problem with a convex loss is
     bounded. From round r = 20 on the damping is :math:`\delta_r = \delta \sqrt{20 / r}`, so that the noise of local
-    training averages out. Clients keep the state of their optimizers, see ``optimizer_state``.
+    training averages out, unless precisions are trained, below. Clients keep the state of their optimizers, see
+    ``optimizer_state``.
 
     **Precision.** Short local training moves σ hardly at all: its gradient is a hundred times smaller than its noise.
     So the precision of a site is *measured*, by the gradients g of the mean loss of a batch of B examples, without
@@ -226,7 +227,7 @@ class Sites(StatefulSumRule):
             trained: :math:`\lambda(q_k)`.
             steps: :math:`\rho_k`, shape (P,).
             share: 1 / K.
-            round: from 0.
+            round: from 0; 0 where local training is without noise, so that the damping stays.
             measured: precision of the data, shape (P,), NaN where it is not known and :math:`\Lambda(q_k)` counts.
         """
         scale = steps * self.damping_in(round, share)

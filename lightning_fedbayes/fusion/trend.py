@@ -1,4 +1,4 @@
-r"""How far a posterior still is from where its rounds take it, from the trend of its changes."""
+r"""Estimate of how far a posterior still is from where its rounds take it, from the trend of its changes."""
 
 from __future__ import annotations
 

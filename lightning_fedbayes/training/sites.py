@@ -127,8 +127,8 @@ class RoundSites:
     ) -> None:
         self.rule = rule
         self.share = share
-        self.round = round
         self.measures = rule.precision == "measured" or (rule.precision == "auto" and measures and rule.renyi is None)
+        self.round = round if self.measures else 0
         self.module = module = model.module
         found, learned = gaussian_parameters(module), model.learned
         self.parameters = {name: found[name] for name in base.names if name in found and name not in model.local_names}
