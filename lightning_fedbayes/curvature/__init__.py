@@ -3,7 +3,7 @@
 from lightning_fedbayes.curvature.diagonal import SWAG, Curvature, Laplace, Source, Task, chosen_parameters
 from lightning_fedbayes.curvature.kronecker import KroneckerLaplace, KroneckerSite
 from lightning_fedbayes.curvature.kronecker_posterior import KroneckerPosterior
-from lightning_fedbayes.curvature.linearised import draws_of_outputs, linearised
+from lightning_fedbayes.curvature.linearised import draws_of_outputs, linearised_outputs
 
 __all__ = [
     "SWAG",
@@ -16,5 +16,5 @@ __all__ = [
     "Task",
     "chosen_parameters",
     "draws_of_outputs",
-    "linearised",
+    "linearised_outputs",
 ]

@@ -19,7 +19,7 @@ from lightning_fedbayes.posterior import GaussianPosterior, is_zero
 Tensors = dict[str, Tensor]
 
 
-def linearised(
+def linearised_outputs(
     network: nn.Module, posterior: GaussianPosterior | KroneckerPosterior, inputs: Any, vectorized: bool = True
 ) -> tuple[Tensor, Tensor]:
     r"""Return mean and covariance of the outputs of the network linearised at the mean of its posterior.
@@ -70,7 +70,7 @@ def linearised(
             part = apply_to_collection(inputs, Tensor, lambda tensor: tensor[start : start + chunk])  # noqa: B023
             mean, jacobian = (_jacobians if vectorized else _jacobians_one_by_one)(output, at, part)
             means.append(mean)
-            flat = mean.flatten(1)
+            flat = mean.reshape(len(mean), -1)
             by_name = {name: jacobian[path] for name, path in names.items()}
             covariances.append(_covariance(posterior, by_name, flat))
             start, chunk = start + chunk, max(1, ENTRIES // max(1, size * flat.shape[1]))
@@ -146,9 +146,10 @@ def _jacobians_one_by_one(
         leaves = {path: value.detach().clone().requires_grad_() for path, value in at.items()}
         with torch.enable_grad():
             flat, found = output(leaves, example)
-        gradients = [
-            torch.autograd.grad(each, list(leaves.values()), retain_graph=True, materialize_grads=True) for each in flat
-        ]
+            gradients = [
+                torch.autograd.grad(each, list(leaves.values()), retain_graph=True, materialize_grads=True)
+                for each in flat
+            ]
         outputs.append(found.detach())
         rows.append([torch.stack(each) for each in zip(*gradients)])
     return torch.stack(outputs), {path: torch.stack(each) for path, each in zip(at, zip(*rows))}

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_fedbayes.curvature import KroneckerPosterior, draws_of_outputs, linearised
+from lightning_fedbayes.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
 from lightning_fedbayes.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 from lightning_fedbayes.modules.classifier import ClassPrediction, ClassScores, class_prediction
@@ -34,7 +34,7 @@ class PosteriorPredictive(L.LightningModule):
               \quad\text{or}\quad f_s \sim N\left(f(x; \mu), J \Sigma J^\top\right)
 
     The first draws parameters. The second draws outputs of the network linearised at the mean, with J its Jacobian
-    there (:func:`~lightning_fedbayes.curvature.linearised`), and is how posteriors of
+    there (:func:`~lightning_fedbayes.curvature.linearised_outputs`), and is how posteriors of
     :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.KroneckerLaplace` predict, federated or alone:
     their variances are those of the linearised network, and hold nowhere but around the mean.
 
@@ -166,7 +166,7 @@ class PosteriorPredictive(L.LightningModule):
 
     def _linearised(self, inputs: Any) -> tuple[Tensor, Tensor]:
         """Return mean and covariance of the linearised outputs."""
-        return self._vectorized_if_possible(linearised, self.network, self._known(), inputs)
+        return self._vectorized_if_possible(linearised_outputs, self.network, self._known(), inputs)
 
     def _draws(self, mean: Tensor, covariance: Tensor, samples: int | None = None) -> Tensor:
         return draws_of_outputs(mean, covariance, max(self.samples, OUTPUT_DRAWS) if samples is None else samples)
