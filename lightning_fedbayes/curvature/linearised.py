@@ -122,9 +122,7 @@ def _covariance(
             total += scaled @ scaled.mT
         return total
     for layer, system in posterior.systems.items():
-        jacobian = joined(layer, jacobians, leading=2).double()
-        found = jacobian.flatten(2) @ system.solve(jacobian).flatten(2).mT
-        total += (found + found.mT).to(total) / 2
+        total += system.covariance(joined(layer, jacobians, leading=2)).to(total)
     return total
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 CONVERGED = 1e-8
 """Norm of the residual, relative to the right side, at which a solution is taken."""
+CONVERGED_FORM = 1e-4
+"""The same for a covariance, whose error is about the square of this."""
 MAX_ITERATIONS = 5000
 """Steps of conjugate gradients after which the best solution so far is taken."""
 
@@ -51,13 +53,31 @@ class KroneckerSystem:
         r"""Return :math:`\sum_k B_k X A_k + p X`, shape (\*, out, in)."""
         return sum((b @ x @ a for a, b in self.terms), self.prior_precision * x)
 
-    def solve(self, target: Tensor) -> Tensor:
+    def covariance(self, rows: Tensor) -> Tensor:
+        r"""Return :math:`J \Lambda^{-1} J^\top`, with :math:`\Lambda = \sum_k B_k \otimes A_k + p I`.
+
+        Args:
+            rows: J, shape (batch, O, out, in).
+
+        Returns: shape (batch, O, O).
+        """
+        if len(self.terms) == 1:  # the preconditioner is the matrix
+            outer, inner, scale = (each.to(rows) for each in self._eigenvectors)
+            white = (outer.T @ rows @ inner / scale.sqrt()).flatten(2)
+            return white @ white.mT
+        rows = rows.to(self.terms[0][0])
+        x = self.solve(rows, CONVERGED_FORM)
+        found = rows.flatten(2) @ x.flatten(2).mT
+        return found + found.mT - x.flatten(2) @ self.product(x).flatten(2).mT  # errors of x count by their squares
+
+    def solve(self, target: Tensor, converged: float = CONVERGED) -> Tensor:
         r"""Return X for each T, both of shape (\*, out, in).
 
-        It warns where rounding or :data:`MAX_ITERATIONS` end the search before :data:`CONVERGED`.
+        It warns where rounding or :data:`MAX_ITERATIONS` end the search before the residual has a norm of ``converged``
+        relative to that of T.
         """
         x = torch.zeros_like(target)
-        residual, bound = target.clone(), CONVERGED * _norm(target)
+        residual, bound = target.clone(), converged * _norm(target)
         step = direction = self._precondition(residual)
         slope = (residual * step).sum((-2, -1), keepdim=True)
         for _ in range(MAX_ITERATIONS):
