@@ -40,7 +40,7 @@ class Laplace:
     ::
 
         posterior = fb.Laplace().posterior(model, train_dataloader)
-        predictive = fb.PosteriorPredictive(model, posterior)
+        predictive = fb.PosteriorPredictive(model, posterior)  # of the linearised network
 
     Under ``FederatedBayes(posterior=fb.Laplace())`` every client takes the pass after its local training, and its loss
     gains the prior, or what the rule makes of it.
@@ -54,7 +54,8 @@ class Laplace:
         curvature: "ggn", or "empirical", which takes one backward pass per example in place of one per output.
         prior_std: s > 0 of the prior N(0, s²).
         noise_std: standard deviation of the observation noise, for regression.
-        temperature: :math:`\tau` > 0; 1 is Bayes.
+        temperature: :math:`\tau` > 0; 1 is Bayes. Where clients fit few examples perfectly, their curvature is next to
+            nothing and the posterior as wide as the prior: 0.01 to 0.1 predict better.
         parameters: patterns (``fnmatch``) of the parameters that get a posterior; the others are point masses. By
             default all that require gradients.
 
