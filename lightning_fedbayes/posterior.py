@@ -38,6 +38,8 @@ class GaussianPosterior:
     Args:
         mean: parameter name → tensor of means :math:`\mu`, any shape.
         variance: the same names → tensors of variances :math:`\sigma^2` of the same shapes, none negative.
+        linearised: the variances hold for the network linearised at the mean, as those of a Laplace approximation do:
+            predictions linearise it, too, and do not draw parameters.
 
     Raises:
         PosteriorError: names or shapes differ, a value is no dense floating-point tensor, or a variance is negative.
@@ -49,6 +51,7 @@ class GaussianPosterior:
 
     mean: Mapping[str, Tensor]
     variance: Mapping[str, Tensor]
+    linearised: bool = False
     _flat: ClassVar[tuple[Tensor, Tensor] | None] = None  # of a row of a stack: what flatten gives
 
     def __post_init__(self) -> None:
@@ -69,8 +72,9 @@ class GaussianPosterior:
     def __repr__(self) -> str:
         gaussian = sum(not is_zero(variance) for variance in self.variance.values())
         types = sorted({f"{str(mean.dtype).removeprefix('torch.')} on {mean.device}" for mean in self.mean.values()})
+        kind = "Gaussian, linearised" if self.linearised else "Gaussian"
         return (f"GaussianPosterior({self.num_parameters:,} parameters in {len(self.mean)} tensors, {gaussian} of them "
-                f"Gaussian; {', '.join(types)})")
+                f"{kind}; {', '.join(types)})")
 
     def _repr_html_(self) -> str:
         """Return a table of the tensors for a notebook: shape, root mean square of the mean, range of σ."""
@@ -125,7 +129,12 @@ class GaussianPosterior:
     def clone(self) -> GaussianPosterior:
         """A copy that shares no memory with this posterior."""
         variance = {name: zeros_like(v) if is_zero(v) else v.detach().clone() for name, v in self.variance.items()}
-        return self._of_checked({name: value.detach().clone() for name, value in self.mean.items()}, variance)
+        mean = {name: value.detach().clone() for name, value in self.mean.items()}
+        return self._of_checked(mean, variance, linearised=self.linearised)
+
+    def marked(self, linearised: bool) -> GaussianPosterior:
+        """This posterior, with another value of ``linearised``; it shares its tensors."""
+        return self if linearised == self.linearised else self._of_checked(**{**vars(self), "linearised": linearised})
 
     def flattened(self) -> GaussianPosterior:
         """This posterior, which knows what :meth:`flatten` returns, whatever becomes of its tensors."""
@@ -137,7 +146,8 @@ class GaussianPosterior:
         Args:
             mean, variance: shape (P,), float64; not to be written into.
         """
-        known = {"is_point_mass": self.is_point_mass, "num_parameters": self.num_parameters}
+        known = {"is_point_mass": self.is_point_mass, "num_parameters": self.num_parameters,
+                 "linearised": self.linearised}
         return self._of_checked(self.mean, self.variance, _flat=(mean, variance), **known)
 
     def cuts(self) -> Cuts:
@@ -196,7 +206,7 @@ class GaussianPosterior:
                         variances[name] = torch.zeros_like(means[name])
                     variances[name].view(-1)[start:stop] = piece.variance[name]
                 filled[name] = stop
-        return self._of_checked(means, variances)
+        return self._of_checked(means, variances, linearised=self.linearised)
 
     def unbind(self) -> list[GaussianPosterior]:
         """The posteriors of several clients, views of this one, whose tensors have a first dimension of clients.
@@ -211,7 +221,8 @@ class GaussianPosterior:
         else:
             variances = zip(*(each.unbind(0) for each in self.variance.values()))
         known = {"num_bytes": size, "is_point_mass": self.is_point_mass,
-                 "num_parameters": self.num_parameters // len(next(iter(self.mean.values())))}
+                 "num_parameters": self.num_parameters // len(next(iter(self.mean.values()))),
+                 "linearised": self.linearised}
         double = all(mean.device.type != "mps" for mean in self.mean.values())
         flat = self._flat_rows() if double and self.num_parameters <= MOST_AT_ONCE else repeat(None)
         for mean, variance, both in zip(means, variances, flat):
@@ -232,7 +243,8 @@ class GaussianPosterior:
         """This posterior on another device."""
         variance = {n: zeros_like(self.mean[n].to(device)) if is_zero(v) else v.to(device)
                     for n, v in self.variance.items()}
-        return self._of_checked({name: value.to(device) for name, value in self.mean.items()}, variance)
+        mean = {name: value.to(device) for name, value in self.mean.items()}
+        return self._of_checked(mean, variance, linearised=self.linearised)
 
     def flatten(self, dtype: torch.dtype = torch.float64, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Mean and variance as two vectors of shape (P,), in the order of :attr:`names`; not to be written into.
@@ -255,7 +267,8 @@ class GaussianPosterior:
             return self
         if set(self.names) != set(names):
             raise PosteriorError(f"names={shown(names)}: give each of {', '.join(self.names)} once")
-        return self._of_checked({n: self.mean[n] for n in names}, {n: self.variance[n] for n in names})
+        mean, variance = {n: self.mean[n] for n in names}, {n: self.variance[n] for n in names}
+        return self._of_checked(mean, variance, linearised=self.linearised)
 
     def unflatten(self, mean: Tensor, variance: Tensor | None) -> GaussianPosterior:
         """The inverse of :meth:`flatten`, with this posterior's names, shapes and dtypes.
@@ -285,7 +298,7 @@ class GaussianPosterior:
             else:
                 variances[name] = part.view(like.shape).to(like.dtype, copy=True).to(like.device)
             start = stop
-        posterior = self._of_checked(means, variances)
+        posterior = self._of_checked(means, variances, linearised=self.linearised)
         posterior._check_not_negative()
         return posterior
 
@@ -318,13 +331,14 @@ class GaussianPosterior:
                 draw[name] = mean + variance.sqrt() * noise
         return draw
 
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+    def state_dict(self) -> dict[str, Any]:
         """Return a state for :meth:`from_state_dict`; deterministic tensors store no variance."""
         variance = {name: value for name, value in self.variance.items() if not is_zero(value)}
-        return {"mean": dict(self.mean), "variance": variance}
+        kind = {"linearised": True} if self.linearised else {}
+        return {"mean": dict(self.mean), "variance": variance, **kind}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Mapping[str, Tensor]]) -> GaussianPosterior:
+    def from_state_dict(cls, state: Mapping[str, Any]) -> GaussianPosterior:
         """The posterior that :meth:`state_dict` stored.
 
         Raises:
@@ -335,7 +349,8 @@ class GaussianPosterior:
         mean, stored = state["mean"], state["variance"]
         check_parameters("mean", mean)
         check_kind("variance", stored, Mapping, "give name → tensor", error=PosteriorError)
-        return cls(dict(mean), {name: stored[name] if name in stored else zeros_like(m) for name, m in mean.items()})
+        variance = {name: stored[name] if name in stored else zeros_like(m) for name, m in mean.items()}
+        return cls(dict(mean), variance, bool(state.get("linearised", False)))
 
 
 def gaussian_kl(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:

@@ -231,7 +231,9 @@ class Server:
             except FusionError as error:
                 refusal = error
         if aggregate is not None:
-            self.posterior, self.buffers = aggregate.posterior, {**self.buffers, **aggregate.buffers}
+            fused = aggregate.posterior
+            self.posterior = fused.marked(fused.linearised or self.posterior.linearised)
+            self.buffers = {**self.buffers, **aggregate.buffers}
         self.rounds = self._plan.round + 1
         self.failed_rounds = 0 if aggregate is not None else self.failed_rounds + 1
         valid = [outcome for outcome in outcomes if outcome.error is None]
@@ -355,7 +357,8 @@ class Server:
         """
         check_state(state)
         device = next(iter(self.posterior.mean.values())).device
-        self.posterior = GaussianPosterior.from_state_dict(state["posterior"]).to(device)
+        stored = GaussianPosterior.from_state_dict(state["posterior"]).to(device)
+        self.posterior = stored.marked(stored.linearised or self.posterior.linearised)
         self.buffers = {name: value.to(device) for name, value in state["buffers"].items()}
         self.failed_rounds = state["failed_rounds"]
         self.rounds = state["rounds"]

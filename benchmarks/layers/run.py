@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from lightning_fedbayes import layers
-from lightning_fedbayes.curvature import SWAG, Curvature, Laplace
+from lightning_fedbayes.curvature import SWAG, Curvature, KroneckerLaplace, Laplace
 from lightning_fedbayes.layers import (
     ESTIMATORS,
     bayesianize,
@@ -229,17 +229,21 @@ def posterior_sources(samples: int, repeats: int) -> list[list[str]]:
         source = Laplace(curvature=curvature)
         return lambda: source.posterior(plain, [(inputs, labels)])
 
-    laplace = Laplace().posterior(plain, [(inputs, labels)])
+    laplace, factors = Laplace().posterior(plain, [(inputs, labels)]), KroneckerLaplace()
+    one_shot = factors.fuse([factors.site(plain, [(inputs, labels)])])
     layered = {"layers, the last three": bayesianize(lenet(), last=3), "layers, all": bayesianize(lenet(), last=5)}
     dropout, ivon = with_mc_dropout(lenet()), partial(IVON, num_examples=1000)
-    predictive = PosteriorPredictive(plain, laplace, samples=samples)
+    drawn = PosteriorPredictive(plain, laplace, samples=samples, predictive="draws")
+    linearised, by_factors = PosteriorPredictive(plain, laplace), PosteriorPredictive(plain, one_shot)
     steps = {
         "Adam alone": step(copy.deepcopy(plain)), **{name: step(each) for name, each in layered.items()},
         "IVON": step(copy.deepcopy(plain), ivon), "SWAG": path(copy.deepcopy(plain)), "dropout": step(dropout),
         "pass of ggn": passes("ggn"), "pass of empirical": passes("empirical"),
+        "pass of K-FAC": lambda: factors.site(plain, [(inputs, labels)]),
     }
     predictions = {
-        "Adam alone": lambda: plain(many), "draws": lambda: predictive.sample(many),
+        "Adam alone": lambda: plain(many), "draws": lambda: drawn.sample(many),
+        "linearised": lambda: linearised.sample(many), "Kronecker": lambda: by_factors.sample(many),
         **{name: partial(sample_outputs, each.eval(), many, samples) for name, each in layered.items()},
         "dropout": partial(sample_outputs, dropout.eval(), many, samples),
         "ensemble": lambda: [plain(many) for _ in range(members)],
@@ -251,7 +255,8 @@ def posterior_sources(samples: int, repeats: int) -> list[list[str]]:
     rows = []
     for name, predictor, network in (
         *((name, name, network) for name, network in layered.items()), ("IVON", "draws", None),
-        ("pass of ggn", "draws", None), ("pass of empirical", "draws", None), ("SWAG", "draws", None),
+        ("pass of ggn", "linearised", None), ("pass of empirical", "linearised", None),
+        ("pass of K-FAC", "Kronecker", None), ("SWAG", "draws", None),
         ("dropout", "dropout", dropout), ("ensemble", "ensemble", None),
     ):
         sent = 2 * size if network is None else read_posterior(network).num_bytes

@@ -13,7 +13,6 @@ from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.data import ClientDatasets
 from lightning_fedbayes.errors import FedBayesError
 from lightning_fedbayes.evaluation import ClientScores, evaluate_clients
-from lightning_fedbayes.modules import PosteriorPredictive
 from lightning_fedbayes.posterior import GaussianPosterior
 
 
@@ -140,7 +139,7 @@ def predictor_of(
     callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     for report in callbacks:
         if isinstance(report, UncertaintyReport) and report.samples is not None and report.posterior is not None:
-            return PosteriorPredictive(module, posterior or report.posterior, report.samples)
+            return report.predictive(module, posterior or report.posterior)
     return None
 
 

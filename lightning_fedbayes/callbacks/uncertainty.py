@@ -42,15 +42,16 @@ class UncertaintyReport(L.Callback):
     Kwon's aleatoric and epistemic traces, and the weighted average and worst-10 % accuracy of the clients. Logged at
     the end: the two pictures.
 
-    A module without Bayesian layers returns no such thing. Give ``samples``, and in a federation the report draws its
-    predictions from the global posterior (of :class:`~lightning_fedbayes.IVON`, say), with batches of inputs and
-    classes and a ``forward`` that gives logits.
+    A module without Bayesian layers returns no such thing. Give ``samples``, and in a federation the report predicts
+    from the global posterior (of :class:`~lightning_fedbayes.IVON`, say) by a
+    :class:`~lightning_fedbayes.PosteriorPredictive`, with batches of inputs and classes and a ``forward`` that gives
+    logits.
 
     A client's accuracy is that on its own validation loader if there are as many loaders as clients; otherwise the
     accuracies per class are averaged with the client's label proportions, an unbiased estimate under label skew.
 
     Args:
-        samples: draws from the posterior for the predictions of such a module; None leaves it alone.
+        samples: draws for the predictions of such a module; None leaves it alone.
 
     Attributes:
         posterior: the global one; :class:`FederatedBayes` sets it.
@@ -61,6 +62,7 @@ class UncertaintyReport(L.Callback):
             check_at_least("samples", samples, 1)
         self.samples = samples
         self.posterior: GaussianPosterior | None = None
+        self._predictive: PosteriorPredictive | None = None
         self.label_counts: Tensor | None = None
         self.classes: tuple = ()
         self.client_sizes: tuple[int, ...] = ()
@@ -108,12 +110,19 @@ class UncertaintyReport(L.Callback):
         if isinstance(outputs, dict) and are_class_predictions(outputs.get("probs"), outputs.get("target")):
             self.update(outputs["probs"].detach().cpu(), outputs["target"].detach().cpu(), dataloader_idx)
         elif self.samples is not None and self.posterior is not None and isinstance(batch, list | tuple):
-            predictive = PosteriorPredictive(pl_module, self.posterior, self.samples)
-            probs = predictive.sample(batch[0]).softmax(-1)
+            probs = self.predictive(pl_module, self.posterior).sample(batch[0]).softmax(-1)
             if are_class_predictions(probs, batch[1]):
                 self.update(probs.cpu(), batch[1].cpu(), dataloader_idx)
 
     on_test_batch_end = on_validation_batch_end
+
+    def predictive(self, module: L.LightningModule, posterior: GaussianPosterior) -> PosteriorPredictive:
+        """Return the predictions of a module that has none, by ``posterior``; one object, which warns once."""
+        if self._predictive is None or self._predictive.network is not module:
+            assert self.samples is not None
+            self._predictive = PosteriorPredictive(module, posterior, self.samples)
+        self._predictive.posterior = posterior
+        return self._predictive.eval()
 
     def update(self, probs: Tensor, target: Tensor, loader: int = 0) -> None:
         """Add probabilities (samples, batch, classes) or (batch, classes) and targets (batch,)."""

@@ -1,7 +1,9 @@
 """Posteriors of networks that train as they always do: by the curvature of the loss, by the path, or in one shot."""
 
 from lightning_fedbayes.curvature.diagonal import SWAG, Curvature, Laplace, Source, Task, chosen_parameters
-from lightning_fedbayes.curvature.kronecker import KroneckerLaplace, KroneckerPosterior, KroneckerSite
+from lightning_fedbayes.curvature.kronecker import KroneckerLaplace, KroneckerSite
+from lightning_fedbayes.curvature.kronecker_posterior import KroneckerPosterior
+from lightning_fedbayes.curvature.linearised import draws_of_outputs, linearised_outputs
 
 __all__ = [
     "SWAG",
@@ -13,4 +15,6 @@ __all__ = [
     "Source",
     "Task",
     "chosen_parameters",
+    "draws_of_outputs",
+    "linearised_outputs",
 ]

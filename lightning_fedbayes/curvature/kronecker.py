@@ -2,7 +2,6 @@ r"""One-shot federation: Laplace posteriors with Kronecker factors, and the serv
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,16 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedbayes.curvature.diagonal import Laplace
-from lightning_fedbayes.errors import FederationError, check_at_least, check_kind, check_number, nearest
+from lightning_fedbayes.curvature.kronecker_posterior import KroneckerPosterior, Tensors, joined, split
+from lightning_fedbayes.curvature.systems import KroneckerSystem
+from lightning_fedbayes.errors import FederationError, check_kind, check_number, nearest
 from lightning_fedbayes.layers import evaluation_mode
-from lightning_fedbayes.posterior import GaussianPosterior, zeros_like
-
-Tensors = dict[str, Tensor]
-
-CONVERGED = 1e-8
-"""Norm of the residual, relative to the right side, at which a solution is taken."""
-MAX_ITERATIONS = 5000
-"""Steps of conjugate gradients after which the best solution so far is taken."""
 
 
 @dataclass(frozen=True)
@@ -54,65 +47,6 @@ class KroneckerSite:
 
 
 @dataclass(frozen=True)
-class KroneckerPosterior:
-    r"""Gaussian posterior whose precision is a sum of Kronecker products, layer by layer.
-
-    .. math:: \Lambda = \sum_k B_k \otimes A_k + s^{-2} I
-
-    Args:
-        mean: all parameters, name → tensor; those of no layer in ``terms`` are point masses.
-        terms: layer → the pairs :math:`(A_k, B_k)` of the clients, float64.
-        prior_precisions: layer → :math:`s^{-2}`, with the damping.
-        buffers: their averages, for ``module.load_state_dict({**mean, **buffers}, strict=False)``.
-    """
-
-    mean: Mapping[str, Tensor]
-    terms: Mapping[str, Sequence[tuple[Tensor, Tensor]]]
-    prior_precisions: Mapping[str, float]
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def diagonal(self) -> GaussianPosterior:
-        r"""Return the mean-field posterior nearest to this one in reverse KL: the variances are :math:`1/\Lambda_{ii}`.
-
-        Every other part of the package takes it.
-        """
-        variance = {name: zeros_like(value) for name, value in self.mean.items()}
-        for layer, terms in self.terms.items():
-            diagonals = torch.stack([torch.outer(b.diagonal(), a.diagonal()) for a, b in terms])
-            for name, value in _split(1 / (diagonals.sum(0) + self.prior_precisions[layer]), layer, self.mean).items():
-                variance[name] = value
-        return GaussianPosterior(dict(self.mean), variance)
-
-    def sample(self, draws: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        r"""Return exact draws of the parameters, name → shape (draws, \*shape).
-
-        .. math:: \theta = \mu + \Lambda^{-1} z, \qquad
-                  z = \sum_k B_k^{1/2} Z_k A_k^{1/2} + s^{-1} Z_0 \sim N(0, \Lambda)
-
-        with one linear system per draw and layer.
-
-        Args:
-            draws: number of draws.
-            generator: source of the noise; None: the global one.
-        """
-        check_at_least("draws", draws, 1)
-        sets = {name: value.expand(draws, *value.shape).clone() for name, value in self.mean.items()}
-        for layer, terms in self.terms.items():
-            roots, prior = [(_root(a), _root(b)) for a, b in terms], self.prior_precisions[layer]
-            like = terms[0][1].new_empty(terms[0][1].shape[0], terms[0][0].shape[0])
-
-            def noise(like: Tensor = like) -> Tensor:
-                return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
-
-            for draw in range(draws):
-                pushed = sum((b @ noise() @ a for a, b in roots), prior**0.5 * noise())
-                moved = solve(terms, prior, pushed)
-                for name, value in _split(moved, layer, self.mean).items():
-                    sets[name][draw] += value
-        return sets
-
-
-@dataclass(frozen=True)
 class KroneckerLaplace:
     r"""One-shot federation of networks that train as they always do: Laplace with Kronecker factors (K-FAC).
 
@@ -134,7 +68,7 @@ class KroneckerLaplace:
         one_shot = fb.KroneckerLaplace(prior_std=0.1)
         sites = [one_shot.site(network, loader) for network, loader in clients]   # at each client, after its training
         posterior = one_shot.fuse(sites)                                          # at the server
-        predictive = fb.PosteriorPredictive(network, posterior.diagonal())
+        predictive = fb.PosteriorPredictive(network, posterior)
 
     When to use it: where clients can send once, and their networks start from the same weights. A site holds the
     layers' second moments of inputs and gradients: more bytes than a diagonal, and more about the data.
@@ -222,11 +156,12 @@ class KroneckerLaplace:
             terms[layer] = [(each.inputs[layer].double(), each.outputs[layer].double()) for each in sites]
             level = sum(float(a.diagonal().mean() * b.diagonal().mean()) for a, b in terms[layer])
             priors[layer] = self.curvature.prior_std**-2 + self.damping * level
-            centre = _joined(layer, {name: value.double() for name, value in mean.items()})
+            centre = joined(layer, {name: value.double() for name, value in mean.items()})
             # relative to the average: the prior's shares leave it as it is, and rounding is that of the differences
-            moved = [_joined(layer, each.mean).double() - centre for each in sites]
+            moved = [joined(layer, each.mean).double() - centre for each in sites]
             target = sum((b @ x @ a for x, (a, b) in zip(moved, terms[layer])), torch.zeros_like(centre))
-            mean |= _split(centre + solve(terms[layer], priors[layer], target), layer, mean)
+            moved = KroneckerSystem(terms[layer], priors[layer]).solve(target)
+            mean |= split(centre + moved, layer, mean)
         return KroneckerPosterior(mean, terms, priors, _averaged([each.buffers for each in sites], shares))
 
     def _layers(self, module: nn.Module) -> dict[str, Any]:
@@ -261,53 +196,6 @@ class KroneckerLaplace:
                     )
                 found[name.removesuffix("weight").removesuffix(".")] = layer
         return found
-
-
-def solve(terms: Sequence[tuple[Tensor, Tensor]], prior_precision: float, target: Tensor) -> Tensor:
-    r"""Solve :math:`\sum_k B_k X A_k + p X = T` for X, shape (out, in), by preconditioned conjugate gradients.
-
-    The preconditioner is one Kronecker product of the sums of the factors; with a single term it is exact.
-
-    Args:
-        terms: pairs of symmetric, positive semidefinite (A, B), shapes (in, in) and (out, out), float64.
-        prior_precision: p > 0.
-        target: T.
-
-    Returns: X, shape (out, in); with a warning where rounding or :data:`MAX_ITERATIONS` end the search before
-    :data:`CONVERGED`.
-    """
-    traces = [b.trace() for _, b in terms]
-    total = torch.stack(traces).sum().clamp_min(torch.finfo(torch.float64).tiny)
-    inner = torch.linalg.eigh(sum((a * trace for (a, _), trace in zip(terms, traces)), target.new_zeros(())) / total)
-    outer = torch.linalg.eigh(sum((b for _, b in terms), target.new_zeros(())))
-    scale = torch.outer(outer[0].clamp_min(0), inner[0].clamp_min(0)) + prior_precision
-
-    def precondition(x: Tensor) -> Tensor:
-        return outer[1] @ ((outer[1].T @ x @ inner[1]) / scale) @ inner[1].T
-
-    def product(x: Tensor) -> Tensor:
-        return sum((b @ x @ a for a, b in terms), prior_precision * x)
-
-    x = torch.zeros_like(target)
-    residual, bound = target.clone(), CONVERGED * target.norm()
-    step = direction = precondition(residual)
-    slope = (residual * step).sum()
-    for _ in range(MAX_ITERATIONS):
-        if residual.norm() <= bound:
-            break
-        moved = product(direction)
-        length = slope / (direction * moved).sum()
-        x = x + length * direction
-        residual = residual - length * moved
-        step, before = precondition(residual), slope
-        slope = (residual * step).sum()
-        direction = step + slope / before * direction
-    else:
-        warnings.warn(
-            f"the fused weights of a layer solve their equations to {float(residual.norm() / target.norm()):.1e} only: "
-            "take a smaller prior_std, or damping=0.1", stacklevel=3,
-        )
-    return x
 
 
 @contextmanager
@@ -364,22 +252,6 @@ def _averaged(values: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -
     }
 
 
-def _joined(layer: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return weight and bias of a layer as one matrix, shape (out, in), with the bias as last column."""
-    prefix = f"{layer}." if layer else ""
-    weight, bias = tensors[f"{prefix}weight"].flatten(1), tensors.get(f"{prefix}bias")
-    return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
-
-
-def _split(matrix: Tensor, layer: str, like: Mapping[str, Tensor]) -> Tensors:
-    """Return what :func:`_joined` joined, of the shapes and dtypes of the entries of ``like``."""
-    prefix = f"{layer}." if layer else ""
-    names = [name for name in (f"{prefix}weight", f"{prefix}bias") if name in like]
-    width = like[names[0]].flatten(1).shape[1]
-    parts = matrix[:, :width], matrix[:, width:]
-    return {name: part.reshape(like[name].shape).to(like[name]) for name, part in zip(names, parts)}
-
-
 def _check_alike(number: int, site: KroneckerSite, first: KroneckerSite) -> None:
     """Raise FederationError unless a site has the names and shapes of the first, and finite values."""
     for part in ("mean", "buffers", "inputs", "outputs"):
@@ -406,9 +278,3 @@ def _gram(rows: Tensor) -> Tensor:
 def _add(sums: Tensors, name: str, value: Tensor) -> None:
     """``sums[name] += value``; a missing name counts as 0."""
     sums[name] = sums[name] + value if name in sums else value
-
-
-def _root(matrix: Tensor) -> Tensor:
-    """Return the symmetric square root of a positive semidefinite matrix."""
-    values, vectors = torch.linalg.eigh(matrix)
-    return vectors * values.clamp_min(0).sqrt() @ vectors.T

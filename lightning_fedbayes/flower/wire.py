@@ -17,14 +17,16 @@ from lightning_fedbayes.posterior import GaussianPosterior
 
 MOST_EXAMPLES = 2**31 - 1
 """More examples than a client has; a smaller lie is a matter of the weighting."""
-KINDS = ("mean", "variance", "buffer")
-"""Kinds of arrays; a key is the kind, a slash and the parameter's or buffer's name."""
+KINDS = ("mean", "variance", "buffer", "linearised")
+"""Kinds of arrays; a key is the kind, a slash and the parameter's or buffer's name; the last, alone, says of what kind
+the posterior is."""
 
 
 def to_arrays(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> ArrayRecord:
     """Return ``posterior`` and ``buffers`` as one ArrayRecord, floating-point values in float32, others as they are.
 
-    Deterministic parameters send no variance. Keys are ``mean/<name>``, ``variance/<name>`` and ``buffer/<name>``.
+    Deterministic parameters send no variance. Keys are ``mean/<name>``, ``variance/<name>`` and ``buffer/<name>``, and
+    ``linearised/`` if the posterior is.
 
     Args:
         posterior: means and variances, any floating dtype; bfloat16, which Flower cannot send, is exact in float32.
@@ -36,6 +38,8 @@ def to_arrays(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> Ar
     """
     stored = posterior.state_dict()
     parts = {"mean": stored["mean"], "variance": stored["variance"], "buffer": buffers}
+    if posterior.linearised:
+        parts["linearised"] = {"": torch.ones(1)}
     return ArrayRecord({
         f"{kind}/{name}": Array(_sendable(value)) for kind, part in parts.items() for name, value in part.items()
     })

@@ -246,7 +246,7 @@ def fuse(
     weights: Sequence[float] | Tensor | None = None,
     previous: GaussianPosterior | None = None,
 ) -> GaussianPosterior:
-    """Fuse client posteriors into one global posterior.
+    """Fuse client posteriors into one global posterior, linearised if all of them are.
 
     Args:
         rule: a registered name or alias (see :func:`available_fusions`), or a rule object.
@@ -273,6 +273,7 @@ def fuse(
         raise FusionError(f"posteriors={shown(posteriors)}: give the clients' posteriors")
     remaining = iter(posteriors)
     held = posteriors if isinstance(posteriors, list | tuple) else None
+    linearised = True
     at_once = 1 if held is None else AT_ONCE  # a generator shall hold no more than one client
     while group := list(islice(remaining, at_once)):
         start = accumulator.count
@@ -280,12 +281,13 @@ def fuse(
             raise FusionError(f"{len(values)} weights for more than {len(values)} posteriors; give one per client")
         shares = [1.0] * len(group) if values is None else values[start : start + len(group)]
         accumulator.add_all(list(zip(group, shares, strict=True)), look=held is None)
+        linearised = linearised and all(each.linearised for each in group)
         group.clear()
     if held:
         accumulator.check_values(held)
     if values is not None and accumulator.count != len(values):
         raise FusionError(f"{len(values)} weights for {accumulator.count} posteriors; give one per client")
-    return accumulator.compute()
+    return accumulator.compute().marked(linearised)
 
 
 def _weight_values(weights: Sequence[float] | Tensor) -> list[float]:

@@ -223,6 +223,15 @@ def load_posterior(module: nn.Module, posterior: GaussianPosterior, exclude: Col
     PosteriorView(module, exclude).load(posterior)
 
 
+def parameter_paths(network: nn.Module) -> dict[str, str]:
+    """Name in the posterior → path of the parameter that holds the mean."""
+    paths = {name: name for name, _ in network.named_parameters()}
+    objects = {id(parameter): name for name, parameter in network.named_parameters()}
+    for name, parameter in gaussian_parameters(network).items():
+        paths[name] = objects[id(parameter.mean)]
+    return paths
+
+
 def parameter_of(entry: tuple[nn.Module, str]) -> Tensor:
     """Return the live parameter that ``entry`` (a module and the name of its attribute) refers to."""
     owner, attribute = entry

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_fedbayes.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
 from lightning_fedbayes.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.layers.posterior_view import parameter_paths
 from lightning_fedbayes.modules.classifier import ClassPrediction, ClassScores, class_prediction
 from lightning_fedbayes.modules.regressor import GaussianScores, RegressionPrediction, regression_prediction
-from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with, parameter_paths
+from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with
 from lightning_fedbayes.posterior import GaussianPosterior, check_posterior
+
+T = TypeVar("T")
+
+OUTPUT_DRAWS = 256
+"""Fewest draws of linearised outputs, which cost nothing beside their covariance."""
+MOST_LOST = 0.1
+"""Share of a batch's examples that draws of the parameters may be expected to lose against their mean."""
 
 
 class PosteriorPredictive(L.LightningModule):
-    r"""Predicts with any network by drawing its parameters from a posterior.
+    r"""Predicts with any network from a posterior of its parameters.
 
-    .. math:: p(y \mid x) \approx \frac1S \sum_s p(y \mid f(x; \theta_s)), \qquad \theta_s \sim N(\mu, \sigma^2)
+    .. math:: p(y \mid x) \approx \frac1S \sum_s p(y \mid f_s), \qquad
+              f_s = f(x; \theta_s),\ \theta_s \sim N(\mu, \Sigma)
+              \quad\text{or}\quad f_s \sim N\left(f(x; \mu), J \Sigma J^\top\right)
+
+    The first draws parameters. The second draws outputs of the network linearised at the mean, with J its Jacobian
+    there (:func:`~lightning_fedbayes.curvature.linearised_outputs`), and is how posteriors of
+    :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.KroneckerLaplace` predict, federated or alone:
+    their variances are those of the linearised network, and hold nowhere but around the mean.
 
     ::
 
@@ -30,21 +47,30 @@ class PosteriorPredictive(L.LightningModule):
         predictions = L.Trainer().predict(predictive, dataloader)   # probabilities and their uncertainty, per batch
         L.Trainer(callbacks=[fb.UncertaintyReport()]).validate(predictive, dataloader)  # scores and pictures
 
-    All draws are one stacked pass where ``torch.func.vmap`` can run the network, otherwise one after the other. The
-    module is put into evaluation mode; its weights are not changed.
+    All draws, or all examples, are one stacked pass where ``torch.func.vmap`` can run the network, otherwise one after
+    the other. The module is put into evaluation mode; its weights are not changed.
 
-    When to use it: for networks without Bayesian layers, whose posterior comes from :class:`~lightning_fedbayes.IVON`.
+    Where the draws classify the first batch far worse than the mean (:func:`accuracy_lost`), a line of the log says so:
+    the posterior is wider than the network bears.
+
+    When to use it: for networks without Bayesian layers, whose posterior comes from :class:`~lightning_fedbayes.IVON`
+    or from :class:`~lightning_fedbayes.Laplace`.
 
     Args:
         module: any module whose ``forward`` maps the inputs to logits (batch, classes), or to means (batch,) or
             (batch, targets). Batches are inputs, or a sequence of inputs and targets.
         posterior: of its parameters; those that it does not name keep their value.
-        samples: number of draws S.
+        samples: number of draws S; of linearised outputs at least 256, which are nearly free.
         task: "classification" or "regression".
-        noise_std: standard deviation of the observation noise, for regression.
+        noise_std: standard deviation of the observation noise, for regression. Mean and variance of a linearised
+            regression are exact: :math:`f(x; \mu)` and the diagonal of :math:`J \Sigma J^\top`.
+        predictive: "draws" of the parameters, or "linearised"; None: what suits the posterior, "linearised" if it comes
+            from a Laplace approximation and "draws" otherwise.
 
     Raises:
         FedBayesError: an argument is out of range, or the posterior is of another network.
+
+    Source of the linearised predictive: Immer, Korzepa and Bauer 2021.
 
     >>> network = nn.Linear(4, 3)
     >>> posterior = GaussianPosterior.point_mass({name: p.detach() for name, p in network.named_parameters()})
@@ -53,28 +79,35 @@ class PosteriorPredictive(L.LightningModule):
     """
 
     def __init__(
-        self, module: nn.Module, posterior: GaussianPosterior | None = None, samples: int = 10,
+        self, module: nn.Module, posterior: GaussianPosterior | KroneckerPosterior | None = None, samples: int = 10,
         task: Literal["classification", "regression"] = "classification", noise_std: float = 0.0,
+        predictive: Literal["draws", "linearised"] | None = None,
     ) -> None:
         super().__init__()
         check_kind("module", module, nn.Module, "give a torch.nn.Module", error=FedBayesError)
         check_at_least("samples", samples, 1, error=FedBayesError)
         check_choice("task", task, ("classification", "regression"), error=FedBayesError)
         check_number("noise_std", noise_std, "[0, inf)", error=FedBayesError, why="it is a standard deviation")
+        if predictive is not None:
+            check_choice("predictive", predictive, ("draws", "linearised"), error=FedBayesError)
         self.network = module
         self.posterior = posterior
         self.samples = samples
         self.task = task
         self.noise_std = noise_std
+        self.predictive = predictive
         self._scores = ClassScores() if task == "classification" else GaussianScores()
         self._one_by_one = False
+        self._compared: GaussianPosterior | KroneckerPosterior | None = None
+        self._has_said = False
         if posterior is not None:
             self._check(posterior)
         self.eval()
 
-    def _check(self, posterior: GaussianPosterior) -> None:
+    def _check(self, posterior: GaussianPosterior | KroneckerPosterior) -> None:
         """Raise FedBayesError unless ``posterior`` is of the network."""
-        check_posterior(posterior, "posterior", error=FedBayesError)
+        if not isinstance(posterior, KroneckerPosterior):
+            check_posterior(posterior, "posterior", error=FedBayesError)
         paths, shapes = parameter_paths(self.network), {n: p.shape for n, p in self.network.named_parameters()}
         for name, mean in posterior.mean.items():
             if name not in paths or shapes[paths[name]] != mean.shape:
@@ -87,24 +120,85 @@ class PosteriorPredictive(L.LightningModule):
         """The network's output at the values that its parameters have now."""
         return self.network(inputs)
 
+    @property
+    def is_linearised(self) -> bool:
+        """True if predictions are those of the network linearised at the mean, and not of draws of the parameters."""
+        return self._known().linearised if self.predictive is None else self.predictive == "linearised"
+
+    def _known(self) -> GaussianPosterior | KroneckerPosterior:
+        """Return the posterior, on the network's device.
+
+        Raises:
+            FedBayesError: there is none.
+        """
+        if self.posterior is None:
+            raise FedBayesError("there is no posterior: give one, or load a checkpoint that has one")
+        device = next(self.network.parameters()).device
+        if next(iter(self.posterior.mean.values())).device != device:
+            self.posterior = self.posterior.to(device)
+        return self.posterior
+
     @torch.no_grad()
     def sample(self, inputs: Any, samples: int | None = None) -> Tensor:
-        """Return the network's output at each of S draws of the parameters, shape (samples, batch, *).
+        r"""Return draws of the network's output, shape (samples, batch, \*).
+
+        Args:
+            inputs: a batch of them.
+            samples: number of draws; None: ``samples`` of the constructor.
 
         Raises:
             FedBayesError: there is no posterior.
         """
-        if self.posterior is None:
-            raise FedBayesError("there is no posterior: give one, or load a checkpoint that has one")
-        count = self.samples if samples is None else samples
-        device = next(self.network.parameters()).device
-        sets = draws_from_posterior(self.posterior.to(device), count)
+        if self.is_linearised:
+            mean, covariance = self._linearised(inputs)
+            outputs = self._draws(mean, covariance, samples)
+            self._compare(outputs, lambda: mean)
+            return outputs
+        posterior, count = self._known(), self.samples if samples is None else samples
+        if isinstance(posterior, KroneckerPosterior):
+            sets, buffers = posterior.sample(count), posterior.buffers
+        else:
+            sets, buffers = draws_from_posterior(posterior, count), None
+        outputs = self._vectorized_if_possible(outputs_with, self.network, sets, inputs, buffers=buffers)
+        at = {name: value.unsqueeze(0) for name, value in posterior.mean.items()}
+        self._compare(outputs, lambda: outputs_with(self.network, at, inputs, vectorized=False, buffers=buffers)[0])
+        return outputs
+
+    def _linearised(self, inputs: Any) -> tuple[Tensor, Tensor]:
+        """Return mean and covariance of the linearised outputs."""
+        return self._vectorized_if_possible(linearised_outputs, self.network, self._known(), inputs)
+
+    def _draws(self, mean: Tensor, covariance: Tensor, samples: int | None = None) -> Tensor:
+        return draws_of_outputs(mean, covariance, max(self.samples, OUTPUT_DRAWS) if samples is None else samples)
+
+    def _vectorized_if_possible(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Call a function; if the network does not vectorize, now and from then on with ``vectorized=False``."""
         if not self._one_by_one:
             try:
-                return outputs_with(self.network, sets, inputs)
+                return function(*arguments, **options)
             except (RuntimeError, ValueError):  # an error of the network itself shows below
                 self._one_by_one = True
-        return outputs_with(self.network, sets, inputs, vectorized=False)
+        return function(*arguments, vectorized=False, **options)
+
+    def _compare(self, draws: Tensor, mean: Callable[[], Tensor]) -> None:
+        """At the first batch, say if draws classify far worse than the mean; at most once.
+
+        Args:
+            draws: logits, shape (samples, batch, classes).
+            mean: returns the logits at the mean, shape (batch, classes).
+        """
+        if self.task != "classification" or draws.ndim != 3 or self._has_said or self._compared is self.posterior:
+            return
+        self._compared = self.posterior
+        lost = accuracy_lost(mean(), draws)
+        if float(lost.sum()) > MOST_LOST * len(lost) + 2:  # two may be chance
+            self._has_said = True
+            who = "The linearised network loses" if self.is_linearised else "Draws of the parameters lose"
+            closer = "" if self.is_linearised else ", and predictive='linearised' stays closer to its mean"
+            rank_zero_info(
+                f"{who} about {float(lost.mean()):.0%} of the examples that the posterior's mean classifies right: the "
+                f"posterior is too wide. A smaller prior_std or temperature makes it narrower{closer}."
+            )
 
     def predict_step(
         self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0
@@ -113,10 +207,16 @@ class PosteriorPredictive(L.LightningModule):
         return self._predict(batch[0] if isinstance(batch, list | tuple) else batch)
 
     def _predict(self, inputs: Any) -> ClassPrediction | RegressionPrediction:
-        outputs = self.sample(inputs)
         if self.task == "classification":
-            return class_prediction(outputs.softmax(-1))
-        return regression_prediction(outputs, outputs.new_tensor(self.noise_std**2))
+            return class_prediction(self.sample(inputs).softmax(-1))
+        moments = None
+        if self.is_linearised:
+            mean, covariance = self._linearised(inputs)
+            outputs, mean = self._draws(mean, covariance), mean.reshape(len(mean), -1)
+            moments = mean, covariance.diagonal(dim1=1, dim2=2)
+        else:
+            outputs = self.sample(inputs)
+        return regression_prediction(outputs, outputs.new_tensor(self.noise_std**2), moments)
 
     def validation_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Score a batch of inputs and targets; what it returns is what a Bayesian module's step returns."""
@@ -147,12 +247,29 @@ class PosteriorPredictive(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the posterior, of this module's own checkpoint or of one that training has written."""
         if "posterior" in checkpoint:
-            posterior = GaussianPosterior.from_state_dict(checkpoint["posterior"])
+            state = checkpoint["posterior"]
+            kind = KroneckerPosterior if isinstance(state, Mapping) and "terms" in state else GaussianPosterior
+            posterior = kind.from_state_dict(state)
         else:
             posterior = trained_posterior(checkpoint, self.network)
             checkpoint["state_dict"] = {f"network.{name}": value for name, value in checkpoint["state_dict"].items()}
         self._check(posterior)
         self.posterior = posterior
+
+
+def accuracy_lost(mean: Tensor, draws: Tensor) -> Tensor:
+    r"""Return the accuracy that the mean of draws is expected to lose, example by example, shape (batch,).
+
+    .. math:: \max_c p_c - p_d, \qquad d = \arg\max_c \frac1S \sum_s \mathrm{softmax}(f_s)_c
+
+    if p, the softmax of the logits at the mean of the posterior, is right; 0 where both predict the same class.
+
+    Args:
+        mean: logits at the mean of the posterior, shape (batch, classes).
+        draws: logits of draws, shape (samples, batch, classes).
+    """
+    probs, chosen = mean.softmax(-1), draws.softmax(-1).mean(0).argmax(-1, keepdim=True)
+    return probs.max(-1).values - probs.gather(-1, chosen).squeeze(-1)
 
 
 def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> GaussianPosterior:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_fedbayes.errors import FedBayesError, PosteriorError, check_at_least, check_kind
 from lightning_fedbayes.layers import MCDropout, mean_only
 from lightning_fedbayes.layers.conv import BayesianConv
-from lightning_fedbayes.layers.posterior_view import gaussian_parameters
+from lightning_fedbayes.layers.posterior_view import parameter_paths
 from lightning_fedbayes.posterior import GaussianPosterior, check_posterior, check_same_structure, check_tensor, is_zero
 
 ParameterSets = dict[str, Tensor]
@@ -61,7 +61,10 @@ def draws_from_clients(clients: Sequence[GaussianPosterior]) -> ParameterSets:
     return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
 
-def outputs_with(network: nn.Module, sets: ParameterSets, inputs: Any, vectorized: bool = True) -> Tensor:
+def outputs_with(
+    network: nn.Module, sets: ParameterSets, inputs: Any, vectorized: bool = True,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> Tensor:
     """Compute the network's output with each set of parameters.
 
     Args:
@@ -69,6 +72,7 @@ def outputs_with(network: nn.Module, sets: ParameterSets, inputs: Any, vectorize
         sets: see :data:`ParameterSets`; other parameters keep their value.
         inputs: shape (batch, *).
         vectorized: all sets in one pass, by ``torch.func.vmap``; otherwise one after the other.
+        buffers: in place of the network's own, by name.
 
     Returns: shape (sets, batch, *).
 
@@ -82,7 +86,7 @@ def outputs_with(network: nn.Module, sets: ParameterSets, inputs: Any, vectorize
     values = {paths[name]: value for name, value in sets.items()}
 
     def forward(parameters: Mapping[str, Tensor]) -> Tensor:
-        output = torch.func.functional_call(network, dict(parameters), (inputs,))
+        output = torch.func.functional_call(network, {**(buffers or {}), **parameters}, (inputs,))
         return output[0] if isinstance(output, tuple) else output
 
     with mean_only(network):
@@ -92,15 +96,6 @@ def outputs_with(network: nn.Module, sets: ParameterSets, inputs: Any, vectorize
                 return torch.func.vmap(forward)(values)
         count = len(next(iter(values.values())))
         return torch.stack([forward({path: value[s] for path, value in values.items()}) for s in range(count)])
-
-
-def parameter_paths(network: nn.Module) -> dict[str, str]:
-    """Name in the posterior → path of the parameter that holds the mean."""
-    paths = {name: name for name, _ in network.named_parameters()}
-    objects = {id(parameter): name for name, parameter in network.named_parameters()}
-    for name, parameter in gaussian_parameters(network).items():
-        paths[name] = objects[id(parameter.mean)]
-    return paths
 
 
 def within(posterior: GaussianPosterior, prefix: str) -> GaussianPosterior:

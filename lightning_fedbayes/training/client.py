@@ -51,7 +51,7 @@ class ClientState:
     optimizers: list[dict[int, dict[str, Any]]] = field(default_factory=list)
     options: list[list[dict[str, Any]]] = field(default_factory=list)
     site: dict[str, Tensor] = field(default_factory=dict)
-    own: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
 
     def personal(self, posterior: GaussianPosterior, weight: float) -> GaussianPosterior:
         """Return the barycenter of the global ``posterior`` and the own one, of weight ``weight``.
@@ -65,7 +65,8 @@ class ClientState:
         if not self.own or not weight:
             return posterior
         own = GaussianPosterior.from_state_dict(self.own)
-        return own if weight == 1 else fuse("reverse_kl_barycenter", [posterior, own], [1 - weight, weight])
+        fused = own if weight == 1 else fuse("reverse_kl_barycenter", [posterior, own], [1 - weight, weight])
+        return fused.marked(posterior.linearised)
 
 
 def options_of(optimizer: Any) -> list[dict[str, Any]]:

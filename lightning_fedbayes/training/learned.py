@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +54,11 @@ class LearnedPosterior(ABC):
         first: name → parameter and its variance before any training; nobody draws from that.
 
     Attributes:
+        linearised: see :class:`~lightning_fedbayes.GaussianPosterior`.
         variances: name in the posterior → variance, now in force beside the parameter; replaced when it changes.
     """
+
+    linearised: ClassVar[bool] = False
 
     def __init__(self, first: Mapping[str, tuple[Tensor, float]]) -> None:
         self._first = {name: variance for name, (_, variance) in first.items()}
@@ -231,6 +234,8 @@ class CurvaturePosterior(LearnedPosterior):
     Raises:
         FederationError: an optimizer has a prior of its own, weight decay.
     """
+
+    linearised = True
 
     def __init__(self, source: Laplace, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:

@@ -178,7 +178,8 @@ class ResidentModel:
                 variance[name] = softplus_std(values[paths[id(entry.rho)]]).square()
             elif self.learned is not None and name in self.learned.variances:
                 variance[name] = local.get(variance_of(name), self._global_variances[name])
-        return GaussianPosterior(mean, variance).ordered(PosteriorView(self.module).read().names).clone()
+        whole = GaussianPosterior(mean, variance, posterior.linearised)
+        return whole.ordered(PosteriorView(self.module).read().names).clone()
 
     def anchor(self) -> Tensors:
         """Return the global values of the parameters that are federated, in at least single precision."""
@@ -189,7 +190,7 @@ class ResidentModel:
 
     def read_posterior(self) -> GaussianPosterior:
         """Return the client's posterior: views of the module's parameters, valid until they change."""
-        return self.view.read()
+        return self.view.read().marked(self.learned is not None and self.learned.linearised)
 
     @property
     def federated_buffers(self) -> Tensors:

@@ -14,7 +14,7 @@ from lightning_fedbayes.metrics.functional import (
     mutual_information,
     predictive_entropy,
 )
-from tests.federations import bayesian, blobs, federate, loader
+from tests.federations import Plain, bayesian, blobs, federate, loader
 
 CLASSES, EXAMPLES = 3, 120
 AREAS = {"entropy": predictive_entropy, "epistemic": mutual_information, "kwon_aleatoric": kwon_aleatoric,
@@ -318,3 +318,31 @@ def test_rounds_of_sites_estimate_the_pooled_elbo(fusion, caplog):
     assert elbo == pytest.approx(total / 30 - divergence / 90, rel=1e-5)
     assert float(made.callback_metrics["federation/sites/elbo"]) == pytest.approx(elbo, rel=1e-5)
     assert f"the pooled ELBO is about {elbo:.4g} nats per example" in caplog.text
+
+
+def test_rounds_of_laplace_are_scored_by_the_linearised_network():
+    class Watch(L.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            self.last, self.made = report.log_likelihood, report._predictive
+
+    report, watch = fb.UncertaintyReport(samples=5), Watch()
+    federation, module, val = fb.FederatedBayes(fb.IIDPartition(3), posterior=fb.Laplace()), Plain(), blobs(60, seed=1)
+    federate(module, federation, 3, val=loader(val, shuffle=False), callbacks=[report, watch])
+    made = fb.PosteriorPredictive(module, federation.posterior)
+    assert watch.made.is_linearised
+    assert watch.made.posterior is federation.posterior
+    x, y = val.tensors
+    total = made.sample(x, 2000).log_softmax(-1)[:, torch.arange(60), y].mean(0).sum()
+    assert watch.last[1] == 60
+    assert watch.last[0] == pytest.approx(float(total), rel=0.03)
+
+
+def test_a_report_warns_of_a_wide_posterior_once_in_all_rounds(caplog):
+    report = fb.UncertaintyReport(samples=5)
+    module, x = torch.nn.Linear(6, 3, bias=False), blobs().tensors[0]
+    module.weight.data = 5 * torch.eye(3, 6)
+    with caplog.at_level("INFO"):
+        for _ in range(3):
+            wide = fb.GaussianPosterior({"weight": module.weight.detach()}, {"weight": torch.full((3, 6), 1e4)})
+            report.predictive(module, wide).sample(x)
+    assert caplog.text.count("too wide") == 1

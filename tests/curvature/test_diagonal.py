@@ -275,6 +275,7 @@ def test_a_checkpoint_predicts(tmp_path):
     prediction = predictive.predict_step(x)
     assert float((prediction.label == y).float().mean()) > 0.7
     assert torch.equal(flat(predictive.posterior), flat(federation.posterior))
+    assert predictive.is_linearised
 
 
 class Learned(Own):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.curvature.kronecker import solve
+from lightning_fedbayes.curvature.systems import KroneckerSystem
 
 NOISE, PRIOR = 0.5, 0.8
 LINEAR = fb.KroneckerLaplace(fb.Laplace("regression", noise_std=NOISE, prior_std=PRIOR))
@@ -135,7 +135,7 @@ def test_a_single_client_keeps_its_weights():
         if value.is_floating_point():
             assert torch.allclose(found[name], value, atol=1e-6)
     assert not network.load_state_dict(found, strict=False).unexpected_keys
-    assert fb.PosteriorPredictive(network, posterior.diagonal()).sample(torch.randn(3, 1, 5, 5)).shape == (10, 3, 2)
+    assert fb.PosteriorPredictive(network, posterior.diagonal()).sample(torch.randn(3, 1, 5, 5), 10).shape == (10, 3, 2)
     assert not posterior.diagonal().variance["1.weight"].any()
     assert posterior.diagonal().variance["0.weight"].min() > 0
 
@@ -150,7 +150,12 @@ def test_the_solution_solves_a_badly_conditioned_system():
     terms = [(factor(6), 1e3 * factor(4)) for _ in range(3)]
     wanted = torch.randn(4, 6, generator=generator, dtype=torch.float64)
     target = sum(b @ wanted @ a for a, b in terms) + 1e-3 * wanted
-    assert torch.allclose(solve(terms, 1e-3, target), wanted, atol=1e-4)
+    system = KroneckerSystem(terms, 1e-3)
+    assert torch.allclose(system.solve(target), wanted, atol=1e-4)
+    assert torch.allclose(system.product(wanted), target)
+    several = torch.stack([0 * target, target, 1e6 * target])  # each to its own accuracy
+    assert torch.allclose(system.solve(several) / torch.tensor([1, 1, 1e6]).reshape(3, 1, 1),
+                          torch.stack([0 * wanted, wanted, wanted]), atol=1e-4)
 
 
 def test_an_unchanged_network_that_was_trained_apart_is_better_fused_than_averaged():
@@ -179,12 +184,12 @@ def test_an_unchanged_network_that_was_trained_apart_is_better_fused_than_averag
 
 
 def test_a_solution_that_is_not_found_is_said(monkeypatch):
-    monkeypatch.setattr("lightning_fedbayes.curvature.kronecker.MAX_ITERATIONS", 1)
+    monkeypatch.setattr("lightning_fedbayes.curvature.systems.MAX_ITERATIONS", 1)
     generator = torch.Generator().manual_seed(0)
     terms = [tuple((r := torch.randn(4, 4, generator=generator, dtype=torch.float64)) @ r.T for _ in range(2))
              for _ in range(3)]
     with pytest.warns(UserWarning, match="smaller prior_std, or damping"):
-        solve(terms, 1e-3, torch.ones(4, 4, dtype=torch.float64))
+        KroneckerSystem(terms, 1e-3).solve(torch.ones(4, 4, dtype=torch.float64))
 
 
 def test_a_frozen_layer_is_a_point_mass():

@@ -36,6 +36,7 @@ def assert_same(strategy, federation):
     """Bit by bit."""
     ours, theirs = strategy.server.posterior, federation.posterior
     assert ours.names == theirs.names
+    assert ours.linearised == theirs.linearised
     for name in ours.names:
         assert torch.equal(ours.mean[name], theirs.mean[name]), name
         assert torch.equal(ours.variance[name], theirs.variance[name]), name

@@ -28,6 +28,15 @@ def test_float32_comes_back_bit_by_bit(shapes, probabilistic):
         assert is_zero(came.variance[name]) or not is_zero(sent.variance[name])
 
 
+@pytest.mark.parametrize("linearised", [True, False])
+def test_a_posterior_of_laplace_stays_one(linearised):
+    sent = GaussianPosterior({"w": torch.ones(2)}, {"w": torch.ones(2)}, linearised)
+    came, buffers = from_arrays(to_arrays(sent, {"b": torch.ones(1)}), "client 0")
+    assert came.linearised == linearised
+    assert came.names == ("w",)
+    assert list(buffers) == ["b"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_precisions_travel_as_float32(dtype):
     values = torch.tensor([0.1, -3.0, 1e-4], dtype=dtype)

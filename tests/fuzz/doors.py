@@ -459,7 +459,7 @@ DOORS = {
     "SWAG": (fb.SWAG, {"start": 0.5, "scale": 1.0, "min_std": 1e-3, "parameters": ("*",)}),
     "PosteriorPredictive": (
         fb.PosteriorPredictive, {"module": network(), "posterior": fb.read_posterior(network()), "samples": 2,
-                                 "task": "regression", "noise_std": 0.1}),
+                                 "task": "regression", "noise_std": 0.1, "predictive": "draws"}),
     "BayesianModule": (Plain, {"network": network(), **OF_MODULE}),
     "HybridBayesianClassifier": (
         fb.HybridBayesianClassifier, {"network": network(), **OF_HYBRID, "robustness": 0.0}),

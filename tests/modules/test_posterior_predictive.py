@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.modules.posterior_predictive import accuracy_lost
 from tests.federations import Plain, blobs, federate, loader, network, trainer
 
 
@@ -125,6 +126,9 @@ def test_scores_and_predictions_of_a_trainer():
         (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), task="ranking"), "task='ranking'"),
         (lambda: fb.PosteriorPredictive(network()).predict_step(torch.zeros(1, 6)), "there is no posterior"),
         (lambda: fb.PosteriorPredictive("network"), "module"),
+        (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), predictive="glm"), "predictive='glm'"),
+        (lambda: fb.PosteriorPredictive(network(), predictive="linearised").sample(torch.zeros(1, 6)), "no posterior"),
+        (lambda: fb.PosteriorPredictive(nn.Linear(2, 2), kronecker(network())), "no such parameter"),
     ],
 )
 def test_a_mistake_is_named(make, message):
@@ -158,3 +162,188 @@ def test_an_optimizer_of_some_parameters_is_not_guessed_at(tmp_path):
     made.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(fb.FedBayesError, match="whose each variance is"):
         fb.PosteriorPredictive.load_from_checkpoint(tmp_path / "a.ckpt", module=Part(), weights_only=False)
+
+
+# -- linearised --------------------------------------------------------------------------------------------------------
+
+
+def kronecker(module, data=None):
+    one_shot = fb.KroneckerLaplace()
+    x, y = blobs().tensors if data is None else data
+    return one_shot.fuse([one_shot.site(module, [(x[k::2], y[k::2])]) for k in range(2)])
+
+
+def test_a_linearised_regression_is_exact():
+    torch.manual_seed(0)
+    module, x = nn.Linear(3, 2), torch.randn(4, 3)
+    posterior = posterior_of(module)
+    found = fb.PosteriorPredictive(
+        module, posterior, task="regression", noise_std=0.5, predictive="linearised"
+    ).predict_step(x)
+    assert torch.allclose(found.mean, module(x), atol=1e-6)
+    assert torch.allclose(found.epistemic, 0.3**2 * (x.square().sum(1, keepdim=True) + 1).expand(4, 2), rtol=1e-5)
+    assert torch.allclose(found.variance, found.epistemic + 0.25)
+    assert found.samples.shape == (256, 4, 2)
+    assert torch.allclose(found.samples.var(0), found.epistemic, rtol=0.1)
+    flat = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+    one = fb.PosteriorPredictive(flat, posterior_of(flat), task="regression", predictive="linearised").predict_step(x)
+    assert one.mean.shape == one.variance.shape == (4, 1)
+    assert torch.allclose(one.epistemic[:, 0], 0.3**2 * (x.square().sum(1) + 1), rtol=1e-5)
+
+
+def test_a_linearised_classifier_of_two_classes_has_the_integral_of_the_logistic_function():
+    module, x = nn.Linear(2, 2, bias=False), torch.tensor([[1.0, 0.0], [0.5, 2.0]])
+    found = fb.PosteriorPredictive(module, posterior_of(module, 0.8), 4000, predictive="linearised").predict_step(x)
+    difference, std = (module(x)[:, 0] - module(x)[:, 1]).detach(), (2 * 0.64 * x.square().sum(1)).sqrt()
+    grid = torch.linspace(-8, 8, 4001)
+    weights = torch.exp(-grid.square() / 2) / torch.exp(-grid.square() / 2).sum()
+    probs = ((difference[:, None] + std[:, None] * grid).sigmoid() * weights).sum(1)
+    assert torch.allclose(found.probs[:, 0], probs, atol=2e-3)
+    assert torch.allclose(found.probs.sum(1), torch.ones(2))
+    assert (found.mutual_information > 0).all()
+
+
+def test_what_comes_from_laplace_is_linearised_and_nothing_else():
+    module, data = network(), [blobs().tensors]
+    laplace = fb.Laplace().posterior(module, data)
+    for posterior in (laplace, laplace.clone(), laplace.to("cpu"), laplace.ordered(laplace.names[::-1]),
+                      fb.GaussianPosterior.from_state_dict(laplace.state_dict()), laplace.unflatten(*laplace.flatten()),
+                      fb.fuse("conflation", [laplace, laplace]), fb.fuse("geometric_median", iter([laplace] * 3)),
+                      kronecker(module), kronecker(module).diagonal()):
+        assert fb.PosteriorPredictive(module, posterior).is_linearised
+        assert not fb.PosteriorPredictive(module, posterior, predictive="draws").is_linearised
+    assert "linearised" in repr(laplace)
+    drawn = posterior_of(module)
+    for posterior in (drawn, fb.GaussianPosterior.from_state_dict(drawn.state_dict()), fb.read_posterior(module),
+                      fb.fuse("conflation", [drawn, laplace]), laplace.marked(False)):
+        assert not fb.PosteriorPredictive(module, posterior).is_linearised
+        assert fb.PosteriorPredictive(module, posterior, predictive="linearised").is_linearised
+    assert "linearised" not in repr(drawn)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "sites", "coordinate_median"])
+@pytest.mark.parametrize("source", [fb.Laplace(), fb.SWAG()])
+def test_a_federation_s_posterior_says_where_it_comes_from(source, fusion, engine, tmp_path):
+    if isinstance(source, fb.SWAG) and fusion == "sites":
+        pytest.skip("a SWAG has no prior")
+    federation = fb.FederatedBayes(
+        fb.IIDPartition(3), fusion=fusion, posterior=source, engine=engine, keep_posteriors=True)
+    module = Plain()
+    made = federate(module, federation, 2, loader())
+    is_linearised = isinstance(source, fb.Laplace)
+    personal = [federation.posterior_of(0), federation.posterior_of(0, 0.5), federation.posterior_of(0, 0.0)]
+    with federation.holding(1) as own:
+        personal.append(own)
+    for posterior in (federation.posterior, *personal):
+        assert fb.PosteriorPredictive(module, posterior).is_linearised == is_linearised
+    made.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = fb.PosteriorPredictive.load_from_checkpoint(tmp_path / "a.ckpt", module=Plain(), weights_only=False)
+    assert loaded.is_linearised == is_linearised
+    x = blobs(7).tensors[0]
+    assert torch.allclose(loaded.sample(x, 512).mean(0), fb.PosteriorPredictive(
+        module, federation.posterior).sample(x, 512).mean(0), atol=0.05 if is_linearised else 0.5)
+    again = fb.FederatedBayes(
+        fb.IIDPartition(3), fusion=fusion, posterior=source, engine=engine, keep_posteriors=True)
+    federate(Plain(), again, 3, loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert again.posterior.linearised == is_linearised
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
+def test_its_own_checkpoint_has_the_posterior_of_either_kind(kind, tmp_path):
+    module = network(batch_norm=True)
+    module.eval()
+    posterior = kronecker(module) if kind == "kronecker" else fb.Laplace().posterior(module, [blobs().tensors])
+    predictive = fb.PosteriorPredictive(module, posterior)
+    made = trainer(1)
+    made.validate(predictive, loader(shuffle=False), verbose=False)
+    made.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = fb.PosteriorPredictive.load_from_checkpoint(
+        tmp_path / "a.ckpt", module=network(seed=1, batch_norm=True), weights_only=False)
+    assert loaded.is_linearised
+    x = blobs(7).tensors[0]
+    for ours, wanted in zip(loaded._linearised(x), predictive._linearised(x)):
+        assert torch.equal(ours, wanted)
+
+
+def test_a_kronecker_posterior_predicts_by_draws_too_with_its_own_buffers():
+    torch.manual_seed(0)
+    module = network(batch_norm=True)
+    module[1].running_mean.normal_()
+    module.eval()
+    posterior, x = kronecker(module), blobs(7).tensors[0]
+    other = network(seed=1, batch_norm=True)
+    for each in (fb.PosteriorPredictive(module, posterior), fb.PosteriorPredictive(other, posterior)):
+        assert torch.allclose(each._linearised(x)[0], module(x), atol=1e-5)
+        drawn = fb.PosteriorPredictive(each.network, posterior, 7, predictive="draws")
+        torch.manual_seed(0)
+        outputs = drawn.sample(x)
+        torch.manual_seed(0)
+        sets = posterior.sample(7)
+        wanted = [torch.func.functional_call(module, {name: v[3] for name, v in sets.items()}, x)]
+        assert torch.allclose(outputs[3], wanted[0], atol=1e-5)
+
+
+def test_a_linearised_module_that_does_not_vectorize_predicts_one_by_one():
+    torch.manual_seed(0)
+    module, x = Branches(), torch.randn(5, 6)
+    found = fb.PosteriorPredictive(module, posterior_of(module), predictive="linearised")
+    mean, covariance = found._linearised(x)
+    assert found._one_by_one
+    signs = torch.stack([module.layer(each).sum().sign() for each in x])
+    assert torch.allclose(mean, module.layer(x) * signs[:, None], atol=1e-6)
+    variance = 0.09 * (x.square().sum(1) + 1)
+    assert torch.allclose(covariance, variance[:, None, None] * torch.eye(3), atol=1e-5)
+
+
+def test_accuracy_lost_is_what_the_mean_s_own_probabilities_expect():
+    mean = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.1, 0.0, 0.0]])
+    same = mean.expand(4, -1, -1)
+    assert torch.allclose(accuracy_lost(mean, same), torch.zeros(3))
+    turned = torch.stack([torch.tensor([[0.0, 9.0, 0.0], [0.0, 3.0, 0.0], [0.0, 0.0, 9.0]])] * 2)
+    probs = mean.softmax(-1)
+    wanted = torch.tensor([probs[0, 0] - probs[0, 1], 0.0, probs[2, 0] - probs[2, 2]])
+    assert torch.allclose(accuracy_lost(mean, turned), wanted)
+
+
+def sharp(std, predictive, rows=90):
+    """A certain classifier and a posterior about it."""
+    module, x = nn.Linear(6, 3, bias=False), blobs(rows).tensors[0]
+    module.weight.data = 5 * torch.eye(3, 6)
+    return fb.PosteriorPredictive(module, posterior_of(module, std), 10, predictive=predictive), x
+
+
+@pytest.mark.parametrize("predictive", ["draws", "linearised"])
+def test_a_posterior_that_is_too_wide_is_said_once_and_at_the_first_batch(predictive, caplog):
+    torch.manual_seed(0)
+    found, x = sharp(100.0, predictive)
+    with caplog.at_level("INFO"):
+        found.sample(x, 5)
+        assert caplog.text.count("the posterior is too wide") == 1
+        assert ("predictive='linearised'" in caplog.text) == (predictive == "draws")
+        found.sample(x, 5)
+        found.posterior = found.posterior.clone()
+        found.predict_step(x)
+    assert caplog.text.count("the posterior is too wide") == 1
+
+
+def test_nothing_is_said_of_narrow_posteriors_few_examples_untrained_networks_later_batches_and_regression(caplog):
+    torch.manual_seed(0)
+    with caplog.at_level("INFO"):
+        for predictive in ("draws", "linearised"):
+            for std, rows in ((0.5, 90), (100.0, 2)):
+                found, x = sharp(std, predictive, rows)
+                found.predict_step(x)
+            untrained = network()
+            fb.PosteriorPredictive(untrained, posterior_of(untrained, 3.0), predictive=predictive).predict_step(x)
+            found, x = sharp(0.01, predictive)
+            passes = []
+            found.network.register_forward_pre_hook(lambda *_, passes=passes: passes.append(1))
+            found.predict_step(x)
+            first = len(passes)
+            found.predict_step(x)
+            assert len(passes) - first == first - (predictive == "draws")  # the mean is looked at once
+            found.posterior = found.posterior.marked(True)
+            found.task = "regression"
+            found.sample(x)
+    assert "too wide" not in caplog.text
