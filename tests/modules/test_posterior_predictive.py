@@ -200,7 +200,7 @@ def test_a_linearised_classifier_of_two_classes_has_the_integral_of_the_logistic
     probs = ((difference[:, None] + std[:, None] * grid).sigmoid() * weights).sum(1)
     assert torch.allclose(found.probs[:, 0], probs, atol=2e-3)
     assert torch.allclose(found.probs.sum(1), torch.ones(2))
-    assert (found.mutual_information > 0).all()
+    assert (found.epistemic > 0).all()
 
 
 def test_what_comes_from_laplace_is_linearised_and_nothing_else():
