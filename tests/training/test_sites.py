@@ -249,7 +249,7 @@ def test_the_joint_form_of_a_stack_is_that_of_single_clients(draws, renyi):
     results = []
     for engine in ("sequential", "vectorized"):
         module = Two(draws)
-        rule = Sites(0.7, 1.0, "admm", renyi=renyi, precision="trained")
+        rule = Sites(0.7, 1.0, "admm", renyi=renyi, precision="trained" if draws else "auto")
         fit(module, 3, fusion=rule, engine=engine, local_epochs=4)
         results.append(fb.read_posterior(module))
     torch.testing.assert_close(results[0].mean, results[1].mean, rtol=1e-5, atol=1e-7)
