@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,40 @@ from lightning_fedbayes.private_torch import foreach
 EPSILON = 1e-8
 """Added to the divisor of a step of parameters without a posterior, as Adam does."""
 
-Sums = dict[Tensor, tuple[Tensor, Any]]
-"""Parameter → sum over the draws of its gradient, and of gradient times (draw − mean); None without a posterior."""
+RATES = {"squares": 3e-3, "ivon": 0.1}
+"""Usual learning rate of each kind of curvature."""
+WIDTH = 0.1
+"""First standard deviation relative to the root mean square of a parameter's values; of zeros, :data:`WIDTH` squared."""
+LONGEST = 0.1
+"""Longest step of a mean, in steps of Newton's method."""
+FALL = 0.02
+"""Most that a precision loses in a step, relative to it; so training begins before draws are wide."""
+START = 30
+"""Number of squared gradients that the curvature at the start counts as."""
+SHARE = 2
+"""The sums that give the unit of the squared gradients remember the last 1 / SHARE of the steps."""
+TINY = 1e-30
+"""Least sum of squared gradients: of parameters that have none."""
+BELIEF = 10.0
+"""Evidence, as a squared ratio of signal and noise, that the curvature of a global posterior counts as."""
+
+
+class Sum(NamedTuple):
+    """Sums over the draws of a step, for one parameter.
+
+    Attributes:
+        gradient: of the gradient g.
+        product: of g · (θ − m); None without a posterior.
+        square: of g²; None after one draw.
+    """
+
+    gradient: Tensor
+    product: Any
+    square: Tensor | None = None
+
+
+Sums = dict[Tensor, Sum]
+Factors = list[float] | list[Tensor]
 
 
 class IVON(Optimizer):
@@ -83,33 +115,43 @@ class IVON(Optimizer):
         ("precision", "momentum", "square", "prior_precision", "prior_shift", "prior_weight")
     )
     """State of the parameter's shape."""
-    counts: ClassVar[frozenset[str]] = frozenset(("step", "examples"))
+    sums: ClassVar[frozenset[str]] = frozenset(("signal", "noise"))
+    """State that is one number, of a network's own; in a stack of networks always one for each, as ``counts``."""
+    counts: ClassVar[frozenset[str]] = frozenset(("step", "examples", "measured"))
     """State that is one number; in a stack of networks one for each, of a shape that broadcasts with the parameter."""
 
     def __init__(
-        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 0.1, *, num_examples: int | None = None,
-        prior_std: float = 1.0, hessian_init: float = 1.0, betas: tuple[float, float] = (0.9, 0.999), samples: int = 1,
-        temperature: float = 1.0,
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float | None = None, *,
+        num_examples: int | None = None, prior_std: float = 1.0, hessian_init: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999), samples: int = 1, temperature: float = 1.0,
+        curvature: str = "squares",
     ) -> None:
         check_at_least("samples", samples, 1)
         self.samples = samples
         self.forget()
         options = {
             "lr": lr, "num_examples": num_examples, "prior_std": prior_std, "hessian_init": hessian_init,
-            "betas": betas, "temperature": temperature, "posterior": True,
+            "betas": betas, "temperature": temperature, "curvature": curvature, "posterior": True,
         }
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with their options; see torch's."""
         super().add_param_group(param_group)
-        check_options(self.param_groups[-1])
+        group = self.param_groups[-1]
+        if group["curvature"] == "ivon" and group["hessian_init"] is None:
+            group["hessian_init"] = 1.0
+        if group["lr"] is None:
+            group["lr"] = RATES.get(group["curvature"])
+        check_options(group)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "samples": self.samples}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("curvature", "ivon")  # a checkpoint from before there was a choice
         self.forget()
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -186,17 +228,13 @@ class IVON(Optimizer):
                 gradient, p.grad = p.grad, None
                 if gradient is not None and moves is not None:
                     move = moves.get(p)
-                    found[p] = (gradient, None) if move is None else (gradient.to(move.dtype), move)
-        drawn = [each for each in found.values() if each[1] is not None]
+                    found[p] = Sum(gradient, None) if move is None else Sum(gradient.to(move.dtype), move)
+        drawn = [each for each in found.values() if each.product is not None]
         if drawn:
-            foreach.mul_([move for _, move in drawn], [gradient for gradient, _ in drawn])
+            foreach.mul_([each.product for each in drawn], [each.gradient for each in drawn])
         sums = self._sums or {}
-        for p, (gradient, product) in found.items():
-            if p in sums:
-                before = sums[p]
-                product = None if product is None or before[1] is None else product + before[1]
-                gradient = gradient + before[0]
-            sums[p] = gradient, product
+        for p, new in found.items():
+            sums[p] = new if p not in sums else add(sums[p], new)
         self._sums = sums
         self._draws += bool(found)
 
@@ -211,49 +249,91 @@ class IVON(Optimizer):
                 self._update(group, found, [sums[p] for p in found], draws)
             elif found:
                 for p in found:
-                    self._update_point(group, p, sums[p][0] / draws)
+                    self._update_point(group, p, sums[p].gradient / draws)
 
-    def _update(
-        self, group: dict[str, Any], parameters: list[Tensor], sums: list[tuple[Tensor, Tensor]], draws: int
-    ) -> None:
+    def _update(self, group: dict[str, Any], parameters: list[Tensor], sums: list[Sum], draws: int) -> None:
         """Update parameters of a group from their sums over the draws."""
         states = [self.state[p] for p in parameters]
         precisions, momenta = ([state[name] for state in states] for name in ("precision", "momentum"))
-        first, second = group["betas"]
+        first = group["betas"][0]
         foreach.add_([state["step"] for state in states], 1)
         steps, scale = (factors([state[name] for state in states], precisions) for name in ("step", "examples"))
-        gradients, products = ([each[i] for each in sums] for i in range(2))
-        # the change of Λ, relative to Λ: (λ ĥ + A) / ρ Λ - 1, where ĥ / Λ is the mean of gradient times (θ - m)
-        change = foreach.mul(products, [each / draws for each in scale])
-        weights = [state.get("prior_weight") for state in states]
         own = [state.get("prior_precision") for state in states]
-        inverse = foreach.reciprocal(precisions)
-        prior = foreach.mul(inverse, self._prior(group) if own[0] is None else own)
-        foreach.add_(change, prior)
+        prior = self._prior(group) if own[0] is None else own
+        weights = [state.get("prior_weight") for state in states]
+        if group["curvature"] == "squares":
+            self._measure(group, states, sums, draws, scale, prior, weights)
+        else:
+            self._follow(group, states, sums, draws, scale, prior, weights)
+        # the mean: λ g + A m - b
+        gradients = [each.gradient for each in sums]
+        if draws > 1:
+            gradients = foreach.div(gradients, draws)
+        foreach.lerp_(momenta, gradients, 1 - first)
+        move = foreach.mul(momenta, [each / (1 - first**step) for each, step in zip(scale, steps)])
+        means = [p.to(each.dtype) for p, each in zip(parameters, precisions)]
+        foreach.add_(move, foreach.mul(means, prior))
+        if own[0] is not None:
+            foreach.sub_(move, [state["prior_shift"] for state in states])
+        rate = float(group["lr"])
+        if group["curvature"] != "squares":  # over ρ Λ
+            foreach.div_(move, precisions)
+            if weights[0] is not None:
+                foreach.div_(move, weights)
+            foreach.add_(parameters, move, alpha=-rate * group["hessian_init"])
+        elif rate:  # over λ √v / lr + ρ Λ / MOST
+            divisors = foreach.sqrt([state["square"] for state in states])
+            foreach.mul_(divisors, [each / rate for each in scale])
+            newton = precisions if weights[0] is None else foreach.mul(precisions, weights)
+            foreach.add_(divisors, newton, alpha=1 / LONGEST)
+            foreach.div_(move, divisors)
+            foreach.add_(parameters, move, alpha=-1.0)
+
+    def _follow(
+        self, group: dict[str, Any], states: list[dict[str, Any]], sums: list[Sum], draws: int, scale: Factors,
+        prior: float | list[Tensor], weights: list[Any],
+    ) -> None:
+        """Update the precisions as Shen et al. do: every entry follows its own estimate."""
+        precisions = [state["precision"] for state in states]
+        # the change of Λ, relative to Λ: (λ ĥ + A) / ρ Λ - 1, where ĥ / Λ is the mean of gradient times (θ - m)
+        change = foreach.mul([each.product for each in sums], [each / draws for each in scale])
+        foreach.add_(change, foreach.mul(foreach.reciprocal(precisions), prior))
         if weights[0] is not None:
             foreach.div_(change, weights)
         foreach.sub_(change, 1.0)
-        foreach.mul_(change, 1 - second)
+        foreach.mul_(change, 1 - group["betas"][1])
         factor = foreach.mul(change, 0.5)
         foreach.add_(factor, 1.0)
         foreach.mul_(factor, change)
         foreach.add_(factor, 1.0)
         foreach.mul_(precisions, factor)
-        # the mean: λ g + A m - b over ρ Λ
-        if draws > 1:
-            gradients = foreach.div(gradients, draws)
-        foreach.lerp_(momenta, gradients, 1 - first)
-        rates = [each / (1 - first**step) for each, step in zip(scale, steps)]
-        move = foreach.mul(momenta, rates)
-        means = [p.to(each.dtype) for p, each in zip(parameters, precisions)]
-        foreach.add_(move, foreach.mul(means, self._prior(group) if own[0] is None else own))
-        if own[0] is not None:
-            foreach.sub_(move, [state["prior_shift"] for state in states])
-        foreach.div_(move, precisions)
+
+    def _measure(
+        self, group: dict[str, Any], states: list[dict[str, Any]], sums: list[Sum], draws: int, scale: Factors,
+        prior: float | list[Tensor], weights: list[Any],
+    ) -> None:
+        """Update the precisions from squared gradients, in the unit in which each tensor's estimates agree with them."""
+        precisions, squares = ([state[name] for state in states] for name in ("precision", "square"))
+        new = [each.gradient.square() if each.square is None else each.square / draws for each in sums]
+        counted = [state["measured"] for state in states]
+        foreach.add_(counted, 1)
+        numbers = factors(counted, precisions)
+        if any(bool((each == 1).any()) if isinstance(each, Tensor) else each == 1 for each in numbers):
+            for state, square, number in zip(states, new, numbers):
+                begin(state, square, number)
+        rates = [larger(1 / (each + START), 1 - group["betas"][1]) for each in numbers]
+        foreach.sub_(new, squares)
+        foreach.mul_(new, rates)
+        foreach.add_(squares, new)
+        signals = [total(each.product, state["signal"]) / draws for each, state in zip(sums, states)]
+        noises = [total(each, state["noise"]) for each, state in zip(foreach.div(squares, precisions), states)]
+        memories = [1 - SHARE / (each + START + SHARE) for each in numbers]
+        wanted = foreach.mul(squares, unit_of(states, signals, noises, memories, scale))
+        foreach.add_(wanted, prior)
         if weights[0] is not None:
-            foreach.div_(move, weights)
-        rate = -float(group["lr"]) * group["hessian_init"]
-        foreach.add_(parameters, move, alpha=rate)
+            foreach.div_(wanted, weights)
+        foreach.mul_(precisions, 1 - FALL)
+        foreach.maximum_(precisions, wanted)
 
     def _update_point(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
         """Take Adam's step of a parameter without a posterior."""
@@ -311,16 +391,113 @@ def factors(values: list[Tensor], like: list[Tensor]) -> list[float] | list[Tens
     return [value.to(each.dtype) for value, each in zip(values, like)]
 
 
+def add(one: Sum, other: Sum) -> Sum:
+    """Return the sums over the draws of both."""
+    if one.product is None or other.product is None:
+        return Sum(one.gradient + other.gradient, None)
+    square = one.gradient.square() if one.square is None else one.square
+    return Sum(one.gradient + other.gradient, one.product + other.product, square + other.gradient.square())
+
+
+def total(values: Tensor, like: Tensor) -> Tensor:
+    """Return the sum over a parameter, as its state ``like``: for stacked clients one for each."""
+    if not like.dim():
+        return values.sum()
+    return values.flatten(1).sum(1).view_as(like) if values.dim() > 1 else values
+
+
+def larger(first: Any, second: float) -> Any:
+    """Return the larger of a number, or of each client's, and another."""
+    return first.clamp_min(second) if isinstance(first, Tensor) else max(first, second)
+
+
+def begin(state: dict[str, Any], square: Tensor, number: float | Tensor) -> None:
+    r"""Bring the first curvature of a parameter into the unit of its squared gradients, at its first step.
+
+    :math:`h_0 \leftarrow h_0 / c_0` with :math:`c_0 \sum_i \sigma_i^2 g_i^2 = \sum_i \sigma_i^2 h_{0i}`; the sums begin at
+    what one says about :math:`c_0`.
+    """
+    curvature, precision = state["square"], state["precision"]
+    ratio = total(square / precision, state["signal"]) / total(curvature / precision, state["signal"])
+    ratio = ratio.clamp_min(TINY)
+    first = (torch.as_tensor(number) == 1).to(ratio)
+    ratio = first * ratio + (1 - first)
+    curvature.mul_(ratio)
+    state["signal"] = (state["signal"] - first) * ratio
+    state["noise"] = state["noise"] * ratio**2
+
+
+def unit_of(
+    states: list[dict[str, Any]], signals: list[Tensor], noises: list[Tensor], memories: Factors, scale: Factors
+) -> Factors:
+    r"""Add a step to the sums of each parameter, and return :math:`\lambda c`, the unit of its squared gradients.
+
+    With the sums :math:`P` of :math:`\sum_i g_i (\theta_i - m_i)` and :math:`Q` of :math:`\sum_i \sigma_i^2 v_i`, which is
+    P's variance, c is the mode over :math:`\log c` of the likelihood :math:`N(P; cQ, Q)` times a prior
+    :math:`\propto e^{-c / c_0}`, which begins as a part of P: :math:`Q c^2 - P c - 1 = 0`. So c is positive for any sums.
+    """
+    device = signals[0].device
+
+    def stacked(values: Any) -> Tensor:
+        return torch.stack([each.reshape(-1).to(device) for each in values])
+
+    remembered = (
+        torch.stack([each.reshape(-1).to(device) for each in memories]) if isinstance(memories[0], Tensor)
+        else torch.tensor(memories, device=device)[:, None]
+    )
+    signal, noise = (
+        torch.addcmul(stacked(new), stacked(state[name] for state in states), remembered.to(new[0].dtype))
+        for name, new in (("signal", signals), ("noise", noises))
+    )
+    noise = noise.clamp_min(TINY)
+    root = torch.hypot(signal, 2 * noise.sqrt())
+    unit = torch.where(signal > 0, (signal + root) / (2 * noise), 2 / (root - signal))
+    for state, one, other in zip(states, signal, noise):
+        for name, value in (("signal", one), ("noise", other)):
+            state[name] = value.view_as(state[name]).to(state[name])
+    units = factors([each.reshape(()) for each in unit], signals) if not states[0]["signal"].dim() else [
+        each.view_as(state["signal"]) for each, state in zip(unit, states)
+    ]
+    return [each * factor for each, factor in zip(units, scale)]
+
+
 def first_state(parameter: Tensor, group: dict[str, Any], num_examples: int) -> dict[str, Tensor]:
     """Return the state with which a parameter of ``group`` begins, for n examples."""
     like = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
     scale = num_examples / group["temperature"]
-    return {
+    curvature = first_curvature(parameter, group, scale)
+    state = {
         "step": torch.zeros(()),
         "examples": torch.tensor(float(scale), dtype=torch.float64),
-        "precision": torch.full_like(like, scale * group["hessian_init"] + group["prior_std"] ** -2),
+        "precision": torch.full_like(like, scale * curvature + group["prior_std"] ** -2),
         "momentum": torch.zeros_like(like),
     }
+    if group["curvature"] == "squares":
+        zero = torch.zeros((), dtype=like.dtype, device=like.device)
+        state |= {"square": torch.full_like(like, curvature), "measured": torch.zeros(()), "signal": zero,
+                  "noise": zero.clone()}
+    return state
+
+
+def first_curvature(parameter: Tensor, group: dict[str, Any], scale: float) -> float:
+    r"""Return :math:`h_0`; where it is not given, draws are :data:`WIDTH` times the weights' root mean square wide."""
+    if group["hessian_init"] is not None:
+        return group["hessian_init"]
+    size = float(parameter.detach().double().square().mean().sqrt())
+    return 1 / (scale * (WIDTH * (size if 0 < size < math.inf else WIDTH)) ** 2)
+
+
+def believed(precision: Tensor, prior: Tensor | float, scale: Tensor) -> dict[str, Tensor]:
+    r"""Return curvature and sums of a parameter that begins at a posterior, such as the global one.
+
+    Args:
+        precision: :math:`\rho\Lambda` of that posterior; at least a hundredth of it counts as the data's.
+        prior: A.
+        scale: :math:`\lambda`.
+    """
+    curvature = torch.maximum(precision - prior, 0.01 * precision) / scale.to(precision)
+    belief = torch.full((), BELIEF, dtype=precision.dtype, device=precision.device)
+    return {"square": curvature, "signal": belief, "noise": belief.clone()}
 
 
 def check_options(group: dict[str, Any]) -> None:
@@ -330,7 +507,10 @@ def check_options(group: dict[str, Any]) -> None:
         check_at_least("num_examples", group["num_examples"], 1)
     if not isinstance(group["prior_std"], float) or group["prior_std"] != math.inf:
         check_number("prior_std", group["prior_std"], "(0, 1e19)", why="it is a standard deviation")
-    check_number("hessian_init", group["hessian_init"], "(0, inf)", why="the first variance is its inverse")
+    if group["curvature"] not in RATES:
+        raise FederationError(f"curvature={shown(group['curvature'])}: give 'squares' or 'ivon'")
+    if group["hessian_init"] is not None or group["curvature"] == "ivon":
+        check_number("hessian_init", group["hessian_init"], "(0, inf)", why="the first variance is its inverse")
     check_number("temperature", group["temperature"], "(0, inf)")
     check_flag("posterior", group["posterior"])
     if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
