@@ -26,9 +26,11 @@ LONGEST = 0.1
 """Longest step of a mean, in steps of Newton's method."""
 FALL = 0.02
 """Most that a precision loses in a step, relative to it; so training begins before draws are wide."""
+LEAST = 1e-3
+"""Least curvature that limits a step, relative to the precision."""
 START = 30
 """Number of squared gradients that the curvature at the start counts as."""
-SHARE = 2
+SHARE = 8
 """The sums that give the unit of the squared gradients remember the last 1 / SHARE of the steps."""
 TINY = 1e-30
 """Least sum of squared gradients: of parameters that have none."""
@@ -142,7 +144,7 @@ class IVON(Optimizer):
         if group["curvature"] == "ivon" and group["hessian_init"] is None:
             group["hessian_init"] = 1.0
         if group["lr"] is None:
-            group["lr"] = RATES.get(group["curvature"])
+            group["lr"] = RATES.get(group["curvature"], RATES["squares"])
         check_options(group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -262,8 +264,9 @@ class IVON(Optimizer):
         prior = self._prior(group) if own[0] is None else own
         weights = [state.get("prior_weight") for state in states]
         if group["curvature"] == "squares":
-            self._measure(group, states, sums, draws, scale, prior, weights)
+            newton = self._measure(group, states, sums, draws, scale, prior, weights)
         else:
+            newton = None
             self._follow(group, states, sums, draws, scale, prior, weights)
         # the mean: λ g + A m - b
         gradients = [each.gradient for each in sums]
@@ -272,22 +275,25 @@ class IVON(Optimizer):
         foreach.lerp_(momenta, gradients, 1 - first)
         move = foreach.mul(momenta, [each / (1 - first**step) for each, step in zip(scale, steps)])
         means = [p.to(each.dtype) for p, each in zip(parameters, precisions)]
-        foreach.add_(move, foreach.mul(means, prior))
-        if own[0] is not None:
+        if isinstance(prior, float):
+            foreach.add_(move, means, alpha=prior)
+        else:
+            foreach.add_(move, foreach.mul(means, prior))
             foreach.sub_(move, [state["prior_shift"] for state in states])
         rate = float(group["lr"])
-        if group["curvature"] != "squares":  # over ρ Λ
+        if newton is None:  # over ρ Λ
             foreach.div_(move, precisions)
             if weights[0] is not None:
                 foreach.div_(move, weights)
             foreach.add_(parameters, move, alpha=-rate * group["hessian_init"])
-        elif rate:  # over λ √v / lr + ρ Λ / MOST
+        elif rate:  # over λ √v / lr + (λ c v + A) / LONGEST
             divisors = foreach.sqrt([state["square"] for state in states])
             foreach.mul_(divisors, [each / rate for each in scale])
-            newton = precisions if weights[0] is None else foreach.mul(precisions, weights)
             foreach.add_(divisors, newton, alpha=1 / LONGEST)
-            foreach.div_(move, divisors)
-            foreach.add_(parameters, move, alpha=-1.0)
+            if means[0].dtype == parameters[0].dtype:
+                foreach.addcdiv_(parameters, move, divisors, value=-1.0)
+            else:
+                foreach.add_(parameters, foreach.div(move, divisors), alpha=-1.0)
 
     def _follow(
         self, group: dict[str, Any], states: list[dict[str, Any]], sums: list[Sum], draws: int, scale: Factors,
@@ -311,10 +317,14 @@ class IVON(Optimizer):
     def _measure(
         self, group: dict[str, Any], states: list[dict[str, Any]], sums: list[Sum], draws: int, scale: Factors,
         prior: float | list[Tensor], weights: list[Any],
-    ) -> None:
-        """Update the precisions from squared gradients, in the unit in which each tensor's estimates agree with them."""
+    ) -> list[Tensor]:
+        """Update the precisions from squared gradients, in the unit in which each tensor's estimates agree with them.
+
+        Returns: the curvature λ c v + A of each parameter, at least :data:`LEAST` of the precision.
+        """
         precisions, squares = ([state[name] for state in states] for name in ("precision", "square"))
-        new = [each.gradient.square() if each.square is None else each.square / draws for each in sums]
+        gradients = [each.gradient for each in sums]
+        new = foreach.mul(gradients, gradients) if draws == 1 else [(each.square / draws) for each in sums]
         counted = [state["measured"] for state in states]
         foreach.add_(counted, 1)
         numbers = factors(counted, precisions)
@@ -322,18 +332,23 @@ class IVON(Optimizer):
             for state, square, number in zip(states, new, numbers):
                 begin(state, square, number)
         rates = [larger(1 / (each + START), 1 - group["betas"][1]) for each in numbers]
-        foreach.sub_(new, squares)
-        foreach.mul_(new, rates)
-        foreach.add_(squares, new)
-        signals = [total(each.product, state["signal"]) / draws for each, state in zip(sums, states)]
+        if isinstance(rates[0], float) and len({*rates}) == 1:
+            foreach.lerp_(squares, new, rates[0])
+        else:
+            foreach.sub_(new, squares)
+            foreach.mul_(new, rates)
+            foreach.add_(squares, new)
+        signals = [total(each.product, state["signal"]) for each, state in zip(sums, states)]
+        signals = signals if draws == 1 else [each / draws for each in signals]
         noises = [total(each, state["noise"]) for each, state in zip(foreach.div(squares, precisions), states)]
         memories = [1 - SHARE / (each + START + SHARE) for each in numbers]
         wanted = foreach.mul(squares, unit_of(states, signals, noises, memories, scale))
         foreach.add_(wanted, prior)
-        if weights[0] is not None:
-            foreach.div_(wanted, weights)
         foreach.mul_(precisions, 1 - FALL)
-        foreach.maximum_(precisions, wanted)
+        foreach.maximum_(precisions, wanted if weights[0] is None else foreach.div(wanted, weights))
+        if not isinstance(prior, float) or not prior:  # which may be negative, or 0 where no gradient has been
+            foreach.maximum_(wanted, foreach.mul(precisions, LEAST))
+        return wanted
 
     def _update_point(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
         """Take Adam's step of a parameter without a posterior."""
@@ -436,28 +451,31 @@ def unit_of(
     P's variance, c is the mode over :math:`\log c` of the likelihood :math:`N(P; cQ, Q)` times a prior
     :math:`\propto e^{-c / c_0}`, which begins as a part of P: :math:`Q c^2 - P c - 1 = 0`. So c is positive for any sums.
     """
-    device = signals[0].device
+    device, is_stack = signals[0].device, states[0]["signal"].dim() > 0
 
-    def stacked(values: Any) -> Tensor:
-        return torch.stack([each.reshape(-1).to(device) for each in values])
+    def joined(values: Any) -> Tensor:
+        return torch.stack([each.flatten().to(device) for each in values] if is_stack else [*values])
 
-    remembered = (
-        torch.stack([each.reshape(-1).to(device) for each in memories]) if isinstance(memories[0], Tensor)
-        else torch.tensor(memories, device=device)[:, None]
-    )
+    if isinstance(memories[0], Tensor):
+        memory = torch.stack([each.flatten().to(device) for each in memories])
+        memory = memory if is_stack else memory[:, 0]
+    else:
+        memory = torch.tensor(memories, dtype=torch.float32).to(device)
+        memory = memory[:, None] if is_stack else memory
     signal, noise = (
-        torch.addcmul(stacked(new), stacked(state[name] for state in states), remembered.to(new[0].dtype))
+        joined(new).addcmul_(joined(state[name] for state in states), memory.to(new[0].dtype))
         for name, new in (("signal", signals), ("noise", noises))
     )
-    noise = noise.clamp_min(TINY)
+    noise.clamp_min_(TINY)
     root = torch.hypot(signal, 2 * noise.sqrt())
     unit = torch.where(signal > 0, (signal + root) / (2 * noise), 2 / (root - signal))
-    for state, one, other in zip(states, signal, noise):
-        for name, value in (("signal", one), ("noise", other)):
-            state[name] = value.view_as(state[name]).to(state[name])
-    units = factors([each.reshape(()) for each in unit], signals) if not states[0]["signal"].dim() else [
-        each.view_as(state["signal"]) for each, state in zip(unit, states)
-    ]
+    for name, values in (("signal", signal), ("noise", noise)):
+        for state, value in zip(states, values.unbind()):
+            state[name] = value.view_as(state[name]) if is_stack else value
+    if is_stack:
+        units: Factors = [each.view_as(state["signal"]) for each, state in zip(unit, states)]
+    else:
+        units = unit.tolist() if device.type == "cpu" else [*unit.unbind()]
     return [each * factor for each, factor in zip(units, scale)]
 
 
