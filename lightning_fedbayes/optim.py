@@ -21,7 +21,7 @@ EPSILON = 1e-8
 RATES = {"squares": 3e-3, "ivon": 0.1}
 """Usual learning rate of each kind of curvature."""
 WIDTH = 0.1
-"""First standard deviation relative to the root mean square of a parameter's values; of zeros, :data:`WIDTH` squared."""
+"""First standard deviation relative to the root mean square of a parameter's values; of zeros its own square."""
 LONGEST = 0.1
 """Longest step of a mean, in steps of Newton's method."""
 FALL = 0.02
@@ -60,26 +60,54 @@ class IVON(Optimizer):
     r"""Improved variational online Newton: the posterior of a network without Bayesian layers comes from its optimizer.
 
     Every parameter has a posterior :math:`N(m, 1/\Lambda)`; the module holds the mean m. A step draws :math:`\theta`
-    from it, takes the gradient g of the mean loss per example there, and updates, with :math:`\lambda = n / \tau` and
-    the prior :math:`N(0, s^2)`, :math:`\delta = 1 / \lambda s^2`, :math:`\Lambda = \lambda (h + \delta)`,
+    from it and takes the gradient g of the mean loss per example there. With :math:`\lambda = n / \tau` and the prior
+    :math:`N(0, s^2)`, :math:`A = 1/s^2`, the best :math:`\Lambda` is :math:`\lambda h + A`, where h is the curvature
+    of the loss. Two estimates of it are at hand. :math:`\hat h = g (\theta - m) \Lambda / \lambda` is unbiased, and
+    in one step its noise is many times its size. Squares of gradients have little noise and the right shape over the
+    entries of a tensor, but their unit depends on the batch size and on the width. So squares give the shape, and
+    :math:`\hat h`, summed over the tensor and over steps, gives the unit c:
 
-    .. math:: \bar g \leftarrow \beta_1 \bar g + (1 - \beta_1) g, \qquad
-              h \leftarrow h + (1 - \beta_2)(\hat h - h) + \tfrac12 (1 - \beta_2)^2 \frac{(\hat h - h)^2}{h + \delta},
-              \qquad \hat h = g\,(\theta - m)\,\Lambda,
+    .. math:: v \leftarrow v + \max\left(\tfrac{1}{t + 30}, 1 - \beta_2\right) (g^2 - v), \qquad
+              P = \sum_t w_t \sum_i g_i (\theta_i - m_i), \qquad Q = \sum_t w_t \sum_i v_i / \Lambda_i,
 
-    .. math:: m \leftarrow m - \text{lr}\,h_0\,\frac{\bar g / (1 - \beta_1^t) + \delta m}{h + \delta}.
+    .. math:: c = \frac{P + \sqrt{P^2 + 4 Q}}{2 Q}, \qquad
+              \Lambda \leftarrow \max(\lambda c v + A,\; 0.98\,\Lambda),
 
-    :math:`h + \delta` stays at least half its old value, so the variance is always positive. The loss must be a mean
-    over examples, without weight decay of its own and without a KL divergence: the prior is in the step.
+    .. math:: m \leftarrow m - \frac{\lambda \bar g + A m}{\lambda \sqrt v / \text{lr} + 10 (\lambda c v + A)}
+
+    with Adam's mean of gradients :math:`\bar g`. Q is the variance of P, so :math:`P / Q` has the standard error
+    :math:`1 / \sqrt Q` without any assumption about batches. c is the mode over :math:`\log c` under the prior
+    density :math:`e^{-c/c_0} / c_0`, where :math:`c_0` belongs to the curvature at the start (:math:`P = -1/c_0`
+    there); it is positive for any gradients, and the start fades as evidence comes. The weights :math:`w_t` remember
+    the last eighth of the steps. At a fixed point :math:`\sum_i c v_i / \Lambda_i = \sum_i E[\hat h_i] / \Lambda_i`,
+    so the unit is that of the evidence lower bound; the shape is an approximation. A step of the mean is at most
+    Adam's with this ``lr``, and at most a tenth of Newton's.
+
+    ``curvature="ivon"`` is the published algorithm, step by step. There every entry follows its own estimate,
+
+    .. math:: h \leftarrow h + (1 - \beta_2)(\hat h - h)
+              + \tfrac12 (1 - \beta_2)^2 \frac{(\hat h - h)^2}{h + \delta}, \qquad
+              m \leftarrow m - \text{lr}\,h_0\,\frac{\bar g / (1 - \beta_1^t) + \delta m}{h + \delta},
+
+    :math:`\delta = A / \lambda`. No memory fits there: with :math:`\beta_2 = 0.999` the variances follow the noise,
+    and with 0.99999 they stay where :math:`h_0` has put them. A network of 64-50-10 on 1,200 digits, batches of 16:
+    accuracy of the mean after 20, 40 and 60 epochs 0.961, 0.921 and 0.286 with 0.999; median deviation after 60
+    epochs 0.093, 0.030 and 0.009 with 0.99999 and :math:`h_0` of 0.1, 1 and 10. By squares: accuracy after 20, 60,
+    200 and 400 epochs 0.941, 0.950, 0.970 and 0.972; median deviations FIGURES_2 (``python -m
+    benchmarks.layers.width``).
+
+    The loss must be a mean over examples, without weight decay of its own and without a KL divergence: the prior is in
+    the step.
 
     Alone, in any loop that hands ``step`` a closure, as Lightning's automatic optimization does::
 
         def configure_optimizers(self):
-            return fb.IVON(self.parameters(), lr=0.1, num_examples=50_000)
+            return fb.IVON(self.parameters(), num_examples=50_000)
 
     Under :class:`~lightning_fedbayes.FederatedBayes` nothing else changes: the posteriors of the clients are fused as
     those of Bayesian layers are, n is each client's number of examples, and the prior is what the rule makes of it (a
-    cavity, the global posterior). To predict, use :class:`~lightning_fedbayes.PosteriorPredictive`.
+    cavity, the global posterior). A client begins at the curvature of the global posterior. To predict, use
+    :class:`~lightning_fedbayes.PosteriorPredictive`.
 
     When to use it: for a network that you will not rewrite. A parameter group with ``posterior=False`` has no
     posterior and takes Adam's steps with the group's ``lr``: for the parameters of Bayesian layers, which have their
@@ -87,24 +115,28 @@ class IVON(Optimizer):
 
     Args:
         params: parameters, or groups of them with options of their own.
-        lr: step size; 0.1 is usual, and stands for :math:`h_0` times as much.
+        lr: learning rate, as Adam's. None: 0.003; with ``curvature="ivon"`` 0.1, which stands for :math:`h_0` times as
+            much.
         num_examples: n, the number of training examples. None: a federation gives each client's.
         prior_std: s > 0, infinite for no prior. In place of ``weight_decay``, which is :math:`\tau / n s^2`.
-        hessian_init: :math:`h_0` > 0, curvature of the loss with which the posterior begins: the standard deviation is
-            about :math:`1 / \sqrt{\lambda h_0}` then. Draws that disturb training at its start call for a larger one.
-        betas: :math:`\beta_1, \beta_2` in [0, 1): decay of gradient and curvature. The closer :math:`\beta_2` to 1, the
-            less noise in the variances, and the more steps until they are right.
+        hessian_init: :math:`h_0` > 0, curvature of the loss with which the posterior begins. None: such that draws are
+            a tenth of the root mean square of a tensor's values wide; with ``curvature="ivon"`` 1.
+        betas: :math:`\beta_1, \beta_2` in [0, 1): decay of gradients and of their squares; with ``curvature="ivon"`` of
+            the curvature itself.
         samples: draws per step, each with a gradient of its own.
         temperature: :math:`\tau` > 0; 1 is Bayes, less makes the posterior narrower.
+        curvature: "squares" or "ivon".
 
-    State of a parameter: "precision" :math:`\Lambda`, "momentum" :math:`\bar g`, "step" t, "examples" :math:`\lambda`;
-    in a federation also "prior_precision" A, "prior_shift" b and "prior_weight" :math:`\rho` of a prior that is
-    :math:`\exp(b\theta - \tfrac12 A \theta^2)` to the power of :math:`1 / \rho`.
+    State of a parameter: "precision" :math:`\Lambda`, "momentum" :math:`\bar g`, "square" v, "signal" P, "noise" Q,
+    "step" and "measured" t, "examples" :math:`\lambda`; in a federation also "prior_precision" A, "prior_shift" b and
+    "prior_weight" :math:`\rho` of a prior that is :math:`\exp(b\theta - \tfrac12 A \theta^2)` to the power of
+    :math:`1 / \rho`. Then :math:`\Lambda` is :math:`(\lambda c v + A) / \rho`, and :math:`A m - b` stands for A m.
 
     Raises:
         FederationError: an argument is out of range, or ``step`` has no gradient at a draw.
 
-    Source: Shen et al. 2024, Algorithm 1; Lin et al. 2020 (the curvature stays positive).
+    Source: Shen et al. 2024, Algorithm 1 (``curvature="ivon"``, and the estimate of the curvature from draws); Lin et
+    al. 2020 (the curvature stays positive there). The unit from sums is this package's.
 
     >>> layer = nn.Linear(2, 1)
     >>> optimizer = IVON(layer.parameters(), num_examples=100)
@@ -429,8 +461,8 @@ def larger(first: Any, second: float) -> Any:
 def begin(state: dict[str, Any], square: Tensor, number: float | Tensor) -> None:
     r"""Bring the first curvature of a parameter into the unit of its squared gradients, at its first step.
 
-    :math:`h_0 \leftarrow h_0 / c_0` with :math:`c_0 \sum_i \sigma_i^2 g_i^2 = \sum_i \sigma_i^2 h_{0i}`; the sums begin at
-    what one says about :math:`c_0`.
+    :math:`v = h_0 / c_0` with :math:`c_0 \sum_i \sigma_i^2 g_i^2 = \sum_i \sigma_i^2 h_{0i}`; sums that were in the
+    unit of :math:`h_0` follow, and P begins at :math:`-1 / c_0`.
     """
     curvature, precision = state["square"], state["precision"]
     ratio = total(square / precision, state["signal"]) / total(curvature / precision, state["signal"])
@@ -447,9 +479,9 @@ def unit_of(
 ) -> Factors:
     r"""Add a step to the sums of each parameter, and return :math:`\lambda c`, the unit of its squared gradients.
 
-    With the sums :math:`P` of :math:`\sum_i g_i (\theta_i - m_i)` and :math:`Q` of :math:`\sum_i \sigma_i^2 v_i`, which is
-    P's variance, c is the mode over :math:`\log c` of the likelihood :math:`N(P; cQ, Q)` times a prior
-    :math:`\propto e^{-c / c_0}`, which begins as a part of P: :math:`Q c^2 - P c - 1 = 0`. So c is positive for any sums.
+    With the sums P of :math:`\sum_i g_i (\theta_i - m_i)` and Q of :math:`\sum_i \sigma_i^2 v_i`, P's variance, c is
+    the mode over :math:`\log c` of the likelihood :math:`N(P; cQ, Q)` times a prior :math:`\propto e^{-c / c_0}`,
+    which begins as a part of P: :math:`Q c^2 - P c - 1 = 0`. So c is positive for any sums.
     """
     device, is_stack = signals[0].device, states[0]["signal"].dim() > 0
 

@@ -11,8 +11,8 @@ MOST_NAMES = 3
 def worst_loss(first: float) -> float:
     r"""Return the mean training loss of a round beyond which a client's training has diverged.
 
-    :math:`\ell_1 + \max(|\ell_1|, 1)` for the loss :math:`\ell_1` of its first round, which began at parameters that know
-    nothing: what is far above that is worse than the prior.
+    :math:`\ell_1 + \max(|\ell_1|, 1)` for the loss :math:`\ell_1` of its first round, which began at parameters that
+    know nothing: what is far above that is worse than the prior.
     """
     return first + max(abs(first), 1.0)
 

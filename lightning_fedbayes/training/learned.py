@@ -210,7 +210,7 @@ class OptimizerPosterior(LearnedPosterior):
                 state["precision"] = variance.to(like).reciprocal()
                 if "square" in state:
                     state.update(believed(state["precision"] * weight, own, state["examples"]))
-            states[number] = {**state, **{key: old[key] for key in ("step", "momentum") if key in old}}
+            states[number] = {**state, **{key: old[key] for key in KEPT if key in old and key in state}}
         return states
 
     def measured(self, client: TrainedClient) -> Tensors:
@@ -342,6 +342,9 @@ class PathPosterior(LearnedPosterior):
                 variances[name] = (self._source.scale * squares / count + least).to(self.variances[name].dtype)
         return variances
 
+
+KEPT = ("step", "momentum", "square", "signal", "noise", "measured")
+"""State of IVON that a client keeps, where clients keep their optimizers; the precision is the global posterior's."""
 
 MOMENTS = ("path_count", "path_mean", "path_squares")
 """Names of the moments in the state of an optimizer; of the parameter's shape, as stacks want it."""

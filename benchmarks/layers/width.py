@@ -1,0 +1,68 @@
+"""Width and accuracy that IVON learns on digits, by squared gradients and as published, from several first widths.
+
+    python -m benchmarks.layers.width [--epochs 400]
+
+A network of 64-50-10 on 1,200 digits, batches of 16, the prior N(0, 1); accuracy is that of the mean on 597 others.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_fedbayes.optim import IVON
+from lightning_fedbayes.tables import markdown_table
+
+KINDS: dict[str, dict[str, Any]] = {
+    "squares": {"curvature": "squares"},
+    "ivon, 0.999": {"curvature": "ivon", "betas": (0.9, 0.999)},
+    "ivon, 0.99999": {"curvature": "ivon", "betas": (0.9, 0.99999)},
+}
+"""Name → options of the optimizer."""
+EPOCHS = (20, 40, 60, 200, 400)
+
+
+def train(options: dict[str, Any], epochs: int, seed: int = 0) -> dict[int, tuple[float, float]]:
+    """Return accuracy of the mean and the median standard deviation after each of :data:`EPOCHS`."""
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    random = torch.Generator().manual_seed(seed)
+    train, test = torch.randperm(len(x), generator=random).split([1200, len(x) - 1200])
+    torch.manual_seed(seed)
+    network = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))
+    optimizer = IVON(network.parameters(), num_examples=1200, **options)
+    found = {}
+    for epoch in range(1, epochs + 1):
+        for batch in train[torch.randperm(1200, generator=random)].split(16):
+            with optimizer.sampled():
+                F.cross_entropy(network(x[batch]), y[batch]).backward()
+            optimizer.step()
+        if epoch in EPOCHS:
+            variances = [each.flatten() for each in optimizer.posterior(network).variance.values()]
+            with torch.no_grad():
+                accuracy = (network(x[test]).argmax(1) == y[test]).float().mean()
+            found[epoch] = float(accuracy), float(torch.cat(variances).sqrt().median())
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=400)
+    epochs = parser.parse_args().epochs
+    rows = []
+    for name, options in KINDS.items():
+        for first in (None, 0.1, 1.0, 10.0):
+            found = train({**options, "hessian_init": first}, epochs if first is None else min(epochs, 60))
+            cells = ["{:.3f} / {:.3f}".format(*found[each]) if each in found else "" for each in EPOCHS]
+            rows.append([name, "left out" if first is None else f"{first:g}", *cells])
+    print(markdown_table(["curvature", "hessian_init", *(f"{epoch} epochs" for epoch in EPOCHS)], rows))
+
+
+if __name__ == "__main__":
+    main()
