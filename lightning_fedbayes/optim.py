@@ -488,12 +488,8 @@ def unit_of(
     def joined(values: Any) -> Tensor:
         return torch.stack([each.flatten().to(device) for each in values] if is_stack else [*values])
 
-    if isinstance(memories[0], Tensor):
-        memory = torch.stack([each.flatten().to(device) for each in memories])
-        memory = memory if is_stack else memory[:, 0]
-    else:
-        memory = torch.tensor(memories, dtype=torch.float32).to(device)
-        memory = memory[:, None] if is_stack else memory
+    memory = torch.stack([torch.as_tensor(each, device=device).flatten() for each in memories])
+    memory = memory if is_stack else memory[:, 0]
     signal, noise = (
         joined(new).addcmul_(joined(state[name] for state in states), memory.to(new[0].dtype))
         for name, new in (("signal", signals), ("noise", noises))
@@ -503,12 +499,12 @@ def unit_of(
     unit = torch.where(signal > 0, (signal + root) / (2 * noise), 2 / (root - signal))
     for name, values in (("signal", signal), ("noise", noise)):
         for state, value in zip(states, values.unbind()):
-            state[name] = value.view_as(state[name]) if is_stack else value
+            state[name] = value.view_as(state[name]).to(state[name].dtype) if is_stack else value
     if is_stack:
         units: Factors = [each.view_as(state["signal"]) for each, state in zip(unit, states)]
     else:
         units = unit.tolist() if device.type == "cpu" else [*unit.unbind()]
-    return [each * factor for each, factor in zip(units, scale)]
+    return [each * factor for each, factor in zip(units, scale)]  # pyright: ignore[reportReturnType]
 
 
 def first_state(parameter: Tensor, group: dict[str, Any], num_examples: int) -> dict[str, Tensor]:

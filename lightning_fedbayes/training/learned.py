@@ -195,8 +195,8 @@ class OptimizerPosterior(LearnedPosterior):
             state = {**first_state(parameter, group, num_examples), **natural.get(name, {})}
             like = state["precision"]
             variance = (local or {}).get(variance_of(name), self.variances[name])
-            own = state.get("prior_precision", group["prior_std"] ** -2)
-            weight = state.get("prior_weight", 1.0)
+            own: Any = state.get("prior_precision", group["prior_std"] ** -2)
+            weight: Any = state.get("prior_weight", 1.0)
             if bool((variance == self._first[name]).all()):  # no client has trained it
                 scale = float(state["examples"])
                 curvature = scale * first_curvature(parameter, group, scale)
