@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.curvature import SWAG, Laplace, Source, chosen_parameters
 from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.ivon_state import believed, first_curvature, first_state
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, RenyiCavityPrior
-from lightning_fedbayes.optim import IVON, believed, first_curvature, first_state
+from lightning_fedbayes.optim import IVON
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.training.client import parameters_of
 from lightning_fedbayes.training.optimizers import OptimizerState

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.ivon_state import first_state
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior
-from lightning_fedbayes.optim import first_state
 from lightning_fedbayes.training.learned import natural_prior
 from tests.federations import FEATURES, Plain, blobs, federate, loader, network, trainer
 
