@@ -79,8 +79,13 @@ class IVON(Optimizer):
     and with 0.99999 they stay where :math:`h_0` has put them. A network of 64-50-10 on 1,200 digits, batches of 16:
     accuracy of the mean after 20, 40 and 60 epochs 0.961, 0.921 and 0.286 with 0.999; median deviation after 60
     epochs 0.093, 0.030 and 0.009 with 0.99999 and :math:`h_0` of 0.1, 1 and 10. By squares: accuracy after 20, 60,
-    200 and 400 epochs 0.941, 0.950, 0.970 and 0.972; median deviations FIGURES_2 (``python -m
+    200 and 400 epochs 0.941, 0.950, 0.970 and 0.972; median deviation 0.86, 0.83 and 0.83 (``python -m
     benchmarks.layers.width``).
+
+    That width is the one of the evidence lower bound, and in deep networks on few examples under the prior N(0, 1)
+    the bound itself asks for draws as wide as the prior: LeNet on 3,000 digits of MNIST has an accuracy of 0.949
+    while draws are narrow and of 0.772 after 30 epochs. With ``prior_std=0.1`` it ends at 0.947, with
+    ``temperature=0.1`` at 0.957, with 0.05 at 0.975.
 
     The loss must be a mean over examples, without weight decay of its own and without a KL divergence: the prior is in
     the step.
