@@ -35,7 +35,7 @@ class Sum(NamedTuple):
 
 
 Sums = dict[Tensor, Sum]
-Factors = list[float] | list[Tensor]
+Factors = list[Any]
 
 
 def factors(values: list[Tensor], like: list[Tensor]) -> list[float] | list[Tensor]:
@@ -114,7 +114,7 @@ def unit_of(
         units: Factors = [each.view_as(state["signal"]) for each, state in zip(unit, states)]
     else:
         units = unit.tolist() if device.type == "cpu" else [*unit.unbind()]
-    return [each * factor for each, factor in zip(units, scale)]  # pyright: ignore[reportReturnType]
+    return [each * factor for each, factor in zip(units, scale)]
 
 
 def first_state(parameter: Tensor, group: dict[str, Any], num_examples: int) -> dict[str, Tensor]:
