@@ -98,8 +98,11 @@ def unit_of(
     def joined(values: Any) -> Tensor:
         return torch.stack([each.flatten().to(device) for each in values] if is_stack else [*values])
 
-    memory = torch.stack([torch.as_tensor(each, device=device).flatten() for each in memories])
-    memory = memory if is_stack else memory[:, 0]
+    if isinstance(memories[0], float):
+        memory = torch.tensor(memories, device=device)[:, None] if is_stack else torch.tensor(memories, device=device)
+    else:
+        memory = torch.stack([each.flatten().to(device) for each in memories])
+        memory = memory if is_stack else memory[:, 0]
     signal, noise = (
         joined(new).addcmul_(joined(state[name] for state in states), memory.to(new[0].dtype))
         for name, new in (("signal", signals), ("noise", noises))

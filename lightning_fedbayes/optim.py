@@ -347,7 +347,7 @@ class IVON(Optimizer):
         """
         precisions, squares = ([state[name] for state in states] for name in ("precision", "square"))
         gradients = [each.gradient for each in sums]
-        new = foreach.mul(gradients, gradients) if draws == 1 else [(each.square / draws) for each in sums]
+        new = foreach.mul(gradients, gradients) if draws == 1 else foreach.div([each.square for each in sums], draws)
         counted = [state["measured"] for state in states]
         foreach.add_(counted, 1)
         numbers = factors(counted, precisions)

@@ -55,7 +55,7 @@ def train(options: dict[str, Any], epochs: int, seed: int = 0) -> dict[int, tupl
     return found
 
 
-def train_lenet(folder: Path, epochs: int, **options: float) -> tuple[float, float]:
+def train_lenet(folder: Path, epochs: int, temperature: float, prior_std: float) -> tuple[float, float]:
     """Return the best accuracy of the mean over the epochs, and that after the last."""
     images = gzip.decompress((folder / "train-images-idx3-ubyte.gz").read_bytes())[16:16 + 4000 * 784]
     labels = gzip.decompress((folder / "train-labels-idx1-ubyte.gz").read_bytes())[8:8 + 4000]
@@ -63,7 +63,7 @@ def train_lenet(folder: Path, epochs: int, **options: float) -> tuple[float, flo
     y = torch.frombuffer(bytearray(labels), dtype=torch.uint8).long()
     torch.manual_seed(0)
     network, accuracies = lenet(), []
-    optimizer = IVON(network.parameters(), num_examples=3000, **options)
+    optimizer = IVON(network.parameters(), num_examples=3000, temperature=temperature, prior_std=prior_std)
     for _ in range(epochs):
         for batch in torch.randperm(3000).split(32):
             with optimizer.sampled():
@@ -84,7 +84,7 @@ def main() -> None:
     if arguments.mnist is not None:
         rows = []
         for temperature, prior_std in ((1.0, 1.0), (1.0, 0.1), (0.1, 1.0), (0.05, 1.0)):
-            found = train_lenet(arguments.mnist, min(epochs, 30), temperature=temperature, prior_std=prior_std)
+            found = train_lenet(arguments.mnist, min(epochs, 30), temperature, prior_std)
             rows.append([f"{temperature:g}", f"{prior_std:g}", *(f"{accuracy:.3f}" for accuracy in found)])
         print(markdown_table(["temperature", "prior_std", "best epoch", "last epoch"], rows))
         return
