@@ -28,7 +28,7 @@ class Reader(L.LightningModule):
         self.log("val/loss", F.cross_entropy(self(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return fb.IVON(self.parameters(), lr=0.2, temperature=0.1)
+        return fb.IVON(self.parameters(), temperature=0.1)
 
 
 def main(rounds: int = 15) -> dict[str, float]:

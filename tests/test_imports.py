@@ -19,7 +19,7 @@ LEVELS = (
     ("weighting", "guard", "partition", "adversaries"),
     ("aggregation",),
     ("server",),
-    ("metrics",),
+    ("metrics", "ivon_state"),
     ("layers", "optim"),
     ("curvature",),
     ("data",),

@@ -161,7 +161,9 @@ def module_of(federation: Federation, method: Method, setting: Mapping[str, floa
     """Return the module of a task: a classifier, a regressor that learns its noise, or a Cox model."""
     options: dict[str, Any] = {"learning_rate": setting["rate"]}
     if method.kind == "ivon":
-        options["optimizer"] = partial(fb.IVON, lr=setting["rate"], temperature=setting["temperature"])
+        options["optimizer"] = partial(
+            fb.IVON, lr=setting["rate"], temperature=setting["temperature"], curvature="ivon"
+        )
     if method.kind == "layers":
         options |= {"bayesian_last": int(setting["layers"]), "posterior_std": 0.05, "kl_weight": setting["kl_weight"]}
     network = Anchored(network_of(federation)) if method.alone else network_of(federation)

@@ -98,7 +98,7 @@ def make_optimizer(settings: Settings, network: nn.Module) -> torch.optim.Optimi
         return fb.IVON(
             network.parameters(), settings.learning_rate, prior_std=settings.prior_std,
             hessian_init=settings.hessian_init, betas=(settings.momentum, settings.curvature_decay),
-            temperature=settings.kl_weight,
+            temperature=settings.kl_weight, curvature="ivon",
         )
     options: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
     if settings.optimizer == "adam":

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_fedbayes import plots
+from lightning_fedbayes.callbacks.divergence import divergence_of, worst_loss
 from lightning_fedbayes.callbacks.loggers import log_figure, log_table
 from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.layers import BayesianLayer, gaussian_parameters
@@ -44,6 +45,8 @@ class ClientRecord:
         rounds: rounds that it took part in.
         failures: rounds that it was left out of.
         train_loss: mean training loss in its last round.
+        first_loss: mean training loss in its first round.
+        diverged: whether its training loss has left :func:`worst_loss` behind in some round.
         weight: its normalised weight ω in its last round.
         seconds: training time in its last round.
         megabytes_up: size of its last update.
@@ -53,6 +56,8 @@ class ClientRecord:
     rounds: int = 0
     failures: int = 0
     train_loss: float = math.nan
+    first_loss: float = math.nan
+    diverged: bool = False
     weight: float = math.nan
     seconds: float = 0.0
     megabytes_up: float = 0.0
@@ -67,6 +72,7 @@ class FederationReport:
         self.reliabilities: list[dict[str, Any]] = []
         self._clients = Clients((), ())
         self._outlying: set[int] = set()
+        self._diverged: list[int] = []
         self._with_axis: set[str] = set()
         self._told: set[str] = set()
         self._unheld: list[str] = []
@@ -126,6 +132,10 @@ class FederationReport:
             record.megabytes_up = outcome.num_bytes / 1e6
             record.train_loss = outcome.metrics.get("train_loss", math.nan)
             self._losses[outcome.client] = record.train_loss
+            record.first_loss = record.train_loss if math.isnan(record.first_loss) else record.first_loss
+            if not record.diverged and record.train_loss > worst_loss(record.first_loss):
+                record.diverged = True
+                self._diverged.append(outcome.client)
             return
         record.failures += 1
         record.last_failure = f"{type(outcome.error).__name__}: {outcome.error}"
@@ -135,8 +145,13 @@ class FederationReport:
     def fused(self, result: RoundResult) -> None:
         """Note the clients' weights, and their reliabilities if the rule infers them; print a refusal of the rule.
 
-        After the first round of a fit, print a line if the loss lacks the KL divergence.
+        After the first round of a fit, print a line if the loss lacks the KL divergence; in every round, one about the
+        clients whose training has diverged in it.
         """
+        if self._diverged:
+            names = [self._clients.names[client] for client in sorted(self._diverged)]
+            rank_zero_info(f"Round {result.round + 1}: {divergence_of(names)}")
+        self._diverged = []
         if result.success and self._unheld and not KLWatch.seen:
             rank_zero_info(
                 f"No KL divergence has been computed while the clients trained, but {self._unheld[0]} and "

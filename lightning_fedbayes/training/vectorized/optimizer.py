@@ -55,9 +55,11 @@ class StackedOptimizer:
         optimizer.state.clear()
         self._stacks: dict[int, dict[str, Tensor]] = {i: {} for i in range(len(rows))}
         rests = [_without(state, stacked_keys) for state in states]
-        self._counts = frozenset() if all(_equal(rest, rests[0]) for rest in rests) else counts
+        own = IVON.sums if isinstance(optimizer, IVON) else frozenset()
+        rests = [_without(rest, own) for rest in rests]
+        self._counts = own if all(_equal(rest, rests[0]) for rest in rests) else counts | own
         self._stacked_keys = stacked_keys | self._counts | {*MOMENTS}
-        self._count = torch.zeros(())
+        self._single: dict[str, Tensor] = {}  # name of a count → one as the optimizer makes it for one network
         self._kinds: list[int] = []
         self._shared: list[dict[int, OptimizerState]] = []  # kind → steps taken → state that is not stacked
         for slot, state in enumerate(states):
@@ -153,7 +155,7 @@ class StackedOptimizer:
         for i, parameter in enumerate(self.parameters):
             if parameter in self.optimizer.state:
                 kept[i] = {
-                    key: (_entry(value, row, self._count) if key in self._counts else
+                    key: (_entry(value, row, self._single[key]) if key in self._counts else
                           value[row].clone() if key in self._stacked_keys else _copy(value))
                     for key, value in self.optimizer.state[parameter].items()
                 }
@@ -198,7 +200,8 @@ class StackedOptimizer:
         for i, entries in state.items():
             for key in entries.keys() & self._stacked_keys:
                 self._stack(i, key, entries[key])[slot] = entries[key]
-                self._count = entries[key] if key in self._counts else self._count
+                if key in self._counts:
+                    self._single[key] = entries[key]
         rest = _without(state, self._stacked_keys)
         for kind, by_steps in enumerate(self._shared):
             if _equal(by_steps[0], rest):

@@ -1,0 +1,159 @@
+"""State of IVON: how a parameter begins, and the unit in which squared gradients are its curvature."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+WIDTH = 0.1
+"""First standard deviation relative to the root mean square of a parameter's values; of zeros its own square."""
+START = 30
+"""Number of squared gradients that the curvature at the start counts as."""
+SHARE = 8
+"""The sums that give the unit of the squared gradients remember the last 1 / SHARE of the steps."""
+TINY = 1e-30
+"""Least sum of squared gradients: of parameters that have none."""
+BELIEF = 10.0
+"""Evidence, as a squared ratio of signal and noise, that the curvature of a global posterior counts as."""
+
+
+class Sum(NamedTuple):
+    """Sums over the draws of a step, for one parameter.
+
+    Attributes:
+        gradient: of the gradient g.
+        product: of g · (θ − m); None without a posterior.
+        square: of g²; None after one draw.
+    """
+
+    gradient: Tensor
+    product: Any
+    square: Tensor | None = None
+
+
+Sums = dict[Tensor, Sum]
+Factors = list[Any]
+
+
+def factors(values: list[Tensor], like: list[Tensor]) -> list[float] | list[Tensor]:
+    """Return numbers of parameters as factors of the tensors ``like``: as floats, but for stacked clients.
+
+    Operations on lists take floats several times faster than scalar tensors.
+    """
+    if all(value.dim() == 0 and value.device.type == "cpu" for value in values):
+        return [value.item() for value in values]
+    return [value.to(each.dtype) for value, each in zip(values, like)]
+
+
+def add(one: Sum, other: Sum) -> Sum:
+    """Return the sums over the draws of both."""
+    if one.product is None or other.product is None:
+        return Sum(one.gradient + other.gradient, None)
+    square = one.gradient.square() if one.square is None else one.square
+    return Sum(one.gradient + other.gradient, one.product + other.product, square + other.gradient.square())
+
+
+def total(values: Tensor, like: Tensor) -> Tensor:
+    """Return the sum over a parameter, as its state ``like``: for stacked clients one for each."""
+    if not like.dim():
+        return values.sum()
+    return values.flatten(1).sum(1).view_as(like) if values.dim() > 1 else values
+
+
+def larger(first: Any, second: float) -> Any:
+    """Return the larger of a number, or of each client's, and another."""
+    return first.clamp_min(second) if isinstance(first, Tensor) else max(first, second)
+
+
+def begin(state: dict[str, Any], square: Tensor, number: float | Tensor) -> None:
+    r"""Bring the first curvature of a parameter into the unit of its squared gradients, at its first step.
+
+    :math:`v = h_0 / c_0` with :math:`c_0 \sum_i \sigma_i^2 g_i^2 = \sum_i \sigma_i^2 h_{0i}`; sums that were in the
+    unit of :math:`h_0` follow, and P begins at :math:`-1 / c_0`.
+    """
+    curvature, precision = state["square"], state["precision"]
+    ratio = total(square / precision, state["signal"]) / total(curvature / precision, state["signal"])
+    ratio = ratio.clamp_min(TINY)
+    first = (torch.as_tensor(number) == 1).to(ratio)
+    ratio = first * ratio + (1 - first)
+    curvature.mul_(ratio)
+    state["signal"] = (state["signal"] - first) * ratio
+    state["noise"] = state["noise"] * ratio**2
+
+
+def unit_of(
+    states: list[dict[str, Any]], signals: list[Tensor], noises: list[Tensor], memories: Factors, scale: Factors
+) -> Factors:
+    r"""Add a step to the sums of each parameter, and return :math:`\lambda c`, the unit of its squared gradients.
+
+    With the sums P of :math:`\sum_i g_i (\theta_i - m_i)` and Q of :math:`\sum_i \sigma_i^2 v_i`, P's variance, c is
+    the mode over :math:`\log c` of the likelihood :math:`N(P; cQ, Q)` times a prior :math:`\propto e^{-c / c_0}`,
+    which begins as a part of P: :math:`Q c^2 - P c - 1 = 0`. So c is positive for any sums.
+    """
+    device, is_stack = signals[0].device, states[0]["signal"].dim() > 0
+
+    def joined(values: Any) -> Tensor:
+        return torch.stack([each.flatten().to(device) for each in values] if is_stack else [*values])
+
+    if isinstance(memories[0], float):
+        memory = torch.tensor(memories, device=device)[:, None] if is_stack else torch.tensor(memories, device=device)
+    else:
+        memory = torch.stack([each.flatten().to(device) for each in memories])
+        memory = memory if is_stack else memory[:, 0]
+    signal, noise = (
+        joined(new).addcmul_(joined(state[name] for state in states), memory.to(new[0].dtype))
+        for name, new in (("signal", signals), ("noise", noises))
+    )
+    noise.clamp_min_(TINY)
+    root = torch.hypot(signal, 2 * noise.sqrt())
+    unit = torch.where(signal > 0, (signal + root) / (2 * noise), 2 / (root - signal))
+    for name, values in (("signal", signal), ("noise", noise)):
+        for state, value in zip(states, values.unbind()):
+            state[name] = value.view_as(state[name]).to(state[name].dtype) if is_stack else value
+    if is_stack:
+        units: Factors = [each.view_as(state["signal"]) for each, state in zip(unit, states)]
+    else:
+        units = unit.tolist() if device.type == "cpu" else [*unit.unbind()]
+    return [each * factor for each, factor in zip(units, scale)]
+
+
+def first_state(parameter: Tensor, group: dict[str, Any], num_examples: int) -> dict[str, Tensor]:
+    """Return the state with which a parameter of ``group`` begins, for n examples."""
+    like = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+    scale = num_examples / group["temperature"]
+    curvature = first_curvature(parameter, group, scale)
+    state = {
+        "step": torch.zeros(()),
+        "examples": torch.tensor(float(scale), dtype=torch.float64),
+        "precision": torch.full_like(like, scale * curvature + group["prior_std"] ** -2),
+        "momentum": torch.zeros_like(like),
+    }
+    if group["curvature"] == "squares":
+        zero = torch.zeros((), dtype=like.dtype, device=like.device)
+        state |= {"square": torch.full_like(like, curvature), "measured": torch.zeros(()), "signal": zero,
+                  "noise": zero.clone()}
+    return state
+
+
+def first_curvature(parameter: Tensor, group: dict[str, Any], scale: float) -> float:
+    r"""Return :math:`h_0`; where it is not given, draws are :data:`WIDTH` times the weights' root mean square wide."""
+    if group["hessian_init"] is not None:
+        return group["hessian_init"]
+    size = float(parameter.detach().double().square().mean().sqrt())
+    return 1 / (scale * (WIDTH * (size if 0 < size < math.inf else WIDTH)) ** 2)
+
+
+def believed(precision: Tensor, prior: Tensor | float, scale: Tensor) -> dict[str, Tensor]:
+    r"""Return curvature and sums of a parameter that begins at a posterior, such as the global one.
+
+    Args:
+        precision: :math:`\rho\Lambda` of that posterior; at least a hundredth of it counts as the data's.
+        prior: A.
+        scale: :math:`\lambda`.
+    """
+    curvature = torch.maximum(precision - prior, 0.01 * precision) / scale.to(precision)
+    belief = torch.full((), BELIEF, dtype=precision.dtype, device=precision.device)
+    return {"square": curvature, "signal": belief, "noise": belief.clone()}

@@ -1,0 +1,66 @@
+"""A client whose training diverges is named in the log, once, by both engines and whatever the optimizer."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.callbacks.divergence import divergence_of, worst_loss
+from tests.federations import federate
+
+
+class Regression(L.LightningModule):
+    """A linear regression with noise 0.1, whose loss is the Gaussian's."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 1)
+        self.optimizer = optimizer
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch[0]) - batch[1]).square().mean() / (2 * 0.1**2)
+
+    def configure_optimizers(self):
+        return self.optimizer(self.net.parameters())
+
+
+def data():
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(80, 3, generator=random)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=10)
+
+
+OPTIMIZERS = {
+    "adam": (lambda p: torch.optim.Adam(p, 3.0), lambda p: torch.optim.Adam(p, 0.03)),
+    "published": (lambda p: fb.IVON(p, 0.1, curvature="ivon"), lambda p: fb.IVON(p, 0.01)),
+}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_who_diverges_is_named_once_and_who_learns_is_not(caplog, engine, name):
+    for diverges, optimizer in zip((True, False), OPTIMIZERS[name]):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            federation = fb.FederatedBayes(
+                fb.IIDPartition(clients=4), engine=engine, seed=1, max_influence=None, local_epochs=2
+            )
+            federate(Regression(optimizer), federation, 8, data())
+        told = [line for line in caplog.text.splitlines() if "has diverged" in line]
+        names = [name for line in told for name in line.split("client")[1].split(" has")[0].strip("s ").split(", ")]
+        assert bool(told) == diverges
+        assert len(names) == len(set(names)) <= 4
+
+
+def test_a_message_names_three_and_counts_the_others():
+    assert "of client a has diverged" in divergence_of(["a"])
+    assert "of clients a, b, c and 97 more has" in divergence_of([*"abc", *map(str, range(97))])
+    assert len(divergence_of([str(i) for i in range(10_000)])) < 250
+
+
+@pytest.mark.parametrize(("first", "worst"), [(2.3, 4.6), (0.1, 1.1), (-3.0, 0.0), (50.0, 100.0)])
+def test_the_worst_loss_is_above_the_first_by_its_size(first, worst):
+    assert worst_loss(first) == pytest.approx(worst)
