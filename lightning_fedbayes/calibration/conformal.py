@@ -87,6 +87,12 @@ def class_scores(
     tensor([0.7500], dtype=torch.float64)
     """
     scores = all_class_scores(probs, kind, generator)
+    check_targets(targets, probs)
+    return scores.gather(1, targets.to(scores.device, torch.int64).unsqueeze(1)).squeeze(1)
+
+
+def check_targets(targets: Any, probs: Tensor) -> None:
+    """Raise FedBayesError unless ``targets`` hold one of the classes of ``probs``, (batch, classes), per example."""
     check_tensor("targets", targets, error=FedBayesError)
     if targets.shape != probs.shape[:1] or targets.dtype == torch.bool or targets.is_floating_point() \
             or targets.is_complex():
@@ -99,7 +105,6 @@ def class_scores(
             f"targets run from {int(targets.min())} to {int(targets.max())}, and there are {probs.shape[1]} classes; "
             f"number the classes from 0 to {probs.shape[1] - 1}"
         )
-    return scores.gather(1, targets.to(scores.device, torch.int64).unsqueeze(1)).squeeze(1)
 
 
 def all_class_scores(probs: Tensor, kind: ClassKind = "lac", generator: torch.Generator | None = None) -> Tensor:
@@ -540,7 +545,9 @@ class FederatedConformal(CalibrationCallback):
                 sizes[name] = len(targets)
         else:
             for name, (logits, targets) in predictions_of(predictive, datasets, batch_size, seed).items():
-                sets = self.sets(mean_probs(logits, self.temperature), self._client(name))
+                probs = mean_probs(logits, self.temperature)
+                check_targets(targets, probs)
+                sets = self.sets(probs, self._client(name))
                 inside = sets.gather(1, targets.unsqueeze(1))
                 figures[name] = {"coverage": share(inside), "set_size": float(sets.sum(1).double().mean())}
                 sizes[name] = len(targets)
