@@ -85,7 +85,9 @@ class Sites(StatefulSumRule):
     .. math:: \Lambda_k \leftarrow \Lambda_k + 0.3\,\Bigl(\tfrac{n_k}{\tau} B\,\overline{g^2} - \Lambda_k\Bigr)
 
     (at the client's first visit, without the 0.3), where :math:`\tau / n_k` is the factor of the KL divergence in the
-    client's loss. :math:`B\,\overline{g^2}` is the diagonal of the empirical Fisher information. It is never negative,
+    client's loss. Its mean counts by at most the global precision before the round, once it has a site: a client with
+    a burst of gradients does not take the mean over. :math:`B\,\overline{g^2}` is the diagonal of the empirical Fisher
+    information. It is never negative,
     and right within rounds, whatever σ the layers begin with, which only the first round sees. The means end where the
     gradient of the pooled ELBO by the means is 0; the variances are those of the Fisher information there, not those of
     mean-field variational inference: see the page on rules for figures. Where an optimizer solves the local problem,
@@ -236,7 +238,9 @@ class Sites(StatefulSumRule):
         if measured is not None:
             known = measured if site is None else torch.lerp(measured, old, MEMORY)
             wanted = torch.where(measured.isnan(), wanted, known)
-            own = own.where(measured.isnan(), (base[0] + (wanted - old) / scale).maximum(LEAST_PART * base[0]))
+            counts = (base[0] + (wanted - old) / scale).maximum(LEAST_PART * base[0])
+            counts = counts if site is None else counts.minimum(base[0])
+            own = own.where(measured.isnan(), counts)
         new = wanted.clamp_min((self._least - self.prior_std**-2) * share)
         new = torch.maximum(new, old - (1 - LEAST_PART) * base[0])
         centre, mean = base[1] / base[0], trained[1] / trained[0]
