@@ -42,6 +42,8 @@ CLIENTS, BATCH, DRAWS = 10, 32, 200
 LOOKS = (5, 10, 20, 40, 60, 100, 200, 300)
 LONGEST = {"sites": 300, "bayes_admm": 200}
 """Rounds of a method with seed 0; others take 100, and every method as many with further seeds."""
+LAST = 200
+"""Rounds of a cell of the grid."""
 """Rounds after which a posterior is scored."""
 STEPS = 10_000
 """Of pooled training, with rates from 1e-2 to 1e-4 (a factor of 100, geometric)."""
@@ -196,7 +198,7 @@ def run(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
     federation = fb.FederatedBayes(
         fb.DirichletPartition(CLIENTS, alpha=0.5), local_epochs=cell.epochs, seed=cell.seed, **METHODS[cell.method]
     )
-    rounds = 200 if cell.study == "grid" else LONGEST.get(cell.method, 100) if cell.seed == 0 else 100
+    rounds = rounds_of(cell)
     looks = Looks(data.validation, [each for each in LOOKS if each <= rounds], federation)
     trainer = L.Trainer(
         max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[federation, looks], enable_checkpointing=False,
@@ -209,6 +211,13 @@ def run(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
         found["error"] = str(error)[:200]
     held = [row.get("sites/held_back", 0.0) for row in federation.history]
     return {**found, "held_back": sum(each > 0 for each in held), **{str(n): each for n, each in looks.found.items()}}
+
+
+def rounds_of(cell: Cell) -> int:
+    """Return the number of rounds of a cell."""
+    if cell.study == "grid":
+        return LAST
+    return LONGEST[cell.method] if cell.method in LONGEST and cell.seed == 0 else min(LAST, 100)
 
 
 def train_pooled(module: fb.HybridBayesianClassifier, data: TensorDataset) -> None:
