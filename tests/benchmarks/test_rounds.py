@@ -40,7 +40,7 @@ def test_the_tables_compare_with_the_pooled_posterior_and_name_the_dead(tmp_path
     pooled, sites = Cell("rounds", "digits", "pooled", 0), Cell("rounds", "digits", "sites", 0)
     lines = [
         {"cell": pooled._asdict(), "0": {**look, "mutual_information": 0.03}},
-        {"cell": sites._asdict(), "held_back": 0, **{number: look for number in ("20", "40", "60")}},
+        {"cell": sites._asdict(), "held_back": 0, **dict.fromkeys(("20", "40", "60"), look)},
         {"cell": Cell("grid", "digits", "sites", 0)._asdict(), "held_back": 0, "error": "dead", "40": look},
         {"cell": Cell("grid", "digits", "sites", 0, 0.3)._asdict(), "held_back": 0, "40": look,
          "200": {**look, "nll": 0.24, "largest": 1.1}},
