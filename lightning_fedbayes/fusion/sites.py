@@ -46,7 +46,7 @@ PROPER = 0.05
 """Excess of that factor over 1 where the step is a small number, so that no cavity is improper."""
 SETTLING = 20
 """Rounds after which the damping falls as one over the square root of the round, so that the noise of local training
-averages out."""
+averages out, and squares of batches give way to squares of single examples."""
 LEAST_PART = 0.25
 """Part of the global precision that a client leaves at least in a round, and by which its mean counts at least."""
 TOLERANCE = 1e-5
@@ -79,15 +79,18 @@ class Sites(StatefulSumRule):
     ``optimizer_state``.
 
     **Precision.** Short local training moves σ hardly at all: its gradient is a hundred times smaller than its noise.
-    So the precision of a site is *measured*, by the gradients g of the mean loss of a batch of B examples, without
-    that of the cavity, by the means at the clients' draws, in all steps of the round:
+    So the precision of a site is *measured*, by the gradients :math:`g_i` of single examples' losses, without that of
+    the cavity, by the means at the clients' draws, in all steps of the round:
 
-    .. math:: \Lambda_k \leftarrow \Lambda_k + 0.3\,\Bigl(\tfrac{n_k}{\tau} B\,\overline{g^2} - \Lambda_k\Bigr)
+    .. math:: \Lambda_k \leftarrow \Lambda_k + 0.3\,\Bigl(\tfrac{n_k}{\tau} F_k - \Lambda_k\Bigr), \qquad
+              F_k = w_r B\,\overline{g^2} + (1 - w_r)\,\overline{g_i^2}, \qquad w_r = \min(1, 20 / r)
 
     (at the client's first visit, without the 0.3), where :math:`\tau / n_k` is the factor of the KL divergence in the
-    client's loss. Its mean counts by at most the global precision before the round, once it has a site: a client with
-    a burst of gradients does not take the mean over. :math:`B\,\overline{g^2}` is the diagonal of the empirical Fisher
-    information. It is never negative,
+    client's loss, and g the gradient of the mean loss of a batch of B examples. Both terms estimate the diagonal of the
+    empirical Fisher information; the first counts the square of a client's own mean gradient B times, so it is too
+    large for unlike clients, which holds the means steady while they still move. Layers whose single examples cannot be
+    told apart, as recurrent ones, keep it. A client's mean counts by at most the global precision before the round,
+    once it has a site: one with a burst of gradients does not take the mean over. :math:`F_k` is never negative,
     and right within rounds, whatever σ the layers begin with, which only the first round sees. The means end where the
     gradient of the pooled ELBO by the means is 0; the variances are those of the Fisher information there, not those of
     mean-field variational inference: see the page on rules for figures. Where an optimizer solves the local problem,
@@ -216,6 +219,11 @@ class Sites(StatefulSumRule):
         r"""Return :math:`\delta_r` of a round, counted from 0, in a federation of 1 / ``share`` clients."""
         damping = share if isinstance(self.damping, str) else self.damping
         return damping * min(1.0, (SETTLING / (round + 1)) ** 0.5)
+
+    @staticmethod
+    def batch_part(round: int) -> float:
+        r"""Return :math:`w_r` of a round, counted from 0: how much the squares of whole batches count."""
+        return min(1.0, SETTLING / (round + 1))
 
     def changed(
         self, base: Natural, site: Natural | None, trained: Natural, steps: Tensor, share: float, round: int,

@@ -26,6 +26,7 @@ from lightning_fedbayes.layers.functional import (
 )
 from lightning_fedbayes.layers.kl import SMALL, KLWatch, joined_kl_sum
 from lightning_fedbayes.layers.priors import FLOAT32, NormalPrior, Prior, choose_prior, map_tensors
+from lightning_fedbayes.layers.squares import with_tallies
 
 RELATIVE_STD = 0.1
 """Initial σ of a weight, as a part of the standard deviation of its deterministic initialisation: the variance of an
@@ -136,6 +137,7 @@ class BayesianAffine(BayesianLayer):
     """
 
     default_estimator: ClassVar[Estimator] = "reparameterization"
+    dims: ClassVar[int] = 0
 
     bias: Parameter | None
     mu_bias: Parameter | None
@@ -215,6 +217,15 @@ class BayesianAffine(BayesianLayer):
         return (output, self.kl_loss()) if return_kl else output
 
     def _output(self, op: functional.Op, x: Tensor) -> Tensor:
+        output = self._sampled(op, x)
+        if not self.replaced_priors or not torch.is_grad_enabled():
+            return output
+        tallies = [getattr(self.replaced_priors.get(name), "squares", None) for name in (self.weight_name, "bias")]
+        if tallies[0] is tallies[1] is None:
+            return output
+        return with_tallies(output, x, *tallies, op, self.dims)
+
+    def _sampled(self, op: functional.Op, x: Tensor) -> Tensor:
         weight_mean: Tensor = getattr(self, f"mu_{self.weight_name}")
         bias_mean = self.bias if self.mu_bias is None else self.mu_bias
         if self.mean_only:

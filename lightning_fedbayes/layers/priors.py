@@ -145,9 +145,10 @@ class CavityPrior:
         mean, std: m and s.
         curvature, slope: A and c, with the precision Λ and shift η of the client's site.
         step: :math:`\rho` > 0.
-
         tally: a zero that is added for every entry: its gradient is their number times the factor of the divergence in
             the loss. None: nothing is.
+        squares: a zero of the parameter's shape: its gradient is the sum of the squared gradients of single examples,
+            see :func:`~lightning_fedbayes.layers.squares.with_tallies`. None: none is taken.
 
     All tensors are of the parameter's shape; of a stack of clients, or in a joint prior, of any that broadcasts.
 
@@ -160,6 +161,7 @@ class CavityPrior:
     slope: Tensor
     step: Tensor
     tally: Tensor | None = field(default=None, kw_only=True)
+    squares: Tensor | None = field(default=None, kw_only=True)
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
         """The sum above, a scalar, with the gradient of autograd."""
@@ -201,7 +203,7 @@ class RenyiCavityPrior(CavityPrior):
     Args:
         mean, std, curvature, slope, step: see :class:`CavityPrior`.
         order: :math:`\alpha` in (0, 1).
-        tally: see :class:`CavityPrior`.
+        tally, squares: see :class:`CavityPrior`.
 
     Source: Mildner et al. 2025; see :class:`~lightning_fedbayes.fusion.Sites`.
     """

@@ -115,6 +115,7 @@ class RoundSites:
 
     Attributes:
         parameters: the Gaussian parameters of layers that have sites, by name.
+        batch_part: of squared gradients, see :meth:`~lightning_fedbayes.fusion.Sites.batch_part`.
         num_entries: their number of entries.
         names: of all parameters that have sites.
 
@@ -129,6 +130,7 @@ class RoundSites:
         self.share = share
         self.measures = rule.precision == "measured" or (rule.precision == "auto" and measures and rule.renyi is None)
         self.round = round if self.measures else 0
+        self.batch_part = rule.batch_part(self.round)
         self.module = module = model.module
         found, learned = gaussian_parameters(module), model.learned
         self.parameters = {name: found[name] for name in base.names if name in found and name not in model.local_names}
@@ -224,8 +226,12 @@ class RoundSites:
         if self.parameters and self.measures:
             tally = next(iter(priors.values())).curvature.new_zeros((), requires_grad=True)
         for name, parameter in self.parameters.items():
-            parameter.replace_prior(replace(priors[name], tally=tally))
-        return None if tally is None else GradientWatch(self.parameters, priors, tally, parts)
+            squares = None
+            if tally is not None and self.batch_part < 1:
+                squares = torch.zeros_like(parameter.mean, requires_grad=True)
+            priors[name] = replace(priors[name], tally=tally, squares=squares)
+            parameter.replace_prior(priors[name])
+        return None if tally is None else GradientWatch(self.parameters, priors, tally, parts, self.batch_part)
 
     def remove(self) -> None:
         """Give the layers their own priors back."""
@@ -285,21 +291,36 @@ class SquaredGradients:
 
     with the loss L, a mean over B examples plus :math:`\tau / n` times the divergence from the cavity, whose gradient
     by the mean is :math:`A d + c`. The factor :math:`\tau / n` is seen in training, as the gradient of a zero that
-    stands beside the divergence, the ``tally``: losses with any KL weight or warm-up are measured right.
+    stands beside the divergence, the ``tally``: losses with any KL weight or warm-up are measured right. A part of
+    :math:`g^2` gives way to :math:`\sum_i g_i^2`, the squares of the B examples' shares in g.
 
     Args:
         stacks: name → zeros of the shape of the parameter; in a stack (clients, *).
         clients: in the stack; None: one.
         parts: micro-batches that make one step; each loss is divided by it.
+        batch_part: of :math:`g^2` that stays.
     """
 
-    def __init__(self, stacks: Tensors, clients: int | None = None, parts: int = 1) -> None:
+    def __init__(
+        self, stacks: Tensors, clients: int | None = None, parts: int = 1, batch_part: float = 1.0
+    ) -> None:
         self.squares = stacks
         self.parts = parts
+        self.batch_part = batch_part
         shape = () if clients is None else (clients,)
         device = next(iter(stacks.values())).device
         self.steps = {name: torch.zeros(shape) for name in stacks}
         self.factor = torch.zeros(shape, device=device)
+
+    def of_batch(self, gradient: Tensor, single: Tensor | None) -> Tensor:
+        r"""Return what a batch adds to the squares.
+
+        Args:
+            gradient: g; it is squared in place.
+            single: :math:`\sum_i g_i^2`, None where it is not known.
+        """
+        whole = gradient.square_()
+        return whole if single is None else torch.lerp(single.to(whole), whole, self.batch_part)
 
     def precisions(self, num_examples: float, local_epochs: int, slot: int | None = None) -> Tensors:
         """Return name → precision of the data of a client; nothing of a parameter without a gradient.
@@ -319,6 +340,14 @@ class SquaredGradients:
         return found
 
 
+def take_gradient(tally: Tensor | None) -> Tensor | None:
+    """Return the gradient of a tally, which has none then; None if there is none."""
+    if tally is None or tally.grad is None:
+        return None
+    gradient, tally.grad = tally.grad, None
+    return gradient
+
+
 class GradientWatch:
     """Measures precisions along the local training of one client in the module itself.
 
@@ -329,17 +358,19 @@ class GradientWatch:
         priors: their cavities.
         tally: of all of them.
         parts: batches between two steps of the optimizer, whose gradients add up.
+        batch_part: see :class:`SquaredGradients`.
     """
 
     def __init__(
-        self, parameters: Mapping[str, GaussianParameter], priors: Mapping[str, CavityPrior], tally: Tensor, parts: int
+        self, parameters: Mapping[str, GaussianParameter], priors: Mapping[str, CavityPrior], tally: Tensor, parts: int,
+        batch_part: float,
     ) -> None:
         self._priors, self._tally = priors, tally
         self._seen: dict[str, tuple[Tensor, Tensor]] = {}
         self._before: Tensors = {}
         self._entries = sum(each.mean.numel() for each in parameters.values())
         self.measured = SquaredGradients(
-            {name: torch.zeros_like(each.mean) for name, each in parameters.items()}, parts=parts
+            {name: torch.zeros_like(each.mean) for name, each in parameters.items()}, parts=parts, batch_part=batch_part
         )
         self._handles = [
             each.mean.register_post_accumulate_grad_hook(partial(self._note, name))
@@ -365,7 +396,7 @@ class GradientWatch:
                 cavity, before = self._priors[name], None if first else self._before.get(name)
                 own = gradient if before is None else gradient - before
                 own = own - factor * torch.addcmul(cavity.slope, mean - cavity.mean, cavity.curvature)
-                self.measured.squares[name] += own.square_()
+                self.measured.squares[name] += self.measured.of_batch(own, take_gradient(cavity.squares))
                 self.measured.steps[name] += 1
         self._before = {name: gradient for name, (gradient, _) in self._seen.items()}
         self._seen = {}

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.fusion import Sites
-from lightning_fedbayes.layers import LinearReparameterization, kl_divergence
+from lightning_fedbayes.fusion.sites import MEMORY
+from lightning_fedbayes.layers import LinearReparameterization, kl_divergence, mean_only
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, RenyiCavityPrior
 from tests.federations import Plain, federate
 
@@ -366,6 +367,42 @@ def test_a_precision_is_measured_by_squared_gradients(options):
              whole(examples), **trainer)
     mean = fb.read_posterior(module).mean["layer.weight"]
     assert bool(mean.isfinite().all())
+
+
+class StillAtMeans(Still):
+    """Runs its layer, at the means; its posterior is as wide as the prior, so that no site moves the means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.layer.mu_weight)
+
+    def expected_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with mean_only(self):
+            return (y - self.layer(x)[:, 0]).square().mean() / 2 / NOISE**2
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"engine": "vectorized"}, {"accumulate_grad_batches": 2}, {"engine": "vectorized", "clients_at_once": 2},
+], ids=str)
+def test_squares_of_batches_give_way_to_those_of_single_examples(options, monkeypatch):
+    """In round 2 after a settling time of 1: half n/τ · B · g², half n/τ times the mean of g² over examples.
+
+    Nothing trains and all means are 0, so that both are the same in both rounds.
+    """
+    monkeypatch.setattr("lightning_fedbayes.fusion.sites.SETTLING", 1)
+    examples, options = data(), {"engine": "sequential", **options}
+    trainer = {name: options.pop(name) for name in list(options) if name.startswith("acc")}
+    federation = fb.FederatedBayes(fb.SizesPartition((30, 20, 10)), local_epochs=2, fusion="sites", **options)
+    federate(StillAtMeans(), federation, 2, whole(examples), **trainer)
+    sites = federation.state_dict()["clients"]
+    assert federation.clients is not None
+    for client, rows in enumerate(federation.clients.datasets):
+        x, y = (torch.stack(each) for each in zip(*rows))  # pyright: ignore[reportArgumentType]
+        of_each = -x * y[:, None] / NOISE**2
+        batch, single = len(x) * of_each.mean(0).square(), of_each.square().mean(0)
+        factor = len(x) * StillAtMeans.scale / StillAtMeans.weight
+        wanted = factor * (MEMORY * batch + (1 - MEMORY) * (batch + single) / 2)
+        torch.testing.assert_close(sites[client]["site"]["precision"], wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter, draw, sum_kl
-from lightning_fedbayes.layers.functional import softplus_std
+from lightning_fedbayes.layers.functional import Op, softplus_std
 from lightning_fedbayes.layers.kl import SMALL, JointDraw, JointKL, PlainGaussianKL, joined_kl_sum
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, Prior
+from lightning_fedbayes.layers.squares import RowTally, with_tallies
 from lightning_fedbayes.layers.whole_network import kl_divergence
 from lightning_fedbayes.private_torch import (
     outside_vmap,
@@ -32,7 +33,7 @@ from lightning_fedbayes.private_torch import (
     version_of,
 )
 from lightning_fedbayes.training.model import Tensors
-from lightning_fedbayes.training.sites import RoundSites
+from lightning_fedbayes.training.sites import RoundSites, take_gradient
 from lightning_fedbayes.training.vectorized import recurrent
 from lightning_fedbayes.training.vectorized.schedule import Slots, take_rows
 
@@ -246,6 +247,19 @@ def sample(mode: StackedOperations, means: Sequence[Tensor], rhos: Sequence[Tens
         with outside_vmap():
             draws[i] = torch.addcmul(mu, sigma, torch.randn_like(mu))
     return [to_client_view(drawn, mode.level) for drawn in draws if drawn is not None]
+
+
+def tallies(
+    mode: StackedOperations, output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, op: Op, dims: int
+) -> Tensor | None:
+    """:func:`~lightning_fedbayes.layers.squares.with_tallies` of every client's rows; None for anything else."""
+    stacks = [None if each is None else stack_of(each, mode.level) for each in (output, x, weight, bias)]
+    out, rows = stacks[:2]
+    if out is None or rows is None or dims or not out.dim() == rows.dim() == 3:
+        return None
+    with outside_vmap():
+        result: Any = RowTally.apply(*stacks)
+    return to_client_view(result, mode.level)
 
 
 def divergence(mode: StackedOperations, module: nn.Module) -> Tensor | None:
@@ -509,9 +523,22 @@ class StackedCavities:
             first = next(iter(self._stacks.values())).curvature
             chosen._tally = first.new_zeros(len(slots), requires_grad=True) if self._sites.measures else None
             chosen._joint = None if self._joint is None else _rows_of(self._joint, slots, chosen._tally)
-            chosen._stacks = {name: _rows_of(stack, slots, chosen._tally) for name, stack in self._stacks.items()}
+            chosen._stacks = {
+                name: replace(_rows_of(stack, slots, chosen._tally), squares=self._squares(stack, len(slots)))
+                for name, stack in self._stacks.items()
+            }
             self._chosen[key] = chosen
         return self._chosen[key]
+
+    def _squares(self, stack: CavityPrior, count: int) -> Tensor | None:
+        """Return the tallies of single examples of ``count`` clients; None if they are not asked for."""
+        if not self._sites.measures or self._sites.batch_part == 1:
+            return None
+        return stack.curvature.new_zeros((count, *stack.curvature.shape[1:]), requires_grad=True)
+
+    def squares(self, name: str) -> Tensor | None:
+        """Return the sums of squared gradients of single examples of a parameter, (clients, *); None if unknown."""
+        return take_gradient(self._stacks[name].squares)
 
     def factors(self) -> Tensor | None:
         """Return the factor of each client's divergence in its loss, as the last backward pass has seen it, (clients,).
@@ -554,7 +581,7 @@ class StackedCavities:
 
     def stacks(self) -> list[Tensor]:
         """Return what differs between clients, cavity by cavity in the order of :meth:`installed`."""
-        return [each for stack in self._stacks.values() for each in _seen(stack)]
+        return [each for stack in self._stacks.values() for each in seen(stack)]
 
     def joint(self, small: Sequence[GaussianParameter]) -> CavityPrior | None:
         """Return the joint cavity of the ``small`` parameters; None if one has another prior."""
@@ -573,9 +600,14 @@ class SeenCavity:
     def __init__(self, stack: CavityPrior, view: Callable[[Tensor], Tensor]) -> None:
         self._stack, self._view = stack, view
 
+    @property
+    def squares(self) -> Tensor | None:
+        """See :class:`~lightning_fedbayes.layers.priors.CavityPrior`."""
+        return None if self._stack.squares is None else self._view(self._stack.squares)
+
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
         """See :meth:`~lightning_fedbayes.layers.priors.CavityPrior.kl`."""
-        return with_own(self._stack, map(self._view, _seen(self._stack))).kl(mean, std)
+        return with_own(self._stack, map(self._view, seen(self._stack))).kl(mean, std)
 
 
 def _rows_of(cavity: CavityPrior, slots: Slots, tally: Tensor | None) -> CavityPrior:
@@ -587,15 +619,16 @@ def _own(cavity: CavityPrior) -> list[Tensor]:
     return [cavity.curvature, cavity.slope, cavity.step]
 
 
-def _seen(cavity: CavityPrior) -> list[Tensor]:
-    """Return what differs between clients, with the tally, if there is one."""
-    return _own(cavity) if cavity.tally is None else [*_own(cavity), cavity.tally]
+def seen(cavity: CavityPrior) -> list[Tensor]:
+    """Return what differs between clients, with the tallies that there are."""
+    return [*_own(cavity), *(each for each in (cavity.tally, cavity.squares) if each is not None)]
 
 
 def with_own(cavity: CavityPrior, own: Iterable[Tensor]) -> CavityPrior:
-    """Return ``cavity`` with other values of what differs between clients: curvature, slope, step, if any the tally."""
-    curvature, slope, step, *tally = own
-    return replace(cavity, curvature=curvature, slope=slope, step=step, tally=tally[0] if tally else None)
+    """Return ``cavity`` with other values of what differs between clients: curvature, slope, step, tallies if any."""
+    curvature, slope, step, *tallies = own
+    tally, squares = [*tallies, None, None][:2]
+    return replace(cavity, curvature=curvature, slope=slope, step=step, tally=tally, squares=squares)
 
 
 def shared_prior(gaussians: Sequence[GaussianParameter]) -> tuple[float, float] | None:
@@ -641,4 +674,5 @@ StackedOperations.replacements = {
     draw: sample,
     joined_kl_sum: kl_sum,
     kl_divergence: divergence,
+    with_tallies: tallies,
 }

@@ -99,7 +99,7 @@ class ClientStack:
             self._means = {name: names[id(each.mean)] for name, each in sites.parameters.items()}
             if sites.measures:
                 zeros = {name: torch.zeros_like(everything[mean]) for name, mean in self._means.items()}
-                self._squares = SquaredGradients(zeros, len(clients))
+                self._squares = SquaredGradients(zeros, len(clients), batch_part=sites.batch_part)
 
     def forward_backward(
         self, slots: Slots, batch: Any, batch_idx: int, *, clip: Clip | None = None
@@ -160,7 +160,7 @@ class ClientStack:
             if parameter.grad is not None:
                 scale = factors.view(-1, *[1] * (parameter.dim() - 1))
                 gradient = parameter.grad - scale * cavities.of_means(name, parameter)
-                add_rows(squares.squares[name], slots, gradient.square_())
+                add_rows(squares.squares[name], slots, squares.of_batch(gradient, cavities.squares(name)))
                 add_rows(squares.steps[name], slots, 1.0)
 
     def precisions(self, slot: int, num_examples: int, local_epochs: int) -> Tensors | None:

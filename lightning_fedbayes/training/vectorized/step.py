@@ -34,6 +34,7 @@ from lightning_fedbayes.training.vectorized.operations import (
     SeenCavity,
     StackedCavities,
     StackedOperations,
+    seen,
     with_own,
 )
 from lightning_fedbayes.training.vectorized.swap import ParameterSwap, with_attributes
@@ -152,7 +153,7 @@ class StackedStep:
         def step(views: Tensors, stacked: dict[str, Any], batch: Any, fields: list[Tensor]) -> list[Tensor]:
             held, given = {**attributes.shared, **stacked}, iter(fields)
             with nullcontext() if cavities is None else cavities.installed(
-                lambda stack: with_own(stack, islice(given, 3 if stack.tally is None else 4))
+                lambda stack: with_own(stack, islice(given, len(seen(stack))))
             ):
                 outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, ClientOperations())
             assembles.append(assemble)
