@@ -12,6 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_fedbayes.curvature.evidence import chosen_precision
 from lightning_fedbayes.errors import FederationError, check_choice, check_kind, check_number, check_strings, nearest
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
@@ -42,8 +43,15 @@ class Laplace:
         posterior = fb.Laplace().posterior(model, train_dataloader)
         predictive = fb.PosteriorPredictive(model, posterior)  # of the linearised network
 
+    Clients that have the same network send their part of the sum, and the result is that of the pooled data::
+
+        laplace = fb.Laplace(prior_std=None)
+        sites = [laplace.site(model, loader) for loader in loaders]  # at each client
+        posterior = laplace.fuse(model, sites)                       # at the server
+
     Under ``FederatedBayes(posterior=fb.Laplace())`` every client takes the pass after its local training, and its loss
-    gains the prior, or what the rule makes of it.
+    gains the prior, or what the rule makes of it. The information is that at the end of its training; by sites, whose
+    posterior is that of the global model, at the global model that it has received, once there is one.
 
     When to use it: for a network that has been trained already, or with an optimizer that is to stay. On its own,
     training should end at a maximum of the posterior: with a weight decay of :math:`\tau / n s^2`.
@@ -52,7 +60,8 @@ class Laplace:
         task: "classification": ``forward`` gives logits, and batches are (inputs, classes); "regression": it gives
             means under Gaussian noise, and batches are (inputs, targets).
         curvature: "ggn", or "empirical", which takes one backward pass per example in place of one per output.
-        prior_std: s > 0 of the prior N(0, s²).
+        prior_std: s > 0 of the prior N(0, s²). None: :meth:`posterior` and :meth:`fuse` choose it by the evidence
+            (:func:`~lightning_fedbayes.curvature.evidence.chosen_precision`).
         noise_std: standard deviation of the observation noise, for regression.
         temperature: :math:`\tau` > 0; 1 is Bayes. Where clients fit few examples perfectly, their curvature is next to
             nothing and the posterior as wide as the prior: 0.01 to 0.1 predict better.
@@ -67,7 +76,7 @@ class Laplace:
 
     task: Task = "classification"
     curvature: Curvature = "ggn"
-    prior_std: float = 1.0
+    prior_std: float | None = 1.0
     noise_std: float = 1.0
     temperature: float = 1.0
     parameters: Sequence[str] = ("*",)
@@ -75,7 +84,8 @@ class Laplace:
     def __post_init__(self) -> None:
         check_choice("task", self.task, get_args(Task))
         check_choice("curvature", self.curvature, get_args(Curvature))
-        check_number("prior_std", self.prior_std, "(0, 1e19)", why="it is a standard deviation")
+        if self.prior_std is not None:
+            check_number("prior_std", self.prior_std, "(0, 1e19)", why="it is a standard deviation")
         check_number("noise_std", self.noise_std, "(0, inf)", why="it is a standard deviation")
         check_number("temperature", self.temperature, "(0, inf)")
         object.__setattr__(self, "parameters", check_strings("parameters", self.parameters, "give patterns of names"))
@@ -90,15 +100,63 @@ class Laplace:
         Raises:
             FederationError: no parameter matches, or a batch is not (inputs, targets).
         """
+        return self.fuse(module, [self.site(module, batches)])
+
+    def site(self, module: nn.Module, batches: Iterable[Any]) -> Tensors:
+        r"""Return what a client sends to :meth:`fuse`: its :math:`\sum_i F_i / \tau`, by name.
+
+        Args:
+            module: the same at all clients.
+            batches: of the client's training data.
+
+        Raises:
+            FederationError: see :meth:`posterior`.
+        """
         check_kind("module", module, nn.Module, "give a torch.nn.Module")
-        chosen = chosen_parameters(module, self.parameters)
-        information, _ = self.information(module, chosen, batches)
+        return self.information(module, chosen_parameters(module, self.parameters), batches)[0]
+
+    def fuse(self, module: nn.Module, sites: Sequence[Mapping[str, Tensor]]) -> GaussianPosterior:
+        """Return the posterior of the pooled data of all clients, with copies of the module's parameters as means.
+
+        Args:
+            module: that the clients had.
+            sites: what :meth:`site` has returned, of every client.
+
+        Raises:
+            FederationError: there is no site, or one of another network, or with a value that is no information.
+        """
+        if not sites:
+            raise FederationError("fuse: no site; give what site() has returned, of every client")
         mean = {name: p.detach().clone() for name, p in module.named_parameters()}
+        chosen = chosen_parameters(module, self.parameters)
+        for number, site in enumerate(sites):
+            _check_site(number, site, chosen)
+        total = {name: torch.stack([site[name].to(p) for site in sites]).sum(0) for name, p in chosen.items()}
+        if self.prior_std is None:
+            precision = chosen_precision(total.values(), chosen.values())
+        else:
+            precision = self.prior_std**-2
         variance = {
-            name: (information[name] + self.prior_std**-2).reciprocal() if name in chosen else zeros_like(value)
+            name: (total[name] + precision).reciprocal() if name in total else zeros_like(value)
             for name, value in mean.items()
         }
         return GaussianPosterior(mean, variance, linearised=True)
+
+    def fixed_prior_std(self, who: str) -> float:
+        """Return s.
+
+        Args:
+            who: needs it.
+
+        Raises:
+            FederationError: it is to be chosen.
+        """
+        if self.prior_std is None:
+            raise FederationError(
+                f"Laplace(prior_std=None): {who} needs the prior from the start, and only posterior() and fuse() "
+                "choose it: give prior_std=1.0, and take the posterior of the trained network by them"
+            )
+        return self.prior_std
 
     def information(
         self, module: nn.Module, parameters: Mapping[str, Tensor], batches: Iterable[Any],
@@ -244,6 +302,24 @@ def chosen_parameters(module: nn.Module, patterns: Sequence[str]) -> Tensors:
             )
         found |= {name: p for name, p in matching.items() if id(p) not in own}
     return found
+
+
+def _check_site(number: int, site: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Raise FederationError unless a client's ``site`` is information of the ``parameters``."""
+    shapes = {name: tuple(value.shape) for name, value in site.items()}
+    wanted = {name: tuple(p.shape) for name, p in parameters.items()}
+    if shapes != wanted:
+        name = next(iter(dict(shapes.items() ^ wanted.items())))
+        raise FederationError(
+            f"sites[{number}]: '{name}' is {shapes.get(name, 'missing')}, and that of the module is "
+            f"{wanted.get(name, 'missing')}: all clients have to take site() of this module"
+        )
+    for name, value in site.items():
+        if not bool((torch.isfinite(value) & (value >= 0)).all()):
+            raise FederationError(
+                f"sites[{number}]['{name}'] is negative or not finite, and information is a sum of squares: leave this "
+                "client out"
+            )
 
 
 def output_of_one(module: nn.Module, values: Mapping[str, Tensor], example: Any) -> Tensor:

@@ -94,6 +94,7 @@ class KroneckerLaplace:
 
     def __post_init__(self) -> None:
         check_kind("curvature", self.curvature, Laplace, "give a Laplace")
+        self.curvature.fixed_prior_std("KroneckerLaplace")
         check_number("damping", self.damping, "[0, inf)")
 
     def site(self, module: nn.Module, batches: Iterable[Any]) -> KroneckerSite:
@@ -155,7 +156,7 @@ class KroneckerLaplace:
         for layer in sites[0].inputs:
             terms[layer] = [(each.inputs[layer].double(), each.outputs[layer].double()) for each in sites]
             level = sum(float(a.diagonal().mean() * b.diagonal().mean()) for a, b in terms[layer])
-            priors[layer] = self.curvature.prior_std**-2 + self.damping * level
+            priors[layer] = self.curvature.fixed_prior_std("KroneckerLaplace") ** -2 + self.damping * level
             centre = joined(layer, {name: value.double() for name, value in mean.items()})
             # relative to the average: the prior's shares leave it as it is, and rounding is that of the differences
             moved = [joined(layer, each.mean).double() - centre for each in sites]

@@ -178,9 +178,10 @@ class Engine(ABC):
         """
         assert self.model.learned is not None
         batches = (self.context.bring(batch) for batch in self._loader.batches(client.round, client.number))
-        return self.model.learned.measured(
-            TrainedClient(client.num_examples, values, buffers, optimizer, self._priors(state), lambda: batches)
-        )
+        return self.model.learned.measured(TrainedClient(
+            client.num_examples, values, buffers, optimizer, self._priors(state), self.model.received(state.local),
+            lambda: batches,
+        ))
 
     def sent_and_kept(
         self, client: int, posterior: GaussianPosterior, measured: Tensors | None = None

@@ -35,6 +35,7 @@ class TrainedClient:
         buffers: its buffers.
         state: of its optimizer, by the number of the parameter.
         priors: its own, such as cavities; None: those of all clients.
+        received: parameters and buffers with which it began, name → tensor.
         batches: gives its training data, batch by batch, as ``training_step`` gets them.
     """
 
@@ -43,6 +44,7 @@ class TrainedClient:
     buffers: Mapping[str, Tensor]
     state: Mapping[int, Mapping[str, Any]]
     priors: Priors | None
+    received: Mapping[str, Tensor]
     batches: Callable[[], Iterable[Any]]
 
 
@@ -229,7 +231,10 @@ class CurvaturePosterior(LearnedPosterior):
     r"""The posterior of a :class:`~lightning_fedbayes.Laplace` approximation, taken after each client's training.
 
     The prior, or cavity :math:`\exp(b\theta - \tfrac12 A\theta^2)` to the power of :math:`1/\rho`, is a part of the
-    loss; the precision is :math:`(\sum_i F_i + A) / \rho`.
+    loss; the precision is :math:`(\sum_i F_i + A) / \rho`. The information :math:`F_i` is that at the end of training.
+    By sites it is that at the global model which the client has received, unless nobody has trained that: all sites are
+    of one model, and a client that fits its own examples perfectly ends where they say next to nothing. Where clients'
+    posteriors are averaged, information weighs what each client has learnt, and stays that of its own model.
 
     Args:
         source: the user's.
@@ -237,7 +242,7 @@ class CurvaturePosterior(LearnedPosterior):
         optimizers: that train it.
 
     Raises:
-        FederationError: an optimizer has a prior of its own, weight decay.
+        FederationError: an optimizer has a prior of its own, weight decay, or the source's prior is to be chosen.
     """
 
     linearised = True
@@ -251,13 +256,13 @@ class CurvaturePosterior(LearnedPosterior):
                     f"posterior=Laplace(): {type(optimizer).__name__} has {has}, and Laplace adds its prior to the "
                     "loss: leave that out"
                 )
-        self._source, self._module = source, module
+        self._source, self._module, self._prior_std = source, module, source.fixed_prior_std("FederatedBayes")
         chosen = chosen_parameters(module, source.parameters)
-        super().__init__({name: (p, source.prior_std**2) for name, p in chosen.items()})
+        super().__init__({name: (p, self._prior_std**2) for name, p in chosen.items()})
 
     def prior_std(self, name: str) -> float:
         """See :meth:`LearnedPosterior.prior_std`."""
-        return self._source.prior_std
+        return self._prior_std
 
     def _prior_of(self, name: str, natural: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         return natural[name] if natural else natural_prior(self.prior_std(name), full(self.variances[name]))
@@ -271,8 +276,11 @@ class CurvaturePosterior(LearnedPosterior):
 
     def measured(self, client: TrainedClient) -> Tensors:
         """See :meth:`LearnedPosterior.measured`."""
-        values = {name: client.values[name].detach() for name in self.variances}
-        others = {name: value.detach() for name, value in {**client.values, **client.buffers}.items()}
+        is_trained = any(bool((each != self._first[name]).any()) for name, each in self.variances.items())
+        has_site = client.priors is not None
+        where = client.received if has_site and is_trained else {**client.values, **client.buffers}
+        others = {name: value.detach() for name, value in where.items()}
+        values = {name: others[name] for name in self.variances}
         information, _ = self._source.information(self._module, values, client.batches(), others)
         natural, variances = self.natural(client.priors), {}
         for name, each in information.items():

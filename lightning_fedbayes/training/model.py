@@ -160,6 +160,11 @@ class ResidentModel:
                         parameter.copy_(local[name])
             self._write_buffers({name: local[name] for name in self._kept_buffer_names})
 
+    def received(self, local: Tensors) -> Tensors:
+        """Return the parameters and buffers with which a client begins that has kept ``local``, not copied."""
+        kept = {name: local[name] for name in (*self._kept_parameters, *self._kept_buffer_names) if name in local}
+        return {**self.global_parameters, **self.global_buffers, **kept}
+
     def with_local(self, posterior: GaussianPosterior, local: Tensors) -> GaussianPosterior:
         """Return ``posterior`` with the parameters that never leave a client, as they are at the client.
 

@@ -139,6 +139,36 @@ def test_one_client_s_posterior_is_that_of_its_module():
     assert torch.allclose(flat(federation.posterior), flat(alone), rtol=1e-4)
 
 
+@pytest.mark.parametrize("prior_std", [0.5, None])
+def test_sites_of_one_network_add_up_to_the_posterior_of_the_pooled_data(prior_std):
+    """Exactly so, whichever client has which examples, as information is a sum over them."""
+    module, laplace = network(), fb.Laplace(prior_std=prior_std, temperature=0.5)
+    x, y = blobs(60).tensors
+    pooled = laplace.posterior(module, [(x, y)])
+    for partition in (fb.DirichletPartition(clients=4, alpha=0.1), fb.IIDPartition(clients=7)):
+        parts = partition.split(y, seed=0).indices
+        found = laplace.fuse(module, [laplace.site(module, [(x[rows], y[rows])]) for rows in parts])
+        assert torch.allclose(flat(found), flat(pooled), rtol=1e-5)
+        assert all(torch.equal(found.mean[name], p) for name, p in module.named_parameters())
+        assert found.linearised
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("batch_norm", [False, True])
+@pytest.mark.parametrize(("fusion", "rounds"), [(fb.Sites(1.0, 1.0), 2), ("reverse_kl_barycenter", 3)])
+def test_sites_take_the_information_at_the_model_received_and_averages_at_their_own(engine, batch_norm, fusion, rounds):
+    """One client, undamped: the precision after three rounds is that at the model after ``rounds`` of them."""
+
+    def after(rounds):
+        made = Own(network(batch_norm=batch_norm), lr=0.01)  # small steps, which no bound of the rule holds back
+        return run(engine, rounds, partition=fb.IIDPartition(1), module=made, fusion=fusion)
+
+    at = {each: flat(fb.Laplace().posterior(after(each)[1].lightning_module, loader(shuffle=False))) for each in (2, 3)}
+    found = flat(after(3)[0].posterior)
+    assert torch.allclose(found, at[rounds], rtol=1e-4)
+    assert not torch.allclose(found, at[5 - rounds], rtol=1e-2)
+
+
 @pytest.mark.parametrize("settings", [
     {}, {"fusion": "sites", "local_epochs": 2}, {"prior": "global"}, {"clients_at_once": 3},
     {"fusion": "sites", "local_parameters": ["*bias"]}, {"fusion": "coordinate_median", "optimizer_state": "keep"},
@@ -300,6 +330,7 @@ def dicts(batch):
         (Own, {"source": fb.Laplace(parameters=["head.*"])}, "'head.*' matches no parameter"),
         (Own, {"source": fb.Laplace("regression")}, "task='classification'"),
         (Own, {"source": fb.Laplace(prior_std=0.5), "fusion": "sites"}, "fb.Sites"),
+        (Own, {"source": fb.Laplace(prior_std=None)}, "FederatedBayes needs the prior from the start"),
         (Own, {"source": "laplace"}, "posterior='laplace'"),
         (Own, {"source": fb.SWAG(), "fusion": "sites"}, "has no prior"),
         (Learned, {"source": fb.SWAG()}, "not IVON"),
@@ -326,6 +357,10 @@ def test_a_batch_that_is_no_pair_is_refused():
         (lambda: fb.Laplace(temperature=0.0), "temperature=0.0"),
         (lambda: fb.Laplace().posterior(nn.Linear(2, 2), [[torch.zeros(1, 2), torch.zeros(1)]]), "one class"),
         (lambda: fb.Laplace().posterior("network", []), "module"),
+        (lambda: fb.KroneckerLaplace(fb.Laplace(prior_std=None)), "KroneckerLaplace needs the prior"),
+        (lambda: fb.Laplace().fuse(nn.Linear(2, 2), []), "no site"),
+        (lambda: fb.Laplace().fuse(nn.Linear(2, 2), [{"weight": torch.ones(2, 2)}]), "'bias' is missing"),
+        (lambda: fb.Laplace().fuse(nn.Linear(2, 1, bias=False), [{"weight": -torch.ones(1, 2)}]), "negative"),
         (lambda: fb.SWAG(start=1.0), "start=1.0"),
         (lambda: fb.SWAG(scale=0.0), "scale=0.0"),
         (lambda: fb.SWAG(min_std=0.0), "min_std=0.0"),
