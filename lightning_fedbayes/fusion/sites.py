@@ -103,8 +103,8 @@ class Sites(StatefulSumRule):
     their sums are exact: prior + Σ sites is the server's state to the last bit. Figures:
     ``sites/held_back`` counts entries that the server had to keep above the bound, which clients of this package never
     cause; ``sites/change`` is the divergence of the new posterior from the old one, in nats per parameter;
-    ``sites/distance``, from round 30 on, estimates how far it still is from where the rounds take it
-    (:func:`~lightning_fedbayes.fusion.trend.followed`).
+    ``sites/distance``, from round 20 on, estimates how far it still is from where the rounds take it, by how far it has
+    come since at most half of them (:func:`~lightning_fedbayes.fusion.trend.followed`).
 
     Deterministic parameters :math:`\theta` take the form of FedDyn, which is consensus ADMM. The loss of local
     training, a mean over examples, gains :math:`\tfrac{\mu}{2} \|\theta - \theta_g\|^2 - \langle v_k, \theta - \theta_g

@@ -1,4 +1,4 @@
-r"""Estimate of how far a posterior still is from where its rounds take it, from the trend of its changes."""
+r"""Estimate of how far a posterior still is from where its rounds take it, by how far it has come since an earlier one."""
 
 from __future__ import annotations
 
@@ -7,44 +7,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-INTERVAL = 10
-"""Rounds between two looks at the posterior: the noise of local training averages out between them."""
-MOST = 0.95
-"""Largest part of a step that the next one can repeat: beyond, no end is in sight, and the estimate is a bound."""
+FIRST = 10
+"""First round that the posterior is compared with; the others are 20, 40, 80 and so on."""
 
 
 def followed(trail: dict[str, Any], precision: Tensor, mean: Tensor) -> dict[str, Any]:
     r"""Return the trail of a posterior with one more round.
 
-    Every tenth round the posterior is looked at. With the steps :math:`D_1, D_2` of the last two tens of rounds, of
-    every mean in posterior standard deviations and every :math:`\sqrt2 \log \sigma`, the part of a step that the next
-    one repeats is :math:`q = \langle D_1, D_2 \rangle / \langle D_1, D_1 \rangle`. Steps that go on like that sum up to
-    :math:`D_2\, q / (1 - q)`, so the distance, a KL divergence in nats per parameter, is about
+    .. math:: \text{distance} = \frac1P KL(q_r \| q_s), \qquad s = 10 \cdot 2^j \le r / 2
 
-    .. math:: \frac{\| D_2 \|^2}{2P} \max\Bigl(1, \frac{q}{1 - q}\Bigr)^2,
-
-    which is that of the last ten rounds where steps have no direction (:math:`q \le \tfrac12`). A posterior that creeps
-    in one direction has q near 1: a small change is not a small distance.
+    with the largest such s, in nats per parameter. Rounds whose noise has to average out approach their end as a power
+    of their number, so what is left is of the size of what the last half or more of them have changed. What a single
+    round changes says nothing of that, because steps fall. Noise around the end counts.
 
     Args:
         trail: as this function returned it; empty before the first round.
         precision, mean: of the posterior now, shape (P,).
 
-    Returns: "rounds", what is needed for the next estimate, and, from round 30 on, "distance".
+    Returns: "rounds", "marks" (the last two posteriors that it is or will be compared with, by round), and, from round
+    20 on, "distance".
     """
     rounds = trail.get("rounds", 0) + 1
-    trail = {**trail, "rounds": rounds}
-    if rounds % INTERVAL:
-        return trail
-    mean, log_std = mean.float(), precision.log().mul(-0.5).float()
-    if "mean" in trail:
-        before = trail["mean"].to(mean.device), trail["log_std"].to(mean.device)
-        step = torch.cat([(mean - before[0]) * (-log_std).exp(), (log_std - before[1]) * 2**0.5])
-        if "step" in trail:
-            last = trail["step"].to(step.device)
-            repeated = float(torch.dot(last, step) / torch.dot(last, last).clamp_min(1e-30))
-            repeated = min(repeated, MOST)
-            factor = max(1.0, repeated / (1 - repeated))
-            trail["distance"] = float(torch.dot(step, step)) / 2 / max(1, len(mean)) * factor**2
-        trail["step"] = step
-    return {**trail, "mean": mean, "log_std": log_std}
+    marks: dict[int, dict[str, Tensor]] = dict(trail.get("marks", {}))
+    trail = {**trail, "rounds": rounds, "marks": marks}
+    behind = [each for each in marks if each <= rounds / 2]
+    if behind:
+        mark = {name: value.to(mean.device, mean.dtype) for name, value in marks[max(behind)].items()}
+        ratio, move = mark["precision"] / precision, mean - mark["mean"]
+        terms = ratio - 1 - ratio.log() + mark["precision"] * move.square()
+        trail["distance"] = float(terms.mean()) / 2 if len(mean) else 0.0
+    tens = rounds // FIRST
+    if rounds % FIRST == 0 and tens & (tens - 1) == 0:  # a power of two
+        last = {each: marks[each] for each in sorted(marks)[-1:]}
+        trail["marks"] = {**last, rounds: {"precision": precision.float(), "mean": mean.float()}}
+    return trail
