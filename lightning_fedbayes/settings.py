@@ -51,7 +51,7 @@ class FederationSettings:
     partition: Partition | None = None
     local_epochs: int = 1
     fraction: Fraction = 1.0
-    fusion: Fusion = "reverse_kl_barycenter"
+    fusion: Fusion | None = None
     weighting: Weighting = "train_size"
     engine: EngineName = "auto"
     clients_at_once: int | None = None
@@ -73,7 +73,7 @@ class FederationSettings:
         """Check every argument and bring it into one form."""
         if isinstance(self.fusion, str) and self.fusion == "auto":
             self._set("fusion", AutoFusion())
-        elif not isinstance(self.fusion, AutoFusion):
+        elif self.fusion is not None and not isinstance(self.fusion, AutoFusion):
             self._set("fusion", next(iter(candidates(self.fusion).values())))
         check_weighting(self.weighting)
         check_partition(self.partition)
@@ -114,6 +114,16 @@ class FederationSettings:
         """The attacks of adversaries."""
         return attacks_of(self.adversaries)
 
+    def obstacle_to_sites(self) -> str | None:
+        """Return the first setting that sites do not go with, as text; None if there is none."""
+        if self.attacks:
+            return "adversaries are given, and sites trust their clients"
+        try:
+            check_sites(self)
+        except FederationError as error:
+            return str(error).partition(" with fusion=")[0] + " is given"
+        return None
+
     def server_options(self) -> dict[str, Any]:
         """Return the arguments of :class:`~lightning_fedbayes.server.Server`."""
         names = ("fusion", "weighting", "min_clients", "max_failed_rounds", "max_influence")
@@ -121,13 +131,13 @@ class FederationSettings:
 
     def described(self) -> dict[str, Any]:
         """Return the settings as they are logged: numbers, strings and lists of them, in the order of the arguments."""
-        rules = candidates(self.fusion)
+        rules = {} if self.fusion is None else candidates(self.fusion)
         weighting = self.weighting if isinstance(self.weighting, str) else getattr(self.weighting, "__name__", "custom")
         auto = isinstance(self.fusion, AutoFusion)
         forms = {
             "partition": repr(self.partition),
-            "fusion": f"auto({', '.join(rules)})" if auto else rule_name(next(iter(rules.values()))),
-            "weighting": weighting if any(rule.uses_weights for rule in rules.values()) else "none",
+            "fusion": f"auto({', '.join(rules)})" if auto else next(map(rule_name, rules.values()), None),
+            "weighting": weighting if not rules or any(rule.uses_weights for rule in rules.values()) else "none",
             "local_parameters": list(self.local_parameters),
             "adversaries": [repr(attack) for attack in self.attacks],
             "privacy": repr(self.privacy),
@@ -140,9 +150,9 @@ def check_hierarchical(settings: FederationSettings) -> None:
     """Raise FederationError if the rounds of ``settings`` would not be those of a hierarchical model."""
     rule = settings.fusion
     if not isinstance(rule, FusionRule) or rule_name(rule) != "linear_pool" or settings.weighting != "equal":
-        name = "auto" if isinstance(rule, AutoFusion) else rule_name(rule)
+        name = repr(rule_name(rule)) if isinstance(rule, FusionRule) else "'auto'" if rule else None
         raise FederationError(
-            f"prior='hierarchical' with fusion='{name}' and weighting={shown(settings.weighting)}: mean and spread of "
+            f"prior='hierarchical' with fusion={name} and weighting={shown(settings.weighting)}: mean and spread of "
             "the population are the moments of all clients together. Give fusion='linear_pool', weighting='equal'"
         )
     if isinstance(settings.posterior, SWAG):

@@ -71,7 +71,10 @@ class FederatedBayes(L.Callback):
         fraction: share of the clients that take part in a round, C in (0, 1], drawn anew in every round; "turns": one
             client in each round, in the order of their numbers.
         fusion: name of a fusion rule (:func:`~lightning_fedbayes.available_fusions`) or a rule object; "auto", or an
-            :class:`~lightning_fedbayes.AutoFusion`, chooses one in every round on the validation data.
+            :class:`~lightning_fedbayes.AutoFusion`, chooses one in every round on the validation data. None: "sites",
+            whose posterior is right after many rounds, where they go: Bayesian layers with one normal prior, or a
+            network of point masses; clients that keep no more than 1 GiB; and no other setting that speaks against
+            them. Elsewhere "reverse_kl_barycenter". A line says which, and why.
         weighting: how much each client counts: "equal", "train_size", "max_discrepancy", "distance", their "_l2"
             forms, or a function from a list of :class:`~lightning_fedbayes.weighting.ClientFacts` to weights.
         engine: "sequential": clients train one after another. "vectorized": they train at once, as one stack of
@@ -130,7 +133,7 @@ class FederatedBayes(L.Callback):
         *,
         local_epochs: int = 1,
         fraction: Fraction = 1.0,
-        fusion: Fusion = "reverse_kl_barycenter",
+        fusion: Fusion | None = None,
         weighting: Weighting = "train_size",
         engine: EngineName = "auto",
         clients_at_once: int | None = None,
@@ -148,7 +151,7 @@ class FederatedBayes(L.Callback):
         keep_posteriors: bool = False,
         seed: int = 0,
     ) -> None:
-        self.settings = FederationSettings(
+        self.settings = self._given = FederationSettings(
             partition, local_epochs, fraction, fusion, weighting, engine, clients_at_once, prior, optimizer_state,
             buffers, local_parameters, min_clients, max_failed_rounds, max_influence, adversaries, privacy, posterior,
             proximal, keep_posteriors, seed,
@@ -250,6 +253,7 @@ class FederatedBayes(L.Callback):
         """Check the Trainer and put the clients between it and its training loader."""
         if stage != "fit":
             return
+        self.settings = self._given
         check_trainer(trainer, pl_module, self.settings)
         use_whole_checkpoints(trainer)
         if trainer.current_epoch == 0:  # a new federation: what an earlier fit left is no part of it
@@ -323,7 +327,7 @@ class FederatedBayes(L.Callback):
         if earlier is None and self._federation is not None:
             earlier = self.state_dict()
         federation = make_federation(self.settings, loop.context(), loader, loop.collective, loop.held_out_batches)
-        self._federation = federation
+        self._federation, self.settings = federation, federation.settings
         if earlier is not None:
             check_same_federation(trainer, earlier["settings"], self.described())
             federation.load_state_dict(earlier)

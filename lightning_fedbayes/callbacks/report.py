@@ -334,7 +334,8 @@ def tell_of_sites(history: Sequence[Mapping[str, float]]) -> None:
     elbo = f"; the pooled ELBO is about {last['sites/elbo']:.4g} nats per example" if "sites/elbo" in last else ""
     rank_zero_info(
         f"Sites: after round {last['round']:.0f} the posterior is {left} from where the rounds take it (by "
-        f"what the last half of them and more have changed, from the 20th on); that round has changed it by {last['sites/change']:.2g}{foreign}{elbo}."
+        f"what the last half of them and more have changed, from the 20th on); that round has changed it by "
+        f"{last['sites/change']:.2g}{foreign}{elbo}."
     )
 
 

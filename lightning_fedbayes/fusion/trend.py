@@ -1,10 +1,9 @@
-r"""Estimate of how far a posterior still is from where its rounds take it, by how far it has come since an earlier one."""
+r"""Estimate of how far a posterior still is from where its rounds take it, by how far it has come lately."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 FIRST = 10

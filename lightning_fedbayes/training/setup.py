@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,12 +11,12 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.errors import CannotVectorize
 from lightning_fedbayes.exchange import ALONE, Collective
-from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.plan import choose_cohort
 from lightning_fedbayes.privacy import check_no_buffers
-from lightning_fedbayes.settings import FederationSettings
+from lightning_fedbayes.settings import AutoFusion, FederationSettings
 from lightning_fedbayes.training.client import Client
 from lightning_fedbayes.training.context import TrainingContext
+from lightning_fedbayes.training.default import default_fusion
 from lightning_fedbayes.training.engine import Engine
 from lightning_fedbayes.training.federation import Federation
 from lightning_fedbayes.training.loader import FederatedLoader
@@ -59,6 +60,10 @@ def make_federation(
     model = ResidentModel(
         context.module, settings.local_parameters, settings.buffers, learned, settings.is_hierarchical
     )
+    if settings.fusion is None:
+        rule, why = default_fusion(settings, model, len(loader.clients))
+        rank_zero_info(f"Fusion: {why}.")
+        settings = replace(settings, fusion=rule)
     if settings.privacy is not None:
         check_no_buffers(model.federated_buffers)
     engine = make_engine(settings, context, model, loader)

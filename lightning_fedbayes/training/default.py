@@ -1,0 +1,50 @@
+"""The fusion rule of a federation that has not been told any."""
+
+from __future__ import annotations
+
+from lightning_fedbayes.fusion import FusionRule, Sites, get_rule
+from lightning_fedbayes.layers.base import BayesianLayer
+from lightning_fedbayes.layers.posterior_view import gaussian_parameters
+from lightning_fedbayes.layers.priors import NormalPrior
+from lightning_fedbayes.settings import FederationSettings
+from lightning_fedbayes.training.model import ResidentModel
+
+BYTES_PER_ENTRY = 24
+"""That a client keeps by sites for each entry of a posterior: two numbers of a site, and Adam's state of mean and ρ."""
+
+MOST_KEPT = 2**30
+"""Bytes of all clients up to which sites are the default."""
+
+
+def default_fusion(settings: FederationSettings, model: ResidentModel, num_clients: int) -> tuple[FusionRule, str]:
+    """Return what ``fusion=None`` is for a network, and a line that says so.
+
+    Averages go to the prior's width over many rounds, sites do not (benchmarks/posterior/ROUNDS.md); a network of point
+    masses ends where pooled training would.
+
+    Args:
+        settings: of the federation.
+        model: the resident one.
+        num_clients: of the federation.
+    """
+    found = gaussian_parameters(model.module)
+    layers = [each.layer for name, each in found.items() if name not in model.local_names]
+    priors = [prior for layer in layers if isinstance(layer, BayesianLayer) for prior in layer.priors.values()]
+    normal = {(each.mean, each.std) for each in priors if isinstance(each, NormalPrior) and each.is_scalar}
+    kept = sum(value.numel() for value in model.read_posterior().mean.values()) * BYTES_PER_ENTRY * num_clients
+    obstacle = settings.obstacle_to_sites()
+    if obstacle is None and model.learned is not None:
+        obstacle = "sites of a posterior outside of Bayesian layers are too narrow for many rounds"
+    elif obstacle is None and layers and (
+        len(normal) != 1 or not all(isinstance(layer, BayesianLayer) for layer in layers)
+        or not all(isinstance(each, NormalPrior) and each.is_scalar for each in priors)
+    ):
+        obstacle = "the Bayesian layers do not share one normal prior, or are of another package"
+    elif obstacle is None and kept > MOST_KEPT:
+        obstacle = f"sites of {num_clients} clients would take {kept / 2**30:.1f} GiB"
+    if obstacle is not None:
+        return get_rule("reverse_kl_barycenter"), f"an average, 'reverse_kl_barycenter', since {obstacle}"
+    if not layers:
+        return Sites(), "sites, which is FedDyn for a network of point masses"
+    mean, std = (float(each) for each in next(iter(normal)))
+    return Sites(prior_mean=mean, prior_std=std), "sites, whose posterior keeps its meaning over many rounds"
