@@ -86,7 +86,9 @@ def compare(name: str, make: Any, clients: int, times: int, rounds: int) -> list
         clock = Clock()
         trainer = L.Trainer(
             max_epochs=rounds, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[fb.FederatedBayes(fb.IIDPartition(clients), engine=engine), clock],
+            enable_model_summary=False, callbacks=[
+                fb.FederatedBayes(fb.IIDPartition(clients), fusion="reverse_kl_barycenter", engine=engine), clock,
+            ],
         )
         trainer.fit(make(), DataLoader(data, BATCH, shuffle=True))
         medians.append(1e3 * statistics.median(clock.times[1:]))

@@ -10,7 +10,6 @@ measured against them, so that without them the whole file has to go. The tables
 from __future__ import annotations
 
 import argparse
-import inspect
 import io
 import json
 import math
@@ -53,7 +52,7 @@ FEDERATED: dict[str, dict[str, Any]] = {
     "sites": {"fusion": "sites"},
     "IVON + sites": {"fusion": "sites"},
     "Laplace + sites": {"fusion": "sites", "posterior": fb.Laplace()},
-    "default rule": {},
+    "reverse_kl_barycenter": {"fusion": "reverse_kl_barycenter"},
 }
 """Options of the federation; everything else is its default."""
 PLAIN = ("IVON + sites", "Laplace + sites")
@@ -328,12 +327,12 @@ def table(done: Results, problem: str) -> str:
         if not found:
             continue
         if method == FULL and not has_converged(done, problem):
-            rows.append([label(method), len(found), "did not converge", "", "", ""])
+            rows.append([method, len(found), "did not converge", "", "", ""])
             continue
         ratios = [each["mutual_information"] / exact["mutual_information"] for each in found]
         nll, variation, coverage = (
             statistics.fmean(each[key] for each in found) for key in ("nll", "total_variation", "coverage"))
-        rows.append([label(method), len(found), f"{nll - exact['nll']:+.3f}", f"{variation:.3f}",
+        rows.append([method, len(found), f"{nll - exact['nll']:+.3f}", f"{variation:.3f}",
                      f"{statistics.fmean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", f"{coverage:.2f}"])
     heads = ["method", "seeds", "NLL − NUTS's", "total variation", "mutual information / NUTS's (its range)",
              "coverage of 90 %"]
@@ -343,13 +342,6 @@ def table(done: Results, problem: str) -> str:
 def of(done: Results, problem: str, method: str) -> list[dict[str, Any]]:
     """Return what the seeds of a method gave."""
     return [found for cell, found in done.items() if (cell.problem, cell.method) == (problem, method)]
-
-
-def label(method: str) -> str:
-    """Return the name of a row; the default rule says which it is."""
-    if method != "default rule":
-        return method
-    return f"default rule, {inspect.signature(fb.FederatedBayes).parameters['fusion'].default}"
 
 
 def has_converged(done: Results, problem: str) -> bool:

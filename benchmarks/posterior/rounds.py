@@ -1,8 +1,9 @@
 """Width by round: mutual information and σ of every method at its defaults, beside a converged pooled posterior.
 
-    python -m benchmarks.posterior.rounds [--only rounds|grid] [--data DIR] [--out FOLDER]
+    python -m benchmarks.posterior.rounds [--only rounds|long|grid] [--data DIR] [--out FOLDER]
 
 "rounds": the demo's federation, and the same on two data sets that no default was chosen on, up to 300 rounds.
+"long": ``fusion=None`` beside federated averaging, looked at every tenth round of 200.
 "grid": sites and bayes_admm from every start: initial σ × KL weight × local epochs × estimator, 200 rounds each. Two
 of the data sets ship with scikit-learn; kin8nm lies in DIR/uci_regression, and without --data its cells are left out.
 Each finished cell is one line of FOLDER/rounds.jsonl, and no cell is run twice. The tables are written into ROUNDS.md.
@@ -51,10 +52,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "sites": {"fusion": "sites"}, "bayes_admm": {"fusion": "bayes_admm"}, "pvi": {"fusion": "pvi"},
     "reverse_kl_barycenter": {"fusion": "reverse_kl_barycenter"}, "linear_pool": {"fusion": "linear_pool"},
     "conflation": {"fusion": "conflation"}, "gaussian_fit": {"fusion": "gaussian_fit"},
-    "fedavg": {"fusion": "fedavg"}, "sites, no layers": {"fusion": "sites"}, "IVON + sites": {"fusion": "sites"},
+    "default": {},
+    "fedavg": {"fusion": "fedavg"}, "default, no layers": {}, "sites, no layers": {"fusion": "sites"},
+    "IVON + sites": {"fusion": "sites"},
 }
 """Rows: those from "fedavg" on have no Bayesian layers."""
-PLAIN = ("fedavg", "sites, no layers", "IVON + sites")
+PLAIN = ("fedavg", "default, no layers", "sites, no layers", "IVON + sites")
+LONG = ("default", "default, no layers", "fedavg")
+"""Rows of the study "long" alone, the last beside those of "rounds"."""
 STARTS: tuple[float | None, ...] = (None, 0.008, 0.05, 0.3)
 LEVELS = (STARTS, (0.05, 0.3, 1.0), (1, 2, 8), ("flipout", "local_reparameterization"), ("sites", "bayes_admm"))
 """Of the grid: initial σ (None: the layers' own), KL weight, local epochs, estimator, rule."""
@@ -128,7 +133,9 @@ def cells() -> list[Cell]:
     found = []
     for method in ("pooled", *BARS):
         found += [Cell("rounds", data, method, seed) for seed in range(3) for data in SOURCES]
-    found += [Cell("rounds", data, method, 0) for data in SOURCES for method in METHODS if method not in BARS]
+    others = [method for method in METHODS if method not in BARS and not method.startswith("default")]
+    found += [Cell("rounds", data, method, 0) for data in SOURCES for method in others]
+    found += [Cell("long", data, method, seed) for seed in range(2) for data in SOURCES for method in LONG]
     for number, (*rest, rule) in enumerate(GRID):  # the two data sets share the grid
         found.append(Cell("grid", "digits" if number % 4 in (0, 3) else "breast cancer", rule, 0, *rest))
     return found
@@ -199,7 +206,8 @@ def run(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
         fb.DirichletPartition(CLIENTS, alpha=0.5), local_epochs=cell.epochs, seed=cell.seed, **METHODS[cell.method]
     )
     rounds = rounds_of(cell)
-    looks = Looks(data.validation, [each for each in LOOKS if each <= rounds], federation)
+    every = range(10, LAST + 1, 10) if cell.study == "long" else LOOKS
+    looks = Looks(data.validation, [each for each in every if each <= rounds], federation)
     trainer = L.Trainer(
         max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[federation, looks], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
@@ -215,7 +223,7 @@ def run(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
 
 def rounds_of(cell: Cell) -> int:
     """Return the number of rounds of a cell."""
-    if cell.study == "grid":
+    if cell.study in ("grid", "long"):
         return LAST
     return LONGEST[cell.method] if cell.method in LONGEST and cell.seed == 0 else min(LAST, 100)
 
@@ -245,6 +253,9 @@ def tables(done: Mapping[Cell, dict[str, Any]]) -> str:
         pooled = {cell.seed: found["0"] for cell, found in mine.items() if cell.method == "pooled"}
         if pooled:
             parts += [f"### {data[0].upper()}{data[1:]}", by_round(mine, pooled)]
+    long = {cell: found for cell, found in done.items() if cell.study == "long"}
+    if long:
+        parts += ["### The default, 200 rounds", beside_averaging(long)]
     grid = {cell: found for cell, found in done.items() if cell.study == "grid"}
     if grid:
         parts += ["### From every start", worst(grid)]
@@ -286,6 +297,24 @@ def met(method: str, seeds: Mapping[int, dict[str, Any]], pooled: Mapping[int, d
     return f"{max(factors):.2f} ≤ {BARS[method]}: {'yes' if max(factors) <= BARS[method] else '**no**'}"
 
 
+def beside_averaging(done: Mapping[Cell, dict[str, Any]]) -> str:
+    """Return the default's NLL at rounds 20 and 200, and how far it is above federated averaging's at any tenth."""
+    rows = []
+    for cell, found in sorted(done.items(), key=lambda item: item[0][:4]):
+        average = done.get(cell._replace(method="fedavg"))
+        if cell.method == "fedavg" or average is None:
+            continue
+        excess = {number: found[number]["nll"] - average[number]["nll"] for number in found
+                  if number.isdigit() and int(number) >= 20}
+        worst = max(excess, key=lambda number: excess[number])
+        rows.append([
+            cell.data, cell.method, cell.seed, f"{found['20']['nll']:.3f}", f"{found['200']['nll']:.3f}",
+            f"{average['20']['nll']:.3f}", f"{average['200']['nll']:.3f}", f"{excess[worst]:+.3f} (round {worst})",
+        ])
+    columns = ["data", "network", "seed", "NLL 20", "NLL 200", "FedAvg 20", "FedAvg 200", "most above FedAvg"]
+    return markdown_table(columns, rows)
+
+
 def worst(done: Mapping[Cell, dict[str, Any]], count: int = 6) -> str:
     """Return the cells whose NLL has grown most from round 40 to 200, and how many keep each bar."""
     alive = {cell: found for cell, found in done.items() if "error" not in found and "200" in found}
@@ -324,7 +353,7 @@ def short(value: Any) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("rounds", "grid"), help="one of the studies")
+    parser.add_argument("--only", choices=("rounds", "long", "grid"), help="one of the studies")
     parser.add_argument("--data", type=Path, help="folder with uci_regression/kin8nm")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
     options = parser.parse_args(arguments)

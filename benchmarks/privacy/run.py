@@ -71,7 +71,8 @@ def single_examples(bayesian: bool, privacy: ExamplePrivacy | None, seed: int) -
         kl_weight=0.05,
     )
     federation = fb.FederatedBayes(
-        fb.IIDPartition(clients=5), local_epochs=2, engine="sequential", weighting="equal", seed=seed
+        fb.IIDPartition(clients=5), fusion="reverse_kl_barycenter", local_epochs=2, engine="sequential",
+        weighting="equal", seed=seed,
     )
     callbacks: list[L.Callback] = [federation, *([privacy] if privacy else [])]
     return fit(model, callbacks, rounds=10, batch_size=32, figure="privacy/example_epsilon")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -71,6 +71,8 @@ class ExamplePrivacy(L.Callback):
             buffers that clients send, or layers whose examples have no gradients of their own. In the first step: a
             part of the loss that reaches parameters past the layers, or parameters that it does not reach.
     """
+
+    takes_single_gradients: ClassVar[bool] = True
 
     def __init__(self, clip: float = 1.0, noise_multiplier: float = 1.0, delta: float = 1e-5) -> None:
         check_clip(clip)

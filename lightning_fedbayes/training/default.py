@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lightning_fedbayes.fusion import FusionRule, Sites, get_rule
 from lightning_fedbayes.layers.base import BayesianLayer
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
@@ -16,7 +18,9 @@ MOST_KEPT = 2**30
 """Bytes of all clients up to which sites are the default."""
 
 
-def default_fusion(settings: FederationSettings, model: ResidentModel, num_clients: int) -> tuple[FusionRule, str]:
+def default_fusion(
+    settings: FederationSettings, model: ResidentModel, num_clients: int, callbacks: Iterable[object] = ()
+) -> tuple[FusionRule, str]:
     """Return what ``fusion=None`` is for a network, and a line that says so.
 
     Averages go to the prior's width over many rounds, sites do not (benchmarks/posterior/ROUNDS.md); a network of point
@@ -26,6 +30,7 @@ def default_fusion(settings: FederationSettings, model: ResidentModel, num_clien
         settings: of the federation.
         model: the resident one.
         num_clients: of the federation.
+        callbacks: of the Trainer.
     """
     found = gaussian_parameters(model.module)
     layers = [each.layer for name, each in found.items() if name not in model.local_names]
@@ -33,7 +38,11 @@ def default_fusion(settings: FederationSettings, model: ResidentModel, num_clien
     normal = {(each.mean, each.std) for each in priors if isinstance(each, NormalPrior) and each.is_scalar}
     kept = sum(value.numel() for value in model.read_posterior().mean.values()) * BYTES_PER_ENTRY * num_clients
     obstacle = settings.obstacle_to_sites()
-    if obstacle is None and model.learned is not None:
+    if obstacle is None and num_clients == 1:
+        obstacle = "one client is ordinary training"
+    elif obstacle is None and any(getattr(each, "takes_single_gradients", False) for each in callbacks):
+        obstacle = "a callback takes the gradients of single examples, in which sites' terms have no part"
+    elif obstacle is None and model.learned is not None:
         obstacle = "sites of a posterior outside of Bayesian layers are too narrow for many rounds"
     elif obstacle is None and layers and (
         len(normal) != 1 or not all(isinstance(layer, BayesianLayer) for layer in layers)

@@ -61,7 +61,8 @@ def make_federation(
         context.module, settings.local_parameters, settings.buffers, learned, settings.is_hierarchical
     )
     if settings.fusion is None:
-        rule, why = default_fusion(settings, model, len(loader.clients))
+        trainer: Any = context.module.trainer
+        rule, why = default_fusion(settings, model, len(loader.clients), trainer.callbacks)
         rank_zero_info(f"Fusion: {why}.")
         settings = replace(settings, fusion=rule)
     if settings.privacy is not None:

@@ -130,7 +130,7 @@ def test_the_tables_compare_with_nuts_and_name_what_did_not_converge(tmp_path):
         Cell(LINEAR, "mean field, pooled", 0): {**look, "bound": -5.0, "to_mean_field": 0.01},
         Cell(LINEAR, FULL, 0): {**look, "bound": -6.0},
         Cell(LINEAR, "sites", 0): {**look, "distances": trail},
-        Cell(LINEAR, "default rule", 0): look,
+        Cell(LINEAR, "reverse_kl_barycenter", 0): look,
         Cell("no such problem", "sites", 0): look,
     }
     file = tmp_path / "nuts.jsonl"
@@ -141,7 +141,7 @@ def test_the_tables_compare_with_nuts_and_name_what_did_not_converge(tmp_path):
     assert "1.0500 (**too large**)" in text
     assert "| sites | 1 | +0.100 | 0.050 | 2.00 (2.00 to 2.00) | 0.70 |" in text
     assert "| full covariance, pooled | 1 | did not converge |" in text
-    assert "| default rule, " in text
+    assert "| reverse_kl_barycenter | 1 | " in text
     assert "| 30 | 1 | 0.2 | 0.4 | 0.5 | 0.50 (0.50) |" in text
     nuts.draw(done, tmp_path / "nuts.png")
     assert (tmp_path / "nuts.png").stat().st_size < 100_000

@@ -53,3 +53,13 @@ def test_the_tables_compare_with_the_pooled_posterior_and_name_the_dead(tmp_path
     assert "1 died" in text
     assert "the largest σ of all is 1.10" in text
     assert "in 0 the NLL of round 200" in text
+
+
+def test_the_default_is_held_beside_averaging():
+    def path(*losses: float) -> dict:
+        return {str(number): {"nll": loss} for number, loss in zip((10, 20, 30, 200), losses)}
+
+    done = {Cell("long", "digits", "default", 1): path(9, 0.2, 0.15, 0.1),
+            Cell("long", "digits", "fedavg", 1): path(0.5, 0.3, 0.11, 0.4)}
+    text = rounds.beside_averaging(done)
+    assert "| digits | default | 1 | 0.200 | 0.100 | 0.300 | 0.400 | +0.040 (round 30) |" in text

@@ -319,7 +319,7 @@ def test_local_parameters_cannot_change_between_runs(tmp_path):
     ("changed", "told"),
     [
         ({}, None),
-        ({"fusion": "conflation"}, "fusion=conflation (was reverse_kl_barycenter), weighting=none (was train_size)"),
+        ({"fusion": "conflation"}, "fusion=conflation (was sites), weighting=none (was train_size)"),
         ({"fraction": 0.8, "weighting": "equal"}, "fraction=0.8 (was 0.6), weighting=equal (was train_size)"),
         ({"local_epochs": 2, "optimizer_state": "keep", "buffers": "frozen"},
          "local_epochs=2 (was 1), optimizer_state=keep (was auto), buffers=frozen (was average)"),

@@ -57,7 +57,7 @@ FAULTS = ["raises late", "raises in backward", "nan loss", "infinite parameter"]
 def test_a_failing_client_is_left_out_and_the_others_count(fault, weighting, options, caplog):
     """The result is that of the others alone: same data, same seeds."""
     module = Faulty(fault)
-    federation = fb.FederatedBayes(fb.IIDPartition(3), weighting=weighting, engine="sequential")
+    federation = fb.FederatedBayes(fb.IIDPartition(3), fusion="rklb", weighting=weighting, engine="sequential")
     with caplog.at_level(logging.INFO):
         federate(module, federation, 1, **options)
     assert sum("client 1 is left out" in line for line in caplog.messages) == 1
@@ -71,7 +71,7 @@ def test_a_failing_client_is_left_out_and_the_others_count(fault, weighting, opt
             self.clients = clients
 
     start, honest = fb.read_posterior(Plain()).clone(), Sees()
-    federate(honest, fb.FederatedBayes(fb.IIDPartition(3), engine="sequential"), 1, **options)
+    federate(honest, fb.FederatedBayes(fb.IIDPartition(3), fusion="rklb", engine="sequential"), 1, **options)
     server = fb.Server(start, weighting=weighting)
     server.begin(fb.RoundPlan(0, (0, 2)))
     for client in (0, 2):
@@ -92,7 +92,7 @@ def test_a_buffer_that_is_not_finite_excludes_its_client():
 @pytest.mark.parametrize("client", [0, 2])
 def test_a_parameter_that_changed_its_shape_excludes_its_client(client, caplog):
     module = Faulty("new shape", clients=(client,))
-    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    federation = fb.FederatedBayes(fb.IIDPartition(3), fusion="rklb")
     with caplog.at_level(logging.INFO):
         federate(module, federation, 2)
     assert [row["failed_clients"] for row in federation.history] == [1, 0]

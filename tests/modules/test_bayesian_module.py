@@ -52,7 +52,7 @@ def fit_alone(model, rounds=1):
 
 def fit_federated(model, rounds=1):
     clients = ClientDatasets({str(n): labelled(n) for n in SIZES})
-    run = trainer(max_epochs=rounds, callbacks=[FederatedBayes()])
+    run = trainer(max_epochs=rounds, callbacks=[FederatedBayes(fusion="rklb")])
     run.fit(model, loader(clients, shuffle=True))
     return run
 

@@ -121,7 +121,7 @@ def test_a_run_that_goes_on_with_another_prior_does_so_on_both_engines(before, a
 
 
 @pytest.mark.parametrize(("options", "text"), [
-    ({}, "fusion='reverse_kl_barycenter' and weighting='train_size'"),
+    ({}, "fusion=None and weighting='train_size'"),
     ({"fusion": "linear_pool"}, "weighting='train_size'"),
     ({"fusion": "fedag", "weighting": "equal"}, "fusion='gaussian_fit'"),
     ({"fusion": "auto", "weighting": "equal"}, "fusion='auto'"),

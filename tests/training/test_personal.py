@@ -20,7 +20,8 @@ def federation(**options) -> fb.FederatedBayes:
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_the_ends_are_the_global_posterior_and_the_one_that_the_client_has_sent(engine):
-    made, sent = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), keep_posteriors=True, engine=engine), []
+    partition, sent = fb.SizesPartition((40, 30, 20)), []
+    made = fb.FederatedBayes(partition, fusion="rklb", keep_posteriors=True, engine=engine)
 
     class Sees(fb.HybridBayesianClassifier):
         needs_client_posteriors = True

@@ -43,7 +43,9 @@ def test_the_term_is_that_of_a_module_that_adds_it_itself(options):
     ours, theirs, batches = Squares(), Own(), DataLoader(data(), batch_size=15)
     for module, strength in ((ours, 0.7), (theirs, 0.0)):
         partition = fb.SizesPartition((30, 30))
-        federation = fb.FederatedBayes(partition, proximal=strength, local_epochs=3, engine="sequential")
+        federation = fb.FederatedBayes(
+            partition, fusion="rklb", proximal=strength, local_epochs=3, engine="sequential"
+        )
         federate(module, federation, 2, batches, **options)
     torch.testing.assert_close(ours.layer.weight, theirs.layer.weight, rtol=1e-6, atol=1e-9)
 
@@ -56,7 +58,8 @@ def test_a_strong_term_leaves_little_of_a_round_but_local_parameters_move(kind):
         before = parameters(module)
         name = next(iter(before))
         federation = fb.FederatedBayes(
-            fb.IIDPartition(3), proximal=strength, local_epochs=20, local_parameters=[name], engine="vectorized",
+            fb.IIDPartition(3), fusion="rklb", proximal=strength, local_epochs=20, local_parameters=[name],
+            engine="vectorized",
         )
         federate(module, federation, 1, loader())
         kept = federation.state_dict()["clients"][0]["local"][name]

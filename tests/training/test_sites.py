@@ -190,7 +190,7 @@ def test_the_pull_is_a_term_of_the_loss(options):
     ours, theirs, batches = Squares(kind), Pulled(kind), DataLoader(data(), batch_size=15)
     federate(ours, fb.FederatedBayes(fb.SizesPartition((EXAMPLES,)), fusion=Sites(pull=0.7), local_epochs=3,
                                      engine="sequential"), 1, batches, **options)
-    plain = fb.FederatedBayes(fb.SizesPartition((EXAMPLES,)), local_epochs=3, engine="sequential")
+    plain = fb.FederatedBayes(fb.SizesPartition((EXAMPLES,)), fusion="rklb", local_epochs=3, engine="sequential")
     federate(theirs, plain, 1, batches, **options)
     torch.testing.assert_close(ours.layer.weight, 2 * theirs.layer.weight - 1, rtol=1e-6, atol=1e-9)
     assert "training_step" not in vars(ours)

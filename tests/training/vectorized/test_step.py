@@ -51,7 +51,8 @@ def test_a_federation_ends_equal_without_the_primitives(case, engine, remove_pri
     for removed in (False, True):
         if removed:
             remove_primitives()
-        module, federation = make(), fb.FederatedBayes(fb.SizesPartition((30, 20, 10)), engine=engine, local_epochs=2)
+        module, partition = make(), fb.SizesPartition((30, 20, 10))
+        federation = fb.FederatedBayes(partition, fusion="rklb", engine=engine, local_epochs=2)
         made = federate(module, federation, 2, loader(data()))
         assert federation.federation.engine.name == "vectorized"
         assert federation.history[-1]["failed_clients"] == 0

@@ -1,0 +1,78 @@
+"""What the fusion rule is where nothing is said: sites where they go, else an average, with the reason."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.fusion import Sites
+from lightning_fedbayes.layers import LinearReparameterization
+from lightning_fedbayes.training import default
+from tests.federations import Plain, bayesian, federate
+
+
+def unlike_priors() -> Plain:
+    layers = LinearReparameterization(6, 4, prior_std=0.5), LinearReparameterization(4, 3)
+    return Plain(torch.nn.Sequential(*layers))
+
+
+AVERAGES = {
+    "prior": (bayesian, {"prior": "global"}, "prior='global' is given"),
+    "proximal": (bayesian, {"proximal": 0.1}, "proximal=0.1 is given"),
+    "weighting": (bayesian, {"weighting": "max_discrepancy"}, "weighting='max_discrepancy' is given"),
+    "adversaries": (bayesian, {"adversaries": fb.SignFlip([0])}, "sites trust their clients"),
+    "one client": (Plain, {"partition": fb.IIDPartition(1)}, "one client is ordinary training"),
+    "Laplace": (Plain, {"posterior": fb.Laplace()}, "too narrow for many rounds"),
+    "IVON": (partial(Plain, optimizer=partial(fb.IVON, lr=0.01)), {}, "too narrow for many rounds"),
+    "priors": (unlike_priors, {}, "do not share one normal prior"),
+}
+
+
+@pytest.mark.parametrize(("make", "options", "says"), AVERAGES.values(), ids=AVERAGES)
+def test_where_sites_do_not_go_clients_are_averaged(make, options, says, caplog):
+    federation = fb.FederatedBayes(options.pop("partition", None) or fb.IIDPartition(3), **options)
+    with caplog.at_level(logging.INFO):
+        federate(make(), federation, 1)
+    assert sum(says in line and "'reverse_kl_barycenter'" in line for line in caplog.messages) == 1
+    assert federation.described()["fusion"] == "reverse_kl_barycenter"
+
+
+def test_a_callback_that_takes_single_gradients_has_an_average():
+    pytest.importorskip("opacus")
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(Plain(), federation, 1, callbacks=[fb.ExamplePrivacy()])
+    assert federation.described()["fusion"] == "reverse_kl_barycenter"
+
+
+def test_more_than_the_memory_is_averaged(monkeypatch):
+    monkeypatch.setattr(default, "MOST_KEPT", 1000)
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(Plain(), federation, 1)
+    assert federation.described()["fusion"] == "reverse_kl_barycenter"
+
+
+@pytest.mark.parametrize("make", [bayesian, Plain])
+def test_elsewhere_it_is_sites_with_the_prior_of_the_layers(make, caplog):
+    options = {"prior_std": 0.5} if make is bayesian else {}
+    modules = [make(**options) for _ in range(2)]
+    own = Sites(prior_std=0.5) if make is bayesian else "sites"
+    federations = [fb.FederatedBayes(fb.IIDPartition(3), **each) for each in ({}, {"fusion": own})]
+    with caplog.at_level(logging.INFO):
+        for module, federation in zip(modules, federations):
+            federate(module, federation, 2)
+    assert sum("Fusion: sites" in line for line in caplog.messages) == 1
+    for name, value in modules[0].state_dict().items():
+        assert torch.equal(value, modules[1].state_dict()[name]), name
+    assert repr(federations[0]) == repr(federations[1])
+
+
+def test_another_fit_chooses_anew():
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(bayesian(), federation, 1)
+    assert federation.described()["fusion"] == "sites"
+    federate(Plain(optimizer=partial(fb.IVON, lr=0.01)), federation, 1)
+    assert federation.described()["fusion"] == "reverse_kl_barycenter"
