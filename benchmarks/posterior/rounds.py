@@ -59,7 +59,13 @@ METHODS: dict[str, dict[str, Any]] = {
 """Rows: those from "fedavg" on have no Bayesian layers."""
 PLAIN = ("fedavg", "default, no layers", "sites, no layers", "IVON + sites")
 LONG = ("default", "default, no layers", "fedavg")
-"""Rows of the study "long" alone, the last beside those of "rounds"."""
+"""Rows of the study "long", on every data set, the last beside those of "rounds"."""
+OTHERS = (
+    "weighted_average", "wasserstein_barycenter", "log_variance_average", "trimmed_mean", "geometric_median", "ivar_vb",
+    "icov_vb", "fedavgm", "fedadagrad", "fedadam", "fedyogi",
+)
+"""Rules that "long" runs beside those of ``METHODS``, on digits."""
+METHODS |= {name: {"fusion": name} for name in OTHERS}
 STARTS: tuple[float | None, ...] = (None, 0.008, 0.05, 0.3)
 LEVELS = (STARTS, (0.05, 0.3, 1.0), (1, 2, 8), ("flipout", "local_reparameterization"), ("sites", "bayes_admm"))
 """Of the grid: initial σ (None: the layers' own), KL weight, local epochs, estimator, rule."""
@@ -133,9 +139,10 @@ def cells() -> list[Cell]:
     found = []
     for method in ("pooled", *BARS):
         found += [Cell("rounds", data, method, seed) for seed in range(3) for data in SOURCES]
-    others = [method for method in METHODS if method not in BARS and not method.startswith("default")]
+    others = [each for each in METHODS if each not in (*BARS, *OTHERS) and not each.startswith("default")]
     found += [Cell("rounds", data, method, 0) for data in SOURCES for method in others]
     found += [Cell("long", data, method, seed) for seed in range(2) for data in SOURCES for method in LONG]
+    found += [Cell("long", "digits", method, 0) for method in METHODS if method not in LONG]
     for number, (*rest, rule) in enumerate(GRID):  # the two data sets share the grid
         found.append(Cell("grid", "digits" if number % 4 in (0, 3) else "breast cancer", rule, 0, *rest))
     return found
@@ -256,6 +263,7 @@ def tables(done: Mapping[Cell, dict[str, Any]]) -> str:
     long = {cell: found for cell, found in done.items() if cell.study == "long"}
     if long:
         parts += ["### The default, 200 rounds", beside_averaging(long)]
+        parts += ["### Every rule, 200 rounds of digits", grown(long)]
     grid = {cell: found for cell, found in done.items() if cell.study == "grid"}
     if grid:
         parts += ["### From every start", worst(grid)]
@@ -302,7 +310,7 @@ def beside_averaging(done: Mapping[Cell, dict[str, Any]]) -> str:
     rows = []
     for cell, found in sorted(done.items(), key=lambda item: item[0][:4]):
         average = done.get(cell._replace(method="fedavg"))
-        if cell.method == "fedavg" or average is None:
+        if cell.method not in LONG[:-1] or average is None:
             continue
         excess = {number: found[number]["nll"] - average[number]["nll"] for number in found
                   if number.isdigit() and int(number) >= 20}
@@ -313,6 +321,20 @@ def beside_averaging(done: Mapping[Cell, dict[str, Any]]) -> str:
         ])
     columns = ["data", "network", "seed", "NLL 20", "NLL 200", "FedAvg 20", "FedAvg 200", "most above FedAvg"]
     return markdown_table(columns, rows)
+
+
+def grown(done: Mapping[Cell, dict[str, Any]]) -> str:
+    """Return the NLL of each method on digits by round, those that grow most first."""
+    mine = {cell.method: found for cell, found in done.items() if cell.data == "digits" and cell.seed == 0}
+    change = {method: found["200"]["nll"] - found["20"]["nll"] if "200" in found else math.inf
+              for method, found in mine.items()}
+    rows = [
+        [method, *(f"{mine[method][number]['nll']:.3f}" if number in mine[method] else "died"
+                   for number in ("20", "40", "100", "200")), f"{change[method]:+.3f}",
+         f"{mine[method]['200']['median']:.2f}" if "200" in mine[method] else ""]
+        for method in sorted(mine, key=lambda each: -change[each])
+    ]
+    return markdown_table(["rule", "NLL 20", "NLL 40", "NLL 100", "NLL 200", "200 − 20", "median σ"], rows)
 
 
 def worst(done: Mapping[Cell, dict[str, Any]], count: int = 6) -> str:

@@ -57,9 +57,20 @@ def test_the_tables_compare_with_the_pooled_posterior_and_name_the_dead(tmp_path
 
 def test_the_default_is_held_beside_averaging():
     def path(*losses: float) -> dict:
-        return {str(number): {"nll": loss} for number, loss in zip((10, 20, 30, 200), losses)}
+        return {str(number): {"nll": loss, "median": 0.5} for number, loss in zip((10, 20, 30, 200), losses)}
 
     done = {Cell("long", "digits", "default", 1): path(9, 0.2, 0.15, 0.1),
             Cell("long", "digits", "fedavg", 1): path(0.5, 0.3, 0.11, 0.4)}
     text = rounds.beside_averaging(done)
     assert "| digits | default | 1 | 0.200 | 0.100 | 0.300 | 0.400 | +0.040 (round 30) |" in text
+
+
+def test_rules_that_get_worse_come_first_and_the_dead_before_them():
+    look = {"nll": 0.2, "median": 0.5}
+    done = {Cell("long", "digits", "sites", 0): {"20": look, "200": {**look, "nll": 0.1}},
+            Cell("long", "digits", "pvi", 0): {"20": look},
+            Cell("long", "digits", "ivar_vb", 0): {"20": look, "200": {**look, "nll": 0.5}}}
+    rows = rounds.grown(done).splitlines()[2:]
+    assert [row.split("|")[1].strip() for row in rows] == ["pvi", "ivar_vb", "sites"]
+    assert "+0.300" in rows[1]
+    assert "-0.100" in rows[2]
