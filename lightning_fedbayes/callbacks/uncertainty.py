@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning as L
@@ -23,9 +24,19 @@ from lightning_fedbayes.metrics.functional import (
 from lightning_fedbayes.modules import PosteriorPredictive
 from lightning_fedbayes.posterior import GaussianPosterior
 
+
+def relative_information(probs: Tensor) -> Tensor:
+    r"""Return the mutual information over :math:`\log C`, its largest value for C classes, shape (batch,).
+
+    >>> relative_information(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
+    tensor([1.])
+    """
+    return mutual_information(probs) / math.log(max(2, probs.shape[-1]))
+
+
 MEASURES = {
     "entropy": predictive_entropy,
-    "epistemic": mutual_information,
+    "epistemic": relative_information,
     "kwon_aleatoric": kwon_aleatoric,
     "kwon_epistemic": kwon_epistemic,
 }

@@ -91,14 +91,15 @@ class FedAvgM(ServerOptimizer):
     When to use it: clients whose data differ, few of whom take part in a round, so that rounds pull to and fro.
 
     Args:
-        lr: :math:`\eta` > 0; 1 with ``momentum=0`` is the rule that fuses.
+        lr: :math:`\eta` > 0; 1 with ``momentum=0`` is the rule that fuses. The default, :math:`1 - \beta`, goes as far
+            as that rule where all rounds pull in one direction.
         momentum: :math:`\beta` in [0, 1).
         then: see :class:`ServerOptimizer`.
 
     Source: Hsu, Qi and Brown 2019.
     """
 
-    def __init__(self, lr: float = 1.0, momentum: float = 0.9, then: str | SumRule = "weighted_average") -> None:
+    def __init__(self, lr: float = 0.1, momentum: float = 0.9, then: str | SumRule = "weighted_average") -> None:
         super().__init__(lr, then)
         check_number("momentum", momentum, "[0, 1)", error=FusionError)
         self.momentum = momentum
@@ -153,13 +154,14 @@ class FedAdagrad(AdaptiveServerOptimizer):
 
     When to use it: sparse changes, as of embeddings, whose steps shall shrink with their own history.
 
-    Args: see :class:`AdaptiveServerOptimizer`; the source's :math:`\beta_1` is 0.
+    Args: see :class:`AdaptiveServerOptimizer`; the source's :math:`\beta_1` is 0. Since v only grows, the rate is ten
+        times that of ``fedadam``.
 
     Source: Reddi et al. 2021, Algorithm 2.
     """
 
     def __init__(
-        self, lr: float = 0.01, beta1: float = 0.0, epsilon: float = 1e-3, then: str | SumRule = "weighted_average"
+        self, lr: float = 0.1, beta1: float = 0.0, epsilon: float = 1e-3, then: str | SumRule = "weighted_average"
     ) -> None:
         super().__init__(lr, beta1, epsilon, then)
 

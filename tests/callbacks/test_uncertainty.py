@@ -7,6 +7,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.callbacks.uncertainty import relative_information
 from lightning_fedbayes.metrics.functional import (
     accuracy_retained_area,
     kwon_aleatoric,
@@ -100,6 +101,13 @@ def test_areas_are_those_of_all_predictions(samples, stage):
     if not samples:  # nothing epistemic: the area is the plain accuracy
         assert logged(run)[f"{stage}/retained_area_epistemic"] == pytest.approx(
             float(correct_of(probs, target).mean()))
+
+
+def test_draws_that_disagree_by_more_than_a_nat_are_reported():
+    """As in the first rounds of wide posteriors: ten draws, each sure of another of ten classes."""
+    report = fb.UncertaintyReport()
+    report.update(torch.eye(10).unsqueeze(1).expand(10, 4, 10), torch.zeros(4, dtype=torch.long))
+    assert relative_information(torch.eye(10).unsqueeze(1)) == pytest.approx(1.0)
 
 
 def test_every_evaluation_starts_anew():

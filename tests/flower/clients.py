@@ -49,6 +49,6 @@ def run(grid: LocalGrid, strategy: FusionStrategy, rounds: int = 3, make: Any = 
 
 def in_process(rounds: int = 3, make: Any = hybrid, **settings: Any) -> fb.FederatedBayes:
     """The same federation in one process."""
-    federation = fb.FederatedBayes(PARTITION, engine="sequential", **settings)
+    federation = fb.FederatedBayes(PARTITION, engine="sequential", **{"fusion": "rklb", **settings})
     federate(make(), federation, rounds, BlobData().train_dataloader())
     return federation

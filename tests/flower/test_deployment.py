@@ -38,7 +38,9 @@ def app():
 
 def test_a_deployment_ends_at_the_posterior_of_a_single_process(app, tmp_path):
     """TLS, authenticated nodes, a process per message."""
-    federation = fb.FederatedBayes(fb.DirichletPartition(clients=2, alpha=0.5), local_epochs=2, engine="sequential")
+    federation = fb.FederatedBayes(
+        fb.DirichletPartition(clients=2, alpha=0.5), fusion="rklb", local_epochs=2, engine="sequential"
+    )
     trainer(3, [federation], limit_val_batches=0).fit(app.network(), datamodule=fb.DigitsDataModule())
     with deployed(tmp_path) as deployment:
         deployment.start_nodes(2)

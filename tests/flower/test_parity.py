@@ -90,7 +90,7 @@ def test_clients_with_data_of_their_own():
     apps = [client_app(hybrid(), BlobData(part), trainer={"accelerator": "cpu"}) for part in parts.values()]
     strategy = FusionStrategy()
     run(LocalGrid(apps), strategy)
-    federation = fb.FederatedBayes(engine="sequential")
+    federation = fb.FederatedBayes(engine="sequential", fusion="rklb")
     federate(hybrid(), federation, 3, loader(fb.ClientDatasets(parts), drop_last=True))
     assert_same(strategy, federation)
 
@@ -99,7 +99,7 @@ def test_buffers_equal_those_in_one_process_and_keep_their_dtype():
     strategy = FusionStrategy(wait_for=4)
     run(LocalGrid(client_apps()), strategy)
     model = hybrid()
-    federate(model, fb.FederatedBayes(PARTITION, engine="sequential"), 3, BlobData().train_dataloader())
+    federate(model, fb.FederatedBayes(PARTITION, engine="sequential", fusion="rklb"), 3, BlobData().train_dataloader())
     theirs = dict(model.named_buffers())
     assert strategy.server.buffers["network.1.num_batches_tracked"].dtype == torch.int64
     assert len(strategy.server.buffers) == 3
