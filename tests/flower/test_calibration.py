@@ -87,8 +87,8 @@ def test_it_ends_where_the_callbacks_in_one_process_end(tmp_path):
     strategy, _ = calibrated(over, strategy=FusionStrategy(wait_for=CLIENTS, seed=3, checkpoint=tmp_path / "f.pt"))
     module = make()
     data = OwnData()
-    federate(module, fb.FederatedBayes(engine="sequential", fusion="rklb", seed=3), 2, data.train_dataloader(), data.val_dataloader(),
-             callbacks=list(alone))
+    federation = fb.FederatedBayes(engine="sequential", fusion="rklb", seed=3)
+    federate(module, federation, 2, data.train_dataloader(), data.val_dataloader(), callbacks=list(alone))
     assert over[0].temperature == alone[0].temperature != 1
     assert over[1].threshold == alone[1].threshold
     assert list(over[1].thresholds.values()) == list(alone[1].thresholds.values())
