@@ -170,6 +170,7 @@ class GaussianFit(LinearPool):
     Source: [FedAG] Algorithm 1, line 9.
     """
 
+    keeps_prior: ClassVar[bool] = False
     uses_weights: ClassVar[bool] = False
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:

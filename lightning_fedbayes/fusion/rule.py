@@ -83,6 +83,9 @@ class FusionRule(ABC):
 
     narrows: ClassVar[bool] = False
     """True if K clients that agree have 1/K of their variance: over rounds with ``prior="global"`` it goes to 0."""
+    keeps_prior: ClassVar[bool] = True
+    """True if the prior that all clients' posteriors contain is in the fused one: over rounds under a fixed prior its
+    variance becomes the prior's."""
     keeps_sites: ClassVar[bool] = False
     """True if every client keeps what it sends as its site (:class:`~lightning_fedbayes.fusion.Sites`)."""
 

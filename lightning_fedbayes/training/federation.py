@@ -29,6 +29,8 @@ from lightning_fedbayes.training.scoring import held_out_loss, kept_attributes, 
 Stage = Literal["between", "training", "fused"]
 MANY = 3
 """Rounds after which a variance that shrinks in each of them has lost its meaning."""
+LATE = 20
+"""Rounds after which averages under a fixed prior are on their way to its width (benchmarks/posterior/ROUNDS.md)."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Federation:
         if isinstance(fusion, Sites):
             share = 1 / len(self.engine.sizes)
             self.engine.begin_sites(fusion, self.server.posterior, self.server.rule_state, share, plan.round)
-        self._warn_of_narrow_variances()
+        self._tell_of_fixed_points()
         self.server.begin(plan)
         attackers = assign(self.settings.attacks, self.engine.names, self.settings.seed)
         self._adversaries = RoundAdversaries(attackers, plan, self.server.posterior, self.settings.seed)
@@ -115,14 +117,22 @@ class Federation:
         self._keeps_clients = bool(getattr(module, "needs_client_posteriors", False))
         self.engine.begin_round(self.share)
 
-    def _warn_of_narrow_variances(self) -> None:
-        """Say once that a rule which narrows ends without a variance, where every round starts from the last one's."""
+    def _tell_of_fixed_points(self) -> None:
+        """Say once of a rule that repeats what its posteriors have in common where its variances go."""
         (name, rule), *others = self.server.rules.items()
-        narrows = rule.narrows and not others and self.settings.prior == "global"
-        if narrows and self.round == MANY and not self.server.posterior.is_point_mass:
+        prior = self.settings.prior
+        if others or isinstance(rule, Sites) or self.server.posterior.is_point_mass:
+            return
+        if rule.narrows and prior == "global" and self.round == MANY:
             rank_zero_info(
                 f"fusion='{name}' with prior='global' divides the variance by the number of clients in every round: it "
                 "means nothing any more. fusion='sites' keeps its meaning."
+            )
+        repeats = rule.keeps_prior and not rule.narrows and prior == "fixed" and self.settings.posterior is None
+        if repeats and self.round == LATE and len(self.engine.sizes) > 1:
+            rank_zero_info(
+                f"fusion='{name}' counts the prior of every client in every round: σ goes to the prior's, and further "
+                "rounds mostly predict worse. fusion='sites' ends at the width of the data."
             )
 
     def take_over(self) -> None:

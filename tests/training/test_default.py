@@ -11,7 +11,7 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes.fusion import Sites
 from lightning_fedbayes.layers import LinearReparameterization
-from lightning_fedbayes.training import default
+from lightning_fedbayes.training import default, federation
 from tests.federations import Plain, bayesian, federate
 
 
@@ -34,25 +34,25 @@ AVERAGES = {
 
 @pytest.mark.parametrize(("make", "options", "says"), AVERAGES.values(), ids=AVERAGES)
 def test_where_sites_do_not_go_clients_are_averaged(make, options, says, caplog):
-    federation = fb.FederatedBayes(options.pop("partition", None) or fb.IIDPartition(3), **options)
+    made = fb.FederatedBayes(options.pop("partition", None) or fb.IIDPartition(3), **options)
     with caplog.at_level(logging.INFO):
-        federate(make(), federation, 1)
+        federate(make(), made, 1)
     assert sum(says in line and "'reverse_kl_barycenter'" in line for line in caplog.messages) == 1
-    assert federation.described()["fusion"] == "reverse_kl_barycenter"
+    assert made.described()["fusion"] == "reverse_kl_barycenter"
 
 
 def test_a_callback_that_takes_single_gradients_has_an_average():
     pytest.importorskip("opacus")
-    federation = fb.FederatedBayes(fb.IIDPartition(3))
-    federate(Plain(), federation, 1, callbacks=[fb.ExamplePrivacy()])
-    assert federation.described()["fusion"] == "reverse_kl_barycenter"
+    made = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(Plain(), made, 1, callbacks=[fb.ExamplePrivacy()])
+    assert made.described()["fusion"] == "reverse_kl_barycenter"
 
 
 def test_more_than_the_memory_is_averaged(monkeypatch):
     monkeypatch.setattr(default, "MOST_KEPT", 1000)
-    federation = fb.FederatedBayes(fb.IIDPartition(3))
-    federate(Plain(), federation, 1)
-    assert federation.described()["fusion"] == "reverse_kl_barycenter"
+    made = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(Plain(), made, 1)
+    assert made.described()["fusion"] == "reverse_kl_barycenter"
 
 
 @pytest.mark.parametrize("make", [bayesian, Plain])
@@ -71,8 +71,21 @@ def test_elsewhere_it_is_sites_with_the_prior_of_the_layers(make, caplog):
 
 
 def test_another_fit_chooses_anew():
-    federation = fb.FederatedBayes(fb.IIDPartition(3))
-    federate(bayesian(), federation, 1)
-    assert federation.described()["fusion"] == "sites"
-    federate(Plain(optimizer=partial(fb.IVON, lr=0.01)), federation, 1)
-    assert federation.described()["fusion"] == "reverse_kl_barycenter"
+    made = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(bayesian(), made, 1)
+    assert made.described()["fusion"] == "sites"
+    federate(Plain(optimizer=partial(fb.IVON, lr=0.01)), made, 1)
+    assert made.described()["fusion"] == "reverse_kl_barycenter"
+
+
+@pytest.mark.parametrize(("options", "told"), [
+    ({"fusion": "rklb"}, 1), ({"fusion": "ivar_vb"}, 1), ({"fusion": "fedavgm"}, 1), ({"fusion": "conflation"}, 0),
+    ({"fusion": "gaussian_fit"}, 0), ({"fusion": "sites"}, 0), ({"fusion": "rklb", "prior": "global"}, 0),
+    ({"fusion": "rklb", "partition": fb.IIDPartition(1)}, 0),
+], ids=str)
+def test_an_average_under_a_fixed_prior_says_once_where_it_goes(options, told, caplog, monkeypatch):
+    monkeypatch.setattr(federation, "LATE", 1)
+    made = fb.FederatedBayes(**{"partition": fb.IIDPartition(3), **options})
+    with caplog.at_level(logging.INFO):
+        federate(bayesian(), made, 4)
+    assert sum("σ goes to the prior's" in line for line in caplog.messages) == told
