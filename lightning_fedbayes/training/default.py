@@ -23,8 +23,9 @@ def default_fusion(
 ) -> tuple[FusionRule, str]:
     """Return what ``fusion=None`` is for a network, and a line that says so.
 
-    Averages go to the prior's width over many rounds, sites do not (benchmarks/posterior/ROUNDS.md); a network of point
-    masses ends where pooled training would.
+    Averages go to the prior's width over many rounds, sites do not. A network of point masses has no prior that would
+    bound it: as FedDyn, sites take it where pooled training ends, which need not be a good place
+    (benchmarks/posterior/ROUNDS.md).
 
     Args:
         settings: of the federation.
@@ -44,7 +45,9 @@ def default_fusion(
         obstacle = "a callback takes the gradients of single examples, in which sites' terms have no part"
     elif obstacle is None and model.learned is not None:
         obstacle = "sites of a posterior outside of Bayesian layers are too narrow for many rounds"
-    elif obstacle is None and layers and (
+    elif obstacle is None and not layers:
+        obstacle = "no layer is Bayesian"
+    elif obstacle is None and (
         len(normal) != 1 or not all(isinstance(layer, BayesianLayer) for layer in layers)
         or not all(isinstance(each, NormalPrior) and each.is_scalar for each in priors)
     ):
@@ -53,7 +56,5 @@ def default_fusion(
         obstacle = f"sites of {num_clients} clients would take {kept / 2**30:.1f} GiB"
     if obstacle is not None:
         return get_rule("reverse_kl_barycenter"), f"an average, 'reverse_kl_barycenter', since {obstacle}"
-    if not layers:
-        return Sites(), "sites, which is FedDyn for a network of point masses"
     mean, std = (float(each) for each in next(iter(normal)))
     return Sites(prior_mean=mean, prior_std=std), "sites, whose posterior keeps its meaning over many rounds"

@@ -28,6 +28,7 @@ AVERAGES = {
     "one client": (Plain, {"partition": fb.IIDPartition(1)}, "one client is ordinary training"),
     "Laplace": (Plain, {"posterior": fb.Laplace()}, "too narrow for many rounds"),
     "IVON": (partial(Plain, optimizer=partial(fb.IVON, lr=0.01)), {}, "too narrow for many rounds"),
+    "point masses": (Plain, {}, "no layer is Bayesian"),
     "priors": (unlike_priors, {}, "do not share one normal prior"),
 }
 
@@ -44,26 +45,23 @@ def test_where_sites_do_not_go_clients_are_averaged(make, options, says, caplog)
 def test_a_callback_that_takes_single_gradients_has_an_average():
     pytest.importorskip("opacus")
     made = fb.FederatedBayes(fb.IIDPartition(3))
-    federate(Plain(), made, 1, callbacks=[fb.ExamplePrivacy()])
+    federate(bayesian(), made, 1, callbacks=[fb.ExamplePrivacy()])
     assert made.described()["fusion"] == "reverse_kl_barycenter"
 
 
 def test_more_than_the_memory_is_averaged(monkeypatch):
     monkeypatch.setattr(default, "MOST_KEPT", 1000)
     made = fb.FederatedBayes(fb.IIDPartition(3))
-    federate(Plain(), made, 1)
+    federate(bayesian(), made, 1)
     assert made.described()["fusion"] == "reverse_kl_barycenter"
 
 
-@pytest.mark.parametrize("make", [bayesian, Plain])
-def test_elsewhere_it_is_sites_with_the_prior_of_the_layers(make, caplog):
-    options = {"prior_std": 0.5} if make is bayesian else {}
-    modules = [make(**options) for _ in range(2)]
-    own = Sites(prior_std=0.5) if make is bayesian else "sites"
-    federations = [fb.FederatedBayes(fb.IIDPartition(3), **each) for each in ({}, {"fusion": own})]
+def test_elsewhere_it_is_sites_with_the_prior_of_the_layers(caplog):
+    modules = [bayesian(prior_std=0.5) for _ in range(2)]
+    federations = [fb.FederatedBayes(fb.IIDPartition(3), **each) for each in ({}, {"fusion": Sites(prior_std=0.5)})]
     with caplog.at_level(logging.INFO):
-        for module, federation in zip(modules, federations):
-            federate(module, federation, 2)
+        for module, made in zip(modules, federations):
+            federate(module, made, 2)
     assert sum("Fusion: sites" in line for line in caplog.messages) == 1
     for name, value in modules[0].state_dict().items():
         assert torch.equal(value, modules[1].state_dict()[name]), name
@@ -74,7 +72,7 @@ def test_another_fit_chooses_anew():
     made = fb.FederatedBayes(fb.IIDPartition(3))
     federate(bayesian(), made, 1)
     assert made.described()["fusion"] == "sites"
-    federate(Plain(optimizer=partial(fb.IVON, lr=0.01)), made, 1)
+    federate(Plain(), made, 1)
     assert made.described()["fusion"] == "reverse_kl_barycenter"
 
 
