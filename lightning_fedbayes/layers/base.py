@@ -220,10 +220,8 @@ class BayesianAffine(BayesianLayer):
         output = self._sampled(op, x)
         if not self.replaced_priors or not torch.is_grad_enabled():
             return output
-        tallies = [getattr(self.replaced_priors.get(name), "squares", None) for name in (self.weight_name, "bias")]
-        if tallies[0] is tallies[1] is None:
-            return output
-        return with_tallies(output, x, *tallies, op, self.dims)
+        weight, bias = (getattr(self.replaced_priors.get(name), "squares", None) for name in (self.weight_name, "bias"))
+        return output if weight is bias is None else with_tallies(output, x, weight, bias, op, self.dims)
 
     def _sampled(self, op: functional.Op, x: Tensor) -> Tensor:
         weight_mean: Tensor = getattr(self, f"mu_{self.weight_name}")
