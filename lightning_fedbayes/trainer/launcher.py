@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import io
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import lightning as L
@@ -17,15 +18,22 @@ class RememberingLauncher(_MultiProcessingLauncher):
     """Lightning's launcher, which brings weights and metrics back; this one brings the callbacks' states, too."""
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
-        """Return what the first process sends: Lightning's results, and the state of each callback."""
-        buffer = io.BytesIO()
-        torch.save({callback.state_key: callback.state_dict() for callback in self._callbacks(trainer)}, buffer)
-        return {**super().get_extra_results(trainer), "callback_states": buffer.getvalue()}
+        """Return what the first process sends: Lightning's results, and a file with the state of each callback.
+
+        A file, because Lightning reads the pipe between the processes when they have ended: more than fits into it, as
+        the sites of a few clients, would wait for ever.
+        """
+        states = {callback.state_key: callback.state_dict() for callback in self._callbacks(trainer)}
+        with NamedTemporaryFile(suffix=".pt", delete=False) as file:
+            torch.save(states, file)
+        return {**super().get_extra_results(trainer), "callback_states": file.name}
 
     def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
         """Give the callbacks of this process the state of those of the first."""
         super().update_main_process_results(trainer, extra)
-        states = torch.load(io.BytesIO(extra["callback_states"]), map_location="cpu", weights_only=False)
+        file = Path(extra["callback_states"])
+        states = torch.load(file, map_location="cpu", weights_only=False)
+        file.unlink()
         for callback in self._callbacks(trainer):
             if states.get(callback.state_key):
                 callback.load_state_dict(states[callback.state_key])
