@@ -94,8 +94,9 @@ class FederationSettings:
         check_kind("posterior", self.posterior, Source | None, "give fb.Laplace(), fb.SWAG() or None")
         check_flag("keep_posteriors", self.keep_posteriors)
         check_number("proximal", self.proximal, "[0, inf)", why="0 is no term")
-        if isinstance(self.fusion, Sites):
-            check_sites(self)
+        conflict = sites_conflict(self) if isinstance(self.fusion, Sites) else None
+        if conflict is not None:
+            raise FederationError(f"{conflict[0]} with fusion='sites': {conflict[1]}")
         if self.is_hierarchical:
             check_hierarchical(self)
             self._set("keep_posteriors", True)
@@ -115,14 +116,11 @@ class FederationSettings:
         return attacks_of(self.adversaries)
 
     def obstacle_to_sites(self) -> str | None:
-        """Return the first setting that sites do not go with, as text; None if there is none."""
+        """Return the first setting that speaks against sites, as text; None if there is none."""
         if self.attacks:
             return "adversaries are given, and sites trust their clients"
-        try:
-            check_sites(self)
-        except FederationError as error:
-            return str(error).partition(" with fusion=")[0] + " is given"
-        return None
+        conflict = sites_conflict(self)
+        return None if conflict is None else f"{conflict[0]} is given"
 
     def server_options(self) -> dict[str, Any]:
         """Return the arguments of :class:`~lightning_fedbayes.server.Server`."""
@@ -161,32 +159,26 @@ def check_hierarchical(settings: FederationSettings) -> None:
         )
 
 
-def check_sites(settings: FederationSettings) -> None:
-    """Raise FederationError if ``settings`` hold what sites do not go with."""
+def sites_conflict(settings: FederationSettings) -> tuple[str, str] | None:
+    """Return the first setting that sites do not go with, and why; None if there is none."""
     if settings.prior != "fixed":
-        raise FederationError(
-            f"prior={shown(settings.prior)} with fusion='sites': a client's prior is its cavity there; leave prior= out"
-        )
+        return f"prior={shown(settings.prior)}", "a client's prior is its cavity there; leave prior= out"
     if settings.proximal:
-        raise FederationError(
-            f"proximal={settings.proximal} with fusion='sites': a client is held by its cavity there, and "
-            "Sites(step=...) and Sites(pull=...) set how tightly. Leave proximal= out"
+        return f"proximal={settings.proximal}", (
+            "a client is held by its cavity there, and Sites(step=...) and Sites(pull=...) set how tightly. Leave "
+            "proximal= out"
         )
     if settings.privacy is not None:
-        raise FederationError(
-            "privacy= with fusion='sites': a client would keep another site than the one that noise leaves at the "
-            "server. Take another rule, or train with ExamplePrivacy"
+        return "privacy=", (
+            "a client would keep another site than the one that noise leaves at the server. Take another rule, or "
+            "train with ExamplePrivacy"
         )
-    check_sites_weighting(settings.weighting)
-
-
-def check_sites_weighting(weighting: Weighting) -> None:
-    """Raise FederationError unless every client has a positive weight by ``weighting``."""
-    if weighting not in ("train_size", "equal"):
-        raise FederationError(
-            f"weighting={shown(weighting)} with fusion='sites': sites count as they are, and the weights are "
-            "those of deterministic parameters alone; give 'train_size' or 'equal'"
+    if settings.weighting not in ("train_size", "equal"):
+        return f"weighting={shown(settings.weighting)}", (
+            "sites count as they are, and the weights are those of deterministic parameters alone; give 'train_size' "
+            "or 'equal'"
         )
+    return None
 
 
 def check_patterns(local_parameters: Any) -> tuple[str, ...]:

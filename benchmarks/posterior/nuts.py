@@ -29,7 +29,6 @@ from PIL import Image
 from sklearn.datasets import load_wine, make_moons
 from torch import Tensor
 from torch.utils.data import TensorDataset
-from tqdm import tqdm
 
 import lightning_fedbayes as fb
 from benchmarks.page import include
@@ -427,12 +426,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file = options.out / "nuts.jsonl"
     done = read(file)
     todo = [cell for cell in cells() if cell not in done and cell.method in (options.only or METHODS)]
-    with tqdm(todo) as bar:
-        for cell in bar:
-            bar.set_postfix_str(", ".join(map(str, cell)))
-            done[cell] = rounds.short(run(cell, done.get(Cell(cell.problem, NUTS, 0))))
-            with file.open("a") as out:
-                out.write(json.dumps({"cell": cell._asdict(), **done[cell]}, separators=(",", ":")) + "\n")
+
+    def result_of(cell: Cell) -> dict[str, Any]:
+        done[cell] = run(cell, done.get(Cell(cell.problem, NUTS, 0)))
+        return done[cell]
+
+    rounds.run_cells(file, todo, result_of)
     done = read(file)
     text = tables(done)
     draw(done, options.out / "nuts.png")

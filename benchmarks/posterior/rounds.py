@@ -373,6 +373,16 @@ def short(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
+def run_cells(file: Path, todo: Sequence[Any], result_of: Callable[[Any], dict[str, Any]]) -> None:
+    """Run the cells ``todo``, named tuples, and add each that is finished to ``file``, as one line."""
+    with tqdm(todo) as bar:
+        for cell in bar:
+            bar.set_postfix_str(", ".join(map(str, cell)))
+            line = json.dumps({"cell": cell._asdict(), **short(result_of(cell))}, separators=(",", ":"))
+            with file.open("a") as out:
+                out.write(line + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("rounds", "long", "grid"), help="one of the studies")
@@ -385,12 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     done = read(file)
     todo = [cell for cell in cells() if cell not in done and options.only in (None, cell.study)]
     todo = [cell for cell in todo if options.data is not None or cell.data != "kin8nm"]
-    with tqdm(todo) as bar:
-        for cell in bar:
-            bar.set_postfix_str(", ".join(map(str, cell)))
-            result = short(run(cell, options.data))
-            with file.open("a") as out:
-                out.write(json.dumps({"cell": cell._asdict(), **result}, separators=(",", ":")) + "\n")
+    run_cells(file, todo, lambda cell: run(cell, options.data))
     text = tables({cell: found for cell, found in read(file).items() if cell in set(cells())})
     if options.out == HERE / "results":
         include(HERE / "ROUNDS.md", text)

@@ -238,6 +238,8 @@ class FederatedBayes(L.Callback):
     def described(self) -> dict[str, Any]:
         """Return the settings, the clients and the engine, as they are logged."""
         known = self.settings.described()
+        if self._federation is None and self._restored is not None:  # as in the main process of forked ones
+            known["fusion"] = self._restored["settings"]["fusion"]
         clients = self.clients
         return {
             "partition": known.pop("partition"),

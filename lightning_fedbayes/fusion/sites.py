@@ -28,7 +28,7 @@ from lightning_fedbayes.fusion.rule import (
     add_number,
     add_precisions,
 )
-from lightning_fedbayes.fusion.trend import followed
+from lightning_fedbayes.fusion.trend import divergence, followed
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero, zeros_like
 
 Precision = Literal["auto", "measured", "trained"]
@@ -86,16 +86,17 @@ class Sites(StatefulSumRule):
               F_k = w_r B\,\overline{g^2} + (1 - w_r)\,\overline{g_i^2}, \qquad w_r = \min(1, 20 / r)
 
     (at the client's first visit, without the 0.3), where :math:`\tau / n_k` is the factor of the KL divergence in the
-    client's loss, and g the gradient of the mean loss of a batch of B examples. Both terms estimate the diagonal of the
-    empirical Fisher information; the first counts the square of a client's own mean gradient B times, so it is too
-    large for unlike clients, which holds the means steady while they still move. Layers whose single examples cannot be
-    told apart, as recurrent ones, keep it. A client's mean counts by at most the global precision before the round,
-    once it has a site: one with a burst of gradients does not take the mean over. :math:`F_k` is never negative,
-    and right within rounds, whatever σ the layers begin with, which only the first round sees. The means end where the
-    gradient of the pooled ELBO by the means is 0; the variances are those of the Fisher information there, not those of
-    mean-field variational inference: see the page on rules for figures. Where an optimizer solves the local problem,
-    as L-BFGS does, the precision is that of its solution, :math:`\Lambda(q_k)`, and so is the fixed point: the
-    mean-field posterior of the pooled data.
+    client's loss, and g the gradient of the mean loss of a batch of B examples. Both terms estimate the diagonal of
+    the empirical Fisher information; the first counts the square of a client's own mean gradient B times, so it is
+    too large for unlike clients, which holds the means steady while they still move. Layers whose single examples
+    cannot be told apart, as recurrent ones, keep it, and so does DDP, whose processes see parts of batches. A
+    client's mean counts by at most the global precision before the round, once it has a site: one with a burst of
+    gradients does not take the mean over. :math:`F_k` is never negative, and right within rounds, whatever σ the
+    layers begin with, which only the first round sees. The means end where the gradient of the pooled ELBO by the
+    means is 0; the variances are those of the Fisher information there, not those of mean-field variational
+    inference: see the page on rules for figures. Where an optimizer solves the local problem, as L-BFGS does, the
+    precision is that of its solution, :math:`\Lambda(q_k)`, and so is the fixed point: the mean-field posterior of
+    the pooled data.
 
     **Bounds.** No site takes more than :math:`0.3 / K` of the prior's precision away, a bound that its client applies
     before it sends; so no σ exceeds 1.2 times the prior's, server and clients always count the same, and an entry
@@ -306,7 +307,7 @@ class Sites(StatefulSumRule):
         mean, variance = shift / precision, 1 / precision
         if atom_mean is not None:
             mean, variance = torch.where(random, mean, atom_mean), torch.where(random, variance, 0.0)
-        moved = divergence(precision, shift, *base)[random].mean()
+        moved = divergence(precision, shift / precision, base[0], base[1] / base[0])[random].mean()
         trail = followed(state.get("trail", {}), precision[random], (shift / precision)[random])
         figures = {"sites/change": float(moved), "sites/held_back": float(held)}
         if "distance" in trail:
@@ -492,10 +493,3 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
     (kept,) = state["rule_states"].values()
     posterior = GaussianPosterior.from_state_dict(state["posterior"])
     return without_site(posterior, kept, (site["precision"], site["shift"]))
-
-
-def divergence(precision: Tensor, shift: Tensor, old_precision: Tensor, old_shift: Tensor) -> Tensor:
-    """Return KL(new‖old) of each entry from natural parameters, shape (P,)."""
-    ratio = old_precision / precision
-    move = shift / precision - old_shift / old_precision
-    return (ratio - 1 - ratio.log() + old_precision * move.square()) / 2

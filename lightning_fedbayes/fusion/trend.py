@@ -10,6 +10,12 @@ FIRST = 10
 """First round that the posterior is compared with; the others are 20, 40, 80 and so on."""
 
 
+def divergence(precision: Tensor, mean: Tensor, old_precision: Tensor, old_mean: Tensor) -> Tensor:
+    """Return KL(new‖old) of each entry, in nats; all tensors of shape (P,)."""
+    ratio = old_precision / precision
+    return (ratio - 1 - ratio.log() + old_precision * (mean - old_mean).square()) / 2
+
+
 def followed(trail: dict[str, Any], precision: Tensor, mean: Tensor) -> dict[str, Any]:
     r"""Return the trail of a posterior with one more round.
 
@@ -32,9 +38,8 @@ def followed(trail: dict[str, Any], precision: Tensor, mean: Tensor) -> dict[str
     behind = [each for each in marks if each <= rounds / 2]
     if behind:
         mark = {name: value.to(mean.device, mean.dtype) for name, value in marks[max(behind)].items()}
-        ratio, move = mark["precision"] / precision, mean - mark["mean"]
-        terms = ratio - 1 - ratio.log() + mark["precision"] * move.square()
-        trail["distance"] = float(terms.mean()) / 2 if len(mean) else 0.0
+        moved = divergence(precision, mean, mark["precision"], mark["mean"])
+        trail["distance"] = float(moved.mean()) if len(mean) else 0.0
     tens = rounds // FIRST
     if rounds % FIRST == 0 and tens & (tens - 1) == 0:  # a power of two
         last = {each: marks[each] for each in sorted(marks)[-1:]}

@@ -25,11 +25,13 @@ def with_tallies(output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor 
     ``TorchFunctionMode`` can override this function, as it can torch's own.
 
     Args:
-        output: of the layer.
-        x: its input.
+        output: of the layer, (examples, \\*, channels, \\*space).
+        x: its input, (examples, \\*).
         weight, bias: tallies, zeros of the shapes of its parameters; None: none is taken.
         op: the deterministic layer.
         dims: of space.
+
+    Returns: of the shape of ``output``.
     """
     tensors = tuple(each for each in (output, x, weight, bias) if each is not None)
     if has_torch_function(tensors):

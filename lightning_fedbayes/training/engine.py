@@ -124,7 +124,10 @@ class Engine(ABC):
         if not state:
             self.states = {client: replace(kept, site={}) for client, kept in self.states.items()}
         base = rule.base(posterior, state)
-        self.sites = RoundSites(rule, self.model, base, share, round, self.context.takes_gradient_steps)
+        context = self.context
+        self.sites = RoundSites(
+            rule, self.model, base, share, round, context.takes_gradient_steps, context.mean_over_processes is None
+        )
         for client, kept in self.states.items():
             self.sites.check(client, kept.site)
 

@@ -112,6 +112,7 @@ class RoundSites:
         share: of one client among all, 1 / K.
         round: the round, from 0.
         measures: True if the optimizer takes steps of gradients, by whose squares precisions are measured.
+        sees_batches: False if a process sees only a part of each batch; examples then count by batches alone.
 
     Attributes:
         parameters: the Gaussian parameters of layers that have sites, by name.
@@ -124,13 +125,14 @@ class RoundSites:
     """
 
     def __init__(
-        self, rule: Sites, model: ResidentModel, base: GaussianPosterior, share: float, round: int, measures: bool
+        self, rule: Sites, model: ResidentModel, base: GaussianPosterior, share: float, round: int, measures: bool,
+        sees_batches: bool = True,
     ) -> None:
         self.rule = rule
         self.share = share
         self.measures = rule.precision == "measured" or (rule.precision == "auto" and measures and rule.renyi is None)
         self.round = round if self.measures else 0
-        self.batch_part = rule.batch_part(self.round)
+        self.batch_part = rule.batch_part(self.round) if sees_batches else 1.0
         self.module = module = model.module
         found, learned = gaussian_parameters(module), model.learned
         self.parameters = {name: found[name] for name in base.names if name in found and name not in model.local_names}

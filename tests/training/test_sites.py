@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import lightning as L
 import numpy as np
@@ -403,6 +404,20 @@ def test_squares_of_batches_give_way_to_those_of_single_examples(options, monkey
         factor = len(x) * StillAtMeans.scale / StillAtMeans.weight
         wanted = factor * (MEMORY * batch + (1 - MEMORY) * (batch + single) / 2)
         torch.testing.assert_close(sites[client]["site"]["precision"], wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_processes_that_see_parts_of_batches_measure_by_batches(monkeypatch):
+    """Their squares of single examples would count the processes, too."""
+    monkeypatch.setattr("lightning_fedbayes.fusion.sites.SETTLING", 1)
+    federation = fb.FederatedBayes(fb.IIDPartition(3), fusion="sites", engine="sequential")
+    federate(Exact(), federation, 2, whole(data()))
+    engine, parts = federation.federation.engine, []
+    for mean in (None, lambda value: value):
+        engine.context = replace(engine.context, mean_over_processes=mean)
+        server = federation.federation.server
+        engine.begin_sites(Sites(), server.posterior, server.rule_state, 1 / 3, 3)
+        parts.append(engine.sites.batch_part)
+    assert parts == [0.25, 1.0]
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
