@@ -133,7 +133,7 @@ def first_state(parameter: Tensor, group: dict[str, Any], num_examples: int) -> 
     }
     if group["curvature"] == "squares":
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
-        state |= {"square": torch.full_like(like, curvature), "measured": torch.zeros(()), "signal": zero,
+        state |= {"square": torch.full_like(like, curvature), "received": torch.zeros(()), "signal": zero,
                   "noise": zero.clone()}
     return state
 

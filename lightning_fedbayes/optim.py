@@ -32,12 +32,14 @@ from lightning_fedbayes.private_torch import foreach
 EPSILON = 1e-8
 """Added to the divisor of a step of parameters without a posterior, as Adam does."""
 
-RATES = {"squares": 3e-3, "ivon": 0.1}
+RATES = {"squares": 1e-2, "ivon": 0.1}
 """Usual learning rate of each kind of curvature."""
 LONGEST = 0.1
 """Longest step of a mean, in steps of Newton's method."""
 FALL = 0.02
 """Most that a precision loses in a step, relative to it; so training begins before draws are wide."""
+EARLY = 0.5
+"""In step k since a client received its posterior it may lose this over k: rounds can be shorter than 20 steps."""
 LEAST = 1e-3
 """Least curvature that limits a step, relative to the precision."""
 
@@ -57,7 +59,7 @@ class IVON(Optimizer):
               P = \sum_t w_t \sum_i g_i (\theta_i - m_i), \qquad Q = \sum_t w_t \sum_i v_i / \Lambda_i,
 
     .. math:: c = \frac{P + \sqrt{P^2 + 4 Q}}{2 Q}, \qquad
-              \Lambda \leftarrow \max(\lambda c v + A,\; 0.98\,\Lambda),
+              \Lambda \leftarrow \max\left(\lambda c v + A,\; (1 - \max(\tfrac{1}{50}, \tfrac{1}{2 k})) \Lambda\right),
 
     .. math:: m \leftarrow m - \frac{\lambda \bar g + A m}{\lambda \sqrt v / \text{lr} + 10 (\lambda c v + A)}
 
@@ -65,7 +67,7 @@ class IVON(Optimizer):
     :math:`1 / \sqrt Q` without any assumption about batches. c is the mode over :math:`\log c` under the prior
     density :math:`e^{-c/c_0} / c_0`, where :math:`c_0` belongs to the curvature at the start (:math:`P = -1/c_0`
     there); it is positive for any gradients, and the start fades as evidence comes. The weights :math:`w_t` remember
-    the last eighth of the steps. At a fixed point :math:`\sum_i c v_i / \Lambda_i = \sum_i E[\hat h_i] / \Lambda_i`,
+    the last eighth of the steps. k counts the steps since the optimizer, or a client's round, began. At a fixed point :math:`\sum_i c v_i / \Lambda_i = \sum_i E[\hat h_i] / \Lambda_i`,
     so the unit is that of the evidence lower bound; the shape is an approximation. A step of the mean is at most
     Adam's with this ``lr``, and at most a tenth of Newton's.
 
@@ -118,9 +120,9 @@ class IVON(Optimizer):
         curvature: "squares" or "ivon".
 
     State of a parameter: "precision" :math:`\Lambda`, "momentum" :math:`\bar g`, "square" v, "signal" P, "noise" Q,
-    "step" and "measured" t, "examples" :math:`\lambda`; in a federation also "prior_precision" A, "prior_shift" b and
-    "prior_weight" :math:`\rho` of a prior that is :math:`\exp(b\theta - \tfrac12 A \theta^2)` to the power of
-    :math:`1 / \rho`. Then :math:`\Lambda` is :math:`(\lambda c v + A) / \rho`, and :math:`A m - b` stands for A m.
+    "step" t, "received" its value t − k at the start of a client's round, "examples" :math:`\lambda`; in a federation
+    also "prior_precision" A, "prior_shift" b and "prior_weight" :math:`\rho` of a prior that is
+    :math:`\exp(b\theta - \tfrac12 A \theta^2)` to the power of :math:`1 / \rho`. Then :math:`\Lambda` is :math:`(\lambda c v + A) / \rho`, and :math:`A m - b` stands for A m.
 
     Raises:
         FederationError: an argument is out of range, or ``step`` has no gradient at a draw.
@@ -141,7 +143,7 @@ class IVON(Optimizer):
     """State of the parameter's shape."""
     sums: ClassVar[frozenset[str]] = frozenset(("signal", "noise"))
     """State that is one number, of a network's own; in a stack of networks always one for each, as ``counts``."""
-    counts: ClassVar[frozenset[str]] = frozenset(("step", "examples", "measured"))
+    counts: ClassVar[frozenset[str]] = frozenset(("step", "examples", "received"))
     """State that is one number; in a stack of networks one for each, of a shape that broadcasts with the parameter."""
 
     def __init__(
@@ -286,7 +288,7 @@ class IVON(Optimizer):
         prior = self._prior(group) if own[0] is None else own
         weights = [state.get("prior_weight") for state in states]
         if group["curvature"] == "squares":
-            newton = self._measure(group, states, sums, draws, scale, prior, weights)
+            newton = self._measure(group, states, sums, draws, steps, scale, prior, weights)
         else:
             newton = None
             self._follow(group, states, sums, draws, scale, prior, weights)
@@ -337,8 +339,8 @@ class IVON(Optimizer):
         foreach.mul_(precisions, factor)
 
     def _measure(
-        self, group: dict[str, Any], states: list[dict[str, Any]], sums: list[Sum], draws: int, scale: Factors,
-        prior: float | list[Tensor], weights: list[Any],
+        self, group: dict[str, Any], states: list[dict[str, Any]], sums: list[Sum], draws: int, steps: Factors,
+        scale: Factors, prior: float | list[Tensor], weights: list[Any],
     ) -> list[Tensor]:
         """Update the precisions from squared gradients, in the unit in which each tensor's estimates agree with them.
 
@@ -347,13 +349,10 @@ class IVON(Optimizer):
         precisions, squares = ([state[name] for state in states] for name in ("precision", "square"))
         gradients = [each.gradient for each in sums]
         new = foreach.mul(gradients, gradients) if draws == 1 else foreach.div([each.square for each in sums], draws)
-        counted = [state["measured"] for state in states]
-        foreach.add_(counted, 1)
-        numbers = factors(counted, precisions)
-        if any(bool((each == 1).any()) if isinstance(each, Tensor) else each == 1 for each in numbers):
-            for state, square, number in zip(states, new, numbers):
-                begin(state, square, number)
-        rates = [larger(1 / (each + START), 1 - group["betas"][1]) for each in numbers]
+        if any(bool((each == 1).any()) if isinstance(each, Tensor) else each == 1 for each in steps):
+            for state, square, step in zip(states, new, steps):
+                begin(state, square, step)
+        rates = [larger(1 / (each + START), 1 - group["betas"][1]) for each in steps]
         if isinstance(rates[0], float) and len({*rates}) == 1:
             foreach.lerp_(squares, new, rates[0])
         else:
@@ -363,10 +362,12 @@ class IVON(Optimizer):
         signals = [total(each.product, state["signal"]) for each, state in zip(sums, states)]
         signals = signals if draws == 1 else [each / draws for each in signals]
         noises = [total(each, state["noise"]) for each, state in zip(foreach.div(squares, precisions), states)]
-        memories = [1 - SHARE / (each + START + SHARE) for each in numbers]
+        memories = [1 - SHARE / (each + START + SHARE) for each in steps]
         wanted = foreach.mul(squares, unit_of(states, signals, noises, memories, scale))
         foreach.add_(wanted, prior)
-        foreach.mul_(precisions, 1 - FALL)
+        begun = factors([state["received"] for state in states], precisions)
+        kept = [1 - larger(EARLY / (each - start), FALL) for each, start in zip(steps, begun)]
+        foreach.mul_(precisions, kept[0] if isinstance(kept[0], float) and len({*kept}) == 1 else kept)
         foreach.maximum_(precisions, wanted if weights[0] is None else foreach.div(wanted, weights))
         if not isinstance(prior, float) or not prior:  # which may be negative, or 0 where no gradient has been
             foreach.maximum_(wanted, foreach.mul(precisions, LEAST))

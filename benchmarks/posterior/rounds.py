@@ -1,8 +1,9 @@
 """Width by round: mutual information and σ of every method at its defaults, beside a converged pooled posterior.
 
-    python -m benchmarks.posterior.rounds [--only rounds|long|grid] [--data DIR] [--out FOLDER]
+    python -m benchmarks.posterior.rounds [--only rounds|widths|long|grid] [--data DIR] [--out FOLDER]
 
 "rounds": the demo's federation, and the same on two data sets that no default was chosen on, up to 300 rounds.
+"widths": sites beside the best σ around the same means, trained on all examples: how much of an error is the variances'.
 "long": ``fusion=None`` beside federated averaging, looked at every tenth round of 200.
 "grid": sites and bayes_admm from every start: initial σ × KL weight × local epochs × estimator, 200 rounds each. Two
 of the data sets ship with scikit-learn; kin8nm lies in DIR/uci_regression, and without --data its cells are left out.
@@ -33,6 +34,7 @@ import lightning_fedbayes as fb
 from benchmarks.page import include
 from lightning_fedbayes.data.splits import TensorDataModule, stratified_order
 from lightning_fedbayes.layers.functional import Estimator
+from lightning_fedbayes.layers.posterior_view import gaussian_parameters, load_posterior
 from lightning_fedbayes.metrics.functional import mutual_information, negative_log_likelihood
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.quiet import quietly
@@ -45,7 +47,8 @@ LONGEST = {"sites": 300, "bayes_admm": 200}
 """Rounds of a method with seed 0; others take 100, and every method as many with further seeds."""
 LAST = 200
 """Rounds of a cell of the grid."""
-"""Rounds after which a posterior is scored."""
+WIDTHS = (20, 60)
+"""Rounds after which σ is held beside the best one."""
 STEPS = 10_000
 """Of pooled training, with rates from 1e-2 to 1e-4 (a factor of 100, geometric)."""
 METHODS: dict[str, dict[str, Any]] = {
@@ -141,6 +144,7 @@ def cells() -> list[Cell]:
         found += [Cell("rounds", data, method, seed) for seed in range(3) for data in SOURCES]
     others = [each for each in METHODS if each not in (*BARS, *OTHERS) and each != "default"]
     found += [Cell("rounds", data, method, 0) for data in SOURCES for method in others]
+    found += [Cell("widths", data, "sites", seed) for seed in range(3) for data in SOURCES]
     found += [Cell("long", data, method, seed) for seed in range(2) for data in SOURCES for method in LONG]
     found += [Cell("long", "digits", method, 0) for method in METHODS if method not in LONG]
     for number, (*rest, rule) in enumerate(GRID):  # the two data sets share the grid
@@ -154,6 +158,7 @@ class Looks(L.Callback):
     def __init__(self, held_out: TensorDataset, rounds: Iterable[int], federation: fb.FederatedBayes) -> None:
         self.held_out, self.rounds, self.federation = held_out, set(rounds), federation
         self.found: dict[int, dict[str, float]] = {}
+        self.posteriors: dict[int, fb.GaussianPosterior] = {}
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score, and take the estimated distance beside."""
@@ -161,6 +166,7 @@ class Looks(L.Callback):
         if number in self.rounds:
             assert isinstance(pl_module, fb.HybridBayesianClassifier)
             found = scores(pl_module, self.federation.posterior, self.held_out)
+            self.posteriors[number] = self.federation.posterior
             self.found[number] = {**found, "distance": self.federation.history[-1].get("sites/distance", math.nan)}
 
 
@@ -213,7 +219,7 @@ def run(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
         fb.DirichletPartition(CLIENTS, alpha=0.5), local_epochs=cell.epochs, seed=cell.seed, **METHODS[cell.method]
     )
     rounds = rounds_of(cell)
-    every = range(10, LAST + 1, 10) if cell.study == "long" else LOOKS
+    every = {"long": range(10, LAST + 1, 10), "widths": WIDTHS}.get(cell.study, LOOKS)
     looks = Looks(data.validation, [each for each in every if each <= rounds], federation)
     trainer = L.Trainer(
         max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[federation, looks], enable_checkpointing=False,
@@ -224,12 +230,28 @@ def run(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
         trainer.fit(module, datamodule=data)
     except fb.FedBayesError as error:
         found["error"] = str(error)[:200]
+    if cell.study == "widths":
+        for number, posterior in looks.posteriors.items():
+            found[f"best {number}"] = with_best_widths(network(cell), posterior, data)
     held = [row.get("sites/held_back", 0.0) for row in federation.history]
     return {**found, "held_back": sum(each > 0 for each in held), **{str(n): each for n, each in looks.found.items()}}
 
 
+def with_best_widths(
+    module: fb.HybridBayesianClassifier, posterior: fb.GaussianPosterior, data: TensorDataModule
+) -> dict[str, float]:
+    """Return the scores of the means of ``posterior`` with the σ that are best around them, trained on all examples."""
+    load_posterior(module, posterior)
+    for each in gaussian_parameters(module).values():
+        each.mean.requires_grad_(False)
+    train_pooled(module, data.train)
+    return scores(module, fb.read_posterior(module), data.validation)
+
+
 def rounds_of(cell: Cell) -> int:
     """Return the number of rounds of a cell."""
+    if cell.study == "widths":
+        return max(WIDTHS)
     if cell.study in ("grid", "long"):
         return LAST
     return LONGEST[cell.method] if cell.method in LONGEST and cell.seed == 0 else min(LAST, 100)
@@ -238,7 +260,8 @@ def rounds_of(cell: Cell) -> int:
 def train_pooled(module: fb.HybridBayesianClassifier, data: TensorDataset) -> None:
     """Mean-field variational inference on all examples, until it has converged."""
     inputs, targets = data.tensors
-    optimizer = torch.optim.Adam(module.network.parameters(), lr=0.01)
+    trained = [parameter for parameter in module.network.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=0.01)
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * 10 ** (-2 * step / STEPS)
@@ -260,6 +283,9 @@ def tables(done: Mapping[Cell, dict[str, Any]]) -> str:
         pooled = {cell.seed: found["0"] for cell, found in mine.items() if cell.method == "pooled"}
         if pooled:
             parts += [f"### {data[0].upper()}{data[1:]}", by_round(mine, pooled)]
+    widths = {cell: found for cell, found in done.items() if cell.study == "widths"}
+    if widths:
+        parts += ["### Sites beside the best σ around the same means", beside_best_widths(widths, done)]
     long = {cell: found for cell, found in done.items() if cell.study == "long"}
     if long:
         parts += ["### The default, 200 rounds", beside_averaging(long)]
@@ -303,6 +329,30 @@ def met(method: str, seeds: Mapping[int, dict[str, Any]], pooled: Mapping[int, d
         mean = statistics.fmean(each[number]["mutual_information"] for each in seeds.values())
         factors.append(max(mean / wanted, wanted / mean) if mean else math.inf)
     return f"{max(factors):.2f} ≤ {BARS[method]}: {'yes' if max(factors) <= BARS[method] else '**no**'}"
+
+
+def beside_best_widths(widths: Mapping[Cell, dict[str, Any]], done: Mapping[Cell, dict[str, Any]]) -> str:
+    """Return mutual information of sites, and of their means with the best σ, over the pooled one; and all NLLs."""
+    rows = []
+    for data, number in itertools.product(SOURCES, WIDTHS):
+        seeds = {cell.seed: found for cell, found in widths.items() if cell.data == data}
+        pooled = [done[Cell("rounds", data, "pooled", seed)]["0"] for seed in seeds]
+        if not seeds:
+            continue
+        ways = [[found[f"{way}{number}"] for found in seeds.values()] for way in ("", "best ")]
+        sites, best, pool = (
+            {key: statistics.fmean(each[key] for each in way) for key in ("mutual_information", "nll", "median")}
+            for way in (*ways, pooled)
+        )
+        factor = sites["mutual_information"] / best["mutual_information"]
+        rows.append([
+            data, number, len(seeds),
+            *(f"{way['mutual_information'] / pool['mutual_information']:.2f}" for way in (sites, best)), f"{factor:.2f}",
+            *(f"{way['nll']:.3f}" for way in (sites, best, pool)),
+        ])
+    columns = ["data", "round", "seeds", "sites / pooled", "best σ / pooled", "sites / best σ", "NLL, sites",
+               "NLL, best σ", "NLL, pooled"]
+    return markdown_table(columns, rows)
 
 
 def beside_averaging(done: Mapping[Cell, dict[str, Any]]) -> str:
@@ -385,7 +435,7 @@ def run_cells(file: Path, todo: Sequence[Any], result_of: Callable[[Any], dict[s
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("rounds", "long", "grid"), help="one of the studies")
+    parser.add_argument("--only", choices=("rounds", "widths", "long", "grid"), help="one of the studies")
     parser.add_argument("--data", type=Path, help="folder with uci_regression/kin8nm")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
     options = parser.parse_args(arguments)

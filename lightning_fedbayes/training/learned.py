@@ -217,6 +217,8 @@ class OptimizerPosterior(LearnedPosterior):
                 if "square" in state:
                     state.update(believed(state["precision"] * weight, own, state["examples"]))
             states[number] = {**state, **{key: old[key] for key in KEPT if key in old and key in state}}
+            if "received" in state:
+                states[number]["received"] = states[number]["step"].clone()
         return states
 
     def measured(self, client: TrainedClient) -> Tensors:
@@ -357,7 +359,7 @@ class PathPosterior(LearnedPosterior):
         return variances
 
 
-KEPT = ("step", "momentum", "square", "signal", "noise", "measured")
+KEPT = ("step", "momentum", "square", "signal", "noise")
 """State of IVON that a client keeps, where clients keep their optimizers; the precision is the global posterior's."""
 
 MOMENTS = ("path_count", "path_mean", "path_squares")

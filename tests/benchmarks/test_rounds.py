@@ -13,12 +13,14 @@ from benchmarks.posterior.rounds import GRID, LEVELS, Cell
 @pytest.mark.parametrize("cell", [
     Cell("rounds", "digits", "pooled", 0), Cell("rounds", "digits", "sites", 0),
     Cell("rounds", "breast cancer", "fedavg", 0), Cell("rounds", "digits", "IVON + sites", 1),
+    Cell("widths", "breast cancer", "sites", 0),
     Cell("grid", "breast cancer", "bayes_admm", 0, 0.3, 1.0, 1, "local_reparameterization"),
 ], ids=lambda cell: f"{cell.study}-{cell.data}-{cell.method}")
 def test_a_cell_runs(cell, monkeypatch):
     monkeypatch.setattr(rounds, "LOOKS", (1, 2))
     monkeypatch.setattr(rounds, "LONGEST", {})
     monkeypatch.setattr(rounds, "LAST", 2)
+    monkeypatch.setattr(rounds, "WIDTHS", (1, 2))
     monkeypatch.setattr(rounds, "STEPS", 5)
     found = rounds.run(cell)
     looks = [found[key] for key in found if key.isdigit()]
@@ -41,6 +43,8 @@ def test_the_tables_compare_with_the_pooled_posterior_and_name_the_dead(tmp_path
     lines = [
         {"cell": pooled._asdict(), "0": {**look, "mutual_information": 0.03}},
         {"cell": sites._asdict(), "held_back": 0, **dict.fromkeys(("20", "40", "60"), look)},
+        {"cell": sites._replace(study="widths")._asdict(), "held_back": 0, **dict.fromkeys(("20", "60"), look),
+         **dict.fromkeys(("best 20", "best 60"), {**look, "nll": 0.1, "mutual_information": 0.04})},
         {"cell": Cell("grid", "digits", "sites", 0)._asdict(), "held_back": 0, "error": "dead", "40": look},
         {"cell": Cell("grid", "digits", "sites", 0, 0.3)._asdict(), "held_back": 0, "40": look,
          "200": {**look, "nll": 0.24, "largest": 1.1}},
@@ -50,6 +54,7 @@ def test_the_tables_compare_with_the_pooled_posterior_and_name_the_dead(tmp_path
     text = rounds.tables(rounds.read(file))
     assert "0.200 / 2.00 / 0.50" in text
     assert "2.00 ≤ 1.5: **no**" in text
+    assert "| digits | 20 | 1 | 2.00 | 1.33 | 1.50 | 0.200 | 0.100 | 0.200 |" in text
     assert "1 died" in text
     assert "the largest σ of all is 1.10" in text
     assert "in 0 the NLL of round 200" in text
