@@ -3,7 +3,7 @@
     python -m benchmarks.posterior.rounds [--only rounds|widths|long|grid] [--data DIR] [--out FOLDER]
 
 "rounds": the demo's federation, and the same on two data sets that no default was chosen on, up to 300 rounds.
-"widths": sites beside the best σ around the same means, trained on all examples: how much of an error is the variances'.
+"widths": sites beside the best σ around the same means, trained on all examples.
 "long": ``fusion=None`` beside federated averaging, looked at every tenth round of 200.
 "grid": sites and bayes_admm from every start: initial σ × KL weight × local epochs × estimator, 200 rounds each. Two
 of the data sets ship with scikit-learn; kin8nm lies in DIR/uci_regression, and without --data its cells are left out.
@@ -347,7 +347,8 @@ def beside_best_widths(widths: Mapping[Cell, dict[str, Any]], done: Mapping[Cell
         factor = sites["mutual_information"] / best["mutual_information"]
         rows.append([
             data, number, len(seeds),
-            *(f"{way['mutual_information'] / pool['mutual_information']:.2f}" for way in (sites, best)), f"{factor:.2f}",
+            *(f"{way['mutual_information'] / pool['mutual_information']:.2f}" for way in (sites, best)),
+            f"{factor:.2f}",
             *(f"{way['nll']:.3f}" for way in (sites, best, pool)),
         ])
     columns = ["data", "round", "seeds", "sites / pooled", "best σ / pooled", "sites / best σ", "NLL, sites",

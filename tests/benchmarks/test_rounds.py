@@ -44,7 +44,7 @@ def test_the_tables_compare_with_the_pooled_posterior_and_name_the_dead(tmp_path
         {"cell": pooled._asdict(), "0": {**look, "mutual_information": 0.03}},
         {"cell": sites._asdict(), "held_back": 0, **dict.fromkeys(("20", "40", "60"), look)},
         {"cell": sites._replace(study="widths")._asdict(), "held_back": 0, **dict.fromkeys(("20", "60"), look),
-         **dict.fromkeys(("best 20", "best 60"), {**look, "nll": 0.1, "mutual_information": 0.04})},
+         **{key: {**look, "nll": 0.1, "mutual_information": 0.04} for key in ("best 20", "best 60")}},
         {"cell": Cell("grid", "digits", "sites", 0)._asdict(), "held_back": 0, "error": "dead", "40": look},
         {"cell": Cell("grid", "digits", "sites", 0, 0.3)._asdict(), "held_back": 0, "40": look,
          "200": {**look, "nll": 0.24, "largest": 1.1}},
