@@ -62,7 +62,8 @@ def digits(_: Path | None = None) -> Problem:
 
 def wine(_: Path | None = None) -> Problem:
     """Return scikit-learn's wines, 120 of them to train."""
-    return table(*load_wine(return_X_y=True), 120)
+    inputs, classes = load_wine(return_X_y=True)
+    return table(inputs, classes, 120)
 
 
 def kin8nm(folder: Path) -> Problem:
