@@ -136,6 +136,25 @@ def test_a_first_round_begins_at_the_optimizer_s_own_curvature_and_a_later_one_a
     assert all(torch.allclose(state["precision"], expected) for state in states.values())
 
 
+def test_a_precision_falls_anew_in_every_round_of_a_client_that_keeps_its_state():
+    """By a half in the first step, a quarter in the second: rounds of few steps widen a posterior, too."""
+    module = Own(hessian_init=100.0)
+    federation, _ = run("sequential", 1, module, local_epochs=1)
+    learned, optimizer = federation.federation.engine.model.learned, module.optimizers(use_pl_optimizer=False)
+    parameters = [*module.parameters()]
+    kept = {n: {"step": torch.tensor(40.0), "square": torch.full_like(p, 1e-9)} for n, p in enumerate(parameters)}
+    states = learned.start(kept, 40)
+    optimizer.state.update(dict(zip(parameters, states.values(), strict=True)))
+    for factor in (1 / 2, 3 / 4, 5 / 6):
+        before = [state["precision"].clone() for state in states.values()]
+        with optimizer.sampled():
+            for p in parameters:
+                p.grad = torch.full_like(p, 1e-9)
+        optimizer.step()
+        for state, precision in zip(states.values(), before, strict=True):
+            torch.testing.assert_close(state["precision"], factor * precision)
+
+
 def test_a_cavity_and_a_prior_are_what_the_optimizer_reads():
     like = torch.zeros(3)
     normal = natural_prior(NormalPrior(torch.full((3,), 2.0), torch.full((3,), 0.5)), like)
