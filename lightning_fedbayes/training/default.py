@@ -44,7 +44,7 @@ def default_fusion(
     elif obstacle is None and any(getattr(each, "takes_single_gradients", False) for each in callbacks):
         obstacle = "a callback takes the gradients of single examples, in which sites' terms have no part"
     elif obstacle is None and model.learned is not None:
-        obstacle = "sites of a posterior outside of Bayesian layers are too narrow for many rounds"
+        obstacle = "the posterior is not one of Bayesian layers"
     elif obstacle is None and not layers:
         obstacle = "no layer is Bayesian"
     elif obstacle is None and (

@@ -8,10 +8,12 @@ from flwr.app import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lightning_fedbayes as fb
 from lightning_fedbayes.flower import FusionStrategy
 from lightning_fedbayes.flower.wire import from_arrays, to_arrays
 from lightning_fedbayes.posterior import GaussianPosterior, is_zero
-from tests.flower.clients import client_apps, run
+from tests.federations import Plain
+from tests.flower.clients import client_apps, hybrid, run
 from tests.flower.grid import LocalGrid
 
 SHAPES = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=3)
@@ -58,21 +60,28 @@ def test_buffers_that_are_no_floats_keep_their_dtype(value):
     assert torch.equal(buffers["b"], value)
 
 
+def ivon() -> Plain:
+    return Plain(optimizer=fb.IVON)
+
+
 def noted(replies: list[Message], reply: Message) -> Message:
     replies.append(reply)
     return reply
 
 
-def test_a_client_of_sites_sends_what_a_client_of_an_average_sends(tmp_path, monkeypatch):
+@pytest.mark.parametrize("make", [hybrid, ivon])
+def test_a_client_of_sites_sends_what_a_client_of_an_average_sends(tmp_path, monkeypatch, make):
     """A mean and a variance per parameter, also when precisions are those of single examples; no site, no square."""
     monkeypatch.setattr("lightning_fedbayes.fusion.sites.SETTLING", 1)
     sent = {}
     for fusion in ("rklb", "sites"):
         replies: list[Message] = []
-        grid = LocalGrid(client_apps(fusion=fusion, state_folder=str(tmp_path / fusion)))
+        grid = LocalGrid(client_apps(make=make, fusion=fusion, state_folder=str(tmp_path / fusion)))
         grid.change = dict.fromkeys(range(4), partial(noted, replies))
-        run(grid, FusionStrategy(fusion=fusion, wait_for=4))
+        run(grid, FusionStrategy(fusion=fusion, wait_for=4), make=make)
         sent[fusion] = [{name: list(record) for name, record in reply.content.items()} for reply in replies]
         assert len(replies) == 12
         assert not any(reply.has_error() for reply in replies)
     assert sent["sites"] == sent["rklb"]
+    kinds = {key.partition("/")[0] for reply in sent["sites"] for key in reply["arrays"]}
+    assert kinds <= {"mean", "variance", "buffer"}

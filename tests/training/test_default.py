@@ -26,8 +26,8 @@ AVERAGES = {
     "weighting": (bayesian, {"weighting": "max_discrepancy"}, "weighting='max_discrepancy' is given"),
     "adversaries": (bayesian, {"adversaries": fb.SignFlip([0])}, "sites trust their clients"),
     "one client": (Plain, {"partition": fb.IIDPartition(1)}, "one client is ordinary training"),
-    "Laplace": (Plain, {"posterior": fb.Laplace()}, "too narrow for many rounds"),
-    "IVON": (partial(Plain, optimizer=partial(fb.IVON, lr=0.01)), {}, "too narrow for many rounds"),
+    "Laplace": (Plain, {"posterior": fb.Laplace()}, "not one of Bayesian layers"),
+    "IVON": (partial(Plain, optimizer=partial(fb.IVON, lr=0.01)), {}, "not one of Bayesian layers"),
     "point masses": (Plain, {}, "no layer is Bayesian"),
     "priors": (unlike_priors, {}, "do not share one normal prior"),
 }
