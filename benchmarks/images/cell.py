@@ -95,10 +95,13 @@ def make_federation(settings: Settings) -> fb.FederatedBayes:
 def make_optimizer(settings: Settings, network: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of a cell."""
     if settings.optimizer == "ivon":
+        published: dict[str, Any] = {} if settings.hessian_init is None else {
+            "hessian_init": settings.hessian_init, "betas": (settings.momentum, settings.curvature_decay),
+            "curvature": "ivon",
+        }
         return fb.IVON(
-            network.parameters(), settings.learning_rate, prior_std=settings.prior_std,
-            hessian_init=settings.hessian_init, betas=(settings.momentum, settings.curvature_decay),
-            temperature=settings.kl_weight, curvature="ivon",
+            network.parameters(), settings.learning_rate, prior_std=settings.prior_std, temperature=settings.kl_weight,
+            **published,
         )
     options: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
     if settings.optimizer == "adam":

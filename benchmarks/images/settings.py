@@ -39,7 +39,8 @@ class Settings:
         optimizer: "sgd", "adam" or "ivon", which gives a network without Bayesian layers a posterior.
         learning_rate, momentum, weight_decay: of the optimizer; Adam has no momentum. IVON has a prior, ``prior_std``,
             in place of weight decay; ``kl_weight`` is its temperature, and ``momentum`` its first decay.
-        hessian_init, curvature_decay: first curvature of IVON, and its second decay.
+        hessian_init, curvature_decay: first curvature of IVON as published, and its second decay. Without the first,
+            IVON's defaults for both.
         decay_from: round after which the learning rate falls by 4 % per round, as in [FBDL]; None: never.
         seed: of network, partition, order of the examples and noise.
     """
@@ -70,7 +71,7 @@ class Settings:
     learning_rate: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 1e-5
-    hessian_init: float = 1.0
+    hessian_init: float | None = 1.0
     curvature_decay: float = 0.999
     decay_from: int | None = None
     seed: int = 0

@@ -23,9 +23,9 @@ def default_fusion(
 ) -> tuple[FusionRule, str]:
     """Return what ``fusion=None`` is for a network, and a line that says so.
 
-    Averages go to the prior's width over many rounds, sites do not. A network of point masses has no prior that would
-    bound it: as FedDyn, sites take it where pooled training ends, which need not be a good place
-    (benchmarks/posterior/ROUNDS.md).
+    Averages go to the prior's width over many rounds, sites do not; that holds for layers and for IVON. A network of
+    point masses has no prior that would bound it: as FedDyn, sites take it where pooled training ends, which need not
+    be a good place (benchmarks/posterior/ROUNDS.md).
 
     Args:
         settings: of the federation.
@@ -33,9 +33,13 @@ def default_fusion(
         num_clients: of the federation.
         callbacks: of the Trainer.
     """
-    found = gaussian_parameters(model.module)
+    found, learned = gaussian_parameters(model.module), model.learned
     layers = [each.layer for name, each in found.items() if name not in model.local_names]
+    stds = set[float]()
+    if learned is not None:
+        stds = {learned.prior_std(name) for name in learned.variances if name not in model.local_names}
     priors = [prior for layer in layers if isinstance(layer, BayesianLayer) for prior in layer.priors.values()]
+    priors += [NormalPrior(0.0, std) for std in stds if std < float("inf")]
     normal = {(each.mean, each.std) for each in priors if isinstance(each, NormalPrior) and each.is_scalar}
     kept = sum(value.numel() for value in model.read_posterior().mean.values()) * BYTES_PER_ENTRY * num_clients
     obstacle = settings.obstacle_to_sites()
@@ -43,15 +47,15 @@ def default_fusion(
         obstacle = "one client is ordinary training"
     elif obstacle is None and any(getattr(each, "takes_single_gradients", False) for each in callbacks):
         obstacle = "a callback takes the gradients of single examples, in which sites' terms have no part"
-    elif obstacle is None and model.learned is not None:
-        obstacle = "the posterior is not one of Bayesian layers"
-    elif obstacle is None and not layers:
+    elif obstacle is None and learned is not None and not learned.follows_data:
+        obstacle = "the posterior is neither of Bayesian layers nor of IVON by squares"
+    elif obstacle is None and not layers and not stds:
         obstacle = "no layer is Bayesian"
     elif obstacle is None and (
-        len(normal) != 1 or not all(isinstance(layer, BayesianLayer) for layer in layers)
+        len(normal) != 1 or float("inf") in stds or not all(isinstance(layer, BayesianLayer) for layer in layers)
         or not all(isinstance(each, NormalPrior) and each.is_scalar for each in priors)
     ):
-        obstacle = "the Bayesian layers do not share one normal prior, or are of another package"
+        obstacle = "not all parameters share one normal prior, or some layers are of another package"
     elif obstacle is None and kept > MOST_KEPT:
         obstacle = f"sites of {num_clients} clients would take {kept / 2**30:.1f} GiB"
     if obstacle is not None:

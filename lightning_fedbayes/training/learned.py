@@ -62,6 +62,8 @@ class LearnedPosterior(ABC):
     """
 
     linearised: ClassVar[bool] = False
+    follows_data: bool = False
+    """Whether widths are those of the evidence lower bound over many rounds, so that sites are the default."""
 
     def __init__(self, first: Mapping[str, tuple[Tensor, float]]) -> None:
         self._first = {name: variance for name, (_, variance) in first.items()}
@@ -167,6 +169,7 @@ class OptimizerPosterior(LearnedPosterior):
             self._numbers[name] = number
             first[name] = parameter, 1 / ((group["hessian_init"] or 1.0) + group["prior_std"] ** -2)
         super().__init__(first)
+        self.follows_data = all(group["curvature"] == "squares" for group in optimizer.param_groups)
 
     def _groups(self) -> list[tuple[Tensor, dict[str, Any]]]:
         """Return every parameter of the optimizer with its group, in the order of its ``state_dict``."""

@@ -26,10 +26,11 @@ AVERAGES = {
     "weighting": (bayesian, {"weighting": "max_discrepancy"}, "weighting='max_discrepancy' is given"),
     "adversaries": (bayesian, {"adversaries": fb.SignFlip([0])}, "sites trust their clients"),
     "one client": (Plain, {"partition": fb.IIDPartition(1)}, "one client is ordinary training"),
-    "Laplace": (Plain, {"posterior": fb.Laplace()}, "not one of Bayesian layers"),
-    "IVON": (partial(Plain, optimizer=partial(fb.IVON, lr=0.01)), {}, "not one of Bayesian layers"),
+    "Laplace": (Plain, {"posterior": fb.Laplace()}, "neither of Bayesian layers nor of IVON"),
+    "published IVON": (partial(Plain, optimizer=partial(fb.IVON, curvature="ivon")), {}, "nor of IVON by squares"),
+    "no prior": (partial(Plain, optimizer=partial(fb.IVON, prior_std=float("inf"))), {}, "share one normal prior"),
     "point masses": (Plain, {}, "no layer is Bayesian"),
-    "priors": (unlike_priors, {}, "do not share one normal prior"),
+    "priors": (unlike_priors, {}, "not all parameters share one normal prior"),
 }
 
 
@@ -56,8 +57,11 @@ def test_more_than_the_memory_is_averaged(monkeypatch):
     assert made.described()["fusion"] == "reverse_kl_barycenter"
 
 
-def test_elsewhere_it_is_sites_with_the_prior_of_the_layers(caplog):
-    modules = [bayesian(prior_std=0.5) for _ in range(2)]
+@pytest.mark.parametrize("make", [
+    partial(bayesian, prior_std=0.5), partial(Plain, optimizer=partial(fb.IVON, prior_std=0.5)),
+], ids=["layers", "IVON"])
+def test_elsewhere_it_is_sites_with_the_prior_of_the_posterior(make, caplog):
+    modules = [make() for _ in range(2)]
     federations = [fb.FederatedBayes(fb.IIDPartition(3), **each) for each in ({}, {"fusion": Sites(prior_std=0.5)})]
     with caplog.at_level(logging.INFO):
         for module, made in zip(modules, federations):

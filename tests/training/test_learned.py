@@ -312,7 +312,7 @@ def test_the_report_draws_from_the_posterior_of_an_unchanged_network():
 
 
 def test_the_module_s_hooks_and_predictions_work_after_training():
-    federation, made = run("auto", 8, Own(lr=0.05), local_epochs=5)
+    federation, made = run("auto", 20, Own(lr=0.05), local_epochs=5)
     predictive = fb.PosteriorPredictive(made.lightning_module, federation.posterior, samples=20)
     inputs, targets = blobs(60, seed=9).tensors
     prediction = predictive.predict_step(inputs)
