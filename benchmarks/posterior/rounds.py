@@ -4,7 +4,8 @@
 
 "rounds": the demo's federation, and the same on two data sets that no default was chosen on, up to 300 rounds.
 "widths": sites beside the best σ around the same means, trained on all examples.
-"long": ``fusion=None`` beside federated averaging, looked at every tenth round of 200.
+"long": ``fusion=None``, and the plain network trained on all examples, beside federated averaging, looked at every
+tenth round of 200.
 "grid": sites and bayes_admm from every start: initial σ × KL weight × local epochs × estimator, 200 rounds each. Two
 of the data sets ship with scikit-learn; kin8nm lies in DIR/uci_regression, and without --data its cells are left out.
 Each finished cell is one line of FOLDER/rounds.jsonl, and no cell is run twice. The tables are written into ROUNDS.md.
@@ -57,11 +58,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "conflation": {"fusion": "conflation"}, "gaussian_fit": {"fusion": "gaussian_fit"},
     "default": {},
     "fedavg": {"fusion": "fedavg"}, "sites, no layers": {"fusion": "sites"},
-    "IVON + sites": {"fusion": "sites"},
+    "IVON + sites": {"fusion": "sites"}, "one client": {"fusion": "fedavg", "optimizer_state": "keep"},
 }
 """Rows: those from "fedavg" on have no Bayesian layers."""
-PLAIN = ("fedavg", "sites, no layers", "IVON + sites")
-LONG = ("default", "sites, no layers", "fedavg")
+PLAIN = ("fedavg", "sites, no layers", "IVON + sites", "one client")
+LONG = ("default", "sites, no layers", "one client", "fedavg")
 """Rows of the study "long", on every data set, the last beside those of "rounds"."""
 OTHERS = (
     "weighted_average", "wasserstein_barycenter", "log_variance_average", "trimmed_mean", "geometric_median", "ivar_vb",
@@ -142,7 +143,7 @@ def cells() -> list[Cell]:
     found = []
     for method in ("pooled", *BARS):
         found += [Cell("rounds", data, method, seed) for seed in range(3) for data in SOURCES]
-    others = [each for each in METHODS if each not in (*BARS, *OTHERS) and each != "default"]
+    others = [each for each in METHODS if each not in (*BARS, *OTHERS, "default", "one client")]
     found += [Cell("rounds", data, method, 0) for data in SOURCES for method in others]
     found += [Cell("widths", data, "sites", seed) for seed in range(3) for data in SOURCES]
     found += [Cell("long", data, method, seed) for seed in range(2) for data in SOURCES for method in LONG]
@@ -215,9 +216,8 @@ def run(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
     if cell.method == "pooled":
         train_pooled(module, data.train)
         return {"0": scores(module, fb.read_posterior(module), data.validation)}
-    federation = fb.FederatedBayes(
-        fb.DirichletPartition(CLIENTS, alpha=0.5), local_epochs=cell.epochs, seed=cell.seed, **METHODS[cell.method]
-    )
+    partition = fb.IIDPartition(1) if cell.method == "one client" else fb.DirichletPartition(CLIENTS, alpha=0.5)
+    federation = fb.FederatedBayes(partition, local_epochs=cell.epochs, seed=cell.seed, **METHODS[cell.method])
     rounds = rounds_of(cell)
     every = {"long": range(10, LAST + 1, 10), "widths": WIDTHS}.get(cell.study, LOOKS)
     looks = Looks(data.validation, [each for each in every if each <= rounds], federation)
