@@ -154,10 +154,10 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "adversaries", "calibration", "callbacks", "curvature", "data", "errors", "evaluation", "fusion", "layers",
-    "messages", "modules", "optim", "partition", "plan", "posterior", "privacy", "server", "settings", "trainer",
+    "errors", "posterior", "messages", "plan", "adversaries", "fusion", "server", "optim", "privacy", "layers",
+    "curvature", "partition", "settings", "data", "modules", "evaluation", "trainer", "calibration", "callbacks",
 )
-"""Rooms that the public names come from."""
+"""Rooms that the public names come from, those first that need no Lightning and little else."""
 
 
 def __getattr__(name: str) -> Any:

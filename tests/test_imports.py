@@ -177,6 +177,13 @@ def test_engines_are_imported_when_they_are_chosen():
     assert run.stdout.strip() == "[]", run.stderr
 
 
+def test_a_server_loads_no_lightning_and_no_pictures():
+    """It may run where nothing trains."""
+    code = "import sys, lightning_fedbayes as fb; fb.Server, fb.ClientUpdate; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert not {"lightning", "sklearn", "matplotlib", "torchmetrics"} & {*run.stdout.split()}, run.stderr
+
+
 def test_promised_names_are_public():
     promised = {
         "FederatedBayes", "GaussianPosterior", "HybridBayesianClassifier", "HybridBayesianRegressor", "BayesianModule",
