@@ -50,9 +50,9 @@ class IVON(Optimizer):
     Every parameter has a posterior :math:`N(m, 1/\Lambda)`; the module holds the mean m. A step draws :math:`\theta`
     from it and takes the gradient g of the mean loss per example there. With :math:`\lambda = n / \tau` and the prior
     :math:`N(0, s^2)`, :math:`A = 1/s^2`, the best :math:`\Lambda` is :math:`\lambda h + A`, where h is the curvature
-    of the loss. Two estimates of it are at hand. :math:`\hat h = g (\theta - m) \Lambda / \lambda` is unbiased, and
-    in one step its noise is many times its size. Squares of gradients have little noise and the right shape over the
-    entries of a tensor, but their unit depends on the batch size and on the width. So squares give the shape, and
+    of the loss. Two estimates of it are at hand. :math:`\hat h = g (\theta - m) \Lambda / \lambda` is unbiased and
+    noisy. Squares of gradients have less noise, but their unit depends on the batch size and on the width. So squares
+    give the shape over the entries of a tensor, and
     :math:`\hat h`, summed over the tensor and over steps, gives the unit c:
 
     .. math:: v \leftarrow v + \max\left(\tfrac{1}{t + 30}, 1 - \beta_2\right) (g^2 - v), \qquad

@@ -59,11 +59,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "default": {},
     "fedavg": {"fusion": "fedavg"}, "sites, no layers": {"fusion": "sites"},
     "IVON + sites": {"fusion": "sites"}, "one client": {"fusion": "fedavg", "optimizer_state": "keep"},
+    "IVON + reverse_kl_barycenter": {"fusion": "reverse_kl_barycenter"},
 }
 """Rows: those from "fedavg" on have no Bayesian layers."""
-PLAIN = ("fedavg", "sites, no layers", "IVON + sites", "one client")
+PLAIN = ("fedavg", "sites, no layers", "IVON + sites", "IVON + reverse_kl_barycenter", "one client")
 LONG = ("default", "sites, no layers", "one client", "fedavg")
 """Rows of the study "long", on every data set, the last beside those of "rounds"."""
+ONLY_LONG = ("default", "one client", "IVON + reverse_kl_barycenter")
+"""Those of no other study."""
 OTHERS = (
     "weighted_average", "wasserstein_barycenter", "log_variance_average", "trimmed_mean", "geometric_median", "ivar_vb",
     "icov_vb", "fedavgm", "fedadagrad", "fedadam", "fedyogi",
@@ -143,7 +146,7 @@ def cells() -> list[Cell]:
     found = []
     for method in ("pooled", *BARS):
         found += [Cell("rounds", data, method, seed) for seed in range(3) for data in SOURCES]
-    others = [each for each in METHODS if each not in (*BARS, *OTHERS, "default", "one client")]
+    others = [each for each in METHODS if each not in (*BARS, *OTHERS, *ONLY_LONG)]
     found += [Cell("rounds", data, method, 0) for data in SOURCES for method in others]
     found += [Cell("widths", data, "sites", seed) for seed in range(3) for data in SOURCES]
     found += [Cell("long", data, method, seed) for seed in range(2) for data in SOURCES for method in LONG]
@@ -198,7 +201,7 @@ def network(cell: Cell) -> fb.HybridBayesianClassifier:
     options: dict[str, Any] = {"learning_rate": 0.01, "kl_weight": cell.weight, "bayesian_last": 2}
     if cell.method in PLAIN:
         options = {"bayesian_last": 0, "learning_rate": 0.01}
-    if cell.method == "IVON + sites":
+    if cell.method.startswith("IVON"):
         options = {"bayesian_last": 0, "optimizer": partial(fb.IVON, temperature=cell.weight)}
     if cell.start is not None:
         options["posterior_std"] = cell.start

@@ -64,7 +64,7 @@ class Laplace:
             (:func:`~lightning_fedbayes.curvature.evidence.chosen_precision`).
         noise_std: standard deviation of the observation noise, for regression.
         temperature: :math:`\tau` > 0; 1 is Bayes. Where clients fit few examples perfectly, their curvature is next to
-            nothing and the posterior as wide as the prior: 0.01 to 0.1 predict better.
+            nothing and the posterior as wide as the prior; held-out data choose a smaller one.
         parameters: patterns (``fnmatch``) of the parameters that get a posterior; the others are point masses. By
             default all that require gradients.
 

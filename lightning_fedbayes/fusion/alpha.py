@@ -33,13 +33,13 @@ class AlphaBarycenter(FusionRule):
               D_\alpha(p\|q) = \frac{1 - \int p^\alpha q^{1-\alpha}}{\alpha (1 - \alpha)}
 
     α → 0 is ``reverse_kl_barycenter``, whose mass lies where all clients have some; α = 1 is ``linear_pool``, whose
-    mass lies where any client has some; α = ½ is the Hellinger barycenter. The variance usually grows with α. The
+    mass lies where any client has some; α = ½ is the Hellinger barycenter. The
     moments are found by Gauss–Hermite quadrature around every client and around the reverse-KL barycenter: to three
     digits for α in [0, 1], less exactly outside.
 
-    When to use it: ``reverse_kl_barycenter`` is over-confident and ``linear_pool`` too vague; choose α by held-out
-    data. It holds all clients of a round and costs O(K² · P) with a large constant: for networks, or Bayesian parts of
-    them, of up to about a million parameters.
+    When to use it: where held-out data are to choose α (``python -m benchmarks.images.run
+    benchmarks/images/configs/alpha.yaml``). It holds all clients of a round and costs O(K² · P) with a large constant:
+    for networks, or Bayesian parts of them, of up to about a million parameters.
 
     Where a client is a point mass, the result is that of the reverse-KL barycenter (except for α = 1).
 

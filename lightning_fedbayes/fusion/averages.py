@@ -52,8 +52,7 @@ class _AverageRule(SumRule):
 class WeightedAverage(_AverageRule):
     r"""Average of means and of variances: :math:`\sigma^2 = \sum_k \omega_k \sigma_k^2`.
 
-    When to use it: the usual default (FedAvg on deterministic networks); with many local epochs as good as any. With
-    few, the variance hardly shrinks from round to round, and training is slow.
+    When to use it: on deterministic networks, where it is FedAvg.
 
     Source: [FBDL] eq. (10) "naive weighted averaging"; [BA-BFL] "EAA".
     """
@@ -71,7 +70,7 @@ class WeightedAverage(_AverageRule):
 class WeightedSum(WeightedAverage):
     r"""Distribution of the weighted sum of independent draws: :math:`\sigma^2 = \sum_k \omega_k^2 \sigma_k^2`.
 
-    When to use it: few local epochs (fast, well calibrated in [FBDL]). K equal clients give variance / K.
+    When to use it: to compare with [FBDL]. K equal clients give variance / K.
 
     Source: [FBDL] eq. (11); [BA-BFL] "GAA".
     """
@@ -123,9 +122,8 @@ class LinearPool(SumRule):
     .. math:: \mu = \sum_k \omega_k \mu_k, \qquad
               \sigma^2 = \sum_k \omega_k \bigl(\sigma_k^2 + (\mu_k - \mu)^2\bigr)
 
-    When to use it: the variance of the global posterior shall contain the clients' disagreement; its predictions are
-    under-confident. The disagreement is accumulated by West's weighted form of Welford's recursion, which does not
-    cancel.
+    When to use it: the variance of the global posterior shall contain the clients' disagreement. It is accumulated by
+    West's weighted form of Welford's recursion, which does not cancel.
 
     Source: [FBDL] eqs. (12)–(14).
     """

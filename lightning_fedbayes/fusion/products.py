@@ -108,8 +108,8 @@ class ReverseKLBarycenter(_ProductRule):
     .. math:: \mu = \sigma^2 \sum_k \omega_k \frac{\mu_k}{\sigma_k^2}, \qquad
               \sigma^2 = \Bigl(\sum_k \frac{\omega_k}{\sigma_k^2}\Bigr)^{-1}
 
-    When to use it: a sound default for Bayesian networks. Clients with a small variance count more, parameter by
-    parameter, and identical clients leave the variance as it is.
+    When to use it: clients with a small variance are to count more, parameter by parameter, and identical clients to
+    leave the variance as it is. Under a fixed prior it is too wide after many rounds.
 
     Source: [BA-BFL] Corollary 1, eq. (8); [FBDL] §2.5.4 (log-linear pooling).
     """

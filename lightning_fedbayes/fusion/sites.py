@@ -1,4 +1,4 @@
-r"""Sites: each client keeps its factor of the posterior, so that rounds converge to the posterior of the pooled data.
+r"""Sites: each client keeps its factor of the posterior, so that no data are counted twice.
 
 .. math:: q(\theta) \propto p(\theta) \prod_k t_k(\theta), \qquad
           t_k(\theta) = \exp\bigl(\eta_k \theta - \tfrac12 \Lambda_k \theta^2\bigr)
@@ -59,7 +59,7 @@ BITS = 34
 
 @register_fusion("sites")
 class Sites(StatefulSumRule):
-    r"""Partitioned variational inference: the rule whose fixed point is the posterior of the pooled data.
+    r"""Partitioned variational inference: where clients solve their problems, it ends at the pooled data's posterior.
 
     A round, for every client k of the cohort, with :math:`\lambda = (\Lambda, \eta)`:
 
@@ -78,25 +78,23 @@ class Sites(StatefulSumRule):
     training averages out, unless precisions are trained, below. Clients keep the state of their optimizers, see
     ``optimizer_state``.
 
-    **Precision.** Short local training moves σ hardly at all: its gradient is a hundred times smaller than its noise.
-    So the precision of a site is *measured*, by the gradients :math:`g_i` of single examples' losses, without that of
-    the cavity, by the means at the clients' draws, in all steps of the round:
+    **Precision.** Short local training moves σ hardly at all. So the precision of a site is *measured*, by the
+    gradients :math:`g_i` of single examples' losses, without that of the cavity, by the means at the clients' draws, in
+    all steps of the round:
 
     .. math:: \Lambda_k \leftarrow \Lambda_k + 0.3\,\Bigl(\tfrac{n_k}{\tau} F_k - \Lambda_k\Bigr), \qquad
               F_k = w_r B\,\overline{g^2} + (1 - w_r)\,\overline{g_i^2}, \qquad w_r = \min(1, 20 / r)
 
     (at the client's first visit, without the 0.3), where :math:`\tau / n_k` is the factor of the KL divergence in the
-    client's loss, and g the gradient of the mean loss of a batch of B examples. Both terms estimate the diagonal of
-    the empirical Fisher information; the first counts the square of a client's own mean gradient B times, so it is
-    too large for unlike clients, which holds the means steady while they still move. Layers whose single examples
-    cannot be told apart, as recurrent ones, keep it, and so does DDP, whose processes see parts of batches. A
-    client's mean counts by at most the global precision before the round, once it has a site: one with a burst of
-    gradients does not take the mean over. :math:`F_k` is never negative, and right within rounds, whatever σ the
-    layers begin with, which only the first round sees. The means end where the gradient of the pooled ELBO by the
-    means is 0; the variances are those of the Fisher information there, not those of mean-field variational
-    inference: see the page on rules for figures. Where an optimizer solves the local problem, as L-BFGS does, the
-    precision is that of its solution, :math:`\Lambda(q_k)`, and so is the fixed point: the mean-field posterior of
-    the pooled data.
+    client's loss, and g the gradient of the mean loss of a batch of B examples. Both terms estimate the diagonal of the
+    empirical Fisher information; the first counts the square of a client's own mean gradient B times. Layers whose
+    single examples cannot be told apart, as recurrent ones, keep it, and so does DDP, whose processes see parts of
+    batches. A client's mean counts by at most the global precision before the round, once it has a site: one with a
+    burst of gradients does not take the mean over. :math:`F_k` is never negative, and settles within rounds, whatever σ
+    the layers begin with, which only the first round sees. The means end where the gradient of the pooled ELBO by the
+    means is 0; the variances are those of the Fisher information there, not those of mean-field variational inference:
+    see the page on rules for figures. Where an optimizer solves the local problem, as L-BFGS does, the precision is
+    that of its solution, :math:`\Lambda(q_k)`, and so is the fixed point: the mean-field posterior of the pooled data.
 
     **Bounds.** No site takes more than :math:`0.3 / K` of the prior's precision away, a bound that its client applies
     before it sends; so no σ exceeds 1.2 times the prior's, server and clients always count the same, and an entry
@@ -113,12 +111,13 @@ class Sites(StatefulSumRule):
     global value is the cohort's weighted mean less :math:`1 / \mu` times the weighted mean of the duals of *all*
     clients that have taken part. Where this stands still, the gradient of the weighted sum of the clients' losses is 0,
     as after pooled training; plain averaging ends elsewhere if clients are unlike. A network without Gaussian
-    parameters is trained by FedDyn alone. ``pull=None`` averages by the clients' weights. Digits, Dirichlet(0.1), last
-    layer Bayesian, 20 rounds of 5 local epochs, three seeds: accuracy 0.953 and NLL 0.204, averaged 0.887 and 0.369.
+    parameters is trained by FedDyn alone. ``pull=None`` averages by the clients' weights (beside each other:
+    ``python -m benchmarks.posterior.run --only digits_hybrid``).
 
     When to use it: whenever the posterior is to mean something after many rounds, above all with unlike clients. It
     needs layers of this package, whose prior is :math:`N(m, s^2)`, and a loss with their KL divergence over the number
-    of the client's examples. It trusts its clients: none of them is clipped, since each keeps what it has sent.
+    of the client's examples, or IVON or Laplace. It trusts its clients: none of them is clipped, since each keeps what
+    it has sent.
 
     Args:
         step: "share", the default above, or one :math:`\rho` > 0 for all clients: a smaller one lets them go further
@@ -377,8 +376,8 @@ class PartitionedVI(Sites):
 
     That is :math:`\rho = \alpha = 1` in :class:`Sites`.
 
-    When to use it: to compare with the source; the default form of sites is faster. For linear models, whose local
-    problems are solved well, a damping of 0.3 is right for ten clients; where local training is short, they overshoot.
+    When to use it: to compare with the source; the default form of sites is faster (``python -m
+    benchmarks.posterior.run --only logistic``).
 
     Args:
         damping, prior_mean, prior_std: see :class:`Sites`.

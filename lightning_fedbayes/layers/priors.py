@@ -72,7 +72,7 @@ class NormalPrior:
 class TiedMeanPrior:
     r"""A Gaussian prior whose mean is the posterior's own, :math:`N(\mu, s^2)`: only the spread is penalised.
 
-    Use it where a prior centred at 0 pulls the means of a deep network so hard that it does not train
+    Use it where a prior centred at 0 pulls the means of a deep network too hard
     (the ``NormalKLDivergenceWithTiedMean`` of edward2). It does not regularise the mean; weight decay can.
 
     Args:

@@ -36,7 +36,7 @@ class PosteriorPredictive(L.LightningModule):
     The first draws parameters. The second draws outputs of the network linearised at the mean, with J its Jacobian
     there (:func:`~lightning_fedbayes.curvature.linearised_outputs`), and is how posteriors of
     :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.KroneckerLaplace` predict, federated or alone:
-    their variances are those of the linearised network, and hold nowhere but around the mean.
+    their variances are those of the linearised network.
 
     ::
 

@@ -23,9 +23,8 @@ def default_fusion(
 ) -> tuple[FusionRule, str]:
     """Return what ``fusion=None`` is for a network, and a line that says so.
 
-    Averages go to the prior's width over many rounds, sites do not; that holds for layers and for IVON. A network of
-    point masses has no prior that would bound it: as FedDyn, sites take it where pooled training ends, which need not
-    be a good place (benchmarks/posterior/ROUNDS.md).
+    Averages count the prior again in every round, and are too wide after many; sites are not, of layers and of IVON. A
+    network of point masses has no prior that would bound it by sites (benchmarks/posterior/ROUNDS.md).
 
     Args:
         settings: of the federation.

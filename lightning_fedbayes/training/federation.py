@@ -132,7 +132,7 @@ class Federation:
         if repeats and self.round == LATE and len(self.engine.sizes) > 1:
             rank_zero_info(
                 f"fusion='{name}' counts the prior of every client in every round: σ goes to the prior's, and further "
-                "rounds mostly predict worse. fusion='sites' ends at the width of the data."
+                "rounds can predict worse. fusion='sites' counts it once."
             )
 
     def take_over(self) -> None:

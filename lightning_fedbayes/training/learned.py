@@ -63,7 +63,7 @@ class LearnedPosterior(ABC):
 
     linearised: ClassVar[bool] = False
     follows_data: bool = False
-    """Whether widths are those of the evidence lower bound over many rounds, so that sites are the default."""
+    """True if widths are those of the evidence lower bound over many rounds, so that sites are the default."""
 
     def __init__(self, first: Mapping[str, tuple[Tensor, float]]) -> None:
         self._first = {name: variance for name, (_, variance) in first.items()}
