@@ -153,6 +153,11 @@ class Server:
         self._outcomes: dict[int, ClientOutcome] = {}
 
     @property
+    def rule_states(self) -> dict[str, RuleState]:
+        """The state of each rule, by its name."""
+        return dict(self._rule_states)
+
+    @property
     def rule_state(self) -> RuleState:
         """State of the only rule after the rounds so far; empty before the first."""
         (state,) = self._rule_states.values()

@@ -47,6 +47,7 @@ from lightning_fedbayes.trainer import (
     use_whole_checkpoints,
 )
 from lightning_fedbayes.training import FederatedLoader, Federation, federated_loader, make_federation
+from lightning_fedbayes.training.model import frozen_names, with_rest
 
 
 class FederatedBayes(L.Callback):
@@ -188,8 +189,10 @@ class FederatedBayes(L.Callback):
     def posterior(self) -> GaussianPosterior:
         """The global posterior after the last round."""
         if self._restored is not None:  # a checkpoint of a complete federation: there was nothing to train
-            return GaussianPosterior.from_state_dict(self._restored["posterior"])
-        return self.federation.server.posterior
+            posterior = GaussianPosterior.from_state_dict(self._restored["posterior"])
+            module = None if self._loop is None else self._loop.module
+            return posterior if module is None else with_rest(posterior, module, frozen_names(module))
+        return self.federation.engine.model.whole(self.federation.server.posterior)
 
     def posterior_of(self, client: int | str, weight: float = 1.0) -> GaussianPosterior:
         """Return the personal posterior of a client: between the global one and the one that it has trained last.

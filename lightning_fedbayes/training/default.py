@@ -33,14 +33,15 @@ def default_fusion(
         callbacks: of the Trainer.
     """
     found, learned = gaussian_parameters(model.module), model.learned
-    layers = [each.layer for name, each in found.items() if name not in model.local_names]
+    federated = model.read_posterior().mean
+    layers = [each.layer for name, each in found.items() if name in federated]
     stds = set[float]()
     if learned is not None:
-        stds = {learned.prior_std(name) for name in learned.variances if name not in model.local_names}
+        stds = {learned.prior_std(name) for name in learned.variances if name in federated}
     priors = [prior for layer in layers if isinstance(layer, BayesianLayer) for prior in layer.priors.values()]
     priors += [NormalPrior(0.0, std) for std in stds if std < float("inf")]
     normal = {(each.mean, each.std) for each in priors if isinstance(each, NormalPrior) and each.is_scalar}
-    kept = sum(value.numel() for value in model.read_posterior().mean.values()) * BYTES_PER_ENTRY * num_clients
+    kept = sum(value.numel() for value in federated.values()) * BYTES_PER_ENTRY * num_clients
     obstacle = settings.obstacle_to_sites()
     if obstacle is None and num_clients == 1:
         obstacle = "one client is ordinary training"

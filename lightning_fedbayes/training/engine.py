@@ -198,7 +198,9 @@ class Engine(ABC):
 
         Raises:
             FusionError: training by sites has left the finite numbers.
+            FederationError: it has changed what is frozen.
         """
+        self.model.check_frozen()
         kept: dict[str, Any] = {"own": posterior.clone().state_dict()} if self.keep_posteriors else {}
         if self.sites is None:
             return posterior, kept

@@ -14,7 +14,7 @@ from lightning_fedbayes.adversaries import assign
 from lightning_fedbayes.aggregation import Aggregate
 from lightning_fedbayes.errors import FederationError, FusionError, is_whole, nearest, shown
 from lightning_fedbayes.exchange import ALONE, Collective
-from lightning_fedbayes.fusion import AutoFusion, Sites
+from lightning_fedbayes.fusion import AutoFusion, Sites, rule_name
 from lightning_fedbayes.messages import ClientFailure, ClientOutcome, ClientUpdate
 from lightning_fedbayes.plan import RoundPlan, share_of
 from lightning_fedbayes.posterior import GaussianPosterior
@@ -98,6 +98,7 @@ class Federation:
 
         That is the module's present one: what hooks have changed since the last round holds.
         """
+        self._join()
         self.take_over()
         collective, module = self.server.collective, self.engine.model.module
         self.plan = plan
@@ -134,6 +135,22 @@ class Federation:
                 f"fusion='{name}' counts the prior of every client in every round: σ goes to the prior's, and further "
                 "rounds can predict worse. fusion='sites' counts it once."
             )
+
+    def _join(self) -> None:
+        """Federate what was frozen and trains now.
+
+        Raises:
+            FederationError: the rule remembers rounds without it.
+        """
+        if self.engine.model.join():
+            if any(self.server.rule_states.values()):
+                name = rule_name(next(iter(self.server.rules.values())))
+                raise FederationError(
+                    f"parameters that were frozen train from round {self.round + 2} on, and "
+                    f"fusion='{name}' remembers the rounds before: let them require gradients "
+                    "when the fit begins and freeze them in on_train_epoch_start, or take a rule without a memory"
+                )
+            self.server.posterior = self.engine.model.read_posterior().clone()
 
     def take_over(self) -> None:
         """Make the module's present parameters and buffers the global model, if a hook has changed them."""
@@ -243,7 +260,8 @@ class Federation:
             sent = {client: posterior for note in notes for client, posterior in sorted(note.sent.items())}
             count = [c for c in sent if aggregate.weights.get(c, 0.0) > 0 and c not in aggregate.excluded]
             received = [sent[client].to(device) if self._is_shared else sent[client] for client in count]
-            hook(aggregate.posterior, received)
+            whole = self.engine.model.whole
+            hook(whole(aggregate.posterior), [whole(each) for each in received])
 
     @contextmanager
     def _scoring(self) -> Iterator[Scorer | None]:
@@ -289,7 +307,7 @@ class Federation:
             model.view.load(own)
             hook = getattr(module, "on_round_end", None)
             if hook is not None:
-                hook(own, [own])
+                hook(model.whole(own), [model.whole(own)])
             yield own
 
     def note_likelihood(self, of_process: tuple[float, int]) -> None:
@@ -329,5 +347,6 @@ class Federation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave; the module's parameters are restored by its own checkpoint."""
         self.server.load_state_dict(state)
+        self.engine.model.join(self.server.posterior.names)
         self.engine.model.load_variances(self.server.posterior)
         self.engine.load_state_dict(state["clients"])

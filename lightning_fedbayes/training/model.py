@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
@@ -32,9 +32,12 @@ class ResidentModel:
             "average" (weighted mean over the clients), "local" (every client keeps its own; the global model gets
             their average) or "frozen" (they never change).
         own_starts: a client starts a round with the posterior that it has trained last, not with the global one.
+        only_trained: what is frozen stays with the module: it is not read, sent, fused, noised, copied or kept.
 
     Attributes:
         local_names: posterior names of the parameters that never leave a client.
+        frozen_names: posterior names of those that stay with the module.
+        frozen: these, by their own names.
 
     Raises:
         FederationError: a pattern matches nothing, every parameter is local, or a parameter is complex.
@@ -42,7 +45,7 @@ class ResidentModel:
 
     def __init__(
         self, module: nn.Module, local_parameters: Sequence[str] = (), buffers: BufferPolicy = "average",
-        learned: LearnedPosterior | None = None, own_starts: bool = False,
+        learned: LearnedPosterior | None = None, own_starts: bool = False, only_trained: bool = False,
     ) -> None:
         self.module = module
         self.learned = learned
@@ -56,19 +59,25 @@ class ResidentModel:
         self.local_parameters = _matches(local_parameters, parameters, aliases, buffer_names)
         local = set(self.local_parameters)
         self.local_names = {aliases[name] for name in local if name in aliases}
-        self.view = PosteriorView(module, self.local_names, None if learned is None else learned.variances)
+        self.frozen_names: set[str] = set()
+        self._aliases = aliases
+        self.parameters = parameters
+        probabilistic = {id(p) for each in gaussians.values() for p in (each.mean, each.rho)}
+        self._own = {
+            name: p for name, p in parameters.items()
+            if name in local or (own_starts and (id(p) in probabilistic or name in getattr(learned, "variances", ())))
+        }
+        self._look()
         if not self.view.read().names:
             raise FederationError(
                 f"local_parameters={list(local_parameters)} keeps every parameter on the clients; nothing is left to "
                 "federate. Match fewer"
             )
-        self.parameters = parameters
+        frozen = frozen_names(module)
+        if only_trained and not frozen.issuperset(self.view.read().names):
+            self.frozen_names = frozen
+            self._look()
         self._local_parameters = {name: parameters[name] for name in self.local_parameters if name in parameters}
-        probabilistic = {id(p) for each in gaussians.values() for p in (each.mean, each.rho)}
-        self._kept_parameters = {
-            name: p for name, p in parameters.items()
-            if name in local or (own_starts and (id(p) in probabilistic or name in getattr(learned, "variances", ())))
-        }
         self.buffer_names = [name for name in buffer_names if name not in local]
         self._local_buffer_names = [name for name in buffer_names if name in local]
         self.global_parameters: Tensors = {}
@@ -76,20 +85,56 @@ class ResidentModel:
         self._global_variances: Tensors = {}
         self.remember_global()
 
+    def _look(self) -> None:
+        """Sort the parameters: federated, kept by clients, frozen."""
+        variances = None if self.learned is None else self.learned.variances
+        self.view = PosteriorView(self.module, self.local_names | self.frozen_names, variances)
+        self.frozen = {name: p for name, p in self.parameters.items() if self._aliases[name] in self.frozen_names}
+        self._kept_parameters = {name: p for name, p in self._own.items() if name not in self.frozen}
+
+    def join(self, names: Collection[str] = ()) -> bool:
+        """Take in what was frozen and trains now, or is among the posterior's ``names``, with the value that it has.
+
+        Returns: True if any of it is federated.
+        """
+        joined = {self._aliases[name] for name, p in self.frozen.items() if p.requires_grad}
+        joined |= self.frozen_names.intersection(names)
+        if joined:
+            self.frozen_names -= joined
+            self._look()
+            self.remember_global()
+        return bool(joined - self.local_names)
+
+    def check_frozen(self) -> None:
+        """Raise FederationError if a client has changed what is frozen."""
+        for name, p in self.frozen.items():
+            if bits(p) != self._prints[name]:
+                raise FederationError(
+                    f"'{name}' requires no gradient, and training changes it. What is frozen stays with the module and "
+                    "is not sent: let it require gradients (requires_grad_(True)) and write to it under "
+                    "torch.no_grad(), or make it a buffer"
+                )
+
+    def whole(self, posterior: GaussianPosterior) -> GaussianPosterior:
+        """Return ``posterior`` with what is frozen."""
+        return with_rest(posterior, self.module, self.frozen_names - self.local_names)
+
     def remember_global(self) -> None:
         """Take the module's present parameters and buffers as the global model."""
-        self.global_parameters = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.global_parameters = {
+            name: p.detach() if name in self.frozen else p.detach().clone() for name, p in self.parameters.items()
+        }
+        self._prints = {name: bits(p) for name, p in self.frozen.items()}
         self.global_buffers = self._read_buffers([*self.buffer_names, *self._local_buffer_names])
         self._global_variances = {} if self.learned is None else dict(self.learned.variances)
 
     def has_changed(self) -> bool:
         """Return True if the module does not hold the global model, bit by bit."""
         live = dict(self.module.named_buffers()) if self.global_buffers else {}
-        return not all(
-            torch.equal(tensor, now)
+        return any(bits(p) != self._prints[name] for name, p in self.frozen.items()) or not all(
+            torch.equal(tensor, present[name])
             for held, present in ((self.global_parameters, self.parameters), (self.global_buffers, live))
-            for name, tensor in held.items()
-            for now in (present[name],)
+            for name, tensor in held.items() if name not in self.frozen
         )
 
     def load_global(self) -> None:
@@ -97,7 +142,8 @@ class ResidentModel:
         self._restore_shapes()
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(self.global_parameters[name])
+                if name not in self.frozen:
+                    parameter.copy_(self.global_parameters[name])
         self._write_buffers(self.global_buffers)
         self.load_global_variances()
 
@@ -115,7 +161,7 @@ class ResidentModel:
 
     def set_prior(self, posterior: GaussianPosterior | None) -> None:
         """Make ``posterior`` the prior of the parameters that are federated; None brings their own back."""
-        exclude = () if posterior is None else self.local_names
+        exclude = () if posterior is None else self.local_names | self.frozen_names
         set_prior(self.module, posterior, exclude)
         if self.learned is not None:
             self.learned.set_prior(posterior, exclude)
@@ -166,7 +212,7 @@ class ResidentModel:
         return {**self.global_parameters, **self.global_buffers, **kept}
 
     def with_local(self, posterior: GaussianPosterior, local: Tensors) -> GaussianPosterior:
-        """Return ``posterior`` with the parameters that never leave a client, as they are at the client.
+        """Return ``posterior`` with what is frozen and with what never leaves a client, as it is at the client.
 
         Args:
             posterior: of the parameters that are federated.
@@ -174,6 +220,7 @@ class ResidentModel:
         """
         values, gaussians = {**self.global_parameters, **local}, gaussian_parameters(self.module)
         paths = {id(parameter): path for path, parameter in self.parameters.items()}
+        posterior = self.whole(posterior)
         mean, variance = dict(posterior.mean), dict(posterior.variance)
         for name in self.local_names:
             entry = gaussians.get(name)
@@ -190,7 +237,8 @@ class ResidentModel:
         """Return the global values of the parameters that are federated, in at least single precision."""
         return {
             name: value.to(torch.promote_types(value.dtype, torch.float32))
-            for name, value in self.global_parameters.items() if name not in self._local_parameters
+            for name, value in self.global_parameters.items()
+            if name not in self._local_parameters and name not in self.frozen
         }
 
     def read_posterior(self) -> GaussianPosterior:
@@ -237,6 +285,31 @@ class ResidentModel:
         with torch.no_grad():
             for name, value in values.items():
                 live[name].copy_(value)
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """Return the posterior names of the parameters of ``module`` none of whose tensors requires gradients."""
+    gaussians = gaussian_parameters(module)
+    aliases = {id(p): name for name, each in gaussians.items() for p in (each.mean, each.rho)}
+    trained = {aliases.get(id(p), name) for name, p in module.named_parameters() if p.requires_grad}
+    return set(PosteriorView(module).read().names) - trained
+
+
+def with_rest(posterior: GaussianPosterior, module: nn.Module, names: Collection[str]) -> GaussianPosterior:
+    """Return ``posterior`` with the parameters ``names`` of ``module`` as they are there, in the module's order."""
+    if posterior.mean.keys() >= set(names):
+        return posterior
+    now = PosteriorView(module).read()
+    order = [name for name in now.names if name in names or name in posterior.mean]
+    mean, variance = ({**{n: of[n] for n in names}, **own} for of, own in (
+        (now.mean, posterior.mean), (now.variance, posterior.variance)))
+    return GaussianPosterior(mean, variance, posterior.linearised).ordered(order)
+
+
+def bits(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor lies and the sum of its bits, which tell a change of its values at the cost of a glance."""
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.data_ptr(), int(tensor.detach().view(words).sum())
 
 
 def check_real(parameters: Mapping[str, Tensor]) -> None:

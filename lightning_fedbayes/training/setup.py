@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.errors import CannotVectorize
@@ -57,11 +58,17 @@ def make_federation(
         FederationError, FusionError: the module cannot be federated with these settings.
     """
     learned = context.learned_posterior(settings.posterior)
+    trainer: Any = context.module.trainer
+    thaws = any(isinstance(each, BaseFinetuning) for each in trainer.callbacks)  # all of it trains in the end
     model = ResidentModel(
-        context.module, settings.local_parameters, settings.buffers, learned, settings.is_hierarchical
+        context.module, settings.local_parameters, settings.buffers, learned, settings.is_hierarchical,
+        only_trained=not thaws,
     )
+    if model.frozen_names:
+        trained, all_ = (sum(p.numel() for p in each) for each in (
+            [p for p in context.module.parameters() if p.requires_grad], context.module.parameters()))
+        rank_zero_info(f"{trained:,} of {all_:,} parameters train; the rest stays where it is.")
     if settings.fusion is None:
-        trainer: Any = context.module.trainer
         rule, why = default_fusion(settings, model, len(loader.clients), trainer.callbacks)
         rank_zero_info(f"Fusion: {why}.")
         settings = replace(settings, fusion=rule)

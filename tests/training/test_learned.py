@@ -275,7 +275,7 @@ class Two(Own):
         (lambda: Own(prior_std=float("inf")), {"fusion": "sites"}, {}, "no prior"),
         (Layers, {}, {}, "is a parameter of a Bayesian layer.*posterior=False"),
         (Manual, {}, {}, "automatic_optimization is False"),
-        (Frozen, {"engine": "sequential"}, {"callbacks": [Thaw()]}, "was frozen when the fit began"),
+        (Frozen, {"engine": "sequential", "fusion": "rklb"}, {"callbacks": [Thaw()]}, "was frozen when the fit began"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(module, settings, options, message):

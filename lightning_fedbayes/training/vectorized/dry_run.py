@@ -133,8 +133,8 @@ def _stacked(
     stack = ClientStack(model, context.optimizers[0], step, clients, [ClientState()] * 2, [{}] * 2)
     try:
         torch.manual_seed(seed)
-        for row in stack.optimizer.rows if shift else ():
-            if row.is_floating_point():
+        for name, row in zip(stack.names, stack.optimizer.rows if shift else ()):
+            if row.is_floating_point() and name not in model.frozen:
                 row[1] += shift
         stack.optimizer.select(range(2), 0, alone=True)
         losses, _ = stack.forward_backward(range(2), data, 1)

@@ -136,7 +136,8 @@ class StackedOptimizer:
         if not self._selected:
             return
         for i, parameter in enumerate(self.parameters):
-            put_rows(self.rows[i], self._selected, parameter.data)
+            if self.rows[i].stride(0):  # 0: frozen, and one for all clients
+                put_rows(self.rows[i], self._selected, parameter.data)
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if key in self._stacked_keys:
                     put_rows(self._stack(i, key, value), self._selected, value)

@@ -80,7 +80,10 @@ class ClientStack:
         self.names = [names[id(parameter)] for parameter in parameters_of(optimizer)]
         kept = model.kept_values().keys()  # an earlier run with other settings may have kept more
         locals_ = [{name: value for name, value in state.local.items() if name in kept} for state in states]
-        rows = [_stack(model.global_parameters[name], name, locals_, (layouts or {}).get(name)) for name in self.names]
+        rows = [
+            model.frozen[name].detach().expand(len(states), *model.frozen[name].shape) if name in model.frozen
+            else _stack(model.global_parameters[name], name, locals_, (layouts or {}).get(name)) for name in self.names
+        ]
         live = {**dict(model.module.named_buffers()), **model.global_buffers}
         self.buffers = {name: _stack(value, name, locals_) for name, value in live.items()}
         everything = {**dict(zip(self.names, rows)), **self.buffers}
