@@ -22,7 +22,7 @@ from lightning_fedbayes.privacy.accountant import epsilon_spent
 from lightning_fedbayes.settings import BufferPolicy
 from lightning_fedbayes.trainer import damage
 from lightning_fedbayes.training.client import ClientState
-from lightning_fedbayes.training.model import ResidentModel
+from lightning_fedbayes.training.model import ResidentModel, frozen_names
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,10 @@ def load_checkpoint(
         PosteriorError: it is one of another network.
     """
     state = ServerState.load(Path(path))
-    ResidentModel(module, local_parameters, buffers).load_posterior(state.posterior, state.buffers)
-    call_round_end(module, state.posterior)
+    rest = frozen_names(module) - state.posterior.mean.keys()
+    model = ResidentModel(module, local_parameters, buffers, frozen=rest)
+    model.load_posterior(state.posterior, state.buffers)
+    call_round_end(module, model.whole(state.posterior))
     return state
 
 
@@ -200,5 +202,6 @@ def personal_posterior(
     state = ClientState(**stored["after"].get(client, {}))
     if not state.own:
         raise FederationError(f"{path} holds no posterior: train with client_app(keep_posteriors=True)")
-    model = ResidentModel(module, local_parameters)
+    rest = frozen_names(module) - posterior.mean.keys()
+    model = ResidentModel(module, local_parameters, frozen=rest)
     return model.with_local(state.personal(posterior, weight), state.local)

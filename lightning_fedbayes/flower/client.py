@@ -32,11 +32,12 @@ NODE_CONFIG_KEY = "partition-id"
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Options of a client's Trainer, unless others are given: a client writes no files and says nothing."""
 
-CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "share", "sites")
+CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "share", "sites", "frozen")
 """Keys of a message's configuration that the server sets.
 
-For "federation" and "accepted" see :class:`StateFile`; "begun" is False until a round has been fused; "share" is
-that of a client among all; "sites" are the options of :class:`~lightning_fedbayes.fusion.Sites`, "" for other rules.
+For "federation" and "accepted" see :class:`StateFile`; "begun" is False until a round has been fused; "share" is that
+of a client among all; "sites" are the options of :class:`~lightning_fedbayes.fusion.Sites`, "" for other rules;
+"frozen" is the digest of the parameters that nobody sends, "" for none.
 """
 
 DataModule = L.LightningDataModule | Callable[[Context], L.LightningDataModule]
@@ -244,7 +245,7 @@ def _task(message: Message, context: Context, kept: Mapping[int, Any]) -> Task:
     posterior, buffers = from_arrays(arrays, "the server")
     return Task(
         client_number(context), config["server-round"] - 1, config["seed"], posterior, buffers, kept, config["begun"],
-        config["share"],
+        config["share"], config["frozen"],
     )
 
 

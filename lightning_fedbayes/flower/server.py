@@ -16,14 +16,14 @@ from lightning_fedbayes.flower.wire import to_arrays
 from lightning_fedbayes.settings import BufferPolicy, Source, check_patterns
 from lightning_fedbayes.trainer import optimizers_of
 from lightning_fedbayes.training.learned import learned_posterior
-from lightning_fedbayes.training.model import ResidentModel
+from lightning_fedbayes.training.model import ResidentModel, frozen_names
 
 
 def initial_arrays(
     module: L.LightningModule, *, buffers: BufferPolicy = "average", local_parameters: Sequence[str] = (),
     posterior: Source | None = None,
 ) -> ArrayRecord:
-    """Return the arrays that a federation starts from: the posterior and the buffers of ``module``.
+    """Return the arrays that a federation starts from: posterior and buffers of ``module``, of frozen ones a digest.
 
     Where the module trains with :class:`~lightning_fedbayes.IVON`, its ``configure_optimizers`` must work without a
     Trainer: the server calls it once, to know which parameters have a posterior.
@@ -36,8 +36,8 @@ def initial_arrays(
     check_kind("module", module, L.LightningModule, "give a LightningModule")
     check_choice("buffers", buffers, get_args(BufferPolicy))
     learned = learned_posterior(optimizers_of(module), module, posterior)
-    model = ResidentModel(module, check_patterns(local_parameters), buffers, learned)
-    return to_arrays(model.read_posterior(), model.federated_buffers)
+    model = ResidentModel(module, check_patterns(local_parameters), buffers, learned, frozen=frozen_names(module))
+    return to_arrays(model.read_posterior(), model.federated_buffers, model.digest())
 
 
 def server_app(

@@ -18,6 +18,7 @@ from lightning_fedbayes.flower.checkpoint import ServerState
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import (
     client_scores,
+    digest_in,
     examples_of,
     from_arrays,
     probabilistic_names,
@@ -182,7 +183,7 @@ class FusionStrategy(Strategy):
     def _resume(self, arrays: ArrayRecord) -> Server:
         """Make the server that starts from ``arrays``, or goes on from the checkpoint."""
         posterior, buffers = from_arrays(arrays, "the initial arrays")
-        self._probabilistic = probabilistic_names(arrays)
+        self._probabilistic, self._frozen = probabilistic_names(arrays), digest_in(arrays)
         self._federation = uuid.uuid4().hex
         self.server = Server(
             posterior, buffers, fusion=self.rule, weighting=self.weighting, min_clients=self.min_clients,
@@ -231,7 +232,7 @@ class FusionStrategy(Strategy):
         common = {
             "server-round": server_round, "seed": self.seed, "federation": self._federation,
             "begun": bool(self.server.rule_state if self.rule.keeps_sites else self.server.accepted),
-            "sites": sites_of(self.rule),
+            "sites": sites_of(self.rule), "frozen": self._frozen,
             "share": 1 / max(1, len(self._roster.nodes)),
         }
         messages = []

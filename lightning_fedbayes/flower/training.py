@@ -29,7 +29,7 @@ from lightning_fedbayes.settings import FederationSettings
 from lightning_fedbayes.trainer import FitLoop, check_schedulers, check_trainer
 from lightning_fedbayes.training.learned import LearnedPosterior
 from lightning_fedbayes.training.loader import FederatedLoader, batching_of
-from lightning_fedbayes.training.model import ResidentModel
+from lightning_fedbayes.training.model import ResidentModel, frozen_names
 from lightning_fedbayes.training.sequential import SequentialEngine
 
 
@@ -46,6 +46,7 @@ class Task:
         kept: the client's state after its earlier rounds (``Engine.state_dict``).
         begun: True if the server has fused a round.
         share: the client's share of all clients.
+        frozen: digest of the parameters that nobody sends.
     """
 
     client: int
@@ -56,6 +57,7 @@ class Task:
     kept: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     begun: bool = False
     share: float = 1.0
+    frozen: str = ""
 
 
 def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed: int) -> Clients:
@@ -106,6 +108,15 @@ def advance_schedulers(trainer: L.Trainer, rounds: int) -> None:
             for done in range(1, rounds + 1):
                 if done % config.frequency == 0:
                     config.scheduler.step()  # pyright: ignore[reportCallIssue]
+
+
+def check_same_frozen(model: ResidentModel, digest: str) -> None:
+    """Raise FederationError unless what is frozen is what the server's ``digest`` is of."""
+    if model.digest() != digest:
+        raise FederationError(
+            "the frozen parameters of this client's module are not the server's, and nobody sends them: build it with "
+            "the same weights at both ends, from one file or one seed"
+        )
 
 
 class ClientTraining(L.Callback):
@@ -175,7 +186,7 @@ class ClientTraining(L.Callback):
             own = GaussianPosterior.from_state_dict(kept["own"])
             model.load_client(kept["local"])
             model.view.load(own)
-            call_round_end(module, own)
+            call_round_end(module, model.whole(own))
             personal = self._validate(trainer, module, datamodule, task)
             found |= {f"personal/{name}": value for name, value in personal.items()}
         return found, count
@@ -195,7 +206,7 @@ class ClientTraining(L.Callback):
         """Load the global model of ``task`` into ``module``, as after its round."""
         self._reset(module)
         model = self._load(module, task)
-        call_round_end(module, task.posterior)
+        call_round_end(module, model.whole(task.posterior))
         return model
 
     def _reset(self, module: L.LightningModule) -> None:
@@ -211,10 +222,15 @@ class ClientTraining(L.Callback):
 
         Raises:
             FusionError: it is the model of another network.
+            FederationError: what is frozen is not the server's.
         """
         settings = self.settings
-        model = ResidentModel(module, settings.local_parameters, settings.buffers, learned, settings.is_hierarchical)
+        rest = frozen_names(module) - task.posterior.mean.keys()
+        model = ResidentModel(
+            module, settings.local_parameters, settings.buffers, learned, settings.is_hierarchical, rest
+        )
         check_structure(task.posterior, model.read_posterior(), "this client's network")
+        check_same_frozen(model, task.frozen)
         model.load_posterior(task.posterior, task.buffers)
         return model
 

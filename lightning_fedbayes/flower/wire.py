@@ -17,20 +17,21 @@ from lightning_fedbayes.posterior import GaussianPosterior
 
 MOST_EXAMPLES = 2**31 - 1
 """More examples than a client has; a smaller lie is a matter of the weighting."""
-KINDS = ("mean", "variance", "buffer", "linearised")
-"""Kinds of arrays; a key is the kind, a slash and the parameter's or buffer's name; the last, alone, says of what kind
-the posterior is."""
+KINDS = ("mean", "variance", "buffer", "linearised", "frozen")
+"""Kinds of arrays; a key is the kind, a slash and the parameter's or buffer's name. The last two stand alone: they say
+of what kind the posterior is, and what the frozen parameters are that nobody sends."""
 
 
-def to_arrays(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> ArrayRecord:
+def to_arrays(posterior: GaussianPosterior, buffers: Mapping[str, Tensor], frozen: str = "") -> ArrayRecord:
     """Return ``posterior`` and ``buffers`` as one ArrayRecord, floating-point values in float32, others as they are.
 
     Deterministic parameters send no variance. Keys are ``mean/<name>``, ``variance/<name>`` and ``buffer/<name>``, and
-    ``linearised/`` if the posterior is.
+    ``linearised/`` if the posterior is; ``frozen/<digest>`` where some parameters are.
 
     Args:
         posterior: means and variances, any floating dtype; bfloat16, which Flower cannot send, is exact in float32.
         buffers: name → tensor.
+        frozen: digest of the frozen parameters.
 
     >>> q = GaussianPosterior({"w": torch.zeros(2), "b": torch.zeros(1)}, {"w": torch.ones(2), "b": torch.zeros(1)})
     >>> sorted(to_arrays(GaussianPosterior.point_mass({"w": torch.zeros(2)}), {"steps": torch.tensor(3)}))
@@ -40,6 +41,8 @@ def to_arrays(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> Ar
     parts = {"mean": stored["mean"], "variance": stored["variance"], "buffer": buffers}
     if posterior.linearised:
         parts["linearised"] = {"": torch.ones(1)}
+    if frozen:
+        parts["frozen"] = {frozen: torch.ones(1)}
     return ArrayRecord({
         f"{kind}/{name}": Array(_sendable(value)) for kind, part in parts.items() for name, value in part.items()
     })
@@ -82,6 +85,11 @@ def from_arrays(arrays: ArrayRecord, who: str) -> tuple[GaussianPosterior, dict[
     except PosteriorError as error:
         raise FusionError(f"{who}: {error}") from None
     return posterior, parts["buffer"]
+
+
+def digest_in(arrays: ArrayRecord) -> str:
+    """Return the digest of the frozen parameters; empty if there is none."""
+    return next((key.removeprefix("frozen/") for key in arrays if key.startswith("frozen/")), "")
 
 
 def probabilistic_names(arrays: ArrayRecord) -> set[str]:

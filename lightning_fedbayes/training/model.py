@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from hashlib import sha256
 
 import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
@@ -32,7 +33,8 @@ class ResidentModel:
             "average" (weighted mean over the clients), "local" (every client keeps its own; the global model gets
             their average) or "frozen" (they never change).
         own_starts: a client starts a round with the posterior that it has trained last, not with the global one.
-        only_trained: what is frozen stays with the module: it is not read, sent, fused, noised, copied or kept.
+        frozen: posterior names of parameters that do not train and stay with the module: they are not read, sent,
+            fused, noised, copied or kept.
 
     Attributes:
         local_names: posterior names of the parameters that never leave a client.
@@ -45,7 +47,7 @@ class ResidentModel:
 
     def __init__(
         self, module: nn.Module, local_parameters: Sequence[str] = (), buffers: BufferPolicy = "average",
-        learned: LearnedPosterior | None = None, own_starts: bool = False, only_trained: bool = False,
+        learned: LearnedPosterior | None = None, own_starts: bool = False, frozen: Collection[str] = (),
     ) -> None:
         self.module = module
         self.learned = learned
@@ -73,9 +75,8 @@ class ResidentModel:
                 f"local_parameters={list(local_parameters)} keeps every parameter on the clients; nothing is left to "
                 "federate. Match fewer"
             )
-        frozen = frozen_names(module)
-        if only_trained and not frozen.issuperset(self.view.read().names):
-            self.frozen_names = frozen
+        if not set(frozen).issuperset(self.view.read().names):
+            self.frozen_names = set(frozen)
             self._look()
         self._local_parameters = {name: parameters[name] for name in self.local_parameters if name in parameters}
         self.buffer_names = [name for name in buffer_names if name not in local]
@@ -110,10 +111,15 @@ class ResidentModel:
         for name, p in self.frozen.items():
             if bits(p) != self._prints[name]:
                 raise FederationError(
-                    f"'{name}' requires no gradient, and training changes it. What is frozen stays with the module and "
-                    "is not sent: let it require gradients (requires_grad_(True)) and write to it under "
+                    f"'{name}' was frozen when the round began, and training changes it. What is frozen stays with the "
+                    "module and is not sent: let it require gradients (requires_grad_(True)) and write to it under "
                     "torch.no_grad(), or make it a buffer"
                 )
+
+    def digest(self) -> str:
+        """Return a number that tells the frozen parameters of two modules apart; empty if none is frozen."""
+        shared = {name: bits(p)[1] for name, p in self.frozen.items() if self._aliases[name] not in self.local_names}
+        return sha256(repr(sorted(shared.items())).encode()).hexdigest() if shared else ""
 
     def whole(self, posterior: GaussianPosterior) -> GaussianPosterior:
         """Return ``posterior`` with what is frozen."""

@@ -21,7 +21,7 @@ from lightning_fedbayes.training.default import default_fusion
 from lightning_fedbayes.training.engine import Engine
 from lightning_fedbayes.training.federation import Federation
 from lightning_fedbayes.training.loader import FederatedLoader
-from lightning_fedbayes.training.model import ResidentModel
+from lightning_fedbayes.training.model import ResidentModel, frozen_names
 from lightning_fedbayes.training.scoring import check_score
 from lightning_fedbayes.training.sequential import SequentialEngine
 
@@ -62,7 +62,7 @@ def make_federation(
     thaws = any(isinstance(each, BaseFinetuning) for each in trainer.callbacks)  # all of it trains in the end
     model = ResidentModel(
         context.module, settings.local_parameters, settings.buffers, learned, settings.is_hierarchical,
-        only_trained=not thaws,
+        () if thaws else frozen_names(context.module),
     )
     if model.frozen_names:
         trained, all_ = (sum(p.numel() for p in each) for each in (

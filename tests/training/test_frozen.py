@@ -160,7 +160,7 @@ class Momentum(Plain):
 
 @pytest.mark.parametrize("way", ["data", "copy"])
 def test_a_client_that_writes_into_what_is_frozen_ends_the_run_with_the_remedy(way):
-    with pytest.raises(FederationError, match=r"'target.weight' requires no gradient.*requires_grad_\(True\)"):
+    with pytest.raises(FederationError, match=r"'target.weight' was frozen.*requires_grad_\(True\)"):
         federate(Momentum(way), fb.FederatedBayes(fb.IIDPartition(3)), 1)
 
 

@@ -1,0 +1,77 @@
+"""What is frozen at both ends is not sent; only a digest is, by which a client knows that its own is the server's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.flower import FusionStrategy, load_checkpoint
+from tests.federations import Plain, network
+from tests.flower.clients import client_apps, in_process, run
+from tests.flower.grid import LocalGrid
+
+FROZEN = ("net.0.weight", "net.0.bias")
+HEAD = ("net.2.weight", "net.2.bias")
+
+
+def frozen(seed: int = 0, layers: tuple[int, ...] = (0,), **options) -> Plain:
+    module = Plain(network(), **options)
+    for layer in layers:
+        module.net[layer].requires_grad_(False)
+    if seed:
+        torch.manual_seed(seed)
+        torch.nn.init.normal_(module.net[0].weight)
+    return module
+
+
+@pytest.mark.parametrize(("make", "options"), [
+    (frozen, {}), (frozen, {"proximal": 0.1}), (partial(frozen, optimizer=fb.IVON), {"fusion": "sites"}),
+], ids=["averaged", "FedProx", "IVON by sites"])
+def test_only_what_trains_travels_and_it_is_what_one_process_has(make, options, tmp_path):
+    rule = {"fusion": options.get("fusion", "rklb")}
+    strategy = FusionStrategy(**rule, wait_for=4, seed=3, checkpoint=tmp_path / "server.pt")
+    grid = LocalGrid(client_apps(make=make, state_folder=tmp_path, **options))
+    result = run(grid, strategy, make=make)
+    alone = in_process(make=make, **{**rule, **options}, seed=3)
+    assert {key.partition("/")[2] for key in result.arrays} == {*HEAD}
+    for name in HEAD:
+        assert torch.equal(strategy.server.posterior.mean[name], alone.posterior.mean[name])
+        assert torch.equal(strategy.server.posterior.variance[name], alone.posterior.variance[name])
+    module = make()
+    load_checkpoint(module, tmp_path / "server.pt")
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, alone.posterior.mean[name]), name
+
+
+@pytest.mark.parametrize(("client", "says"), [
+    (partial(frozen, seed=1), "frozen parameters of this client's module are not the server's"),
+    (partial(frozen, layers=()), "net.0.weight"),
+], ids=["other weights", "trained here"])
+def test_a_client_whose_module_is_not_the_server_s_is_left_out_with_the_reason(client, says, caplog):
+    strategy = FusionStrategy(wait_for=4, max_failed_rounds=1)
+    with caplog.at_level("INFO"), pytest.raises(FederationError):
+        run(LocalGrid(client_apps(make=client)), strategy, make=frozen)
+    assert any(says in line for line in caplog.messages)
+
+
+def test_what_the_server_federates_is_sent_by_a_client_that_has_it_frozen():
+    """As under Lightning's fine-tuning, which freezes at the client first."""
+    strategy = FusionStrategy(wait_for=4)
+    run(LocalGrid(client_apps(make=frozen)), strategy, make=partial(frozen, layers=()))
+    assert set(strategy.server.posterior.names) == {*FROZEN, *HEAD}
+    torch.testing.assert_close(strategy.server.posterior.mean["net.0.weight"], frozen().net[0].weight.detach())
+
+
+def test_frozen_weights_do_not_move_by_a_bit_under_noise(tmp_path):
+    pytest.importorskip("opacus")
+    privacy = fb.UpdatePrivacy(clip=1.0, noise_multiplier=3.0)
+    strategy = FusionStrategy(wait_for=4, checkpoint=tmp_path / "server.pt")
+    run(LocalGrid(client_apps(make=frozen, state_folder=tmp_path, privacy=privacy)), strategy, make=frozen)
+    module = frozen()
+    load_checkpoint(module, tmp_path / "server.pt")
+    same = [name for name, value in module.state_dict().items() if torch.equal(value, frozen().state_dict()[name])]
+    assert same == [*FROZEN]
