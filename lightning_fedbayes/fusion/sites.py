@@ -52,7 +52,9 @@ LEAST_PART = 0.25
 TOLERANCE = 1e-5
 """Relative rounding of a precision that travels as a variance in single precision."""
 MEMORY = 0.7
-"""Part of a site's measured precision that comes from its client's earlier rounds."""
+"""Part of a site's measured precision that comes from its client's earlier rounds, from round ``SETTLING`` on."""
+EARLY_MEMORY = 0.5
+"""The same before."""
 BITS = 34
 """Significant bits of a precision: sums of such numbers are exact as long as they span a factor below 2¹⁹ (5e5)."""
 
@@ -82,19 +84,22 @@ class Sites(StatefulSumRule):
     gradients :math:`g_i` of single examples' losses, without that of the cavity, by the means at the clients' draws, in
     all steps of the round:
 
-    .. math:: \Lambda_k \leftarrow \Lambda_k + 0.3\,\Bigl(\tfrac{n_k}{\tau} F_k - \Lambda_k\Bigr), \qquad
+    .. math:: \Lambda_k \leftarrow \Lambda_k + \gamma_r\,\Bigl(\tfrac{n_k}{\tau} F_k - \Lambda_k\Bigr), \qquad
               F_k = w_r B\,\overline{g^2} + (1 - w_r)\,\overline{g_i^2}, \qquad w_r = \min(1, 20 / r)
 
-    (at the client's first visit, without the 0.3), where :math:`\tau / n_k` is the factor of the KL divergence in the
-    client's loss, and g the gradient of the mean loss of a batch of B examples. Both terms estimate the diagonal of the
-    empirical Fisher information; the first counts the square of a client's own mean gradient B times. Layers whose
-    single examples cannot be told apart, as recurrent ones, keep it, and so does DDP, whose processes see parts of
-    batches. A client's mean counts by at most the global precision before the round, once it has a site: one with a
-    burst of gradients does not take the mean over. :math:`F_k` is never negative, and settles within rounds, whatever σ
-    the layers begin with, which only the first round sees. The means end where the gradient of the pooled ELBO by the
-    means is 0; the variances are those of the Fisher information there, not those of mean-field variational inference:
-    see the page on rules for figures. Where an optimizer solves the local problem, as L-BFGS does, the precision is
-    that of its solution, :math:`\Lambda(q_k)`, and so is the fixed point: the mean-field posterior of the pooled data.
+    with :math:`\gamma_r = 0.5` before round 20 and 0.3 from there on. A client's first site begins at
+    :math:`\Lambda(q_k) / K` in the place of :math:`\Lambda_k` (from round 20 on at the measured precision), the width of
+    the layers themselves: so σ widens from round to round, where wide draws at once would take an untrained network
+    apart. :math:`\tau / n_k` is the factor of the KL divergence in the client's loss, and g the gradient of the mean
+    loss of a batch of B examples. Both terms estimate the diagonal of the empirical Fisher information; the first
+    counts the square of a client's own mean gradient B times. Layers whose single examples cannot be told apart, as
+    recurrent ones, keep it, and so does DDP, whose processes see parts of batches. A client's mean counts by at most
+    the global precision before the round, once it has a site: one with a burst of gradients does not take the mean
+    over. :math:`F_k` is never negative, and settles within tens of rounds, whatever σ the layers begin with. The means
+    end where the gradient of the pooled ELBO by the means is 0; the variances are those of the Fisher information
+    there, not those of mean-field variational inference: see the page on rules for figures. Where an optimizer solves
+    the local problem, as L-BFGS does, the precision is that of its solution, :math:`\Lambda(q_k)`, and so is the fixed
+    point: the mean-field posterior of the pooled data.
 
     **Bounds.** No site takes more than :math:`0.3 / K` of the prior's precision away, a bound that its client applies
     before it sends; so no σ exceeds 1.2 times the prior's, server and clients always count the same, and an entry
@@ -244,7 +249,9 @@ class Sites(StatefulSumRule):
         old, own = torch.zeros_like(steps) if site is None else site[0], trained[0]
         wanted = old + scale * (own - base[0])
         if measured is not None:
-            known = measured if site is None else torch.lerp(measured, old, MEMORY)
+            early = round < SETTLING
+            before = old if site is not None else share * own if early else measured
+            known = torch.lerp(measured, before, EARLY_MEMORY if early else MEMORY)
             wanted = torch.where(measured.isnan(), wanted, known)
             counts = (base[0] + (wanted - old) / scale).maximum(LEAST_PART * base[0])
             counts = counts if site is None else counts.minimum(base[0])

@@ -303,3 +303,15 @@ def test_sites_stand_alone():
                     {"privacy": fb.UpdatePrivacy(clip=1.0, noise_multiplier=1.0)}):
         with pytest.raises(fb.FederationError, match="fusion='sites'"):
             fb.FederatedBayes(fb.IIDPartition(2), fusion="bayes_admm", **options)
+
+
+@pytest.mark.parametrize(("round", "site", "wanted"), [
+    (0, None, 0.5 * 12.0 + 0.5 * 400.0 / 4), (19, None, 0.5 * 12.0 + 0.5 * 400.0 / 4), (20, None, 12.0),
+    (19, 2.0, 0.5 * 12.0 + 0.5 * 2.0), (20, 2.0, 0.3 * 12.0 + 0.7 * 2.0),
+])
+def test_a_first_site_begins_at_the_layers_own_width(round, site, wanted):
+    """Of σ₀ = 1/20 and four clients; the data's precision is 12."""
+    one, base = torch.ones(1, dtype=torch.float64), 100.0
+    own = None if site is None else (site * one, 0 * one)
+    sent, _ = Sites().changed((base * one, 0 * one), own, (400 * one, 0 * one), one, 0.25, round, 12 * one)
+    assert float(sent - base) == pytest.approx(wanted - (site or 0.0))

@@ -19,6 +19,7 @@ from lightning_fedbayes.fusion import Sites
 from lightning_fedbayes.fusion.sites import MEMORY
 from lightning_fedbayes.layers import LinearReparameterization, kl_divergence, mean_only
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, RenyiCavityPrior
+from lightning_fedbayes.modules import mlp
 from tests.federations import Plain, federate
 
 NOISE, EXAMPLES, FEATURES = 0.5, 60, 3
@@ -348,7 +349,7 @@ class Still(Exact):
 def test_a_precision_is_measured_by_squared_gradients(options):
     """n/τ · B · g² of the loss's own data term, whatever its scale; of the batch before clipping; twice, from a cavity.
 
-    A multiple of the loss is a multiple of the gradient and of the factor of the KL: the precision is one, too.
+    It is half of the first site; the other half is a third of the precision that the layers begin with. A multiple of the loss is a multiple of the gradient and of the factor of the KL: the precision is one, too.
     """
     examples, options = data(), {"engine": "sequential", **options}
     trainer = {name: options.pop(name) for name in list(options) if name.startswith(("acc", "grad"))}
@@ -362,6 +363,7 @@ def test_a_precision_is_measured_by_squared_gradients(options):
         x, y = (torch.stack(each) for each in zip(*rows))  # pyright: ignore[reportArgumentType]
         (gradient,) = torch.autograd.grad(start.scale * start.expected_loss(x, y), [start.layer.mu_weight])
         wanted = len(x) / start.weight * len(x) * gradient.flatten() ** 2 / start.scale
+        wanted = (wanted + 1 / fb.read_posterior(start).flatten()[1] / 3) / 2
         torch.testing.assert_close(first[client]["site"]["precision"], wanted, rtol=1e-6, atol=1e-6)
     module = Still()
     federate(module, fb.FederatedBayes(fb.SizesPartition((EXAMPLES,)), local_epochs=2, fusion="sites", **options), 2,
@@ -371,7 +373,7 @@ def test_a_precision_is_measured_by_squared_gradients(options):
 
 
 class StillAtMeans(Still):
-    """Runs its layer, at the means; its posterior is as wide as the prior, so that no site moves the means."""
+    """Runs its layer, at the means, which are 0, so that no site moves them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +390,8 @@ class StillAtMeans(Still):
 def test_squares_of_batches_give_way_to_those_of_single_examples(options, monkeypatch):
     """In round 2 after a settling time of 1: half n/τ · B · g², half n/τ times the mean of g² over examples.
 
-    Nothing trains and all means are 0, so that both are the same in both rounds.
+    Nothing trains and all means are 0, so that both are the same in both rounds. The first sites begin at a third of
+    the precision of the layers.
     """
     monkeypatch.setattr("lightning_fedbayes.fusion.sites.SETTLING", 1)
     examples, options = data(), {"engine": "sequential", **options}
@@ -402,7 +405,8 @@ def test_squares_of_batches_give_way_to_those_of_single_examples(options, monkey
         of_each = -x * y[:, None] / NOISE**2
         batch, single = len(x) * of_each.mean(0).square(), of_each.square().mean(0)
         factor = len(x) * StillAtMeans.scale / StillAtMeans.weight
-        wanted = factor * (MEMORY * batch + (1 - MEMORY) * (batch + single) / 2)
+        start = (factor * batch + 1 / fb.read_posterior(StillAtMeans()).flatten()[1] / 3) / 2
+        wanted = MEMORY * start + (1 - MEMORY) * factor * (batch + single) / 2
         torch.testing.assert_close(sites[client]["site"]["precision"], wanted, rtol=1e-6, atol=1e-6)
 
 
@@ -439,6 +443,20 @@ def test_the_widths_that_layers_begin_with_are_forgotten(engine):
     assert float((widths[0] / widths[1]).log().abs().max()) < 0.2
     pooled = (1 + (data().tensors[0] ** 2).sum(0) / NOISE**2).rsqrt()
     assert float((widths[0][0] / pooled).log().abs().max()) < 0.7
+
+
+def test_draws_do_not_take_an_untrained_network_apart():
+    """Four layers at a KL weight of 1: sites as wide as measured at once leave it at chance after five rounds."""
+    L.seed_everything(0, verbose=False)
+    module = fb.HybridBayesianClassifier(
+        mlp(64, 10, [50, 50, 50]), bayesian_last=4, estimator="local_reparameterization", learning_rate=0.01,
+        kl_weight=1.0, posterior_std=0.05,
+    )
+    federation = fb.FederatedBayes(fb.DirichletPartition(10, alpha=0.5), fusion="sites", local_epochs=2)
+    digits = fb.DigitsDataModule()
+    digits.setup()
+    trainer = federate(module, federation, 5, digits.train_dataloader(), digits.val_dataloader())
+    assert float(trainer.callback_metrics["val/accuracy"]) > 0.4
 
 
 class Peer(Plain):
