@@ -17,10 +17,10 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import WandbLogger
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import plots
+from lightning_fedbayes.core import plots
+from lightning_fedbayes.core.quiet import quietly
+from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.quiet import quietly
-from lightning_fedbayes.tables import markdown_table
 
 RULES = ("weighted_average", "reverse_kl_barycenter", "conflation", "sites")
 POOLED = "pooled data"

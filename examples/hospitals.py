@@ -24,13 +24,13 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import plots
+from lightning_fedbayes.core import plots
+from lightning_fedbayes.core.quiet import quietly
+from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.data.hospitals import HOSPITALS
 from lightning_fedbayes.fusion import FusionRule
 from lightning_fedbayes.metrics.functional import calibration_diagram, negative_log_likelihood
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.quiet import quietly
-from lightning_fedbayes.tables import markdown_table
 
 SCORES = ("accuracy", "NLL", "ECE")
 COLUMNS = (*HOSPITALS, "overall")

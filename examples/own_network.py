@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.quiet import quietly
+from lightning_fedbayes.core.quiet import quietly
 
 
 class Reader(L.LightningModule):

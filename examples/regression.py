@@ -24,11 +24,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import plots
+from lightning_fedbayes.core import plots
+from lightning_fedbayes.core.quiet import quietly
+from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.metrics.functional import gaussian_crps, gaussian_nll, interval_coverage
 from lightning_fedbayes.modules import RegressionPrediction, Regressor, mlp
-from lightning_fedbayes.quiet import quietly
-from lightning_fedbayes.tables import markdown_table
 
 Predict = Callable[[Tensor], RegressionPrediction]
 

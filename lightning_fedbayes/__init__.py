@@ -8,7 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
-    from lightning_fedbayes.adversaries import (
+    from lightning_fedbayes.callbacks import ClientReport, ExamplePrivacy, FederatedBayes, UncertaintyReport
+    from lightning_fedbayes.callbacks.calibration import FederatedConformal, FederatedTemperature
+    from lightning_fedbayes.clients.adversaries import (
         ALittleIsEnough,
         FalseVariance,
         GaussianVector,
@@ -19,9 +21,18 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         ScaledUpdate,
         SignFlip,
     )
-    from lightning_fedbayes.calibration import FederatedConformal, FederatedTemperature
-    from lightning_fedbayes.callbacks import ClientReport, ExamplePrivacy, FederatedBayes, UncertaintyReport
-    from lightning_fedbayes.curvature import SWAG, KroneckerLaplace, Laplace
+    from lightning_fedbayes.clients.evaluation import ClientScores, choose_personal_weight, evaluate_clients
+    from lightning_fedbayes.clients.settings import FederationSettings
+    from lightning_fedbayes.core.errors import (
+        ConversionError,
+        FedBayesError,
+        FederationError,
+        FusionError,
+        PartitionError,
+        PosteriorError,
+    )
+    from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
+    from lightning_fedbayes.core.posterior import GaussianPosterior
     from lightning_fedbayes.data import (
         CIFAR10DataModule,
         ClientDatasets,
@@ -34,15 +45,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         UCIDataModule,
         hold_out,
     )
-    from lightning_fedbayes.errors import (
-        ConversionError,
-        FedBayesError,
-        FederationError,
-        FusionError,
-        PartitionError,
-        PosteriorError,
-    )
-    from lightning_fedbayes.evaluation import ClientScores, choose_personal_weight, evaluate_clients
+    from lightning_fedbayes.data.partition import ClassPartition, DirichletPartition, IIDPartition, SizesPartition
     from lightning_fedbayes.fusion import (
         AutoFusion,
         Reliability,
@@ -53,7 +56,6 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         remove_client,
     )
     from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior, with_mc_dropout
-    from lightning_fedbayes.messages import ClientFailure, ClientUpdate
     from lightning_fedbayes.modules import (
         BayesianLinearRegression,
         BayesianModule,
@@ -66,13 +68,11 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         PosteriorPredictive,
         with_kl,
     )
-    from lightning_fedbayes.optim import IVON
-    from lightning_fedbayes.partition import ClassPartition, DirichletPartition, IIDPartition, SizesPartition
-    from lightning_fedbayes.plan import RoundPlan
-    from lightning_fedbayes.posterior import GaussianPosterior
     from lightning_fedbayes.privacy import UpdatePrivacy, epsilon_of, noise_multiplier_for
     from lightning_fedbayes.server import RoundResult, Server
-    from lightning_fedbayes.settings import FederationSettings
+    from lightning_fedbayes.server.plan import RoundPlan
+    from lightning_fedbayes.sources.curvature import SWAG, KroneckerLaplace, Laplace
+    from lightning_fedbayes.sources.ivon import IVON
     from lightning_fedbayes.trainer import ClientParallelStrategy
 
 __all__ = [
@@ -154,8 +154,9 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "errors", "posterior", "messages", "plan", "adversaries", "fusion", "server", "optim", "privacy", "layers",
-    "curvature", "partition", "settings", "data", "modules", "evaluation", "trainer", "calibration", "callbacks",
+    "core.errors", "core.posterior", "core.messages", "fusion", "server.plan", "server", "sources.ivon", "privacy",
+    "layers", "sources.curvature", "data.partition", "data", "modules", "clients.adversaries", "clients.settings",
+    "clients.evaluation", "trainer", "callbacks.calibration", "callbacks",
 )
 """Rooms that the public names come from, those first that need no Lightning and little else."""
 

@@ -36,8 +36,8 @@ NOT_RUN = {
 """Page → why it has code marked ``py`` in place of ``python``."""
 RULES = available_fusions()
 ROOMS = (
-    "adversaries", "calibration", "callbacks", "data", "exchange", "flower", "fusion", "layers", "metrics",
-    "metrics.functional", "modules", "partition", "privacy", "training",
+    "callbacks", "callbacks.calibration", "clients", "clients.adversaries", "core.exchange", "data", "data.partition",
+    "flower", "fusion", "layers", "metrics", "metrics.functional", "modules", "privacy",
 )
 WORDS_OF_THE_README = 800
 COLUMNS_OF_CODE = 88

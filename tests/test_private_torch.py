@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_fedbayes.private_torch import (
+from lightning_fedbayes.core.private_torch import (
     PRIMITIVES,
     has_vmap_primitives,
     outside_vmap,
@@ -76,7 +76,7 @@ torch.func.vmap(torch.sin)(torch.zeros(1))
 import lightning, torch.utils.flop_counter  # with what they take from torch's private modules themselves
 REMOVED
 import lightning_fedbayes as fb
-assert not [name for name in sys.modules if name.startswith("lightning_fedbayes.training.vectorized")]
+assert not [name for name in sys.modules if name.startswith("lightning_fedbayes.clients.vectorized")]
 from tests.federations import Plain, federate, parameters
 import logging
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -82,7 +82,7 @@ def shown(verdict: Verdict) -> str:
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """A row per law, a column per library, and a last row that counts what holds of what applies."""
-    from lightning_fedbayes.tables import markdown_table
+    from lightning_fedbayes.core.tables import markdown_table
 
     measured = {name: {law: Verdict(**each) for law, each in result["verdicts"].items()}
                 for name, result in results.items() if "verdicts" in result}

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.quiet import quietly
+from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.quiet import quietly
-from lightning_fedbayes.tables import markdown_table
 
 CLIENTS, BATCH, RATE = 10, 16, 0.1
 

@@ -21,8 +21,8 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.quiet import quietly
-from lightning_fedbayes.tables import markdown_table
+from lightning_fedbayes.core.quiet import quietly
+from lightning_fedbayes.core.tables import markdown_table
 
 FEATURES, CLASSES, BATCH, BATCHES = 32, 5, 16, 10
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.data.image_files import read_idx_images
 from lightning_fedbayes.data.tables import standardisation_of
-from lightning_fedbayes.seeding import generator
 
 Task = Literal["classification", "regression", "survival"]
 FEWEST = 5

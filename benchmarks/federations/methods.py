@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
 from benchmarks.federations.data import Federation, joined
-from lightning_fedbayes.calibration import class_scores, interval_scores
+from lightning_fedbayes.callbacks.calibration import class_scores, interval_scores
 from lightning_fedbayes.fusion.server_optimizers import FedAdam
 from lightning_fedbayes.metrics.functional import calibration_diagram, concordance_index
 from lightning_fedbayes.modules import mlp

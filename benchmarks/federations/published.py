@@ -18,7 +18,7 @@ import lightning_fedbayes as fb
 from benchmarks.federations.data import Examples, Heart, heart_patients, joined, kept_apart, scaled, tcga_patients
 from lightning_fedbayes.fusion.server_optimizers import FedAdam
 from lightning_fedbayes.metrics.functional import concordance_index
-from lightning_fedbayes.weighting import ClientFacts
+from lightning_fedbayes.server.weighting import ClientFacts
 
 SEEDS = (42, 43, 44, 45, 46)
 UPDATES = 100

@@ -15,8 +15,8 @@ from PIL import Image
 
 from benchmarks.federations import published
 from benchmarks.federations.methods import FEDERATED, KINDS, METHODS
-from lightning_fedbayes.plots import GRID, PALETTE
-from lightning_fedbayes.tables import markdown_table
+from lightning_fedbayes.core.plots import GRID, PALETTE
+from lightning_fedbayes.core.tables import markdown_table
 
 LOCAL = tuple(name for name, method in METHODS.items() if method.alone)
 PERSONAL = tuple(name for name, method in METHODS.items() if method.personal)

@@ -29,7 +29,7 @@ from benchmarks.federations.data import FEDERATIONS, Federation, from_csv
 from benchmarks.federations.methods import METHODS, result_of, tuned
 from benchmarks.federations.report import Results, brief, figures, tables
 from benchmarks.page import include, write
-from lightning_fedbayes.quiet import quietly
+from lightning_fedbayes.core.quiet import quietly
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

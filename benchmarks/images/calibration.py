@@ -21,10 +21,10 @@ from benchmarks.images.cell import make_federation, make_network, make_partition
 from benchmarks.images.data import make_data
 from benchmarks.images.federation import Classifier, _quiet
 from benchmarks.images.settings import Settings
-from lightning_fedbayes.calibration import class_scores, predictions_of
+from lightning_fedbayes.callbacks.calibration import class_scores, predictions_of
+from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.data.clients import clients_of
 from lightning_fedbayes.metrics.functional import calibration_diagram, negative_log_likelihood
-from lightning_fedbayes.tables import markdown_table
 
 HELD_OUT, TRAINED_ON, SPLITS, LEVEL = 0.1, 12000, 200, 0.9
 FEDAVG = Settings(

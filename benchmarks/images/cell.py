@@ -12,13 +12,13 @@ from torch import Tensor, nn
 import lightning_fedbayes as fb
 from benchmarks.images.data import Digits, make_data
 from benchmarks.images.settings import Settings, called, parse_call
+from lightning_fedbayes.core.errors import FederationError, nearest
 from lightning_fedbayes.data.images import ImageDataModule
-from lightning_fedbayes.errors import FederationError, nearest
+from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.fusion import FusionRule, SumRule
 from lightning_fedbayes.fusion.registry import get_rule
 from lightning_fedbayes.fusion.rule import Statistics, add
 from lightning_fedbayes.modules import lenet, mlp, resnet20
-from lightning_fedbayes.partition import Partition
 
 PARTITIONS = {
     "iid": fb.IIDPartition,

@@ -9,9 +9,9 @@ from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
 from benchmarks.images.settings import Settings
+from lightning_fedbayes.core.errors import FederationError, nearest
 from lightning_fedbayes.data.images import ImageDataModule
 from lightning_fedbayes.data.splits import SplitDataModule, stratified_order
-from lightning_fedbayes.errors import FederationError, nearest
 
 OFFLINE = "digits"
 FILES: dict[str, type[ImageDataModule]] = {

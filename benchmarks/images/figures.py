@@ -16,7 +16,7 @@ from benchmarks.images.federation import FRACTIONS
 from benchmarks.images.report import METRICS, Finished, mean_and_error, rows_of
 from benchmarks.images.settings import Settings
 from lightning_fedbayes.callbacks.uncertainty import MEASURES
-from lightning_fedbayes.plots import DPI, GRID, PALETTE
+from lightning_fedbayes.core.plots import DPI, GRID, PALETTE
 
 DASHES = ("-", "--", ":")
 SPREAD = 0.05

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.images.settings import Settings
-from lightning_fedbayes.tables import markdown_table
+from lightning_fedbayes.core.tables import markdown_table
 
 
 class Metric(NamedTuple):

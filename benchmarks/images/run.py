@@ -28,8 +28,8 @@ from benchmarks.images.settings import Settings
 from benchmarks.images.store import Store
 from benchmarks.images.study import Study, only, read_study
 from lightning_fedbayes.callbacks.loggers import prepare_wandb
-from lightning_fedbayes.errors import FedBayesError
-from lightning_fedbayes.quiet import quietly
+from lightning_fedbayes.core.errors import FedBayesError
+from lightning_fedbayes.core.quiet import quietly
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

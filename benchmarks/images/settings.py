@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from lightning_fedbayes.errors import FederationError, nearest
+from lightning_fedbayes.core.errors import FederationError, nearest
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import yaml
 from benchmarks.images.data import OFFLINE
 from benchmarks.images.report import METRICS
 from benchmarks.images.settings import KEYS, Settings, check_settings
-from lightning_fedbayes.errors import FederationError, nearest
+from lightning_fedbayes.core.errors import FederationError, nearest
 
 BUDGETS = ("tiny", "laptop", "full")
 """Budgets that every study has; it may have others."""

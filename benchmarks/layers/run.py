@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from lightning_fedbayes import layers
-from lightning_fedbayes.curvature import SWAG, Curvature, KroneckerLaplace, Laplace
+from lightning_fedbayes.clients.learned import PathPosterior
+from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.layers import (
     ESTIMATORS,
     bayesianize,
@@ -35,9 +36,8 @@ from lightning_fedbayes.layers import (
 )
 from lightning_fedbayes.modules import PosteriorPredictive, sample_outputs
 from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
-from lightning_fedbayes.optim import IVON
-from lightning_fedbayes.tables import markdown_table
-from lightning_fedbayes.training.learned import PathPosterior
+from lightning_fedbayes.sources.curvature import SWAG, Curvature, KroneckerLaplace, Laplace
+from lightning_fedbayes.sources.ivon import IVON
 
 SUFFIX = {
     "reparameterization": "Reparameterization",

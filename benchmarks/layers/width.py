@@ -27,12 +27,12 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.data.image_files import read_idx_images
 from lightning_fedbayes.layers import mean_only
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.modules.networks import lenet
-from lightning_fedbayes.optim import IVON
-from lightning_fedbayes.tables import markdown_table
+from lightning_fedbayes.sources.ivon import IVON
 
 KINDS: dict[str, dict[str, Any]] = {
     "squares": {"curvature": "squares"},

@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 import lightning_fedbayes as fb
 from benchmarks.posterior.images import scores
-from lightning_fedbayes.adversaries import flip_labels
+from lightning_fedbayes.clients.adversaries import flip_labels
+from lightning_fedbayes.core.quiet import quietly
+from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.quiet import quietly
-from lightning_fedbayes.tables import markdown_table
 
 HERE = Path(__file__).parent
 CLIENTS, ROUNDS, LOCAL_EPOCHS, BATCH, RATE, SAMPLES, SHARES = 10, 10, 20, 32, 0.01, 100, (0.0, 0.2, 0.4)

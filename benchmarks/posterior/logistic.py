@@ -18,8 +18,8 @@ from torch.nn.functional import softplus
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.layers import LinearReparameterization
-from lightning_fedbayes.partition import Partition
 
 CLIENTS = 10
 RAGGED = (3, 5, 8, 12, 19, 31, 49, 79, 125, 238)

@@ -33,11 +33,11 @@ from torch.utils.data import TensorDataset
 import lightning_fedbayes as fb
 from benchmarks.page import include
 from benchmarks.posterior import rounds, truth
+from lightning_fedbayes.core.plots import DPI, GRID, PALETTE
+from lightning_fedbayes.core.quiet import quietly
+from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.metrics.functional import mutual_information, negative_log_likelihood
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.plots import DPI, GRID, PALETTE
-from lightning_fedbayes.quiet import quietly
-from lightning_fedbayes.tables import markdown_table
 
 HERE = Path(__file__).parent
 CLIENTS, SEEDS, DRAWS = 5, 3, 2000

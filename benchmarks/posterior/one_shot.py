@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.posterior import GaussianPosterior
-from lightning_fedbayes.tables import markdown_table
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.tables import markdown_table
 
 CLIENTS, ALPHA, EPOCHS, BATCH, RATE, CHOSEN_ON, SPLIT_SEED = 5, 0.1, 30, 64, 0.01, 500, 3
 DAMPINGS = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)

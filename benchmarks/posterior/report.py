@@ -12,8 +12,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from PIL import Image
 
-from lightning_fedbayes.plots import DPI, GRID, PALETTE
-from lightning_fedbayes.tables import markdown_table
+from lightning_fedbayes.core.plots import DPI, GRID, PALETTE
+from lightning_fedbayes.core.tables import markdown_table
 
 AT = (10, 20, 50)
 """Rounds of logistic regression in the table."""

@@ -33,13 +33,13 @@ from tqdm import tqdm
 
 import lightning_fedbayes as fb
 from benchmarks.page import include
+from lightning_fedbayes.core.quiet import quietly
+from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.data.splits import TensorDataModule, stratified_order
 from lightning_fedbayes.layers.functional import Estimator
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters, load_posterior
 from lightning_fedbayes.metrics.functional import mutual_information, negative_log_likelihood
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.quiet import quietly
-from lightning_fedbayes.tables import markdown_table
 
 HERE = Path(__file__).parent
 CLIENTS, BATCH, DRAWS = 10, 32, 200

@@ -23,8 +23,8 @@ from benchmarks.page import write
 from benchmarks.posterior import images, logistic
 from benchmarks.posterior.report import BAR_SPLIT, Results, curves, tables
 from lightning_fedbayes import GaussianPosterior, Sites
+from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.fusion.sites import BayesADMM
-from lightning_fedbayes.quiet import quietly
 
 HERE = Path(__file__).parent
 ROUNDS = 50

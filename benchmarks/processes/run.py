@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.quiet import quietly
+from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.data.image_files import read_idx
 from lightning_fedbayes.modules import lenet
-from lightning_fedbayes.quiet import quietly
-from lightning_fedbayes.tables import markdown_table
 from lightning_fedbayes.trainer import collective_of
 
 CLIENTS, EXAMPLES, BATCH, RATE = 10, 500, 64, 0.05

@@ -11,7 +11,7 @@ import lightning_fedbayes as fb
 from benchmarks.speed import workloads
 from benchmarks.speed.gate import Gate, start
 from benchmarks.speed.settings import WORKLOADS, Order, Workload
-from lightning_fedbayes.quiet import quietly
+from lightning_fedbayes.core.quiet import quietly
 
 
 class Plain(L.LightningModule):

@@ -12,7 +12,7 @@ from benchmarks.uci.data import read_splits
 from benchmarks.uci.methods import METHODS, TITLES
 from benchmarks.uci.scores import scores_of
 from benchmarks.uci.training import Plan
-from lightning_fedbayes.tables import markdown_table
+from lightning_fedbayes.core.tables import markdown_table
 
 GRID = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 VALIDATION = 0.2

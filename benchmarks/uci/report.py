@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.uci.methods import TITLES
 from benchmarks.uci.scores import SCORES, Published, published
-from lightning_fedbayes.tables import markdown_table
+from lightning_fedbayes.core.tables import markdown_table
 
 Entry = dict[str, Any]
 """Row of one data set: its scores per split, and the settings of its run."""

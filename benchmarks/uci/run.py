@@ -23,8 +23,8 @@ from benchmarks.uci.rates import ROW, chosen, tune
 from benchmarks.uci.report import Store, machine, write
 from benchmarks.uci.scores import scores_of
 from benchmarks.uci.training import Plan
+from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.data import available_datasets
-from lightning_fedbayes.quiet import quietly
 
 WIDE = ("protein", "year")
 """Data sets with 100 hidden units in the paper."""

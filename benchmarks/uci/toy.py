@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.plots import DPI, GRID, INK, PALETTE
+from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.plots import DPI, GRID, INK, PALETTE
-from lightning_fedbayes.quiet import quietly
 
 WORKERS, POINTS, NOISE, HIDDEN = 10, 16, 3.0, 100
 SHOWN = (1, 3, 5)

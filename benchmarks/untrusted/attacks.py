@@ -23,12 +23,12 @@ from tqdm import tqdm
 
 import lightning_fedbayes as fb
 from benchmarks.untrusted.report import options, write
-from lightning_fedbayes.adversaries import Attack
+from lightning_fedbayes.clients.adversaries import Attack
+from lightning_fedbayes.core.plots import DPI
+from lightning_fedbayes.core.quiet import quietly
+from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.fusion import FusionRule, TrimmedMean
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.plots import DPI
-from lightning_fedbayes.quiet import quietly
-from lightning_fedbayes.tables import markdown_table
 
 CLIENTS, ROUNDS, LOCAL_EPOCHS, BATCH, RATE, SAMPLES = 10, 8, 2, 32, 0.02, 5
 COUNTS = (1, 3)

@@ -20,7 +20,7 @@ from benchmarks.untrusted.federation import Examples, accuracy, cross_entropy
 from benchmarks.untrusted.images import DATASETS, FEATURES, examples
 from benchmarks.untrusted.one_round import logistic_regression
 from benchmarks.untrusted.report import options, write
-from lightning_fedbayes.tables import markdown_table
+from lightning_fedbayes.core.tables import markdown_table
 
 PENALTIES = (1e-2, 1e-3, 1e-4, 1e-5, 0.0)
 ITERATIONS = 300

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.adversaries import Attack
+from lightning_fedbayes.clients.adversaries import Attack
 from lightning_fedbayes.fusion import FusionRule
 
 Examples = tuple[Tensor, Tensor]

@@ -15,8 +15,8 @@ import lightning_fedbayes as fb
 from benchmarks.untrusted.federation import Examples, Task, accuracy, cross_entropy, federate
 from benchmarks.untrusted.images import deal, read
 from benchmarks.untrusted.report import RULES, options, panels, table, write
+from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.quiet import quietly
 
 GENUINE, ADVERSARIES, SIZE = 5, (0, 2, 5, 7), 1_000
 ROUNDS, BATCH, RATE = 20, 50, 0.1

@@ -21,9 +21,9 @@ import lightning_fedbayes as fb
 from benchmarks.untrusted.federation import Examples, Task, accuracy, cross_entropy, federate
 from benchmarks.untrusted.images import DATASETS, FEATURES, deal, examples
 from benchmarks.untrusted.report import PUBLISHED, RULES, cell, options, panels, table, write
-from lightning_fedbayes.adversaries import Attack
+from lightning_fedbayes.clients.adversaries import Attack
+from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.fusion import FusionRule
-from lightning_fedbayes.quiet import quietly
 
 GENUINE, MOST, SIZE = 5, 10, 12_000
 """Parties, largest number of Gaussian adversaries, examples of each party."""

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from benchmarks.untrusted.images import DATASETS, deal, read
 from benchmarks.untrusted.one_round import BATCH, GENUINE, score, updates_of
 from benchmarks.untrusted.report import options, table, write
-from lightning_fedbayes.quiet import quietly
+from lightning_fedbayes.core.quiet import quietly
 
 RATES, EPOCHS = (0.01, 0.03, 0.1), (20, 50)
 HELD_OUT, SIZE, FIRST_SEED = 10_000, 10_000, 100

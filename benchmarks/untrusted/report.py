@@ -19,8 +19,8 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 import lightning_fedbayes
-from lightning_fedbayes.plots import DPI, GRID, PALETTE
-from lightning_fedbayes.tables import markdown_table
+from lightning_fedbayes.core.plots import DPI, GRID, PALETTE
+from lightning_fedbayes.core.tables import markdown_table
 
 START = time.perf_counter()
 

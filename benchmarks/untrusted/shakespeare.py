@@ -25,8 +25,8 @@ import lightning_fedbayes as fb
 from benchmarks.untrusted.federation import Examples, Task, accuracy, cross_entropy, federate
 from benchmarks.untrusted.report import PUBLISHED, options, panels, table, write
 from benchmarks.untrusted.report import RULES as ALL_RULES
-from lightning_fedbayes.adversaries import Attack
-from lightning_fedbayes.quiet import quietly
+from lightning_fedbayes.clients.adversaries import Attack
+from lightning_fedbayes.core.quiet import quietly
 
 SPEAKER_OR_LINE = re.compile(r'<a name="?(?:speech\d+"?><b>(.*?)</b>|[\d.]+"?>(.*?)</a>)', re.IGNORECASE | re.DOTALL)
 LEAST_CHARACTERS = 1000

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.untrusted.federation import Examples, Task, federate
 from benchmarks.untrusted.report import PUBLISHED, RULES, options, panels, table, write
-from lightning_fedbayes.quiet import quietly
+from lightning_fedbayes.core.quiet import quietly
 
 PARTIES, FEATURES, SIZE = 5, 50, 250
 SHARED_NOISE = 5.0

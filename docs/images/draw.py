@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from torch.distributions import Normal
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.plots import DPI, INK, PALETTE
+from lightning_fedbayes.core.plots import DPI, INK, PALETTE
 
 FOLDER = Path(__file__).parent
 CLIENTS = {"client 1": (-1.0, 0.5), "client 2": (2.0, 1.0)}

@@ -10,10 +10,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_fedbayes.callbacks.loggers import log_table
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
+from lightning_fedbayes.clients.evaluation import ClientScores, evaluate_clients
+from lightning_fedbayes.core.errors import FedBayesError
+from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.data import ClientDatasets
-from lightning_fedbayes.errors import FedBayesError
-from lightning_fedbayes.evaluation import ClientScores, evaluate_clients
-from lightning_fedbayes.posterior import GaussianPosterior
 
 
 class KeepsPosteriors(Protocol):

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.clients import Federation
+from lightning_fedbayes.clients.sequential import SequentialEngine
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.layers import kl_divergence
 from lightning_fedbayes.modules import BayesianModule
 from lightning_fedbayes.privacy import check_no_buffers
@@ -23,9 +26,6 @@ from lightning_fedbayes.privacy.accountant import (
     import_opacus,
 )
 from lightning_fedbayes.privacy.example_gradients import GradSamples, check_network
-from lightning_fedbayes.seeding import derive_seed
-from lightning_fedbayes.training import Federation
-from lightning_fedbayes.training.sequential import SequentialEngine
 
 FULL_PRECISION = ("32-true", "64-true")
 ROUNDING = 1e-3

@@ -16,11 +16,9 @@ from lightning_fedbayes.callbacks.clients import bring_client_report
 from lightning_fedbayes.callbacks.loggers import prepare_wandb
 from lightning_fedbayes.callbacks.report import FederationReport
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
-from lightning_fedbayes.errors import FederationError
-from lightning_fedbayes.plan import Batching, Fraction, RoundPlan, plan_round, share_of
-from lightning_fedbayes.posterior import GaussianPosterior
-from lightning_fedbayes.seeding import derive_seed, seed_everything
-from lightning_fedbayes.settings import (
+from lightning_fedbayes.clients import FederatedLoader, Federation, federated_loader, make_federation
+from lightning_fedbayes.clients.model import frozen_names, with_rest
+from lightning_fedbayes.clients.settings import (
     Adversaries,
     AutoFusion,
     BufferPolicy,
@@ -34,6 +32,10 @@ from lightning_fedbayes.settings import (
     UpdatePrivacy,
     Weighting,
 )
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.seeding import derive_seed, seed_everything
+from lightning_fedbayes.server.plan import Batching, Fraction, RoundPlan, plan_round, share_of
 from lightning_fedbayes.trainer import (
     FitLoop,
     check_held_out,
@@ -46,8 +48,6 @@ from lightning_fedbayes.trainer import (
     is_finished,
     use_whole_checkpoints,
 )
-from lightning_fedbayes.training import FederatedLoader, Federation, federated_loader, make_federation
-from lightning_fedbayes.training.model import frozen_names, with_rest
 
 
 class FederatedBayes(L.Callback):
@@ -77,7 +77,7 @@ class FederatedBayes(L.Callback):
             prior, clients that keep no more than 1 GiB, and no other setting that speaks against them. Elsewhere
             "reverse_kl_barycenter", an average. A line says which, and why.
         weighting: how much each client counts: "equal", "train_size", "max_discrepancy", "distance", their "_l2"
-            forms, or a function from a list of :class:`~lightning_fedbayes.weighting.ClientFacts` to weights.
+            forms, or a function from a list of :class:`~lightning_fedbayes.server.weighting.ClientFacts` to weights.
         engine: "sequential": clients train one after another. "vectorized": they train at once, as one stack of
             networks, which is many times faster for small ones. "auto" takes "vectorized" where the module allows it
             and it is likely to be faster, and says which it took and why.

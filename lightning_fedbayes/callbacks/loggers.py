@@ -17,7 +17,7 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
 
-from lightning_fedbayes.tables import Row, markdown_table
+from lightning_fedbayes.core.tables import Row, markdown_table
 
 DECIDED = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 """Environment variables by which a user has said how to log."""

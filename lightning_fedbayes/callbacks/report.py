@@ -14,16 +14,16 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_fedbayes import plots
 from lightning_fedbayes.callbacks.divergence import divergence_of, worst_loss
 from lightning_fedbayes.callbacks.loggers import log_figure, log_table
+from lightning_fedbayes.clients.client import Client
+from lightning_fedbayes.core import plots
+from lightning_fedbayes.core.messages import ClientOutcome
+from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.layers import BayesianLayer, gaussian_parameters
 from lightning_fedbayes.layers.kl import KLWatch
-from lightning_fedbayes.messages import ClientOutcome
 from lightning_fedbayes.server import HELD_OUT_LOSS, RoundResult
-from lightning_fedbayes.tables import markdown_table
-from lightning_fedbayes.training.client import Client
 
 CLIENT_COLUMNS = (
     "client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds", "megabytes_up",

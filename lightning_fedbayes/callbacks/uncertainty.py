@@ -9,9 +9,10 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_fedbayes import plots
 from lightning_fedbayes.callbacks.loggers import log_figure
-from lightning_fedbayes.errors import check_at_least
+from lightning_fedbayes.core import plots
+from lightning_fedbayes.core.errors import check_at_least
+from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.metrics import AccuracyRetained, CalibrationDiagram
 from lightning_fedbayes.metrics.functional import (
     kwon_aleatoric,
@@ -22,7 +23,6 @@ from lightning_fedbayes.metrics.functional import (
     worst_fraction_accuracy,
 )
 from lightning_fedbayes.modules import PosteriorPredictive
-from lightning_fedbayes.posterior import GaussianPosterior
 
 
 def relative_information(probs: Tensor) -> Tensor:

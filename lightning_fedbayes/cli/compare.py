@@ -17,8 +17,8 @@ from tqdm import tqdm
 from lightning_fedbayes.cli import results
 from lightning_fedbayes.cli.messages import Options, check_file
 from lightning_fedbayes.cli.results import METRICS, Run, draw, read_curves
-from lightning_fedbayes.errors import FedBayesError, nearest
-from lightning_fedbayes.quiet import quietly
+from lightning_fedbayes.core.errors import FedBayesError, nearest
+from lightning_fedbayes.core.quiet import quietly
 
 DESCRIPTION = """\
 Run CONFIG once per fusion rule and seed. Prints a Markdown table of the last round, and saves it (table.md), all
@@ -119,7 +119,7 @@ def _train(settings: list[str], fusion: str, seed: int, folder: Path) -> Run:
 
 def _report(folder: Path, runs: list[Run], metric: str | None) -> None:
     """Print the table; save the table and the picture."""
-    from lightning_fedbayes.tables import markdown_table
+    from lightning_fedbayes.core.tables import markdown_table
 
     text = markdown_table(*results.table(runs))
     (folder / "table.md").write_text(f"{text}\n")

@@ -11,13 +11,15 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from lightning_fedbayes import adversaries, data, fusion, modules, partition  # noqa: F401 (classes to find by name)
-from lightning_fedbayes.calibration import FederatedConformal
+from lightning_fedbayes import data, fusion, modules  # noqa: F401 (classes to find by name)
 from lightning_fedbayes.callbacks import FederatedBayes
+from lightning_fedbayes.callbacks.calibration import FederatedConformal
 from lightning_fedbayes.callbacks.uncertainty import bring_report
 from lightning_fedbayes.cli.messages import class_help, explain, one_line, option_names, short_help
+from lightning_fedbayes.clients import adversaries  # noqa: F401
+from lightning_fedbayes.core.errors import FedBayesError
+from lightning_fedbayes.data import partition  # noqa: F401
 from lightning_fedbayes.data.clients import clients_of
-from lightning_fedbayes.errors import FedBayesError
 
 LOGGER = {
     "class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "outputs", "name": "fedbayes"}

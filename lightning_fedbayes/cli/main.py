@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_fedbayes.cli.messages import Options, check_file
-from lightning_fedbayes.errors import FedBayesError, nearest
+from lightning_fedbayes.core.errors import FedBayesError, nearest
 
 OVERVIEW = """\
 usage: fedbayes COMMAND ... | fedbayes COMMAND --help

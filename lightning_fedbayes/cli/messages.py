@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_fedbayes.errors import FedBayesError, nearest
+from lightning_fedbayes.core.errors import FedBayesError, nearest
 
 
 class Options(argparse.ArgumentParser):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fedbayes.cli.messages import Options
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError
 
 FILE = "results.json"
 """Runs of a comparison, as :func:`save` writes them."""
@@ -155,7 +155,7 @@ def plot(arguments: list[str]) -> int:
     by_metric = curves_of(folder)
     if not by_metric:
         raise FedBayesError(f"{folder} holds no validation metrics ('val/...'): the run ended before its first one")
-    from lightning_fedbayes import plots  # here: Matplotlib takes longer to import than a mistake to be found
+    from lightning_fedbayes.core import plots  # here: Matplotlib takes longer to import than a mistake to be found
 
     plots.round_panels({_spoken(metric): curves for metric, curves in by_metric.items()}).savefig(folder / PICTURE)
     print(folder / PICTURE)
@@ -181,7 +181,7 @@ def curves_of(folder: Path) -> dict[str, Curves]:
 
 def draw(folder: Path, metric: str, curves: Mapping[str, Sequence[float]]) -> Path:
     """Save a picture of ``metric`` by round, one line per label; return its file."""
-    from lightning_fedbayes import plots
+    from lightning_fedbayes.core import plots
 
     file = folder / f"{metric.replace('/', '_')}_by_round.png"
     plots.rounds(curves, _spoken(metric)).savefig(file)

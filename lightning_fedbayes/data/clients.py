@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
-from lightning_fedbayes.errors import (
+from lightning_fedbayes.core.errors import (
     LARGEST,
     FederationError,
     PartitionError,
@@ -22,9 +22,9 @@ from lightning_fedbayes.errors import (
     nearest,
     shown,
 )
-from lightning_fedbayes.partition import Partition, counts_table
-from lightning_fedbayes.partition.base import LabelSource, as_labels
-from lightning_fedbayes.seeding import generator
+from lightning_fedbayes.core.seeding import generator
+from lightning_fedbayes.data.partition import Partition, counts_table
+from lightning_fedbayes.data.partition.base import LabelSource, as_labels
 
 LABEL_ATTRIBUTES = ("targets", "labels", "y")
 
@@ -38,7 +38,7 @@ def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | Non
 
     Args:
         dataset: map-style.
-        source: where to find them instead; see :class:`~lightning_fedbayes.partition.base.LabelPartition`.
+        source: where to find them instead; see :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
 
     Raises:
         PartitionError: ``source`` is no column, or does not give one number per example.

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from lightning_fedbayes.core.errors import FederationError, check_number, check_path
+from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.data.clients import ClientDatasets
 from lightning_fedbayes.data.splits import SplitDataModule, check_seed
 from lightning_fedbayes.data.tables import Table, read_table, standardisation_of
-from lightning_fedbayes.errors import FederationError, check_number, check_path
-from lightning_fedbayes.seeding import generator
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 """Names of the clients; their files are ``processed.<name>.data``."""

@@ -18,7 +18,7 @@ import torch
 from scipy.io import loadmat
 from torch import Tensor
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError
 
 
 class LabelledImages(NamedTuple):

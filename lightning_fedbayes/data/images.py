@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from lightning_fedbayes.core.errors import FederationError, check_at_least, check_flag, check_number, check_path
+from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.data.image_files import LabelledImages, find_files, join, read_cifar, read_idx_images, read_svhn
 from lightning_fedbayes.data.splits import SplitDataModule, check_seed, stratified_order
-from lightning_fedbayes.errors import FederationError, check_at_least, check_flag, check_number, check_path
-from lightning_fedbayes.seeding import generator
 
 WHITE = 255
 """The largest value of a pixel."""

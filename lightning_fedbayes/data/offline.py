@@ -7,9 +7,9 @@ from sklearn.datasets import load_diabetes, load_digits
 from sklearn.model_selection import train_test_split
 from torch.utils.data import TensorDataset
 
+from lightning_fedbayes.core.errors import check_flag
 from lightning_fedbayes.data.splits import TensorDataModule
 from lightning_fedbayes.data.tables import standardisation_of
-from lightning_fedbayes.errors import check_flag
 
 
 class DigitsDataModule(TensorDataModule):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_fedbayes.errors import check_at_least, check_number
+from lightning_fedbayes.core.errors import check_at_least, check_number
 
 EVALUATION_BATCH = 256
 """Least number of examples per evaluation batch: scores do not depend on it, and large batches cost less."""

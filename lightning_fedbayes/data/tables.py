@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError
 
 
 class Table(NamedTuple):

@@ -9,9 +9,9 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from lightning_fedbayes.core.errors import FederationError, check_at_least, check_choice, check_number, check_path
 from lightning_fedbayes.data.splits import SplitDataModule, check_seed
 from lightning_fedbayes.data.tables import read_table, standardisation_of
-from lightning_fedbayes.errors import FederationError, check_at_least, check_choice, check_number, check_path
 
 
 def available_datasets(directory: str | Path) -> tuple[str, ...]:

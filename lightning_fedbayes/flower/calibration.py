@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset
 
-from lightning_fedbayes.calibration import (
+from lightning_fedbayes.callbacks.calibration import (
     FederatedConformal,
     FederatedTemperature,
     ScoreSketch,
@@ -26,10 +26,10 @@ from lightning_fedbayes.calibration import (
     predictions_of,
     temperature_message,
 )
-from lightning_fedbayes.calibration.callback import data_of
-from lightning_fedbayes.calibration.conformal import GRIDS
+from lightning_fedbayes.callbacks.calibration.callback import data_of
+from lightning_fedbayes.callbacks.calibration.conformal import GRIDS
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError
 from lightning_fedbayes.data import ClientDatasets
-from lightning_fedbayes.errors import FedBayesError, FederationError, FusionError
 from lightning_fedbayes.flower.wire import MOST_EXAMPLES, examples_of, read_metrics
 
 ACTION = "calibrate"

@@ -14,15 +14,15 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_fedbayes.errors import FederationError, check_path
+from lightning_fedbayes.clients.client import ClientState
+from lightning_fedbayes.clients.model import ResidentModel, frozen_names
+from lightning_fedbayes.clients.settings import BufferPolicy
+from lightning_fedbayes.core.errors import FederationError, check_path
+from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.flower.training import call_round_end
-from lightning_fedbayes.posterior import GaussianPosterior
 from lightning_fedbayes.privacy import UpdatePrivacy
 from lightning_fedbayes.privacy.accountant import epsilon_spent
-from lightning_fedbayes.settings import BufferPolicy
 from lightning_fedbayes.trainer import damage
-from lightning_fedbayes.training.client import ClientState
-from lightning_fedbayes.training.model import ResidentModel, frozen_names
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,19 @@ import lightning as L
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from lightning_fedbayes.calibration.conformal import check_epsilon
-from lightning_fedbayes.errors import FederationError, check_kind, check_path
+from lightning_fedbayes.callbacks.calibration.conformal import check_epsilon
+from lightning_fedbayes.clients.model import ResidentModel
+from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, OptimizerPolicy, PriorPolicy, Source
+from lightning_fedbayes.core.errors import FederationError, check_kind, check_path
+from lightning_fedbayes.core.quiet import without_banners
+from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.flower.calibration import ACTION, answer, check_allowed, count_noise, own_data, request_in
 from lightning_fedbayes.flower.checkpoint import StateFile
 from lightning_fedbayes.flower.training import ClientTraining, Task
 from lightning_fedbayes.flower.wire import from_arrays, to_arrays
 from lightning_fedbayes.fusion import FusionRule, Sites
 from lightning_fedbayes.fusion.sites import sites_of
-from lightning_fedbayes.partition import Partition
 from lightning_fedbayes.privacy import UpdatePrivacy, check_no_buffers
-from lightning_fedbayes.quiet import without_banners
-from lightning_fedbayes.settings import BufferPolicy, FederationSettings, OptimizerPolicy, PriorPolicy, Source
-from lightning_fedbayes.training.model import ResidentModel
 
 NODE_CONFIG_KEY = "partition-id"
 """Key of the client's number in a node's configuration, in Flower's simulation and by ``--node-config``."""

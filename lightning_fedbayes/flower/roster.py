@@ -8,7 +8,7 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError
 
 POLL_SECONDS = 0.5
 """Interval at which a server that waits for clients looks again."""

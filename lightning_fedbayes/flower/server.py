@@ -9,14 +9,14 @@ import lightning as L
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from lightning_fedbayes.errors import check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.clients.learned import learned_posterior
+from lightning_fedbayes.clients.model import ResidentModel, frozen_names
+from lightning_fedbayes.clients.settings import BufferPolicy, Source, check_patterns
+from lightning_fedbayes.core.errors import check_at_least, check_choice, check_kind, check_number
 from lightning_fedbayes.flower.calibration import Calibration, check_calibration
 from lightning_fedbayes.flower.strategy import FusionStrategy
 from lightning_fedbayes.flower.wire import to_arrays
-from lightning_fedbayes.settings import BufferPolicy, Source, check_patterns
 from lightning_fedbayes.trainer import optimizers_of
-from lightning_fedbayes.training.learned import learned_posterior
-from lightning_fedbayes.training.model import ResidentModel, frozen_names
 
 
 def initial_arrays(

@@ -12,7 +12,18 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_fedbayes.errors import FederationError, FusionError, check_at_least, check_flag, check_number, check_path
+from lightning_fedbayes.clients.settings import FederationSettings, Weighting, check_cohort
+from lightning_fedbayes.core.errors import (
+    FederationError,
+    FusionError,
+    check_at_least,
+    check_flag,
+    check_number,
+    check_path,
+)
+from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.flower.calibration import ACTION, Calibration, calibrate, check_calibration
 from lightning_fedbayes.flower.checkpoint import ServerState
 from lightning_fedbayes.flower.roster import Roster
@@ -29,12 +40,8 @@ from lightning_fedbayes.flower.wire import (
 from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.fusion.sites import sites_of
-from lightning_fedbayes.messages import ClientFailure, ClientUpdate
-from lightning_fedbayes.plan import Fraction, RoundPlan, choose_cohort
-from lightning_fedbayes.posterior import GaussianPosterior
-from lightning_fedbayes.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server import Server
-from lightning_fedbayes.settings import FederationSettings, Weighting, check_cohort
+from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
 
 EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
 
@@ -75,7 +82,7 @@ class FusionStrategy(Strategy):
 
     >>> FusionStrategy("weighted_averge")
     Traceback (most recent call last):
-    lightning_fedbayes.errors.FusionError: unknown fusion rule 'weighted_averge': did you mean 'weighted_average'? ...
+    lightning_fedbayes.core.errors.FusionError: unknown fusion rule 'weighted_averge': did you mean ...
     """
 
     def __init__(

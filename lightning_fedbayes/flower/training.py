@@ -16,21 +16,21 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_fedbayes.clients.learned import LearnedPosterior
+from lightning_fedbayes.clients.loader import FederatedLoader, batching_of
+from lightning_fedbayes.clients.model import ResidentModel, frozen_names
+from lightning_fedbayes.clients.sequential import SequentialEngine
+from lightning_fedbayes.clients.settings import FederationSettings
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.fusion import FusionRule, Sites
 from lightning_fedbayes.fusion.accumulator import check_structure
-from lightning_fedbayes.messages import ClientFailure, ClientUpdate
-from lightning_fedbayes.partition import Partition
-from lightning_fedbayes.plan import RoundPlan, batches_per_epoch, check_batches
-from lightning_fedbayes.posterior import GaussianPosterior
-from lightning_fedbayes.seeding import derive_seed, seed_everything
-from lightning_fedbayes.settings import FederationSettings
+from lightning_fedbayes.server.plan import RoundPlan, batches_per_epoch, check_batches
 from lightning_fedbayes.trainer import FitLoop, check_schedulers, check_trainer
-from lightning_fedbayes.training.learned import LearnedPosterior
-from lightning_fedbayes.training.loader import FederatedLoader, batching_of
-from lightning_fedbayes.training.model import ResidentModel, frozen_names
-from lightning_fedbayes.training.sequential import SequentialEngine
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, PosteriorError, check_at_least, is_whole
-from lightning_fedbayes.evaluation import ClientScores
-from lightning_fedbayes.messages import ClientUpdate
-from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.clients.evaluation import ClientScores
+from lightning_fedbayes.core.errors import FusionError, PosteriorError, check_at_least, is_whole
+from lightning_fedbayes.core.messages import ClientUpdate
+from lightning_fedbayes.core.posterior import GaussianPosterior
 
 MOST_EXAMPLES = 2**31 - 1
 """More examples than a client has; a smaller lie is a matter of the weighting."""

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, check_number, shown
-from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
-from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState, Statistics, SumRule
-from lightning_fedbayes.posterior import (
+from lightning_fedbayes.core.errors import FusionError, check_number, shown
+from lightning_fedbayes.core.posterior import (
     PIECE,
     Cuts,
     GaussianPosterior,
@@ -23,6 +21,8 @@ from lightning_fedbayes.posterior import (
     is_zero,
     zeros_like,
 )
+from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
+from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState, Statistics, SumRule
 
 Watch = Callable[[int, Tensor, float, "tuple[Tensor, Tensor] | None"], None]
 """Function of the number of a piece; its means as a vector; the client's weight; the rule's :meth:`SumRule.average` of

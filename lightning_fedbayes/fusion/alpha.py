@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, check_number
+from lightning_fedbayes.core.errors import FusionError, check_number
+from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.averages import LinearPool
 from lightning_fedbayes.fusion.products import ReverseKLBarycenter
 from lightning_fedbayes.fusion.registry import register_fusion
 from lightning_fedbayes.fusion.rule import FusionRule
-from lightning_fedbayes.posterior import GaussianPosterior
 
 NODES = 32
 """Gauss–Hermite nodes around each client, per parameter."""

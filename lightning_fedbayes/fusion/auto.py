@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from lightning_fedbayes.errors import FusionError, check_kind
+from lightning_fedbayes.core.errors import FusionError, check_kind
 from lightning_fedbayes.fusion.registry import get_rule, rule_name
 from lightning_fedbayes.fusion.rule import FusionRule, check_no_sites
 

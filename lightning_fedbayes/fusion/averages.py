@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior
 from lightning_fedbayes.fusion.registry import register_fusion
 from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add, add_number, of_zeros
-from lightning_fedbayes.posterior import PIECE, GaussianPosterior
 
 
 class _AverageRule(SumRule):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.posterior import is_zero
+from lightning_fedbayes.core.posterior import is_zero
 
 ENTRIES = 2**19
 """Number of entries of a block: 4 MiB in double precision, which fits in a cache."""

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from lightning_fedbayes.errors import FusionError
-from lightning_fedbayes.exchange import Collective
-from lightning_fedbayes.exchange.collective import shard_bounds, shards
+from lightning_fedbayes.core.errors import FusionError
+from lightning_fedbayes.core.exchange import Collective
+from lightning_fedbayes.core.exchange.collective import shard_bounds, shards
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState
-from lightning_fedbayes.posterior import GaussianPosterior, is_zero
 
 SHARD = "shard"
 """Name of the one parameter of a posterior that is a shard of all parameters."""

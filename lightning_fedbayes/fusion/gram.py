@@ -15,10 +15,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.core.errors import FusionError
+from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.fusion.columns import columns, sample, weighted_median, weighted_sum
 from lightning_fedbayes.fusion.rule import Cohort, Fused, ReliabilityRule, RuleState
-from lightning_fedbayes.posterior import GaussianPosterior, zeros_like
 
 SAMPLED = 4096
 """Number of coordinates by which the first centre is chosen."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, check_number
+from lightning_fedbayes.core.errors import FusionError, check_number
 from lightning_fedbayes.fusion.gram import Gram, combine, combine_variances, fused_by_shares, gram_of, squared_distances
 from lightning_fedbayes.fusion.registry import get_rule, rule_name
 from lightning_fedbayes.fusion.robust import GeometricMedian

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, check_at_least, check_number
+from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
 from lightning_fedbayes.fusion.inferred import (
     InferredRule,
     centred_products,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, check_at_least, check_number
+from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
 from lightning_fedbayes.fusion.inferred import (
     InferredRule,
     consensus,

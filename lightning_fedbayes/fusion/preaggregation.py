@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, check_at_least, check_number
+from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero, zeros_like
 from lightning_fedbayes.fusion.averages import WeightedAverage
 from lightning_fedbayes.fusion.columns import columns, weighted_sum
 from lightning_fedbayes.fusion.gram import (
@@ -24,7 +25,6 @@ from lightning_fedbayes.fusion.gram import (
 )
 from lightning_fedbayes.fusion.registry import get_rule, register_fusion
 from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState, check_no_sites, fuse_one_round
-from lightning_fedbayes.posterior import GaussianPosterior, is_zero, zeros_like
 
 
 class Preaggregation(FusionRule):

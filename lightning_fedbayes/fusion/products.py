@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, check_number
+from lightning_fedbayes.core.errors import FusionError, check_number
+from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.fusion.registry import register_fusion
 from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add_number, add_precisions
-from lightning_fedbayes.posterior import GaussianPosterior, zeros_like
 
 
 class _ProductRule(SumRule):

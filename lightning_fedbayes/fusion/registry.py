@@ -7,9 +7,17 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, check_choice, check_flag, check_kind, check_strings, nearest, shown
+from lightning_fedbayes.core.errors import (
+    FusionError,
+    check_choice,
+    check_flag,
+    check_kind,
+    check_strings,
+    nearest,
+    shown,
+)
+from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.rule import FusionRule
-from lightning_fedbayes.posterior import GaussianPosterior
 
 FuseFunction = Callable[[Sequence[GaussianPosterior], Tensor, "GaussianPosterior | None"], GaussianPosterior]
 Registered = TypeVar("Registered")

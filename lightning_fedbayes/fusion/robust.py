@@ -10,12 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, check_at_least, check_number
+from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.fusion.columns import columns
 from lightning_fedbayes.fusion.gram import Gram, GramRule, squared_distances_to
 from lightning_fedbayes.fusion.registry import register_fusion
 from lightning_fedbayes.fusion.rule import FusionRule
-from lightning_fedbayes.posterior import GaussianPosterior, is_zero
 
 
 @register_fusion("geometric_median", aliases=("rfa",))

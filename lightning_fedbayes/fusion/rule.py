@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError
-from lightning_fedbayes.exchange import ALONE, Collective
-from lightning_fedbayes.exchange.reduction import Statistics
-from lightning_fedbayes.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.core.errors import FusionError
+from lightning_fedbayes.core.exchange import ALONE, Collective
+from lightning_fedbayes.core.exchange.reduction import Statistics
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 
 RuleState = dict[str, Any]
 """State of a rule from round to round: tensors, numbers, strings, and dicts and lists of them."""

@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FusionError, check_number
+from lightning_fedbayes.core.errors import FusionError, check_number
+from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.registry import get_rule, register_fusion
 from lightning_fedbayes.fusion.rule import Fused, RuleState, StatefulSumRule, Statistics, SumRule, check_no_sites
-from lightning_fedbayes.posterior import GaussianPosterior
 
 
 class ServerOptimizer(StatefulSumRule):

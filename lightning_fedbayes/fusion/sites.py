@@ -16,8 +16,16 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FederationError, FusionError, check_at_least, check_choice, check_number, shown
-from lightning_fedbayes.exchange.reduction import Statistics
+from lightning_fedbayes.core.errors import (
+    FederationError,
+    FusionError,
+    check_at_least,
+    check_choice,
+    check_number,
+    shown,
+)
+from lightning_fedbayes.core.exchange.reduction import Statistics
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero, zeros_like
 from lightning_fedbayes.fusion.registry import register_fusion
 from lightning_fedbayes.fusion.rule import (
     Fused,
@@ -29,7 +37,6 @@ from lightning_fedbayes.fusion.rule import (
     add_precisions,
 )
 from lightning_fedbayes.fusion.trend import divergence, followed
-from lightning_fedbayes.posterior import GaussianPosterior, is_zero, zeros_like
 
 Precision = Literal["auto", "measured", "trained"]
 """Source of the precision of a client's site."""
@@ -88,8 +95,8 @@ class Sites(StatefulSumRule):
               F_k = w_r B\,\overline{g^2} + (1 - w_r)\,\overline{g_i^2}, \qquad w_r = \min(1, 20 / r)
 
     with :math:`\gamma_r = 0.5` before round 20 and 0.3 from there on. A client's first site begins at
-    :math:`\Lambda(q_k) / K` in the place of :math:`\Lambda_k` (from round 20 on at the measured precision), the width of
-    the layers themselves: so σ widens from round to round, where wide draws at once would take an untrained network
+    :math:`\Lambda(q_k) / K` in the place of :math:`\Lambda_k` (from round 20 on at the measured precision), the width
+    of the layers themselves: so σ widens from round to round, where wide draws at once would take an untrained network
     apart. :math:`\tau / n_k` is the factor of the KL divergence in the client's loss, and g the gradient of the mean
     loss of a batch of B examples. Both terms estimate the diagonal of the empirical Fisher information; the first
     counts the square of a client's own mean gradient B times. Layers whose single examples cannot be told apart, as

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
-from lightning_fedbayes.errors import ConversionError, check_at_least, check_choice, check_flag, check_number, shown
+from lightning_fedbayes.core.errors import (
+    ConversionError,
+    check_at_least,
+    check_choice,
+    check_flag,
+    check_number,
+    shown,
+)
 from lightning_fedbayes.layers import functional
 from lightning_fedbayes.layers.functional import (
     ESTIMATORS,

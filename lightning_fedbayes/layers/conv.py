@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fedbayes.errors import ConversionError, check_at_least, check_choice, shown
+from lightning_fedbayes.core.errors import ConversionError, check_at_least, check_choice, shown
 from lightning_fedbayes.layers.base import BayesianAffine, check_template
 from lightning_fedbayes.layers.functional import (
     Estimator,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_fedbayes.errors import (
+from lightning_fedbayes.core.errors import (
     ConversionError,
     check_at_least,
     check_choice,
@@ -23,12 +23,12 @@ from lightning_fedbayes.errors import (
     nearest,
     shown,
 )
+from lightning_fedbayes.core.private_torch import has_backward_hook, has_forward_hook
 from lightning_fedbayes.layers import conv, linear
 from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, check_estimator, default_weight_std
 from lightning_fedbayes.layers.functional import Estimator, inverse_softplus_std
 from lightning_fedbayes.layers.priors import NormalPrior, Prior, check_std, choose_prior
 from lightning_fedbayes.layers.reparameterized import Reparameterized, root_mean_square
-from lightning_fedbayes.private_torch import has_backward_hook, has_forward_hook
 
 AFFINE: dict[type[nn.Module], dict[Estimator, Callable[..., BayesianAffine]]] = {
     kind: {

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
-from lightning_fedbayes.errors import ConversionError, check_kind, check_number
+from lightning_fedbayes.core.errors import ConversionError, check_kind, check_number
 from lightning_fedbayes.layers.convert import affine_kind, candidate_modules
 
 CHILD = "mc_dropout"

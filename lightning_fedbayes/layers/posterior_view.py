@@ -13,11 +13,11 @@ import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
-from lightning_fedbayes.errors import PosteriorError, check_kind, check_strings, nearest
+from lightning_fedbayes.core.errors import PosteriorError, check_kind, check_strings, nearest
+from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, zeros_like
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.functional import inverse_softplus_std
 from lightning_fedbayes.layers.priors import NormalPrior, Prior
-from lightning_fedbayes.posterior import GaussianPosterior, check_posterior, zeros_like
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import ConversionError, check_number, is_number, shown
+from lightning_fedbayes.core.errors import ConversionError, check_number, is_number, shown
+from lightning_fedbayes.core.posterior import GaussianPosterior, check_tensor
 from lightning_fedbayes.layers.kl import gaussian_kl_sum
-from lightning_fedbayes.posterior import GaussianPosterior, check_tensor
 
 FLOAT32 = "(-1e38, 1e38)"
 """Interval of the numbers that a parameter of single precision can hold."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import Parameter
 
-from lightning_fedbayes.errors import ConversionError, check_kind
+from lightning_fedbayes.core.errors import ConversionError, check_kind
 from lightning_fedbayes.layers.base import RELATIVE_STD, BayesianLayer, GaussianParameter, draw
 from lightning_fedbayes.layers.functional import inverse_softplus_std
 from lightning_fedbayes.layers.priors import Prior, check_std, choose_prior

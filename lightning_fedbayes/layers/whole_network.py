@@ -10,14 +10,14 @@ from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from lightning_fedbayes.errors import ConversionError, PosteriorError, check_kind, check_strings
+from lightning_fedbayes.core.errors import ConversionError, PosteriorError, check_kind, check_strings
+from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior
 from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, check_estimator, sum_kl
 from lightning_fedbayes.layers.dropout import MCDropout
 from lightning_fedbayes.layers.functional import Estimator
 from lightning_fedbayes.layers.kl import KLWatch
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters, gaussian_parameters_of
 from lightning_fedbayes.layers.priors import NormalPrior
-from lightning_fedbayes.posterior import GaussianPosterior, check_posterior
 
 
 def kl_divergence(module: nn.Module) -> Tensor:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fedbayes import plots
+from lightning_fedbayes.core import plots
 from lightning_fedbayes.metrics.functional.calibration import (
     CalibrationBins,
     calibration_of_sums,

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fedbayes import plots
-from lightning_fedbayes.errors import FedBayesError, check_at_least, is_whole
+from lightning_fedbayes.core import plots
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, is_whole
+from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.metrics.functional.utilities import check_predictive, sum_by_index
-from lightning_fedbayes.posterior import check_tensor
 
 
 def as_owner(client: Any, like: Tensor) -> Tensor:

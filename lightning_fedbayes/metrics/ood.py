@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FedBayesError, check_number
+from lightning_fedbayes.core.errors import FedBayesError, check_number
 from lightning_fedbayes.metrics.examples import ExampleMetric
 from lightning_fedbayes.metrics.functional.ood import ood_auroc, ood_fpr
 from lightning_fedbayes.metrics.functional.utilities import check_not_nan, check_vectors

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fedbayes.errors import FedBayesError, check_number
+from lightning_fedbayes.core.errors import FedBayesError, check_number
 from lightning_fedbayes.metrics.functional.scores import (
     brier_score,
     determinant_sharpness,

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fedbayes import plots
-from lightning_fedbayes.errors import FedBayesError, check_flag
+from lightning_fedbayes.core import plots
+from lightning_fedbayes.core.errors import FedBayesError, check_flag
 from lightning_fedbayes.metrics.functional.uncertainty import (
     area_of_groups,
     curve_of_groups,

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 from torch import Tensor
 
-from lightning_fedbayes.errors import FedBayesError, check_kind, check_number
+from lightning_fedbayes.core.errors import FedBayesError, check_kind, check_number
 from lightning_fedbayes.layers import kl_divergence
 
 

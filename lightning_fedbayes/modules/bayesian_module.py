@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedbayes.errors import FedBayesError, check_at_least, check_kind, check_number, shown
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, shown
+from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers import kl_divergence, mean_only
 from lightning_fedbayes.modules.predictive import GlobalRound, Predictive, check_predictive, sample_with
-from lightning_fedbayes.posterior import GaussianPosterior
 
 
 class BayesianModule(L.LightningModule):
@@ -161,7 +161,7 @@ class BayesianModule(L.LightningModule):
         self._fit_examples = self._given_examples or length
 
     def on_client_start(self, client: Any) -> None:
-        """Take n from the client whose turn it is (a :class:`~lightning_fedbayes.training.client.Client`)."""
+        """Take n from the client whose turn it is (a :class:`~lightning_fedbayes.clients.client.Client`)."""
         self._fit_examples = client.num_examples
 
     @property

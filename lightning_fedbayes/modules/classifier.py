@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torchmetrics import MetricCollection
 
-from lightning_fedbayes.errors import FedBayesError, check_number
+from lightning_fedbayes.core.errors import FedBayesError, check_number
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.metrics import (
     BrierScore,

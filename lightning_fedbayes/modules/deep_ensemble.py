@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from lightning_fedbayes.errors import FedBayesError, check_kind
+from lightning_fedbayes.core.errors import FedBayesError, check_kind
 from lightning_fedbayes.modules.regressor import RegressionPrediction, Regressor
 
 MIN_VARIANCE = 1e-6

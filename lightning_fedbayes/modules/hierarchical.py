@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from torch import Tensor
 
-from lightning_fedbayes.errors import FedBayesError, check_at_least, check_flag, check_kind, nearest, shown
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_flag, check_kind, nearest, shown
 from lightning_fedbayes.modules.linear_regression import check_real
 
 STARTS = (0.1, 1.0, 10.0)

@@ -10,9 +10,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.modules.regressor import RegressionPrediction
-from lightning_fedbayes.posterior import check_tensor
 
 NoiseEstimate = Literal["evidence", "target"]
 

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedbayes.errors import ConversionError, FedBayesError, check_at_least, check_kind
+from lightning_fedbayes.core.errors import ConversionError, FedBayesError, check_at_least, check_kind
 from lightning_fedbayes.layers import Estimator, Prior, bayesianize
 from lightning_fedbayes.layers.base import check_estimator
 from lightning_fedbayes.modules.sampling import is_stochastic

@@ -10,13 +10,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_fedbayes.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
-from lightning_fedbayes.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 from lightning_fedbayes.modules.classifier import ClassPrediction, ClassScores, class_prediction
 from lightning_fedbayes.modules.regressor import GaussianScores, RegressionPrediction, regression_prediction
 from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with
-from lightning_fedbayes.posterior import GaussianPosterior, check_posterior
+from lightning_fedbayes.sources.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class PosteriorPredictive(L.LightningModule):
               \quad\text{or}\quad f_s \sim N\left(f(x; \mu), J \Sigma J^\top\right)
 
     The first draws parameters. The second draws outputs of the network linearised at the mean, with J its Jacobian
-    there (:func:`~lightning_fedbayes.curvature.linearised_outputs`), and is how posteriors of
+    there (:func:`~lightning_fedbayes.sources.curvature.linearised_outputs`), and is how posteriors of
     :class:`~lightning_fedbayes.Laplace` and :class:`~lightning_fedbayes.KroneckerLaplace` predict, federated or alone:
     their variances are those of the linearised network.
 

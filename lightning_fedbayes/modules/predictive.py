@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fedbayes.errors import FedBayesError, check_choice
+from lightning_fedbayes.core.errors import FedBayesError, check_choice
+from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.modules.sampling import (
     draws_from_clients,
     draws_from_posterior,
@@ -16,7 +17,6 @@ from lightning_fedbayes.modules.sampling import (
     sample_outputs,
     within,
 )
-from lightning_fedbayes.posterior import GaussianPosterior
 
 Predictive = Literal["layers", "omc", "bootstrap", "closed_form"]
 PREDICTIVES: tuple[Predictive, ...] = ("layers", "omc", "bootstrap", "closed_form")

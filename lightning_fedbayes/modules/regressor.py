@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanSquaredError, MetricCollection
 
-from lightning_fedbayes.errors import FedBayesError, check_at_least, check_choice, check_number
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_number
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.metrics import DeterminantSharpness, GaussianCRPS, GaussianNLL, IntervalCoverage

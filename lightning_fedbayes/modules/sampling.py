@@ -11,11 +11,17 @@ import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
-from lightning_fedbayes.errors import FedBayesError, PosteriorError, check_at_least, check_kind
+from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_at_least, check_kind
+from lightning_fedbayes.core.posterior import (
+    GaussianPosterior,
+    check_posterior,
+    check_same_structure,
+    check_tensor,
+    is_zero,
+)
 from lightning_fedbayes.layers import MCDropout, mean_only
 from lightning_fedbayes.layers.conv import BayesianConv
 from lightning_fedbayes.layers.posterior_view import parameter_paths
-from lightning_fedbayes.posterior import GaussianPosterior, check_posterior, check_same_structure, check_tensor, is_zero
 
 ParameterSets = dict[str, Tensor]
 """Name in the posterior → values of shape (sets, *shape)."""

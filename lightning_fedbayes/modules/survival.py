@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MetricCollection
 
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.metrics.functional.survival import check_survival
 from lightning_fedbayes.metrics.functional.utilities import at_least_float32

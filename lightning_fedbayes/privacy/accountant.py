@@ -18,7 +18,7 @@ from types import ModuleType
 
 import numpy as np
 
-from lightning_fedbayes.errors import FederationError, check_at_least, check_number
+from lightning_fedbayes.core.errors import FederationError, check_at_least, check_number
 
 ORDERS = (
     1.01, 1.02, 1.05, *(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 64), 64, 80, 96, 128, 192, 256, 384, 512

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import LARGEST, FederationError, FusionError, check_at_least, check_flag, check_kind
+from lightning_fedbayes.core.errors import LARGEST, FederationError, FusionError, check_at_least, check_flag, check_kind
+from lightning_fedbayes.core.messages import ClientUpdate
+from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, is_zero
+from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.fusion.accumulator import check_structure
-from lightning_fedbayes.messages import ClientUpdate
-from lightning_fedbayes.posterior import GaussianPosterior, check_posterior, is_zero
 from lightning_fedbayes.privacy.accountant import check_clip, check_delta, check_noise, check_opacus, epsilon_of
-from lightning_fedbayes.seeding import generator
 
 SMALLEST_VARIANCE = torch.finfo(torch.float32).tiny
 """Variances are kept between this and its inverse: none becomes 0, which would mean deterministic, or infinite."""

@@ -16,7 +16,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError
 
 
 def damage(path: str | os.PathLike[str]) -> str | None:

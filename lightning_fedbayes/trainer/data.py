@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError
 
 
 class FederatedSource:

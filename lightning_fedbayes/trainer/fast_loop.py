@@ -19,9 +19,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_fedbayes.clients.context import Step, loss_and_rest, takes_index
+from lightning_fedbayes.clients.optimizers import drop_gradients
 from lightning_fedbayes.trainer.strategy import ClientParallelStrategy
-from lightning_fedbayes.training.context import Step, loss_and_rest, takes_index
-from lightning_fedbayes.training.optimizers import drop_gradients
 
 TESTED = ("2.6",)
 """Versions of Lightning that the fast loop is compared with by the tests; with others Lightning's own loop runs."""

@@ -13,7 +13,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_fedbayes.exchange import Collective
+from lightning_fedbayes.clients.context import TrainingContext
+from lightning_fedbayes.clients.engine import Engine
+from lightning_fedbayes.core.exchange import Collective
 from lightning_fedbayes.trainer.checkpoints import RoundBoundary, close_round, pending_plateau, step_plateau
 from lightning_fedbayes.trainer.data import FederatedSource, held_out_batches
 from lightning_fedbayes.trainer.fast_loop import (
@@ -27,8 +29,6 @@ from lightning_fedbayes.trainer.fast_loop import (
 )
 from lightning_fedbayes.trainer.strategy import collective_of
 from lightning_fedbayes.trainer.watch import watched
-from lightning_fedbayes.training.context import TrainingContext
-from lightning_fedbayes.training.engine import Engine
 
 IN_TRAINING_STEP = {"_current_fx_name": "training_step"}
 """Attribute by which a LightningModule knows from where ``self.log`` is called."""

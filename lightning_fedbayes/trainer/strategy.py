@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_fedbayes.exchange import ALONE, Collective
+from lightning_fedbayes.core.exchange import ALONE, Collective
 
 
 class ClientParallelStrategy(ParallelStrategy):
@@ -136,7 +136,7 @@ class ClientParallelStrategy(ParallelStrategy):
 @functools.cache
 def connect(rank: int, size: int) -> Collective:
     """Connect the processes of this run, at the address in the environment; once, whatever the number of Trainers."""
-    from lightning_fedbayes.exchange.gloo import GlooCollective
+    from lightning_fedbayes.core.exchange.gloo import GlooCollective
 
     store, _, _ = next(rendezvous("env://", rank, size))
     return GlooCollective(store, rank, size)

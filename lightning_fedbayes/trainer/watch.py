@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_fedbayes.errors import CannotVectorize
+from lightning_fedbayes.core.errors import CannotVectorize
 
 SHARED = frozenset({
     "accelerator", "barebones", "callbacks", "current_epoch", "datamodule", "default_root_dir", "device_ids",

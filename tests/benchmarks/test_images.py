@@ -20,7 +20,7 @@ from benchmarks.images.report import METRICS, mean_and_error
 from benchmarks.images.settings import Settings, parse_call
 from benchmarks.images.store import Store
 from benchmarks.images.study import only, read_study
-from lightning_fedbayes.errors import FedBayesError, FederationError
+from lightning_fedbayes.core.errors import FedBayesError, FederationError
 
 CONFIGS = sorted((Path(run.__file__).parent / "configs").glob("*.yaml"))
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.adversaries import assign
-from lightning_fedbayes.errors import FederationError
-from lightning_fedbayes.plan import Batching, plan_round
-from lightning_fedbayes.training import federated_loader
-from lightning_fedbayes.training.vectorized import engine as vectorized
+from lightning_fedbayes.clients import federated_loader
+from lightning_fedbayes.clients.adversaries import assign
+from lightning_fedbayes.clients.vectorized import engine as vectorized
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.server.plan import Batching, plan_round
 from tests.federations import (
     CLASSES,
     FEATURES,

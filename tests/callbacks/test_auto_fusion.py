@@ -9,8 +9,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.clients.scoring import predictive_nll
 from lightning_fedbayes.fusion.auto import CANDIDATES
-from lightning_fedbayes.training.scoring import predictive_nll
 from tests.federations import Plain, bayesian, blobs, federate, loader, network, parameters, rule_state, trainer
 
 RULES = ["reverse_kl_barycenter", "linear_pool", "weighted_sum"]

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 import lightning_fedbayes as fb
+from tests.clients.test_evaluation import clients
 from tests.federations import Plain, assert_equal, bayesian, federate, loader, parameters, trainer
-from tests.test_evaluation import clients
 
 
 class Own(fb.PosteriorPredictive):

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.plan import Batching, client_order
-from lightning_fedbayes.seeding import derive_seed, seed_everything
+from lightning_fedbayes.core.seeding import derive_seed, seed_everything
+from lightning_fedbayes.server.plan import Batching, client_order
 from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, trainer
 
 

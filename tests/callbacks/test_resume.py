@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.training.vectorized import engine
+from lightning_fedbayes.clients.vectorized import engine
 from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader, network, trainer
 
 ROUNDS = 5

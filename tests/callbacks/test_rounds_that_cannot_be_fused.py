@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.adversaries import UpdateAttack
+from lightning_fedbayes.clients.adversaries import UpdateAttack
+from lightning_fedbayes.clients.scoring import predictive_nll
 from lightning_fedbayes.fusion import MultiKrum, TrimmedMean
-from lightning_fedbayes.training.scoring import predictive_nll
 from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, rule_state
 
 ROBUST = (

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.training.vectorized import engine as vectorized
+from lightning_fedbayes.clients.vectorized import engine as vectorized
 from tests.federations import Plain, assert_equal, blobs, federate, loader, network, parameters, trainer
 
 

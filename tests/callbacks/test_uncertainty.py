@@ -265,7 +265,7 @@ def test_pictures_come_at_the_end(stage, tmp_path):
 
 def test_without_a_logger_nothing_is_drawn(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lightning_fedbayes.plots.calibration_diagram", None)  # whoever draws fails
+    monkeypatch.setattr("lightning_fedbayes.core.plots.calibration_diagram", None)  # whoever draws fails
     probs, target = table()
     run = trainer(fb.UncertaintyReport(), max_epochs=1)
     run.fit(Own(probs), loaders(target)[0], loaders(target))

@@ -7,7 +7,7 @@ import pytest
 from lightning_fedbayes.cli import compare as module
 from lightning_fedbayes.cli import main, results
 from lightning_fedbayes.cli.results import Run, curves_of, read_curves
-from lightning_fedbayes.errors import FusionError
+from lightning_fedbayes.core.errors import FusionError
 from tests.cli.commands import DIGITS
 
 

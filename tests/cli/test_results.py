@@ -9,8 +9,8 @@ import pytest
 
 from lightning_fedbayes.cli import main, results
 from lightning_fedbayes.cli.results import Run, read_curves, validated
-from lightning_fedbayes.errors import FedBayesError
-from lightning_fedbayes.tables import markdown_table
+from lightning_fedbayes.core.errors import FedBayesError
+from lightning_fedbayes.core.tables import markdown_table
 
 NAN = math.nan
 

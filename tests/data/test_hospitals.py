@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data import HospitalsDataModule, clients_of
 from lightning_fedbayes.data import hospitals as source
 from lightning_fedbayes.data.hospitals import (
@@ -26,7 +27,6 @@ from lightning_fedbayes.data.hospitals import (
     read_patients,
     stratified_split,
 )
-from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.modules import mlp
 
 SIZES = {"cleveland": 30, "hungarian": 24, "switzerland": 13, "va": 20}

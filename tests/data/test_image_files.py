@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis.extra import numpy as arrays
 from scipy.io import loadmat, savemat
 
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data.image_files import find_files, read_cifar, read_idx, read_idx_images, read_svhn
-from lightning_fedbayes.errors import FederationError
 
 from .image_files import cifar_binary, cifar_pickle, cifar_pickle_of_2009, examples, idx, write_idx, write_svhn
 

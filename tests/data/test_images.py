@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data import clients_of, labels_of
 from lightning_fedbayes.data.clients import tensors_of
 from lightning_fedbayes.data.images import channel_statistics, standardise
-from lightning_fedbayes.errors import FederationError
 from lightning_fedbayes.modules import lenet
 from tests.federations import trainer
 

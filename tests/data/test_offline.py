@@ -7,8 +7,8 @@ from lightning.pytorch.loggers import CSVLogger
 from sklearn.datasets import load_diabetes, load_digits
 from torch.nn import functional as nnf
 
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data import DiabetesDataModule, DigitsDataModule, labels_of
-from lightning_fedbayes.errors import FederationError
 
 MODULES = [DigitsDataModule, DiabetesDataModule]
 

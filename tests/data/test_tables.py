@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data.tables import read_table, standardisation_of
-from lightning_fedbayes.errors import FederationError
 
 
 def written(folder, text):

@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app, load_checkpoint
 from tests.federations import blobs, federate, loader, trainer
 from tests.flower.clients import BlobData, hybrid, run

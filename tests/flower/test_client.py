@@ -5,7 +5,7 @@ import torch
 from flwr.app import ConfigRecord
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
 from lightning_fedbayes.flower.checkpoint import StateFile
 from lightning_fedbayes.flower.wire import from_arrays

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, load_checkpoint
 from tests.federations import Plain, network
 from tests.flower.clients import client_apps, in_process, run

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app, personal_posterior
 from tests.federations import Plain, federate, loader, network, trainer
 from tests.flower.clients import PARTITION, BlobData, client_apps, hybrid, in_process, run

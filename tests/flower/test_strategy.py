@@ -8,7 +8,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.errors import FederationError, FusionError
+from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.flower import FusionStrategy, initial_arrays, load_checkpoint, server_app
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.fusion import rule_name

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.flower import FusionStrategy
 from lightning_fedbayes.flower.wire import from_arrays, to_arrays
-from lightning_fedbayes.posterior import GaussianPosterior, is_zero
 from tests.federations import Plain
 from tests.flower.clients import client_apps, hybrid, run
 from tests.flower.grid import LocalGrid

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_fedbayes import FusionError, GaussianPosterior, Reliability
-from lightning_fedbayes.exchange import Collective
+from lightning_fedbayes.core.exchange import Collective
 from lightning_fedbayes.fusion import Cohort, FusionRule, NearestNeighbourMixing, NormClipping, SumRule, get_rule
 from lightning_fedbayes.fusion.distributed import fuse_distributed
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from hypothesis import HealthCheck, settings
 
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError
 
 EXAMPLES = {
     "arguments": 3600, "posteriors": 800, "data sets": 300, "labels": 200, "wire": 300, "states": 150,

@@ -23,8 +23,8 @@ from lightning_fedbayes import (
     weighting,
 )
 from lightning_fedbayes.data import ClientDatasets, clients_of, labels_of
+from lightning_fedbayes.data.partition.base import Split, counts_table
 from lightning_fedbayes.metrics import functional
-from lightning_fedbayes.partition.base import Split, counts_table
 
 LABELS = torch.arange(60) % 3
 PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1]])

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import adversaries, calibration, data, fusion, layers, metrics, modules
+from lightning_fedbayes import data, fusion, layers, metrics, modules
+from lightning_fedbayes.callbacks import calibration
+from lightning_fedbayes.clients import adversaries
 from lightning_fedbayes.metrics import functional
 from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import DOORS, FUNCTIONS, POOL

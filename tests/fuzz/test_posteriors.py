@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import adversaries, fusion, layers, modules
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes import fusion, layers, modules
+from lightning_fedbayes.clients import adversaries
+from lightning_fedbayes.core.errors import FedBayesError
 from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import POOL, admit, aggregate, bayesian, begun, posterior
 

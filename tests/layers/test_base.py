@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from lightning_fedbayes.errors import ConversionError
+from lightning_fedbayes.core.errors import ConversionError
 from lightning_fedbayes.layers import (
     Conv2dFlipout,
     Conv2dLocalReparameterization,

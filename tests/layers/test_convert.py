@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fedbayes.errors import ConversionError
+from lightning_fedbayes.core.errors import ConversionError
 from lightning_fedbayes.layers import (
     Conv2dLocalReparameterization,
     LinearFlipout,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_fedbayes import bayesianize, with_mc_dropout
-from lightning_fedbayes.errors import ConversionError
+from lightning_fedbayes.core.errors import ConversionError
 from lightning_fedbayes.layers import MCDropout, mean_only
 from lightning_fedbayes.modules import is_stochastic, lenet, resnet20, sample_outputs
 

@@ -4,7 +4,8 @@ import torch
 from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
 from torch import nn
 
-from lightning_fedbayes.errors import PosteriorError
+from lightning_fedbayes.core.errors import PosteriorError
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.layers import (
     Conv2dFlipout,
     LinearReparameterization,
@@ -16,7 +17,6 @@ from lightning_fedbayes.layers import (
     read_posterior,
 )
 from lightning_fedbayes.layers.functional import smallest_std
-from lightning_fedbayes.posterior import GaussianPosterior, is_zero
 
 
 def hybrid():

@@ -3,7 +3,7 @@ import torch
 from torch.distributions import Normal as TorchNormal
 from torch.distributions import kl_divergence as torch_kl
 
-from lightning_fedbayes.errors import ConversionError
+from lightning_fedbayes.core.errors import ConversionError
 from lightning_fedbayes.layers import NormalPrior, ScaleMixturePrior, TiedMeanPrior
 from lightning_fedbayes.layers.priors import map_tensors
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributions import Normal as TorchNormal
 from torch.distributions import kl_divergence as torch_kl
 
-from lightning_fedbayes.errors import ConversionError, PosteriorError
+from lightning_fedbayes.core.errors import ConversionError, PosteriorError
+from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers import (
     Conv1dFlipout,
     LinearFlipout,
@@ -26,7 +27,6 @@ from lightning_fedbayes.layers import (
     set_prior,
     use_estimator,
 )
-from lightning_fedbayes.posterior import GaussianPosterior
 
 from .helpers import make
 

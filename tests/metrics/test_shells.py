@@ -11,7 +11,7 @@ from torchmetrics import MetricCollection
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import metrics as M
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
 from lightning_fedbayes.modules import mlp
 

@@ -7,7 +7,7 @@ import torch
 from torchmetrics import MetricCollection
 
 from lightning_fedbayes import metrics as M
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
 
 BATCH = 60

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lightning_fedbayes import ClientDatasets, FederatedBayes, HybridBayesianClassifier, HybridBayesianRegressor
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.layers import LinearFlipout, NormalPrior, kl_divergence
 from lightning_fedbayes.modules import BayesianModule, mlp
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from lightning_fedbayes import HybridBayesianClassifier, bayesianize
-from lightning_fedbayes.errors import ConversionError, FedBayesError
+from lightning_fedbayes.core.errors import ConversionError, FedBayesError
 from lightning_fedbayes.layers import MCDropout, NormalPrior, with_mc_dropout
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.modules.classifier import generalized_cross_entropy

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fedbayes import BayesianLinearRegression, FedBayesError
+from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion import fuse
-from lightning_fedbayes.posterior import GaussianPosterior
 
 FEATURES, TARGETS, NOISE_STD = 4, 2, 0.6
 

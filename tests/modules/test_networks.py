@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import HybridBayesianClassifier
-from lightning_fedbayes.errors import ConversionError, FedBayesError
+from lightning_fedbayes.core.errors import ConversionError, FedBayesError
 from lightning_fedbayes.layers import BayesianLayer, kl_divergence, mean_only, read_posterior
 from lightning_fedbayes.modules import lenet, mlp, resnet20
 from tests.federations import federate, loader

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lightning_fedbayes import HybridBayesianRegressor
-from lightning_fedbayes.errors import ConversionError, FedBayesError
+from lightning_fedbayes.core.errors import ConversionError, FedBayesError
 from lightning_fedbayes.layers import ESTIMATORS, read_posterior
 from lightning_fedbayes.modules import mlp
 

@@ -10,7 +10,7 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.privacy import UpdatePrivacy, accountant, epsilon_of, noise_multiplier_for
 
 opacus = pytest.importorskip("opacus")

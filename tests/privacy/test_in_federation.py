@@ -7,7 +7,7 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import ExamplePrivacy
-from lightning_fedbayes.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.layers import read_posterior
 from lightning_fedbayes.privacy import UpdatePrivacy, epsilon_of
 from tests.federations import Plain, assert_equal, bayesian, federate, network, parameters

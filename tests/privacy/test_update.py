@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedbayes.errors import FederationError, FusionError
-from lightning_fedbayes.messages import ClientUpdate
-from lightning_fedbayes.plan import RoundPlan
-from lightning_fedbayes.posterior import GaussianPosterior
+from lightning_fedbayes.core.errors import FederationError, FusionError
+from lightning_fedbayes.core.messages import ClientUpdate
+from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.privacy import UpdatePrivacy, epsilon_of, privatised
 from lightning_fedbayes.server import Server
+from lightning_fedbayes.server.plan import RoundPlan
 
 pytest.importorskip("opacus")
 

@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.clients.log import TrainingLog
 from lightning_fedbayes.fusion.auto import CANDIDATES
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.trainer import check_trainer, checks
-from lightning_fedbayes.training.log import TrainingLog
 
 from .scenarios import SCENARIOS, run
 
@@ -104,7 +104,7 @@ def test_a_run_that_one_process_stops_inside_a_round_ends_after_it(several, alon
 FORKED = """
 import lightning as L, torch, lightning_fedbayes as fb
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.quiet import quietly
+from lightning_fedbayes.core.quiet import quietly
 with quietly():
     federation = fb.FederatedBayes(fb.IIDPartition(clients=3))
     strategy = fb.ClientParallelStrategy("fork")

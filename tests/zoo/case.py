@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.seeding import derive_seed, seed_everything
+from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from tests.federations import CLASSES, FEATURES, blobs, network
 
 SIZES = (20, 13, 7)

@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError
 from tests.federations import blobs
 from tests.zoo.case import EQUAL, REFUSED, SIZES, Case, Net, difference, federated, loop_of_plain_fits, plain
 from tests.zoo.cases import CASES, Counter, Ema

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FedBayesError, check_number, shown
+from lightning_fedbayes.core.errors import FedBayesError, check_number, shown
 from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_vectors
 
 Vector = Tensor | Sequence[float]

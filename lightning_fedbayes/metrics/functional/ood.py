@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FedBayesError, check_number
+from lightning_fedbayes.core.errors import FedBayesError, check_number
 from lightning_fedbayes.metrics.functional.utilities import check_not_nan, check_numbers, sum_by_value
 
 

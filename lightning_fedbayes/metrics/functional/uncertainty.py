@@ -11,7 +11,7 @@ import math
 from torch import Tensor
 from torch.special import digamma, entr
 
-from lightning_fedbayes.errors import FedBayesError, check_flag
+from lightning_fedbayes.core.errors import FedBayesError, check_flag
 from lightning_fedbayes.metrics.functional.utilities import check_samples, check_vectors, sum_by_value
 
 

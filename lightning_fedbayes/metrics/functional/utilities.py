@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.errors import FedBayesError, check_at_least
-from lightning_fedbayes.posterior import check_tensor
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least
+from lightning_fedbayes.core.posterior import check_tensor
 
 
 def check_numbers(**tensors: Tensor) -> None:

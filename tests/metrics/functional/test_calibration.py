@@ -4,7 +4,7 @@ import pytest
 import torch
 import torchmetrics.functional as tm
 
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
 from tests.metrics.functional.predictions import draw, targets
 

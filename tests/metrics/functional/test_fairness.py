@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
 
 

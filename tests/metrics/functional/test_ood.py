@@ -10,7 +10,7 @@ from scipy.stats import norm
 from sklearn.metrics import roc_auc_score, roc_curve
 from torchmetrics.functional.classification import binary_auroc
 
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
 
 TWO = torch.tensor([0.1, 0.2])

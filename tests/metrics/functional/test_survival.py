@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fedbayes.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.metrics import functional as F
 from lightning_fedbayes.metrics.functional import survival
 

@@ -1,0 +1,32 @@
+"""Calibration after training without moving data: one temperature, conformal sets and intervals."""
+
+from lightning_fedbayes.callbacks.calibration.conformal import (
+    FederatedConformal,
+    ScoreSketch,
+    all_class_scores,
+    class_scores,
+    interval_scores,
+    mixed_threshold,
+)
+from lightning_fedbayes.callbacks.calibration.predictions import moments_of, predictions_of
+from lightning_fedbayes.callbacks.calibration.temperature import (
+    FederatedTemperature,
+    TemperatureMessage,
+    TemperatureSearch,
+    temperature_message,
+)
+
+__all__ = [
+    "FederatedConformal",
+    "FederatedTemperature",
+    "ScoreSketch",
+    "TemperatureMessage",
+    "TemperatureSearch",
+    "all_class_scores",
+    "class_scores",
+    "interval_scores",
+    "mixed_threshold",
+    "moments_of",
+    "predictions_of",
+    "temperature_message",
+]

@@ -1,0 +1,747 @@
+"""Conformal sets and intervals of a federation: clients send histograms of scores, the server takes a quantile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, callbacks_of
+from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, moments_of, predictions_of
+from lightning_fedbayes.callbacks.calibration.temperature import FederatedTemperature
+from lightning_fedbayes.clients.evaluation import ClientScores
+from lightning_fedbayes.core.errors import (
+    FedBayesError,
+    check_at_least,
+    check_choice,
+    check_flag,
+    check_kind,
+    check_number,
+    nearest,
+    shown,
+)
+from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.core.seeding import derive_seed
+from lightning_fedbayes.core.seeding import generator as seeded
+from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_vectors
+from lightning_fedbayes.modules.classifier import ClassPrediction
+from lightning_fedbayes.modules.regressor import RegressionPrediction
+
+ClassKind = Literal["lac", "aps"]
+Kind = Literal["lac", "aps", "interval"]
+Grid = Literal["unit", "half_line"]
+GRIDS: dict[str, Grid] = {"lac": "unit", "aps": "unit", "interval": "half_line"}
+"""Kind of scores → grid of their sketch."""
+BINS = 1024
+"""Cells of a sketch."""
+MOST_BINS = 2**24
+"""Largest number of cells."""
+ROUNDING = 1e-12
+"""Of a level times a number of examples: 0.9 · 10 must be 9, not more."""
+TOLERANCE = 1e-2
+"""By which probabilities may miss a sum of 1: those of half floats do."""
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def class_scores(
+    probs: Tensor, targets: Tensor, kind: ClassKind = "lac", generator: torch.Generator | None = None
+) -> Tensor:
+    r"""Return the conformal score of each example's class: large where the prediction does not fit.
+
+    .. math::
+        s_{\mathrm{LAC}}(x, y) = 1 - p_y, \qquad
+        s_{\mathrm{APS}}(x, y) = \sum_{c\,:\,p_c > p_y} p_c + U p_y, \quad U = 1 \text{ or } U \sim \mathrm{U}(0, 1)
+
+    When to use it: "lac" gives the smallest sets on average; "aps" gives sets whose size follows the difficulty of the
+    example, so that hard examples are covered, too. Without ``generator`` APS is not randomised (U = 1): sets hold at
+    least one class, and confident networks get large ones; with ``generator`` U is drawn for each example, and sets are
+    smaller. Of equal probabilities the earlier class counts as the larger one.
+
+    Args:
+        probs: mean predictive, shape (batch, classes).
+        targets: class of each example, integers, shape (batch,).
+        kind: "lac" or "aps".
+        generator: of U, for "aps"; on the CPU.
+
+    Returns: scores in [0, 1], shape (batch,), float64.
+
+    Raises:
+        FedBayesError: no probabilities, targets that are not their classes, another kind, or a generator for "lac".
+
+    Source: Sadinle, Lei and Wasserman (2019), LAC; Romano, Sesia and Candès (2020), APS.
+
+    >>> class_scores(torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([1]))
+    tensor([0.7500], dtype=torch.float64)
+    >>> class_scores(torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([1]), "aps")
+    tensor([0.7500], dtype=torch.float64)
+    """
+    scores = all_class_scores(probs, kind, generator)
+    check_targets(targets, probs)
+    return scores.gather(1, targets.to(scores.device, torch.int64).unsqueeze(1)).squeeze(1)
+
+
+def check_targets(targets: Any, probs: Tensor) -> None:
+    """Raise FedBayesError unless ``targets`` hold one of the classes of ``probs``, (batch, classes), per example."""
+    check_tensor("targets", targets, error=FedBayesError)
+    if targets.shape != probs.shape[:1] or targets.dtype == torch.bool or targets.is_floating_point() \
+            or targets.is_complex():
+        raise FedBayesError(
+            f"targets are of shape {tuple(targets.shape)} and {targets.dtype}; give one integer class for each of the "
+            f"{len(probs)} examples"
+        )
+    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < probs.shape[1]:
+        raise FedBayesError(
+            f"targets run from {int(targets.min())} to {int(targets.max())}, and there are {probs.shape[1]} classes; "
+            f"number the classes from 0 to {probs.shape[1] - 1}"
+        )
+
+
+def all_class_scores(probs: Tensor, kind: ClassKind = "lac", generator: torch.Generator | None = None) -> Tensor:
+    """Return the score that each class would have if it were the true one, shape (batch, classes), float64.
+
+    Args:
+        probs, kind, generator: see :func:`class_scores`. U is the same for all classes of an example.
+
+    Raises:
+        FedBayesError: see :func:`class_scores`.
+    """
+    check_choice("kind", kind, ("lac", "aps"), error=FedBayesError)
+    check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=FedBayesError)
+    if generator is not None and kind == "lac":
+        raise FedBayesError("kind='lac' has nothing to draw: leave the generator out, or give kind='aps'")
+    probs = check_probs(probs)
+    if kind == "lac":
+        return (1 - probs).clamp(0, 1)
+    ordered, order = probs.sort(stable=True, dim=1, descending=True)
+    share = torch.ones(len(probs), 1) if generator is None else torch.rand(len(probs), 1, generator=generator)
+    scores = ordered.cumsum(1) - (1 - share.to(ordered)) * ordered
+    return torch.empty_like(scores).scatter_(1, order, scores).clamp(0, 1)
+
+
+def check_probs(probs: Tensor) -> Tensor:
+    """Return probabilities in float64; raise FedBayesError unless they are of shape (batch, classes) and sum to 1."""
+    check_numbers(probs=probs)
+    if probs.ndim != 2 or probs.shape[1] < 2 or not probs.is_floating_point():
+        raise FedBayesError(
+            f"probs are of shape {tuple(probs.shape)} and {probs.dtype}; give the mean predictive, floating-point of "
+            "shape (batch, classes): average draws by probs.mean(0)"
+        )
+    probs = probs.detach().double()
+    if not bool(((probs >= 0).all(1) & ((probs.sum(1) - 1).abs() <= TOLERANCE)).all()):
+        raise FedBayesError("probs are no probabilities: each row is at least 0 and sums to 1; give logits.softmax(-1)")
+    return probs
+
+
+def interval_scores(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
+    r"""Return the conformal score of each prediction, :math:`|y - \hat y| / \hat\sigma`.
+
+    When to use it: for regressors. Intervals are then as wide as the predicted standard deviation says, up to a factor.
+
+    Args:
+        mean: predictive means, shape (batch,).
+        std: predictive standard deviations, above 0, shape (batch,).
+        targets: in the units of ``mean``, shape (batch,).
+
+    Returns: scores of at least 0, shape (batch,), float64.
+
+    Raises:
+        FedBayesError: other shapes, values that are not finite, or a standard deviation that is not above 0.
+
+    Source: Lei et al. (2018), §5.2.
+
+    >>> interval_scores(torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([2.0]))
+    tensor([2.], dtype=torch.float64)
+    """
+    check_vectors(mean=mean, std=std, targets=targets)
+    check_moments(mean, std)
+    if not bool(targets.isfinite().all()):
+        raise FedBayesError("targets are not all finite: leave those examples out")
+    return (targets.detach().double() - mean.detach().double()).abs() / std.detach().double()
+
+
+def check_moments(mean: Tensor, std: Tensor) -> None:
+    """Raise FedBayesError unless vectors of means and standard deviations are finite, and the latter above 0."""
+    check_vectors(mean=mean, std=std)
+    if not bool(mean.isfinite().all()) or not bool((std.isfinite() & (std > 0)).all()):
+        raise FedBayesError("mean or std are not all finite, or a std is not above 0: give a regressor with noise")
+
+
+# -- sketch ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreSketch:
+    r"""Histogram of a client's scores, its message: ``bins`` whole numbers. Sketches of several clients add up.
+
+    Cells are the same for all clients: equal parts of [0, 1] for scores of classes, grid "unit"; for scores of
+    intervals, grid "half_line", equal parts of [0, 1] for :math:`s / (1 + s)`. 1,024 cells of 8 bytes are 8 KiB.
+
+    Args:
+        counts: number of scores in each cell, int64, shape (bins,).
+        grid: "unit" or "half_line".
+
+    Raises:
+        FedBayesError: counts that are no vector of whole numbers of at least 0, or an unknown grid.
+
+    >>> a, b = ScoreSketch.of(torch.tensor([0.1, 0.9]), bins=4), ScoreSketch.of(torch.tensor([0.3]), bins=4)
+    >>> (a + b).counts
+    tensor([1, 1, 0, 1])
+    """
+
+    counts: Tensor
+    grid: Grid = "unit"
+
+    def __post_init__(self) -> None:
+        check_choice("grid", self.grid, ("unit", "half_line"), error=FedBayesError)
+        check_tensor("counts", self.counts, error=FedBayesError)
+        if self.counts.dtype != torch.int64 or self.counts.ndim != 1 or not 1 <= len(self.counts) <= MOST_BINS:
+            raise FedBayesError(
+                f"counts are of shape {tuple(self.counts.shape)} and {self.counts.dtype}; give a vector of int64"
+            )
+        if bool((self.counts < 0).any()):
+            raise FedBayesError(f"counts hold {int(self.counts.min())}; give numbers of scores, at least 0")
+
+    @classmethod
+    def of(cls, scores: Tensor, bins: int = BINS, grid: Grid = "unit") -> ScoreSketch:
+        """Count the scores in each cell.
+
+        Args:
+            scores: shape (examples,); in [0, 1] for "unit", at least 0 for "half_line".
+            bins: number of cells.
+            grid: "unit" or "half_line".
+
+        Raises:
+            FedBayesError: scores outside the grid or not finite, or an argument out of range.
+        """
+        check_choice("grid", grid, ("unit", "half_line"), error=FedBayesError)
+        check_at_least("bins", bins, 1, MOST_BINS, error=FedBayesError)
+        check_numbers(scores=scores)
+        if scores.ndim != 1 or scores.dtype == torch.bool:
+            raise FedBayesError(
+                f"scores are of shape {tuple(scores.shape)} and {scores.dtype}; give a vector of numbers, or flatten it"
+            )
+        scores = scores.detach().double().cpu()
+        top = 1.0 if grid == "unit" else math.inf
+        if not bool((scores.isfinite() & (scores >= 0) & (scores <= top)).all()):
+            raise FedBayesError(
+                f"scores are not all finite and in [0, {top:g}]: give those of class_scores (grid 'unit') or "
+                "interval_scores (grid 'half_line')"
+            )
+        mapped = scores if grid == "unit" else scores / (1 + scores)
+        cells = (mapped * bins).long().clamp(0, bins - 1)
+        return cls(torch.bincount(cells, minlength=bins), grid)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of scores."""
+        return int(self.counts.sum())
+
+    def __add__(self, other: ScoreSketch) -> ScoreSketch:
+        check_same_grid(self, other)
+        return ScoreSketch(self.counts + other.counts.to(self.counts.device), self.grid)
+
+    def threshold(self, level: float) -> float:
+        r"""Return an upper bound of the :math:`\lceil (n + 1) \cdot \mathrm{level} \rceil`-th smallest of n scores.
+
+        It is the upper edge of that score's cell: never below the score, and above it by at most one cell, 1/bins, of
+        the grid. If that rank exceeds n it is infinite. A "half_line" ends at :math:`s = \mathrm{bins} - 1`; its
+        last cell has an infinite edge.
+
+        Args:
+            level: coverage in (0, 1).
+
+        Raises:
+            FedBayesError: the level is not in (0, 1).
+
+        >>> ScoreSketch.of(torch.arange(9) / 9, bins=9).threshold(0.5)  # the fifth of nine, 4/9
+        0.5556
+        """
+        return mixed_threshold(self, self, 1.0, level)
+
+    def noisy(self, epsilon: float, seed: int) -> ScoreSketch:
+        r"""Return a sketch that is ε-differentially private for the presence of one example.
+
+        Adds independent discrete Laplace noise to every count, which one example changes by 1 in one cell, and clips
+        at 0:
+
+        .. math:: \tilde c_b = \max(0,\ c_b + G - G'), \qquad P(G = k) = (1 - e^{-\varepsilon}) e^{-\varepsilon k}
+
+        Where an example may be *replaced* by another, ε is twice as large; each noisy sketch of the same examples
+        costs its ε anew. When to use it: before a client sends its sketch, with few cells (32 to 128) and many
+        examples: the noise has a standard deviation of about √2/ε per cell. The guarantee of coverage is then no longer
+        exact; clipping adds a few examples to empty cells.
+
+        Args:
+            epsilon: ε > 0.
+            seed: of the noise. A client takes a secret seed, another one for each sketch: whoever knows it can take the
+                noise away again.
+
+        Raises:
+            FedBayesError: ε is not above 0, or the seed no whole number.
+
+        Source: geometric mechanism, Ghosh, Roughgarden and Sundararajan (2012).
+
+        >>> ScoreSketch.of(torch.full((1000,), 0.3), bins=4).noisy(epsilon=1.0, seed=7).num_examples > 900
+        True
+        """
+        check_epsilon(epsilon)
+        check_at_least("seed", seed, -(2**62), error=FedBayesError)
+        random = seeded(seed, "privacy")
+        uniform = 1 - torch.rand(2, len(self.counts), generator=random, dtype=torch.float64)  # in (0, 1]
+        above, below = (uniform.log() / -epsilon).floor().long()
+        return ScoreSketch((self.counts.cpu() + above - below).clamp_min(0), self.grid)
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raise FedBayesError unless ε of a sketch's noise is a number above 0."""
+    check_number("epsilon", epsilon, "[1e-6, inf)", error=FedBayesError, why="the smaller, the more private")
+
+
+def check_same_grid(first: ScoreSketch, other: ScoreSketch) -> None:
+    """Raise FedBayesError unless two sketches have the same cells."""
+    check_kind("sketch", other, ScoreSketch, "give a ScoreSketch", error=FedBayesError)
+    if len(first.counts) != len(other.counts) or first.grid != other.grid:
+        raise FedBayesError(
+            f"sketches differ: {len(first.counts)} cells of '{first.grid}' and {len(other.counts)} of '{other.grid}'; "
+            "all clients count with the same bins and grid"
+        )
+
+
+def mixed_threshold(own: ScoreSketch, pooled: ScoreSketch, share: float, level: float) -> float:
+    r"""Return the finite-sample quantile of a mixture of two sketches, the smallest upper edge t of a cell with
+
+    .. math::
+        \lambda \frac{\#\{s \in \mathrm{own} : s \le t\}}{n_{\mathrm{own}} + 1}
+        + (1 - \lambda) \frac{\#\{s \in \mathrm{pooled} : s \le t\}}{n_{\mathrm{pooled}} + 1} \ge \mathrm{level}
+
+    or infinity. For :math:`\lambda = 1` it bounds the :math:`\lceil (n + 1) \cdot \mathrm{level} \rceil`-th smallest of
+    the own scores, see :meth:`ScoreSketch.threshold`.
+
+    Args:
+        own: the client's.
+        pooled: that of all clients.
+        share: weight λ of the client's own, in [0, 1].
+        level: coverage in (0, 1).
+
+    Raises:
+        FedBayesError: a number out of range, or sketches of unlike grids.
+    """
+    check_kind("own", own, ScoreSketch, "give a ScoreSketch", error=FedBayesError)
+    check_same_grid(own, pooled)
+    check_number("share", share, "[0, 1]", error=FedBayesError)
+    check_number("level", level, "(0, 1)", error=FedBayesError)
+    covered = share * _distribution(own) + (1 - share) * _distribution(pooled)
+    enough = (covered >= level - ROUNDING).nonzero()
+    if len(enough) == 0:
+        return math.inf
+    edge = (int(enough[0]) + 1) / len(covered)
+    if own.grid == "unit":
+        return edge
+    return edge / (1 - edge) if edge < 1 else math.inf
+
+
+def _distribution(sketch: ScoreSketch) -> Tensor:
+    """Return the share of scores up to each upper edge, with one more score at infinity; shape (bins,)."""
+    return sketch.counts.cpu().cumsum(0).double() / (sketch.num_examples + 1)
+
+
+# -- shell -------------------------------------------------------------------------------------------------------------
+
+
+class FederatedConformal(CalibrationCallback):
+    r"""Sets of classes, or intervals, that hold the truth with a stated probability, without moving data.
+
+    Split conformal prediction: with n held-out scores of all clients, a new example that is exchangeable with them is
+    covered with
+
+    .. math:: \mathrm{level} \le P(y \in C(x)) \le \mathrm{level} + \frac1{n + 1} + \text{(mass of one cell)}
+
+    the upper bound for scores without ties. Each client sends one :class:`ScoreSketch`, 8 KiB.
+
+    The pooled threshold covers the mixture of the clients, in proportion to their held-out examples; one client may be
+    covered less. ``per_client`` adds a threshold for each client, the finite-sample quantile of
+
+    .. math:: \lambda_k \hat F_k + (1 - \lambda_k) \hat F, \qquad \lambda_k = \frac{n_k}{n_k + \mathrm{shrinkage}}
+
+    Shrinkage is 0 by default, because only then does the guarantee hold for every client by itself. If clients have few
+    examples, their thresholds are then infinite; shrinkage, in examples, borrows from the others, and the guarantee of
+    the client becomes approximate. Choose it by what is known of the clients, or on other held-out data.
+
+    When to use it: after training, where a stated coverage has to hold whatever the network. ``kind`` "lac" or "aps" is
+    for classifiers, "interval" for regressors. A classifier that is nearly always certain crowds its scores into one
+    cell; scale it by :class:`FederatedTemperature` first, or give more ``bins``.
+
+    As a callback of a Trainer, behind a :class:`FederatedTemperature` if there is one, it takes the thresholds in every
+    validation, of ``trainer.fit`` and ``trainer.validate``, logs "val/lac_90/threshold" (kind and level in percent) and
+    keeps them in checkpoints. ``trainer.test`` logs coverage and size of the sets (width of the intervals) by client,
+    as "test/lac_90/coverage" and the like, each by its own threshold with ``per_client``. ``trainer.predict`` puts the
+    sets or intervals of each batch, by the pooled threshold, into :attr:`predictions`.
+
+    Args:
+        level: probability of coverage in (0, 1).
+        kind: "lac", "aps" (see :func:`class_scores`) or "interval" (see :func:`interval_scores`).
+        per_client: one threshold for each client, too.
+        shrinkage: number of examples of the pooled clients that each client's own are mixed with, at least 0.
+        bins: cells of the sketch.
+        epsilon: ε of the noise that each client adds to its counts (:meth:`ScoreSketch.noisy`), once for each fit; None
+            adds none, and is refused beside :class:`~lightning_fedbayes.UpdatePrivacy`. With noise, ``trainer.fit``
+            takes the thresholds after its last round alone: each time costs ε anew.
+
+    Attributes:
+        threshold: of the pooled clients; None before :meth:`fit`.
+        thresholds: client name → its threshold; empty without ``per_client``.
+        temperature: of the logits whose scores they are of.
+        predictions: of each batch of the last ``trainer.predict``: sets, bool of shape (batch, classes), or lower and
+            upper ends, shape (batch, *, 2).
+
+    Raises:
+        FedBayesError: an argument is out of range.
+
+    Source: Vovk, Gammerman and Shafer (2005), also for the conditional (Mondrian) form; Lu et al. (2023), federated.
+
+    >>> scores = {"north": torch.arange(10) / 20, "south": torch.arange(9) / 20}
+    >>> conformal = FederatedConformal(level=0.9, bins=20).fit(scores)
+    >>> conformal.threshold  # the 18th of 19 scores, 0.40, and one cell
+    0.45
+    >>> conformal.sets(torch.tensor([[0.3, 0.7], [0.4, 0.6]]))
+    tensor([[False,  True],
+            [False,  True]])
+    """
+
+    def __init__(
+        self, level: float = 0.9, *, kind: Kind = "lac", per_client: bool = False, shrinkage: float = 0.0,
+        bins: int = BINS, epsilon: float | None = None,
+    ) -> None:
+        check_number("level", level, "(0, 1)", error=FedBayesError)
+        check_choice("kind", kind, GRIDS, error=FedBayesError)
+        check_flag("per_client", per_client, error=FedBayesError)
+        check_number("shrinkage", shrinkage, "[0, inf)", error=FedBayesError, why="a number of examples")
+        check_at_least("bins", bins, 1, MOST_BINS, error=FedBayesError)
+        if epsilon is not None:
+            check_epsilon(epsilon)
+        self.level = level
+        self.kind: Kind = kind
+        self.per_client = per_client
+        self.shrinkage = shrinkage
+        self.bins = bins
+        self.epsilon = epsilon
+        self.threshold: float | None = None
+        self.thresholds: dict[str, float] = {}
+        self.temperature = 1.0
+        self.predictions: list[Tensor] = []
+
+    def sketch(self, scores: Tensor) -> ScoreSketch:
+        """Return a client's message, without noise; see :meth:`ScoreSketch.of`."""
+        return ScoreSketch.of(scores, self.bins, GRIDS[self.kind])
+
+    def fit(self, clients: Mapping[str, Tensor | ScoreSketch], *, seed: int = 0) -> FederatedConformal:
+        """Take the thresholds from each client's scores or sketch; return self.
+
+        Fewer than level / (1 − level) examples, 9 for a level of 90 %, allow no finite threshold: sets then hold every
+        class, and intervals are the whole line. A warning names the client.
+
+        Args:
+            clients: name → scores of held-out examples, shape (examples,), or their sketch, to which the client has
+                added its noise itself.
+            seed: of the noise.
+
+        Raises:
+            FedBayesError: no clients, a client without an example, scores outside the grid, or sketches of unlike
+                grids.
+        """
+        if not isinstance(clients, Mapping) or not clients:
+            raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → scores or sketch")
+        seeds = (derive_seed(seed, "evaluation", client=number) for number in range(len(clients)))
+        sketches = {name: self._checked(name, each, own) for (name, each), own in zip(clients.items(), seeds)}
+        pooled = reduce(add, sketches.values())
+        self.threshold = pooled.threshold(self.level)
+        self._warn("all clients", pooled, self.threshold)
+        self.thresholds = {}
+        if self.per_client:
+            for name, sketch in sketches.items():
+                share = sketch.num_examples / (sketch.num_examples + self.shrinkage)
+                self.thresholds[name] = mixed_threshold(sketch, pooled, share, self.level)
+                self._warn(f"client {name}", sketch, self.thresholds[name])
+        return self
+
+    def fit_from(
+        self, predictive: nn.Module, datasets: Datasets, *, temperature: float = 1.0, trained_on: Dataset | None = None,
+        batch_size: int = 256, seed: int = 0,
+    ) -> FederatedConformal:
+        """Take the thresholds from each client's calibration data set; return self.
+
+        Args:
+            predictive: for classes, what :meth:`FederatedTemperature.fit_from` takes; for intervals a regressor, whose
+                ``predict_step`` gives mean and variance.
+            datasets: of (input, target), by client: a :class:`~lightning_fedbayes.ClientDatasets` or a dict.
+            temperature: of the logits, found on *other* held-out examples or, with little harm, on the same.
+            trained_on: training data, to be warned of examples in both.
+            batch_size: examples at a time.
+            seed: of the draws from the posterior, and of the noise.
+
+        Raises:
+            FedBayesError: as :meth:`fit`, or the data or the module do not suit the kind.
+        """
+        check_apart(datasets, trained_on)
+        scores = self.scores_of(predictive, datasets, temperature, batch_size, seed)
+        self.temperature = temperature
+        return self.fit(scores, seed=seed)
+
+    def scores_of(
+        self, predictive: nn.Module, datasets: Datasets, temperature: float = 1.0, batch_size: int = 256, seed: int = 0,
+        first: int = 0,
+    ) -> dict[str, Tensor]:
+        """Return the scores of each client's examples, by its name.
+
+        Args:
+            predictive, datasets, temperature, batch_size, seed: see :meth:`fit_from`.
+            first: number of the first client, see :func:`predictions_of`.
+
+        Raises:
+            FedBayesError: the data or the module do not suit the kind.
+        """
+        check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
+        if self.kind == "interval":
+            moments = moments_of(predictive, datasets, batch_size, seed, first)
+            return {name: interval_scores(*each) for name, each in moments.items()}
+        predictions = predictions_of(predictive, datasets, batch_size, seed, first)
+        return {
+            name: class_scores(mean_probs(logits, temperature), targets, self.kind)
+            for name, (logits, targets) in predictions.items()
+        }
+
+    def evaluate(
+        self, predictive: nn.Module, datasets: Datasets, *, batch_size: int = 256, seed: int = 0
+    ) -> ClientScores:
+        """Return coverage and size of the sets, or width of the intervals, on each client's data.
+
+        A client's threshold is its own with ``per_client``; logits are scaled as they were in :meth:`fit_from`. Both
+        figures are means over examples; those of a regressor over examples and targets, its "width" in the units of the
+        targets.
+
+        Args:
+            predictive, datasets, batch_size, seed: see :meth:`fit_from`; other examples than those of the fit.
+
+        Raises:
+            FedBayesError: before :meth:`fit`, an unknown client, or as :meth:`fit_from`.
+        """
+        figures, sizes = dict[str, dict[str, float]](), dict[str, int]()
+        if self.kind == "interval":
+            for name, (mean, std, targets) in moments_of(predictive, datasets, batch_size, seed).items():
+                ends = self.intervals(mean, std, self._client(name))
+                inside = (ends[:, 0] <= targets) & (targets <= ends[:, 1])
+                figures[name] = {"coverage": share(inside), "width": float((ends[:, 1] - ends[:, 0]).mean())}
+                sizes[name] = len(targets)
+        else:
+            for name, (logits, targets) in predictions_of(predictive, datasets, batch_size, seed).items():
+                probs = mean_probs(logits, self.temperature)
+                check_targets(targets, probs)
+                sets = self.sets(probs, self._client(name))
+                inside = sets.gather(1, targets.unsqueeze(1))
+                figures[name] = {"coverage": share(inside), "set_size": float(sets.sum(1).double().mean())}
+                sizes[name] = len(targets)
+        return ClientScores.of(sizes, figures)
+
+    def _client(self, name: str) -> str | None:
+        """Return whose threshold client ``name`` has."""
+        return name if self.per_client else None
+
+    def sets(self, probs: Tensor, client: str | None = None, generator: torch.Generator | None = None) -> Tensor:
+        """Return each example's set of classes: those whose score is at most the threshold.
+
+        A set of kind "lac" can be empty where no class is probable enough.
+
+        Args:
+            probs: mean predictive, shape (batch, classes).
+            client: whose threshold; None: the pooled one.
+            generator: of U, for "aps" whose scores were randomised.
+
+        Returns: bool, shape (batch, classes).
+
+        Raises:
+            FedBayesError: before :meth:`fit`, for intervals, an unknown client, or no probabilities.
+        """
+        if self.kind == "interval":
+            raise FedBayesError("kind='interval' has no sets: call intervals, or give kind='lac' or 'aps'")
+        return all_class_scores(probs, self.kind, generator) <= self.threshold_of(client)
+
+    def intervals(self, mean: Tensor, std: Tensor, client: str | None = None) -> Tensor:
+        r"""Return each example's interval, :math:`\hat y \pm t \hat\sigma` with the threshold t.
+
+        Args:
+            mean: predictive means, shape (batch,).
+            std: predictive standard deviations, above 0, shape (batch,).
+            client: whose threshold; None: the pooled one.
+
+        Returns: lower and upper ends, shape (batch, 2), float64, in the units of ``mean``.
+
+        Raises:
+            FedBayesError: before :meth:`fit`, for classes, an unknown client, or moments that are none.
+        """
+        if self.kind != "interval":
+            raise FedBayesError(f"kind='{self.kind}' has no intervals: call sets, or give kind='interval'")
+        check_moments(mean, std)
+        half = self.threshold_of(client) * std.detach().double()
+        return torch.stack([mean.detach().double() - half, mean.detach().double() + half], 1)
+
+    def threshold_of(self, client: str | None = None) -> float:
+        """Return a client's threshold, or the pooled one for None; raise FedBayesError if there is none."""
+        if self.threshold is None:
+            raise FedBayesError("there is no threshold yet: call fit or trainer.validate, or load a checkpoint")
+        if client is None:
+            return self.threshold
+        if not self.per_client:
+            raise FedBayesError(f"client={shown(client)}: there is one threshold for all; give per_client=True and fit")
+        if not isinstance(client, str) or client not in self.thresholds:
+            raise FedBayesError(f"no client {shown(client)}: {nearest(str(client), map(str, self.thresholds))}")
+        return self.thresholds[client]
+
+    def _checked(self, name: str, scores: Tensor | ScoreSketch, seed: int) -> ScoreSketch:
+        """Return a client's sketch, with noise if it is to have some; the error of what is wrong names the client."""
+        try:
+            sketch = scores if isinstance(scores, ScoreSketch) else self.sketch(scores)
+            if self.epsilon is not None and sketch is not scores:
+                sketch = sketch.noisy(self.epsilon, seed)
+            check_same_grid(self.sketch(torch.empty(0)), sketch)
+        except FedBayesError as error:
+            raise FedBayesError(f"client {name}: {error}") from None
+        if sketch.num_examples == 0:
+            raise FedBayesError(f"client {name} has no held-out example: leave it out, or hold some of its data out")
+        return sketch
+
+    def _warn(self, who: str, sketch: ScoreSketch, threshold: float) -> None:
+        """Warn of an infinite threshold."""
+        if not math.isinf(threshold):
+            return
+        least = math.ceil(self.level / (1 - self.level) - ROUNDING)
+        if sketch.num_examples < least:
+            why = f"{sketch.num_examples} held-out examples, and a level of {self.level} needs {least}"
+        else:
+            why = f"at a level of {self.level} the threshold lies beyond the sketch, which ends at {self.bins - 1}"
+        what = "every interval is the whole line" if self.kind == "interval" else "every set holds every class"
+        rank_zero_warn(f"{who}: {why}, so {what}; hold more examples out, or lower the level")
+
+    # -- in a Trainer --------------------------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """Kind and level in percent, such as "lac_90"."""
+        return f"{self.kind}_{100 * self.level:g}"
+
+    @property
+    def state_key(self) -> str:
+        """Key of the thresholds in a checkpoint, which may hold those of several levels."""
+        return self._generate_state_key(kind=self.kind, level=self.level)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse what does not go together, before anything runs."""
+        super().setup(trainer, pl_module, stage)
+        callbacks = callbacks_of(trainer)
+        if any(isinstance(each, FederatedTemperature) for each in callbacks[callbacks.index(self):]):
+            raise FedBayesError(
+                "FederatedConformal before FederatedTemperature would take sets of probabilities that are scaled "
+                "afterwards: put FederatedTemperature first in Trainer(callbacks=[...])"
+            )
+
+    def check_privacy(self, protects: str) -> None:
+        """Refuse counts without noise."""
+        if self.epsilon is None:
+            raise FedBayesError(
+                f"FederatedConformal beside {protects}: clients would send exact counts of their scores, which are not "
+                "protected. Give FederatedConformal(epsilon=...), the noise of each client's counts"
+            )
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the thresholds; with noise not in every round, but once."""
+        is_last = trainer.current_epoch + 1 == trainer.max_epochs
+        if self.epsilon is None or trainer.state.fn != "fit" or is_last:
+            super().on_validation_epoch_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say if training has ended before the round after which noisy thresholds are taken."""
+        if self.epsilon is not None and trainer.current_epoch != trainer.max_epochs:
+            rank_zero_warn(
+                "FederatedConformal has no thresholds of these weights: training has ended early, and noise is added "
+                "once, after the last round. Call trainer.validate"
+            )
+
+    def calibrate(
+        self, trainer: L.Trainer, predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int
+    ) -> None:
+        """See :class:`CalibrationCallback`."""
+        temperature = self._temperature_in(trainer)
+        self.fit_from(predictive, datasets, temperature=temperature, batch_size=batch_size, seed=seed)
+
+    def _temperature_in(self, trainer: L.Trainer) -> float:
+        """Return the temperature by which the Trainer's callbacks scale logits."""
+        scaling = next((each for each in callbacks_of(trainer) if isinstance(each, FederatedTemperature)), None)
+        return 1.0 if scaling is None or self.kind == "interval" else scaling.check_fitted()
+
+    def figures(self) -> dict[str, float]:
+        """Return the pooled threshold, the largest of the clients', and the ε of the noise."""
+        assert self.threshold is not None
+        own = {"threshold_largest": max(self.thresholds.values())} if self.per_client else {}
+        noise = {} if self.epsilon is None else {"epsilon": self.epsilon}
+        return {"threshold": self.threshold, **own, **noise}
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin with no predictions.
+
+        Raises:
+            FedBayesError: there is no threshold, or predictions are scaled otherwise than those that it was taken from.
+        """
+        self.threshold_of()
+        present = self._temperature_in(trainer)
+        if present != self.temperature:
+            raise FedBayesError(
+                f"the thresholds are of logits scaled by T = {self.temperature:.4g}, and predictions are scaled by "
+                f"T = {present:.4g}: predict with the FederatedTemperature that was in the Trainer then"
+            )
+        self.predictions = []
+
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Add the sets or intervals of a batch; raise FedBayesError for predictions of another kind."""
+        if isinstance(outputs, ClassPrediction):
+            self.predictions.append(self.sets(outputs.probs).cpu())
+        elif isinstance(outputs, RegressionPrediction):
+            ends = self.intervals(outputs.mean.flatten(), outputs.variance.sqrt().flatten())
+            self.predictions.append(ends.reshape(*outputs.mean.shape, 2).cpu())
+        else:
+            raise FedBayesError(
+                f"{type(pl_module).__name__}.predict_step gives {shown(outputs)}: give a module of this package, or "
+                "wrap your own with its posterior, fb.PosteriorPredictive(module, posterior)"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the thresholds."""
+        return {"threshold": self.threshold, "thresholds": self.thresholds, "temperature": self.temperature}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the thresholds."""
+        self.threshold, self.temperature = state_dict["threshold"], state_dict["temperature"]
+        self.thresholds = dict(state_dict["thresholds"])
+
+
+def mean_probs(logits: Tensor, temperature: float) -> Tensor:
+    """Return the mean predictive of scaled logits, (samples, batch, classes) or (batch, classes), in float64."""
+    probs = (logits.double() / temperature).softmax(-1)
+    return probs.mean(0) if probs.ndim == 3 else probs
+
+
+def share(inside: Tensor) -> float:
+    """Return the share of True."""
+    return float(inside.double().mean())

@@ -1,0 +1,469 @@
+"""Temperature scaling of a federation: clients send sums of derivatives, the server takes Newton steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback
+from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, predictions_of
+from lightning_fedbayes.clients.evaluation import ClientScores, class_figures
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, shown
+from lightning_fedbayes.core.posterior import check_tensor
+
+LIMIT = math.log(1e3)
+"""Largest |log T|: temperatures lie between 1/1000 and 1000."""
+LONGEST = 1.5
+"""Longest step in log T."""
+TOLERANCE = 1e-10
+"""Error in log T at which the search ends."""
+ORDINARY = 5
+"""Exchanges after which steps that do not shrink lead to a limit: the minimum is probably there."""
+MOST_EXCHANGES = 60
+"""Exchanges after which the search gives up."""
+ROUNDING = 1e-12
+"""Relative rise of the loss that is taken for rounding."""
+
+
+@dataclass(frozen=True)
+class TemperatureMessage:
+    """Message of one client in one exchange: four numbers, 32 bytes. Messages of several clients add up.
+
+    Args:
+        gradient: sum over examples of the first derivative of the NLL in log T, in nats.
+        curvature: that of the second derivative.
+        loss: that of the NLL.
+        num_examples: number of examples.
+
+    >>> TemperatureMessage(1.0, 2.0, 3.0, 4) + TemperatureMessage(1.0, 1.0, 1.0, 1)
+    TemperatureMessage(gradient=2.0, curvature=3.0, loss=4.0, num_examples=5)
+    """
+
+    gradient: float
+    curvature: float
+    loss: float
+    num_examples: int
+
+    def __post_init__(self) -> None:
+        for name in ("gradient", "curvature", "loss"):
+            check_number(name, getattr(self, name), error=FedBayesError, why="a client's message holds sums")
+        check_at_least("num_examples", self.num_examples, 1, error=FedBayesError)
+
+    def __add__(self, other: TemperatureMessage) -> TemperatureMessage:
+        return TemperatureMessage(
+            self.gradient + other.gradient,
+            self.curvature + other.curvature,
+            self.loss + other.loss,
+            self.num_examples + other.num_examples,
+        )
+
+
+def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> TemperatureMessage:
+    r"""Return the sums over a client's held-out examples of the NLL and its derivatives in u = log T.
+
+    With :math:`z_s = f_s / T` the scaled logits of draw s, :math:`p_s = \mathrm{softmax}(z_s)` and
+    :math:`\ell_s = \log p_{s,y}`:
+
+    .. math:: \ell_s' = E_{p_s}[z_s] - z_{s,y}, \qquad \ell_s'' = -\ell_s' - \mathrm{Var}_{p_s}[z_s]
+
+    The NLL of an example is that of the mean over draws; with :math:`w = \mathrm{softmax}(\ell)` over draws,
+
+    .. math::
+        L = -\log \frac1S \sum_s e^{\ell_s}, \qquad L' = -E_w[\ell'], \qquad
+        L'' = -E_w[\ell''] - \mathrm{Var}_w[\ell']
+
+    When to use it: on a client, at the temperature that the server asks for (:class:`TemperatureSearch`).
+
+    Args:
+        logits: of held-out examples, shape (batch, classes), or (samples, batch, classes) for draws of the parameters.
+        targets: class of each example, integers, shape (batch,).
+        temperature: T > 0.
+
+    Raises:
+        FedBayesError: logits that are not finite, or of another shape (a regressor's), no example, targets that are
+            not classes of the logits, or a temperature that is not above 0.
+
+    Source: Guo et al. (2017); derivatives in closed form, in double precision.
+
+    >>> temperature_message(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), 1.0).loss
+    0.1269
+    """
+    logits, targets = check_logits(logits, targets)
+    check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
+    index = targets.expand(logits.shape[:-1]).unsqueeze(-1)
+    scaled = logits / temperature
+    scaled = scaled - scaled.gather(-1, index)  # against the true class, so that small losses keep their digits
+    others = scaled.scatter(-1, index, -math.inf).logsumexp(-1)
+    likelihood = -torch.logaddexp(others, torch.zeros_like(others))
+    probs = scaled.softmax(-1)
+    first = (probs * scaled).sum(-1)
+    second = -first - (probs * (scaled - first.unsqueeze(-1)).square()).sum(-1)
+    weight = likelihood.softmax(0)
+    mean = (weight * first).sum(0)
+    curvature = -(weight * second).sum(0) - (weight * (first - mean).square()).sum(0)
+    loss = math.log(len(logits)) - likelihood.logsumexp(0)
+    return TemperatureMessage(float(-mean.sum()), float(curvature.sum()), float(loss.sum()), len(targets))
+
+
+def check_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits (samples, batch, classes) in float64, and targets in int64; raise FedBayesError if they are none.
+
+    Args:
+        logits: shape (batch, classes) or (samples, batch, classes).
+        targets: shape (batch,).
+    """
+    check_tensor("logits", logits, error=FedBayesError)
+    check_tensor("targets", targets, error=FedBayesError)
+    shaped = logits.ndim == 2 or (logits.ndim == 3 and len(logits) > 0)
+    if not shaped or logits.shape[-1] < 2 or not logits.is_floating_point():
+        raise FedBayesError(
+            f"logits are of shape {tuple(logits.shape)} and {logits.dtype}; give floating-point logits of shape "
+            "(batch, classes) or (samples, batch, classes), at least 2 classes. A regressor has none: calibrate it by "
+            "FederatedConformal(kind='interval')"
+        )
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise FedBayesError(
+            f"targets are of {targets.dtype}; give the class of each example, an integer. A regressor is calibrated by "
+            "FederatedConformal(kind='interval')"
+        )
+    if targets.shape != logits.shape[-2:-1]:
+        raise FedBayesError(
+            f"targets are of shape {tuple(targets.shape)} and logits of {tuple(logits.shape)}; give one class for each "
+            "example of the batch"
+        )
+    if len(targets) == 0:
+        raise FedBayesError("there is no held-out example: leave the client out, or hold some of its data out")
+    classes = logits.shape[-1]
+    if int(targets.min()) < 0 or int(targets.max()) >= classes:
+        raise FedBayesError(
+            f"targets run from {int(targets.min())} to {int(targets.max())}, and the logits have {classes} classes; "
+            f"number the classes from 0 to {classes - 1}"
+        )
+    finite = logits.isfinite()
+    if not bool(finite.all()):
+        raise FedBayesError(
+            f"logits: {int((~finite).sum())} of {logits.numel()} entries are not finite; leave those examples or "
+            "classes out, or look for the cause in the network"
+        )
+    logits = logits.detach().double()
+    return (logits if logits.ndim == 3 else logits.unsqueeze(0)), targets.to(logits.device, torch.int64)
+
+
+@dataclass(frozen=True)
+class TemperatureSearch:
+    r"""State of the server's search between two exchanges: safeguarded Newton in u = log T.
+
+    .. math:: u \leftarrow u - L'(u) / L''(u)
+
+    with L', L'' the sums over all clients. The search begins at T = 1. A step is at most 1.5 long; where the curvature
+    is not positive it goes 1.5 downhill; a step that raises the loss is halved. If steps do not shrink after five
+    exchanges, the next one goes to the limit of T. The search ends when the error that is left after a step,
+    :math:`c\,\Delta u^2` with c from the last two steps, is below 1e-10, or at a limit of T. Ordinary cases take about
+    five exchanges. For one draw the NLL has a single minimum; for several draws the search finds a local one.
+
+    When to use it: where messages travel by your own means; :class:`FederatedTemperature` runs it in one process. ::
+
+        search = TemperatureSearch()
+        while not search.done:
+            messages = ...  # temperature_message(logits, targets, search.temperature) of every client
+            search = search.after(reduce(add, messages))
+
+    Args:
+        temperature: T at which clients are asked next; the answer, once ``done``.
+        done: the search has ended.
+        exchanges: number of messages taken in.
+        at_limit: T is 1/1000 or 1000, because the loss falls up to there.
+        flat: the loss does not depend on T.
+        best: log T of the lowest loss so far, and the mean loss there; None before the first exchange.
+        step: the last step in log T.
+
+    >>> search = TemperatureSearch()
+    >>> logits, targets = torch.tensor([[2.0, 0.0]] * 4), torch.tensor([0, 0, 0, 1])
+    >>> while not search.done:
+    ...     search = search.after(temperature_message(logits, targets, search.temperature))
+    >>> round(search.temperature, 6) == round(2 / math.log(3), 6)  # odds of 3 to 1
+    True
+    """
+
+    temperature: float = 1.0
+    done: bool = False
+    exchanges: int = 0
+    at_limit: bool = False
+    flat: bool = False
+    best: tuple[float, float] | None = None
+    step: float | None = None
+
+    def after(self, message: TemperatureMessage) -> TemperatureSearch:
+        """Return the state after the sum of the clients' messages at :attr:`temperature`.
+
+        Raises:
+            FedBayesError: the search is done.
+        """
+        check_kind("message", message, TemperatureMessage, "give the sum of the clients'", error=FedBayesError)
+        if self.done:
+            raise FedBayesError(f"the search is done, at T = {self.temperature}: begin another for other data")
+        at, loss = math.log(self.temperature), message.loss / message.num_examples
+        search = replace(self, exchanges=self.exchanges + 1)
+        if self.best is not None and loss > self.best[1] * (1 + ROUNDING):
+            half = (at - self.best[0]) / 2
+            return search._moved(self.best[0], half, done=abs(half) < TOLERANCE)
+        search = replace(search, best=(at, loss))
+        if abs(at) >= LIMIT * (1 - ROUNDING) and message.gradient * at <= 0:
+            return replace(search, done=True, at_limit=True)
+        if message.gradient == 0 and message.curvature == 0:
+            return replace(search, done=True, flat=True)
+        step = _newton(message)
+        previous = self.step
+        if search.exchanges > ORDINARY and previous and step / previous > 0.5:
+            return search._moved(at, math.copysign(2 * LIMIT, step), done=False)
+        rate = 1.0 if not previous else max(1.0, abs(step) / previous**2)
+        return search._moved(at, step, done=rate * step**2 < TOLERANCE and message.curvature > 0)
+
+    def _moved(self, at: float, step: float, done: bool) -> TemperatureSearch:
+        """Return the state that asks a step away from log T = ``at``, within the limits."""
+        to = min(max(at + step, -LIMIT), LIMIT)
+        end = done or self.exchanges >= MOST_EXCHANGES
+        return replace(self, temperature=math.exp(to), step=to - at, done=end)
+
+
+def _newton(message: TemperatureMessage) -> float:
+    """Return the step in log T: Newton's, at most LONGEST; downhill where the curvature is not positive."""
+    if message.curvature > 0 and abs(message.gradient) < LONGEST * message.curvature:
+        return -message.gradient / message.curvature
+    return -math.copysign(LONGEST, message.gradient)
+
+
+class FederatedTemperature(CalibrationCallback):
+    r"""Scales logits by one temperature for all clients, found without moving data.
+
+    .. math:: p(y \mid x) = \mathrm{softmax}(f(x) / T), \qquad T = \arg\min_T \sum_{k, i} -\log p(y_{ki} \mid x_{ki})
+
+    with held-out example i of client k. T is that of the pooled examples, however they are dealt to clients. In each
+    exchange every client sends four numbers (:func:`temperature_message`).
+
+    When to use it: after training, for a classifier whose ECE is large; accuracy stays as it is. Calibrate on held-out
+    examples: on those that the network was trained on T comes out too small.
+
+    As a callback of a Trainer it finds T in every validation, of ``trainer.fit`` and ``trainer.validate``, logs
+    "val/scaled/temperature" and keeps T in checkpoints; ``trainer.test`` logs the scaled accuracy, NLL and ECE as
+    "test/scaled/...", by client, and ``trainer.predict`` predicts with scaled logits. ::
+
+        Trainer(callbacks=[FederatedBayes(...), FederatedTemperature(), FederatedConformal()])
+
+    Its sums are exact, so that it is refused beside :class:`~lightning_fedbayes.UpdatePrivacy` and
+    :class:`~lightning_fedbayes.ExamplePrivacy`.
+
+    Args:
+        temperature: T found before, above 0; None until :meth:`fit`.
+
+    Attributes:
+        temperature: T.
+        exchanges: number of messages of each client that :meth:`fit` took.
+
+    Raises:
+        FedBayesError: ``temperature`` is no number above 0.
+
+    Source: Guo et al. (2017).
+
+    >>> logits, targets = torch.tensor([[2.0, 0.0]] * 4), torch.tensor([0, 0, 0, 1])
+    >>> scaling = FederatedTemperature().fit({"north": (logits[:3], targets[:3]), "south": (logits[3:], targets[3:])})
+    >>> scaling.temperature
+    1.8205
+    >>> scaling(logits)[0].softmax(-1)
+    tensor([0.7500, 0.2500])
+    """
+
+    def __init__(self, temperature: float | None = None) -> None:
+        if temperature is not None:
+            check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
+        self.temperature = temperature
+        self.exchanges = 0
+        self._restore: Callable[[], None] = nothing
+
+    def fit(self, clients: Mapping[str, tuple[Tensor, Tensor]]) -> FederatedTemperature:
+        """Find T from held-out examples of each client; return self.
+
+        Warns if T ends at 1/1000 or 1000: at 1/1000 where every example is classified correctly, so that no finite T
+        is best, at 1000 where the network is worse than chance.
+
+        Args:
+            clients: name → (logits, targets), as :func:`temperature_message` takes them.
+
+        Raises:
+            FedBayesError: no clients, or logits and targets of a client that are none (see there).
+        """
+        if not isinstance(clients, Mapping) or not clients:
+            raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → (logits, targets)")
+        checked = {name: _checked(name, pair) for name, pair in clients.items()}
+        search = TemperatureSearch()
+        while not search.done:
+            messages = (temperature_message(*pair, search.temperature) for pair in checked.values())
+            search = search.after(reduce(add, messages))
+        return self.take(search)
+
+    def take(self, search: TemperatureSearch) -> FederatedTemperature:
+        """Take T from a search that has ended, with the warnings of :meth:`fit`; return self."""
+        warn_of(search)
+        self.temperature, self.exchanges = search.temperature, search.exchanges
+        return self
+
+    def fit_from(
+        self, predictive: nn.Module, datasets: Datasets, *, trained_on: Dataset | None = None, batch_size: int = 256,
+        seed: int = 0,
+    ) -> FederatedTemperature:
+        """Find T from each client's calibration data set; return self.
+
+        Args:
+            predictive: a module with a method ``sample``, such as :class:`~lightning_fedbayes.PosteriorPredictive`, or
+                any module whose ``forward`` gives logits.
+            datasets: of (input, target), by client: a :class:`~lightning_fedbayes.ClientDatasets` or a dict.
+            trained_on: training data, to be warned of examples in both.
+            batch_size: examples at a time.
+            seed: of the draws from the posterior.
+
+        Raises:
+            FedBayesError: as :meth:`fit`, or data that are not pairs.
+        """
+        check_apart(datasets, trained_on)
+        return self.fit(predictions_of(predictive, datasets, batch_size, seed))
+
+    def evaluate(
+        self, predictive: nn.Module, datasets: Datasets, *, batch_size: int = 256, seed: int = 0
+    ) -> ClientScores:
+        """Return accuracy, NLL and ECE of the scaled probabilities on each client's data, other than those of the fit.
+
+        Args:
+            predictive, datasets, batch_size, seed: see :meth:`fit_from`.
+
+        Raises:
+            FedBayesError: before :meth:`fit`, or as :meth:`fit_from`.
+        """
+        predictions = predictions_of(predictive, datasets, batch_size, seed)
+        figures = {}
+        for name, pair in predictions.items():
+            logits, targets = _checked(name, pair)
+            figures[name] = class_figures(self(logits).softmax(-1).mean(0), targets)
+        return ClientScores.of({name: len(targets) for name, (_, targets) in predictions.items()}, figures)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return logits / T, of the shape of ``logits``; raise FedBayesError before :meth:`fit`."""
+        check_tensor("logits", logits, error=FedBayesError)
+        return logits / self.check_fitted()
+
+    def check_fitted(self) -> float:
+        """Return T; raise FedBayesError before :meth:`fit`."""
+        if self.temperature is None:
+            raise FedBayesError(
+                "there is no temperature yet: call fit or trainer.validate, load a checkpoint that has one, or give "
+                "FederatedTemperature(temperature)"
+            )
+        return self.temperature
+
+
+    # -- in a Trainer --------------------------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """Name of the figures of scaled probabilities."""
+        return "scaled"
+
+    def calibrate(
+        self, trainer: L.Trainer, predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int
+    ) -> None:
+        """See :class:`CalibrationCallback`."""
+        self.fit_from(predictive, datasets, batch_size=batch_size, seed=seed)
+
+    def figures(self) -> dict[str, float]:
+        """Return T."""
+        assert self.temperature is not None
+        return {"temperature": self.temperature}
+
+    def check_privacy(self, protects: str) -> None:
+        """Refuse: sums are exact."""
+        raise FedBayesError(
+            f"FederatedTemperature beside {protects}: clients would send exact sums of their losses, which are not "
+            "protected. Leave it out, or calibrate by FederatedConformal(epsilon=...)"
+        )
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Scale the logits that the module draws until predictions end.
+
+        Raises:
+            FedBayesError: there is no temperature, or the module has no ``sample`` whose draws could be scaled.
+        """
+        module: Any = pl_module
+        sample: Callable[..., Any] | None = getattr(module, "sample", None)
+        if sample is None:
+            raise FedBayesError(
+                f"{type(pl_module).__name__} has no sample(inputs), whose logits FederatedTemperature scales: take it "
+                "out of the Trainer and call it with the logits"
+            )
+        self.check_fitted()
+        own = vars(module).get("sample")
+
+        def scaled(*args: Any, **options: Any) -> Tensor:
+            return self(sample(*args, **options))
+
+        module.sample = scaled
+
+        def restore() -> None:
+            del module.sample
+            if own is not None:
+                module.sample = own
+
+        self._restore = restore
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Give the module its own draws back."""
+        self._restore, restore = nothing, self._restore
+        restore()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Give the module its own draws back."""
+        self.on_predict_end(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return T."""
+        return {"temperature": self.temperature, "exchanges": self.exchanges}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore T."""
+        self.temperature, self.exchanges = state_dict["temperature"], state_dict["exchanges"]
+
+
+def nothing() -> None:
+    """Do nothing: there is nothing to give back."""
+
+
+def warn_of(search: TemperatureSearch) -> None:
+    """Warn if a search has ended at a limit, on a flat loss or unfinished."""
+    if search.flat:
+        rank_zero_warn("the loss of the held-out examples does not depend on the temperature: T stays 1")
+    elif search.at_limit:
+        why = "every held-out example is classified correctly" if search.temperature < 1 else "chance is better"
+        rank_zero_warn(
+            f"the temperature ends at its limit, T = {search.temperature:.3g}: {why}, so no T within the "
+            "limits is best; hold more examples out"
+        )
+    elif search.exchanges >= MOST_EXCHANGES:
+        rank_zero_warn(f"the temperature has not converged in {search.exchanges} exchanges: T = {search.temperature}")
+
+
+def _checked(name: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return a client's logits and targets; the error of what is wrong with them names the client."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise FedBayesError(f"client {name}: {shown(pair)} is no pair (logits, targets); give one")
+    try:
+        return check_logits(*pair)
+    except FedBayesError as error:
+        raise FedBayesError(f"client {name}: {error}") from None

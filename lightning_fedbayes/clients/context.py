@@ -1,0 +1,136 @@
+"""Set-up of the training loop, as far as an engine needs to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fedbayes.clients.learned import LearnedPosterior, learned_posterior
+from lightning_fedbayes.clients.optimizers import has_own_state
+from lightning_fedbayes.clients.settings import FederationSettings
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.fusion import Sites
+from lightning_fedbayes.sources.curvature import Source
+
+Step = Callable[[Optimizer, int, Mapping[str, Any]], Mapping[str, Any]]
+"""A training step of the loop: (optimizer, number of the batch, {"batch": batch, ...}) → what it returned."""
+
+
+@dataclass(frozen=True)
+class TrainingContext:
+    """Module, optimizers and options of a training loop; an engine sees these and no Trainer.
+
+    Args:
+        module: the user's module.
+        optimizers: its optimizers.
+        device: where it trains.
+        precision: converts inputs, and gives the context of a step, such as autocast.
+        remake_optimizers: makes new optimizers as the module configures them.
+        bring: returns a batch of the loader as ``training_step`` would get it.
+        watchers: the user's objects that are called at every batch, such as callbacks.
+        accumulate: batches between two steps of the optimizer.
+        steps: counts the optimizer's steps, by ``increment_ready`` and ``increment_completed``.
+        in_training_step: returns True while ``training_step`` runs.
+        training_step_marks: attributes of the module that say so; a step that calls ``training_step`` itself sets them.
+        obstacles: returns, in words, what must happen in a step besides ``training_step``, backward, clipping and the
+            optimizer's step; nothing if these are all.
+        watched: inside it ``training_step`` raises CannotVectorize if it reads a position in the loop.
+        clip_value: limit of the gradients, None for none.
+        clips_norm: True if the norm of all gradients is limited, False if each entry is.
+        mean_over_processes: averages a number over processes that train each client together (DDP); None for others.
+    """
+
+    module: L.LightningModule
+    optimizers: Sequence[Optimizer]
+    device: torch.device
+    precision: Precision
+    remake_optimizers: Callable[[], Sequence[Optimizer]]
+    steps: Any
+    in_training_step: Callable[[], bool]
+    training_step_marks: Mapping[str, Any]
+    obstacles: Callable[[], Iterable[str]]
+    watched: Callable[[], AbstractContextManager[None]]
+    bring: Callable[[Any], Any]
+    watchers: Sequence[object] = ()
+    accumulate: int = 1
+    clip_value: float | None = None
+    clips_norm: bool = True
+    mean_over_processes: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def is_coarse(self) -> bool:
+        """True if a step computes in half precision."""
+        half = (torch.float16, torch.bfloat16)
+        is_full = type(self.precision) in (Precision, DoublePrecision)
+        return not is_full or any(parameter.dtype in half for parameter in self.module.parameters())
+
+    @property
+    def takes_gradient_steps(self) -> bool:
+        """True if each step of the optimizers follows one unscaled gradient, by which precisions can be measured."""
+        scaled = type(self.precision) is MixedPrecision and self.precision.precision == "16-mixed"
+        return not scaled and not any(isinstance(each, torch.optim.LBFGS) for each in self.optimizers)
+
+    def keeps_state(self, settings: FederationSettings) -> bool:
+        """Return True if clients keep the state of their optimizers from round to round.
+
+        Sites need it. The first steps of a new Adam are as long for noise as for a gradient, so with few steps per
+        round local training never settles; sites add up what it leaves (benchmarks/posterior/README.md, FashionMNIST).
+        """
+        if settings.optimizer_state != "auto":
+            return settings.optimizer_state == "keep"
+        keepable = not any(has_own_state(each) or isinstance(each, torch.optim.LBFGS) for each in self.optimizers)
+        return keepable and isinstance(settings.fusion, Sites)
+
+
+    def learned_posterior(self, source: Source | None = None) -> LearnedPosterior | None:
+        """Return the posterior of parameters outside of Bayesian layers; None if they are point masses.
+
+        Args:
+            source: where it comes from; None: an :class:`~lightning_fedbayes.IVON` among the optimizers, if there is.
+
+        Raises:
+            FederationError: the Trainer or the optimizer does not go with the source.
+        """
+        learned = learned_posterior(self.optimizers, self.module, source)
+        if learned is None or source is not None:
+            return learned
+        if self.accumulate != 1:
+            raise FederationError(
+                f"accumulate_grad_batches={self.accumulate} with fb.IVON, which draws the parameters anew in every "
+                "step: batches in between would be taken at the mean. Use larger batches, or IVON(samples=...)"
+            )
+        if self.mean_over_processes is not None:
+            raise FederationError(
+                "strategy='ddp' with fb.IVON: every process would draw other parameters, and their gradients are "
+                "averaged before IVON sees them; use strategy='fedbayes', which shares out the clients"
+            )
+        if type(self.precision) is MixedPrecision and self.precision.precision == "16-mixed":
+            raise FederationError(
+                "precision='16-mixed' with fb.IVON: the gradient scaler takes gradients before IVON draws; use "
+                "'bf16-mixed'"
+            )
+        return learned
+
+
+def takes_index(module: L.LightningModule) -> bool:
+    """Return True if Lightning gives ``training_step`` the number of the batch."""
+    return is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+
+def loss_and_rest(output: Tensor | Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:
+    """Split the output of ``training_step`` into the loss and everything else."""
+    if isinstance(output, Tensor):
+        return output, {}
+    if not isinstance(output, Mapping) or "loss" not in output:
+        raise MisconfigurationException("`training_step` must return a Tensor, a dict with the key 'loss', or None")
+    return output["loss"], {key: value for key, value in output.items() if key != "loss"}

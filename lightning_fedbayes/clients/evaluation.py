@@ -1,0 +1,315 @@
+"""Scores of every client on its own data, and the personal posterior that suits a client best."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fedbayes.core.errors import (
+    LARGEST,
+    FedBayesError,
+    check_at_least,
+    check_choice,
+    check_kind,
+    check_number,
+    check_path,
+    check_strings,
+    shown,
+)
+from lightning_fedbayes.core.posterior import GaussianPosterior, check_tensor
+from lightning_fedbayes.core.seeding import derive_seed
+from lightning_fedbayes.core.tables import html_table, markdown_table, texts
+from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
+from lightning_fedbayes.layers import evaluation_mode
+from lightning_fedbayes.metrics.functional import (
+    calibration_diagram,
+    gaussian_nll,
+    interval_coverage,
+    negative_log_likelihood,
+    weighted_accuracy,
+    worst_fraction_accuracy,
+)
+from lightning_fedbayes.modules import PosteriorPredictive
+from lightning_fedbayes.modules.classifier import ClassPrediction
+from lightning_fedbayes.modules.regressor import RegressionPrediction, shaped_like
+
+Predictors = L.LightningModule | Mapping[str, L.LightningModule]
+HIGHER_IS_BETTER = ("accuracy", "coverage")
+REMEDY = (
+    "give a module of this package, or wrap your own with its posterior, fb.PosteriorPredictive(module, posterior)"
+)
+WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class ClientScores:
+    """Scores of every client on data of its own: a table with a row for each client.
+
+    Args:
+        names: of the clients.
+        num_examples: of each client, the weights of :meth:`mean`.
+        values: figure → one value for each client. Of classifiers "accuracy", "nll" (nats per example) and "ece" (15
+            bins); of regressors "rmse", "nll" and "coverage" (share of the targets inside the central 90 % interval).
+            NaN where a client has no value; it counts nowhere then.
+
+    >>> scores = ClientScores(("a", "b"), (30, 10), {"accuracy": torch.tensor([0.75, 0.5])})
+    >>> scores.mean("accuracy"), scores.worst("accuracy"), scores.spread("accuracy")
+    (0.6875, 0.5, 0.125)
+    """
+
+    names: tuple[str, ...]
+    num_examples: tuple[int, ...]
+    values: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        check_strings("names", self.names, "give the name of each client", error=FedBayesError)
+        check_kind("num_examples", self.num_examples, Sequence, "give a number for each client", error=FedBayesError)
+        check_kind("values", self.values, Mapping, "give a dict, figure → values of the clients", error=FedBayesError)
+        for count in self.num_examples:
+            check_at_least("num_examples", count, 1, error=FedBayesError)
+        for figure, values in self.values.items():
+            check_tensor(f"values['{figure}']", values, error=FedBayesError)
+            if values.shape != (len(self.names),) or len(self.num_examples) != len(self.names):
+                raise FedBayesError(
+                    f"'{figure}' is of shape {tuple(values.shape)}, and there are {len(self.names)} names and "
+                    f"{len(self.num_examples)} numbers of examples: give one of each for every client"
+                )
+
+    @classmethod
+    def of(cls, num_examples: Mapping[str, int], figures: Mapping[str, Mapping[str, float]]) -> ClientScores:
+        """Return the table of each client's number of examples and figures, by its name."""
+        values = {
+            figure: torch.tensor([figures[name][figure] for name in num_examples], dtype=torch.float64)
+            for figure in next(iter(figures.values()))
+        }
+        return cls(tuple(num_examples), tuple(num_examples.values()), values)
+
+    def _of(self, figure: str) -> Tensor:
+        """Return the values of a figure, shape (clients,), float64."""
+        check_choice("figure", figure, tuple(self.values), error=FedBayesError)
+        return self.values[figure].double()
+
+    def mean(self, figure: str, weighting: str = "examples") -> float:
+        """Return the mean over all examples ("examples"), or over clients, each of which counts the same ("clients").
+
+        Raises:
+            FedBayesError: there is no such figure or weighting.
+        """
+        check_choice("weighting", weighting, ("examples", "clients"), error=FedBayesError)
+        values = self._of(figure)
+        counts = torch.tensor(self.num_examples if weighting == "examples" else [1] * len(self.names)).to(values)
+        return float(weighted_accuracy(values, counts))
+
+    def worst(self, figure: str, fraction: float = 0.1) -> float:
+        """Return the mean over the worst ⌈fraction·K⌉ clients: lowest accuracies and coverages, highest of all others.
+
+        Raises:
+            FedBayesError: there is no such figure, or ``fraction`` is not in (0, 1].
+        """
+        values = self._of(figure)
+        sign = 1 if figure.rpartition("/")[2] in HIGHER_IS_BETTER else -1
+        return sign * float(worst_fraction_accuracy(sign * values, fraction))
+
+    def spread(self, figure: str) -> float:
+        """Return the standard deviation over clients; 0 for a single one."""
+        values = self._of(figure)
+        return float(values[~values.isnan()].std(correction=0))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a dict for each client: "client", "examples" and the figures."""
+        return [
+            {"client": name, "examples": count, **{figure: float(self.values[figure][k]) for figure in self.values}}
+            for k, (name, count) in enumerate(zip(self.names, self.num_examples, strict=True))
+        ]
+
+    def summary(self) -> dict[str, float]:
+        """Return mean, worst 10 % and spread of every figure, under the names by which a logger takes them."""
+        return {
+            f"clients/{figure}{end}": value for figure in self.values
+            for end, value in (
+                ("", self.mean(figure)), ("_worst", self.worst(figure)), ("_spread", self.spread(figure)),
+            )
+        }
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write the table as a CSV file with a head."""
+        rows = self.rows()
+        with Path(check_path("path", path)).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def markdown(self) -> str:
+        """Return the table in Markdown: the clients, then mean, worst 10 % and spread."""
+        return markdown_table(*self._lines())
+
+    def _repr_html_(self) -> str:
+        head, lines = self._lines()
+        return html_table(head, [[escape(each) for each in line] for line in texts(lines)])
+
+    def _lines(self) -> tuple[list[str], list[list[str | float]]]:
+        """Return the head and the lines of the table."""
+        ends = [("mean", self.mean), ("worst 10 %", self.worst), ("spread", self.spread)]
+        lines = [list(row.values()) for row in self.rows()]
+        lines += [[name, "", *(of(figure) for figure in self.values)] for name, of in ends]
+        return ["client", "examples", *self.values], lines
+
+
+def evaluate_clients(
+    module: Predictors, clients: ClientDatasets, *, batch_size: int = 256, seed: int = 0
+) -> ClientScores:
+    """Score every client on data of its own, in one pass; no data at the server are needed.
+
+    ::
+
+        held_out = fb.ClientDatasets({"north": north_test, "south": south_test})
+        print(fb.evaluate_clients(model, held_out).markdown())                   # the global model
+        personal = {name: fb.PosteriorPredictive(model, callback.posterior_of(name)) for name in held_out.names}
+        print(fb.evaluate_clients(personal, held_out).markdown())                # each client's own
+
+    Args:
+        module: whose ``predict_step`` returns a prediction of this package: a module of this package, or a
+            :class:`~lightning_fedbayes.PosteriorPredictive` of any other; or one for each client, by name.
+        clients: name → data set of inputs and targets.
+        batch_size: of the pass.
+        seed: of the draws from the posterior, the same for every client.
+
+    Raises:
+        FedBayesError: a client has no example or no module, or the predictions are not of this package.
+    """
+    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data",
+               error=FedBayesError)
+    _check_pass(batch_size, seed)
+    scores, sizes = dict[str, dict[str, float]](), dict[str, int]()
+    for name, dataset in zip(clients.names, clients.datasets, strict=True):
+        own = module.get(name) if isinstance(module, Mapping) else module
+        if own is None:
+            raise FedBayesError(f"there is no module for client {name}: give one for each client")
+        if not len(dataset):  # pyright: ignore[reportArgumentType]
+            raise FedBayesError(f"client {name} has no example to be scored on: leave it out, or hold some back")
+        scores[name] = _score(own, dataset, batch_size, seed)
+        sizes[name] = len(dataset)  # pyright: ignore[reportArgumentType]
+    return ClientScores.of(sizes, scores)
+
+
+def _check_pass(batch_size: int, seed: int) -> None:
+    """Raise FedBayesError unless these are the options of a pass over data."""
+    check_at_least("batch_size", batch_size, 1, error=FedBayesError)
+    check_at_least("seed", seed, -LARGEST, error=FedBayesError)
+
+
+def batches_of(dataset: Dataset, batch_size: int) -> Iterator[Any]:
+    """Yield batches of inputs and targets; raise FedBayesError for others, and for examples that make none."""
+    loader = iter(DataLoader(dataset, int(batch_size)))  # which may be one of NumPy
+    while True:
+        try:
+            batch = next(loader, None)
+        except (TypeError, RuntimeError) as error:  # torch's words for examples of a kind or shape that do not stack
+            raise FedBayesError(f"the examples make no batch ({error}): give pairs of input and target") from error
+        if batch is None:
+            return
+        if not isinstance(batch, list | tuple) or len(batch) < 2 or not isinstance(batch[1], Tensor):
+            raise FedBayesError(f"a batch is {shown(batch)}: give data sets of inputs and targets")
+        yield batch
+
+
+@torch.no_grad()
+def _score(module: L.LightningModule, dataset: Dataset, batch_size: int, seed: int) -> dict[str, float]:
+    """Return the figures of ``module`` on a data set."""
+    check_kind("module", module, L.LightningModule, "give a LightningModule, or a PosteriorPredictive of it",
+               error=FedBayesError)
+    if type(module).predict_step is L.LightningModule.predict_step:
+        raise FedBayesError(f"{type(module).__name__} has no predict_step of its own: {REMEDY}")
+    parts, targets, devices = list[Any](), list[Tensor](), [module.device] if module.device.type == "cuda" else []
+    with evaluation_mode(module), torch.random.fork_rng(devices):
+        torch.manual_seed(derive_seed(seed, "evaluation"))
+        for batch in batches_of(dataset, batch_size):
+            batch = move_data_to_device(batch, module.device)
+            parts.append(module.predict_step(batch, 0))
+            targets.append(batch[1])
+    target = torch.cat(targets)
+    if isinstance(parts[0], ClassPrediction):
+        probs = torch.cat([each.probs for each in parts])
+        return class_figures(probs, target)
+    if isinstance(parts[0], RegressionPrediction):
+        mean, variance = (torch.cat([getattr(each, kind) for each in parts]) for kind in ("mean", "variance"))
+        target = shaped_like(target, mean).to(mean)
+        return {
+            "rmse": float((mean - target).square().mean().sqrt()),
+            "nll": float(gaussian_nll(mean, variance, target).mean()),
+            "coverage": float(interval_coverage(mean, variance, target, level=0.9).float().mean()),
+        }
+    raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(parts[0])}: {REMEDY}")
+
+
+def class_figures(probs: Tensor, target: Tensor) -> dict[str, float]:
+    """Return accuracy, NLL in nats per example and ECE (15 bins) of a classifier.
+
+    Args:
+        probs: mean predictive, shape (batch, classes).
+        target: class of each example, shape (batch,).
+    """
+    return {
+        "accuracy": float((probs.argmax(-1) == target).double().mean()),
+        "nll": float(negative_log_likelihood(probs, target).mean()),
+        "ece": float(calibration_diagram(probs, target).ece),
+    }
+
+
+def choose_personal_weight(
+    posterior_of: Callable[[float], GaussianPosterior], module: Any, held_out: Dataset,
+    weights: Sequence[float] = WEIGHTS, *, batch_size: int = 256, seed: int = 0, **options: Any,
+) -> tuple[float, dict[float, float]]:
+    r"""Choose how much of its own posterior a client's personal one holds, by the NLL of data it has not trained on.
+
+    .. math:: \lambda_k = \arg\min_\lambda -\tfrac1n \sum_i \log p(y_i \mid x_i, q_k^{(\lambda)})
+
+    ::
+
+        weight, _ = fb.choose_personal_weight(lambda w: callback.posterior_of("north", w), model, north_validation)
+        predictive = fb.PosteriorPredictive(model, callback.posterior_of("north", weight))
+
+    The smallest weight wins a tie. Every weight is scored with the same random draws. Use neither training data, which
+    would favour the client's own posterior, nor the data that the result is reported on.
+
+    Args:
+        posterior_of: weight → the personal posterior; 0 is the global one.
+        module: the network whose parameters those are.
+        held_out: data of the client, inputs and targets.
+        weights: to choose from, each in [0, 1].
+        batch_size, seed: see :func:`evaluate_clients`.
+        options: of :class:`~lightning_fedbayes.PosteriorPredictive`, such as ``samples=20, task="regression"``.
+
+    Returns: the weight, and the NLL of each weight in nats per example.
+
+    Source: Jamoussi et al. 2025.
+
+    Raises:
+        FedBayesError: there is no example or no weight.
+    """
+    check_dataset("held_out", held_out)
+    if not len(held_out):  # pyright: ignore[reportArgumentType]
+        raise FedBayesError("held_out has no example to choose a weight by: hold some back, or take weight 0")
+    check_kind("weights", weights, Sequence, "give weights in [0, 1]", error=FedBayesError)
+    if not len(weights):
+        raise FedBayesError("weights is empty: give weights in [0, 1]")
+    for weight in weights:
+        check_number("weights", weight, "[0, 1]", error=FedBayesError)
+    if not callable(posterior_of):
+        raise FedBayesError(f"posterior_of={shown(posterior_of)}: give a function, weight → posterior")
+    _check_pass(batch_size, seed)
+    scores = {
+        weight: _score(PosteriorPredictive(module, posterior_of(weight), **options), held_out, batch_size, seed)["nll"]
+        for weight in sorted(weights)
+    }
+    return min(scores, key=lambda weight: scores[weight]), scores

@@ -1,0 +1,352 @@
+"""Rounds of a federation in one process or in its share of several: an engine trains, a server fuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_fedbayes.clients.adversaries import assign
+from lightning_fedbayes.clients.attacks import RoundAdversaries, held_back
+from lightning_fedbayes.clients.client import ClientState
+from lightning_fedbayes.clients.engine import Engine, Trained
+from lightning_fedbayes.clients.scoring import held_out_loss, kept_attributes, own_hook
+from lightning_fedbayes.clients.settings import FederationSettings
+from lightning_fedbayes.core.errors import FederationError, FusionError, is_whole, nearest, shown
+from lightning_fedbayes.core.exchange import ALONE, Collective
+from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.seeding import derive_seed, seed_everything
+from lightning_fedbayes.fusion import AutoFusion, Sites, rule_name
+from lightning_fedbayes.server import RoundResult, Scorer, Server
+from lightning_fedbayes.server.aggregation import Aggregate
+from lightning_fedbayes.server.plan import RoundPlan, share_of
+
+Stage = Literal["between", "training", "fused"]
+MANY = 3
+"""Rounds after which a variance that shrinks in each of them has lost its meaning."""
+LATE = 20
+"""Rounds after which averages under a fixed prior are on their way to its width (benchmarks/posterior/ROUNDS.md)."""
+
+
+@dataclass(frozen=True)
+class ProcessNote:
+    """Note of one process to the others at the end of a round.
+
+    Args:
+        trained: figures and states of its clients; None in a single process.
+        sent: client → its posterior, where the module wants to see it.
+        extra: anything else that the caller adds.
+    """
+
+    trained: Trained | None
+    sent: Mapping[int, GaussianPosterior]
+    extra: Any
+
+
+class Federation:
+    """Drives an engine and a server through the rounds of a federation.
+
+    A round: :meth:`begin`; the loop trains the clients through :attr:`engine` and hands what they return to
+    :meth:`receive`; when :attr:`is_complete`, :meth:`finish`.
+
+    Args:
+        settings: of the federation.
+        engine: trains the clients; it holds the resident network.
+        collective: the processes that share the clients of a round.
+        held_out: returns the batches that an ``AutoFusion`` scores its candidates with.
+
+    Attributes:
+        server: holds the global posterior, the history and the rule's state.
+        stage: "between" rounds, "training" clients, or "fused": the round is done, but the Trainer's epoch is not.
+        plan: the plan of the last round that was begun; None before the first.
+        share: the part of it that this process trains.
+        result: the result of the last round that :meth:`finish` has ended; None before, and after an error.
+    """
+
+    def __init__(
+        self, settings: FederationSettings, engine: Engine, collective: Collective = ALONE,
+        held_out: Callable[[], Iterable[Any]] = tuple,
+    ) -> None:
+        model = engine.model
+        self.settings = settings
+        self.engine = engine
+        self.server = Server(
+            model.read_posterior().clone(), model.federated_buffers, collective=collective, **settings.server_options()
+        )
+        self.held_out = held_out
+        self.stage: Stage = "between"
+        self.plan: RoundPlan | None = None
+        self.share = RoundPlan(-1, ())
+        self.result: RoundResult | None = None
+        self._is_shared = engine.log.is_shared = collective.size > 1
+        self._received = 0
+        self._waiting: list[ClientUpdate] = []
+        self._sent: dict[int, GaussianPosterior] = {}
+
+    @property
+    def round(self) -> int:
+        """The round that is under way, or was last, from 0; −1 before the first."""
+        return -1 if self.plan is None else self.plan.round
+
+    def begin(self, plan: RoundPlan) -> None:
+        """Begin the round of ``plan``: the clients start from the global posterior.
+
+        That is the module's present one: what hooks have changed since the last round holds.
+        """
+        self._join()
+        self.take_over()
+        collective, module = self.server.collective, self.engine.model.module
+        self.plan = plan
+        self.share = share_of(plan, collective.rank, collective.size)
+        self.stage = "training"
+        if self.settings.prior == "global" or (self.settings.is_hierarchical and self.server.accepted):
+            self.engine.model.set_prior(self.server.posterior)
+        fusion = self.settings.fusion
+        if isinstance(fusion, Sites):
+            share = 1 / len(self.engine.sizes)
+            self.engine.begin_sites(fusion, self.server.posterior, self.server.rule_state, share, plan.round)
+        self._tell_of_fixed_points()
+        self.server.begin(plan)
+        attackers = assign(self.settings.attacks, self.engine.names, self.settings.seed)
+        self._adversaries = RoundAdversaries(attackers, plan, self.server.posterior, self.settings.seed)
+        self._received, self._waiting, self._sent = 0, [], {}
+        self._keeps_clients = bool(getattr(module, "needs_client_posteriors", False))
+        self.engine.begin_round(self.share)
+
+    def _tell_of_fixed_points(self) -> None:
+        """Say once of a rule that repeats what its posteriors have in common where its variances go."""
+        (name, rule), *others = self.server.rules.items()
+        prior = self.settings.prior
+        if others or isinstance(rule, Sites) or self.server.posterior.is_point_mass:
+            return
+        if rule.narrows and prior == "global" and self.round == MANY:
+            rank_zero_info(
+                f"fusion='{name}' with prior='global' divides the variance by the number of clients in every round: it "
+                "means nothing any more. fusion='sites' keeps its meaning."
+            )
+        repeats = rule.keeps_prior and not rule.narrows and prior == "fixed" and self.settings.posterior is None
+        if repeats and self.round == LATE and len(self.engine.sizes) > 1:
+            rank_zero_info(
+                f"fusion='{name}' counts the prior of every client in every round: σ goes to the prior's, and further "
+                "rounds can predict worse. fusion='sites' counts it once."
+            )
+
+    def _join(self) -> None:
+        """Federate what was frozen and trains now.
+
+        Raises:
+            FederationError: the rule remembers rounds without it.
+        """
+        if self.engine.model.join():
+            if any(self.server.rule_states.values()):
+                name = rule_name(next(iter(self.server.rules.values())))
+                raise FederationError(
+                    f"parameters that were frozen train from round {self.round + 2} on, and "
+                    f"fusion='{name}' remembers the rounds before: let them require gradients "
+                    "when the fit begins and freeze them in on_train_epoch_start, or take a rule without a memory"
+                )
+            self.server.posterior = self.engine.model.read_posterior().clone()
+
+    def take_over(self) -> None:
+        """Make the module's present parameters and buffers the global model, if a hook has changed them."""
+        model = self.engine.model
+        if model.has_changed():
+            model.remember_global()
+            self.server.posterior, self.server.buffers = model.read_posterior().clone(), model.federated_buffers
+
+    def receive(self, results: Sequence[ClientUpdate | ClientFailure]) -> list[ClientOutcome]:
+        """Bring the clients' updates to the server. Returns the outcomes that are known.
+
+        An adversary that waits for the honest clients sends its update, and has its outcome, with the round's last.
+        """
+        if not results:
+            return []
+        outcomes = []
+        with self.engine.threads():
+            for result in results:
+                self._received += 1
+                if isinstance(result, ClientUpdate) and self._adversaries.waits(result.client):
+                    self._waiting.append(held_back(result))
+                else:
+                    outcomes.append(self._admit(result))
+            if self.is_complete:
+                outcomes += [self._admit(update) for update in self._waiting]
+                self._waiting = []
+        return outcomes
+
+    @property
+    def is_complete(self) -> bool:
+        """True when all clients of the round that this process trains have been received."""
+        return self.stage == "training" and self._received == len(self.share.cohort)
+
+    def _admit(self, result: ClientUpdate | ClientFailure) -> ClientOutcome:
+        """Send one client's update, as privacy and its own attacks make it, to the server."""
+        if isinstance(result, ClientUpdate):
+            try:
+                if self.settings.privacy is not None:
+                    result = self.settings.privacy.send(
+                        result, self.server.posterior, self.settings.seed, self.round
+                    )
+                result = self._adversaries.send(result)
+            except FusionError as refusal:
+                result = ClientFailure(result.client, refusal, result.num_examples, result.seconds)
+        outcome = self.server.admit(result)
+        if outcome.error is not None:
+            self.engine.forget(outcome.client)
+        elif isinstance(result, ClientUpdate):
+            if self._keeps_clients:
+                self._sent[result.client] = result.posterior.clone()
+            self._adversaries.observe(result)
+        return outcome
+
+    def finish(self, note: Any = None) -> RoundResult:
+        """Let the server finish the round, and load the global model into the module.
+
+        Args:
+            note: anything that this process has to tell the others; see :meth:`notes_of`.
+
+        Raises:
+            FederationError: too many rounds in a row came to nothing; the module holds the last good global model.
+        """
+        seed_everything(derive_seed(self.settings.seed, "fusion", self.round))  # random rules draw alike everywhere
+        self.result = None
+        try:
+            with self._scoring() as score:
+                result = self.server.finish(score, self._note(note))
+        except FederationError:
+            self._end(success=False)
+            raise
+        if self._is_shared:
+            self.engine.take_trained([each.trained for each in result.notes])
+        if result.aggregate is not None:
+            self._load(result.aggregate, result.notes, getattr(self.engine.model.module, "on_round_end", None))
+        self._end(success=result.success)
+        self.result = result
+        return result
+
+    def _note(self, extra: Any) -> ProcessNote:
+        """Return what the other processes must know of this one's clients beside their updates."""
+        if not self._is_shared:
+            return ProcessNote(None, self._sent, extra)
+        sent = {client: posterior.to("cpu") for client, posterior in self._sent.items()}
+        return ProcessNote(self.engine.trained(), sent, extra)
+
+    @staticmethod
+    def notes_of(result: RoundResult) -> list[Any]:
+        """Return the notes that each process gave to :meth:`finish`."""
+        return [note.extra for note in result.notes]
+
+    def _end(self, *, success: bool) -> None:
+        """End the round at the clients; without success the module goes back to the old global model."""
+        if not success:
+            self.engine.model.load_global()
+        self._sent = {}
+        self.engine.end_round(success=success)
+        self.stage = "fused"
+
+    def _load(
+        self, aggregate: Aggregate, notes: Sequence[ProcessNote], hook: Callable[..., None] | None
+    ) -> None:
+        """Make ``aggregate`` the global model, and call the ``hook``, if any, with it and the clients' updates."""
+        with self.engine.threads():
+            self.engine.model.load_posterior(aggregate.posterior, aggregate.buffers)
+        if hook is not None:
+            device = next(iter(aggregate.posterior.mean.values())).device
+            sent = {client: posterior for note in notes for client, posterior in sorted(note.sent.items())}
+            count = [c for c in sent if aggregate.weights.get(c, 0.0) > 0 and c not in aggregate.excluded]
+            received = [sent[client].to(device) if self._is_shared else sent[client] for client in count]
+            whole = self.engine.model.whole
+            hook(whole(aggregate.posterior), [whole(each) for each in received])
+
+    @contextmanager
+    def _scoring(self) -> Iterator[Scorer | None]:
+        """Inside, an ``AutoFusion`` scores its candidates; afterwards the module holds the old global model."""
+        auto, model, batches = self.settings.fusion, self.engine.model, []
+        if not isinstance(auto, AutoFusion):
+            with self.engine.threads():
+                yield None
+            return
+
+        def score(candidate: Aggregate, notes: Sequence[ProcessNote]) -> float:
+            module = model.module
+            assert isinstance(module, L.LightningModule)
+            if not batches:
+                batches.extend(self.held_out())
+            self._load(candidate, notes, own_hook(module))
+            return held_out_loss(module, batches, auto.score, self.settings.seed, self.round)
+
+        with model.unchanged(), kept_attributes(model.module, "global_round"):
+            yield score
+
+    def personal(self, client: int | str, weight: float) -> GaussianPosterior:
+        """Return a client's posterior: see :meth:`~lightning_fedbayes.FederatedBayes.posterior_of`."""
+        if not self.settings.keep_posteriors:
+            raise FederationError("clients keep no posterior of their own: pass FederatedBayes(keep_posteriors=True)")
+        names = self.engine.names
+        number = names.index(client) if client in names else client
+        if not is_whole(number) or not 0 <= int(number) < len(names):
+            raise FederationError(
+                f"client={shown(client)}: give a number below {len(names)} or a name; {nearest(str(client), names)}"
+            )
+        state = self.engine.states.get(int(number), ClientState())
+        return self.engine.model.with_local(state.personal(self.server.posterior, weight), state.local)
+
+    @contextmanager
+    def holding(self, client: int) -> Iterator[GaussianPosterior]:
+        """Inside, the module predicts by the posterior that a client has trained last; afterwards by the global one."""
+        model, module = self.engine.model, self.engine.model.module
+        state = self.engine.states.get(client, ClientState())
+        with model.unchanged(), kept_attributes(module, "global_round"):
+            own = state.personal(self.server.posterior, 1.0)
+            model.load_client(state.local)
+            model.view.load(own)
+            hook = getattr(module, "on_round_end", None)
+            if hook is not None:
+                hook(model.whole(own), [model.whole(own)])
+            yield own
+
+    def note_likelihood(self, of_process: tuple[float, int]) -> None:
+        r"""Add to the figures of the last round of sites an estimate of the pooled ELBO, nats per training example.
+
+        .. math:: E_q \log p(y \mid x, \theta) - KL(q \| p) / n
+
+        with the mean over examples held out in place of the n examples of the clients, of whom the server has none. It
+        is highest at the posterior of the pooled data, as far as the two samples agree; before, it may fall in a round.
+
+        Args:
+            of_process: sum of the first term over the examples that this process has scored, and their number.
+        """
+        rule, server = self.settings.fusion, self.server
+        if not isinstance(rule, Sites) or server.posterior.is_point_mass:
+            return
+        sums, counts = zip(*server.collective.all_gather(of_process))
+        if sum(counts):
+            divergence = float(server.posterior.kl(rule.base(server.posterior, {})))
+            server.history[-1]["sites/elbo"] = sum(sums) / sum(counts) - divergence / sum(self.engine.sizes)
+
+    def abandon(self) -> None:
+        """Forget an unfinished round: the module holds the global posterior that it started from."""
+        self.engine.end_round(success=False)
+        self.engine.model.load_global()
+        self.stage = "between"
+
+    def restore_priors(self) -> None:
+        """Give the layers their own priors back."""
+        if self.settings.prior != "fixed":
+            self.engine.model.set_prior(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the federation at the end of the last finished round."""
+        return {**self.server.state_dict(), "clients": self.engine.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave; the module's parameters are restored by its own checkpoint."""
+        self.server.load_state_dict(state)
+        self.engine.model.join(self.server.posterior.names)
+        self.engine.model.load_variances(self.server.posterior)
+        self.engine.load_state_dict(state["clients"])

@@ -1,0 +1,411 @@
+"""The posterior of parameters that no Bayesian layer holds: their variance stands beside the module."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fedbayes.clients.client import parameters_of
+from lightning_fedbayes.clients.optimizers import OptimizerState
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.layers.posterior_view import gaussian_parameters
+from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, RenyiCavityPrior
+from lightning_fedbayes.sources.curvature import SWAG, Laplace, Source, chosen_parameters
+from lightning_fedbayes.sources.ivon import IVON
+from lightning_fedbayes.sources.ivon_state import believed, first_curvature, first_state
+
+Priors = Mapping[str, NormalPrior | CavityPrior]
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TrainedClient:
+    """A client at the end of its local training.
+
+    Args:
+        num_examples: n_k.
+        values: its parameters, name → tensor.
+        buffers: its buffers.
+        state: of its optimizer, by the number of the parameter.
+        priors: its own, such as cavities; None: those of all clients.
+        received: parameters and buffers with which it began, name → tensor.
+        batches: gives its training data, batch by batch, as ``training_step`` gets them.
+    """
+
+    num_examples: int
+    values: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    state: Mapping[int, Mapping[str, Any]]
+    priors: Priors | None
+    received: Mapping[str, Tensor]
+    batches: Callable[[], Iterable[Any]]
+
+
+class LearnedPosterior(ABC):
+    r"""The posterior of parameters outside of Bayesian layers: read, load, prior and state.
+
+    A client's training begins with :meth:`start`, and ends with :meth:`measured`, which gives its variances.
+
+    Args:
+        first: name → parameter and its variance before any training; nobody draws from that.
+
+    Attributes:
+        linearised: see :class:`~lightning_fedbayes.GaussianPosterior`.
+        variances: name in the posterior → variance, now in force beside the parameter; replaced when it changes.
+    """
+
+    linearised: ClassVar[bool] = False
+    follows_data: bool = False
+    """True if widths are those of the evidence lower bound over many rounds, so that sites are the default."""
+
+    def __init__(self, first: Mapping[str, tuple[Tensor, float]]) -> None:
+        self._first = {name: variance for name, (_, variance) in first.items()}
+        self._priors: Priors = {}
+        self.variances = {name: torch.full_like(p.detach(), variance) for name, (p, variance) in first.items()}
+
+    @abstractmethod
+    def prior_std(self, name: str) -> float:
+        """Return the standard deviation of a parameter's own prior, infinite for none."""
+
+    def prior(self, name: str) -> NormalPrior:
+        """Return a parameter's own prior.
+
+        Raises:
+            FederationError: it has none.
+        """
+        if self.prior_std(name) == float("inf"):
+            raise FederationError(f"'{name}' has no prior (prior_std=inf), and sites need one: give prior_std")
+        return NormalPrior(0.0, float(self.prior_std(name)))
+
+    def set_prior(self, posterior: GaussianPosterior | None, exclude: Collection[str] = ()) -> None:
+        """Make ``posterior`` the prior of all clients but for the names in ``exclude``; None brings the own back."""
+        self._priors = {} if posterior is None else {
+            name: NormalPrior(posterior.mean[name], posterior.variance[name].sqrt())
+            for name in self.variances if name not in exclude
+        }
+
+    def natural(self, priors: Priors | None) -> dict[str, dict[str, Tensor]]:
+        """Return the priors in force, by name, as :func:`natural_prior` gives them; none if all are the own.
+
+        Args:
+            priors: of a client; None: those of all clients.
+        """
+        replaced = self._priors if priors is None else priors
+        return {
+            name: natural_prior(replaced.get(name) or self.prior_std(name), full(variance))
+            for name, variance in self.variances.items()
+        } if replaced else {}
+
+    def start(
+        self, kept: OptimizerState, num_examples: int, priors: Priors | None = None,
+        local: Mapping[str, Tensor] | None = None,
+    ) -> OptimizerState:
+        """Return the state with which a client's optimizer starts; by default what it has kept.
+
+        Args:
+            kept: of the client's earlier rounds, if any: gradients' means and numbers of steps.
+            num_examples: of the client.
+            priors: its own, such as cavities; None: those of all clients.
+            local: what the client keeps, with the variances of parameters that never leave it (:func:`variance_of`).
+        """
+        return kept
+
+    def term(self, num_examples: int, priors: Priors | None) -> tuple[Tensors, Tensors]:
+        r"""Return A and b of the term that the prior adds to the loss per example, by name; by default nothing.
+
+        The term is :math:`\tfrac12 A \theta^2 - b \theta`.
+        """
+        return {}, {}
+
+    def observe(self, optimizer: Optimizer, done: Sequence[float]) -> None:  # noqa: B027
+        """See the parameters after a step of the optimizer; by default nothing.
+
+        Args:
+            optimizer: of one client, or of a stack of clients.
+            done: share of its steps that each client has taken; of a client that is alone one number.
+        """
+
+    @abstractmethod
+    def measured(self, client: TrainedClient) -> Tensors:
+        """Return the variances of a client that has trained, after bringing its parameters to the posterior's mean."""
+
+
+class OptimizerPosterior(LearnedPosterior):
+    r"""The posterior that an :class:`~lightning_fedbayes.IVON` optimizer learns.
+
+    Its state holds the precisions :math:`\Lambda` and the prior.
+
+    Args:
+        optimizer: the user's.
+        module: whose parameters it trains.
+
+    Raises:
+        FederationError: it is to learn the posterior of a Bayesian layer's parameters, which have one already.
+    """
+
+    def __init__(self, optimizer: IVON, module: nn.Module) -> None:
+        names = {id(p): name for name, p in module.named_parameters()}
+        own = {id(p): name for name, each in gaussian_parameters(module).items() for p in (each.mean, each.rho)}
+        self._optimizer = optimizer
+        self._numbers: dict[str, int] = {}
+        first = {}
+        for number, (parameter, group) in enumerate(self._groups()):
+            if not group["posterior"] or not parameter.requires_grad or id(parameter) not in names:
+                continue
+            if id(parameter) in own:
+                raise FederationError(
+                    f"IVON: '{own[id(parameter)]}' is a parameter of a Bayesian layer, which has a posterior already: "
+                    "put it into a group with posterior=False, such as {'params': head.parameters(), 'posterior': "
+                    "False, 'lr': 1e-3}"
+                )
+            name = names[id(parameter)]
+            self._numbers[name] = number
+            first[name] = parameter, 1 / ((group["hessian_init"] or 1.0) + group["prior_std"] ** -2)
+        super().__init__(first)
+        self.follows_data = all(group["curvature"] == "squares" for group in optimizer.param_groups)
+
+    def _groups(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Return every parameter of the optimizer with its group, in the order of its ``state_dict``."""
+        return [(p, group) for group in self._optimizer.param_groups for p in group["params"]]
+
+    def prior_std(self, name: str) -> float:
+        """See :meth:`LearnedPosterior.prior_std`."""
+        return self._groups()[self._numbers[name]][1]["prior_std"]
+
+    def start(
+        self, kept: OptimizerState, num_examples: int, priors: Priors | None = None,
+        local: Mapping[str, Tensor] | None = None,
+    ) -> OptimizerState:
+        """See :meth:`LearnedPosterior.start`.
+
+        Raises:
+            FederationError: a parameter that was frozen trains now, or the global posterior is a point mass.
+        """
+        known, natural = {number: name for name, number in self._numbers.items()}, self.natural(priors)
+        states: OptimizerState = {}
+        for number, (parameter, group) in enumerate(self._groups()):
+            name, old = known.get(number), kept.get(number, {})
+            if name is None:
+                if group["posterior"] and parameter.requires_grad:
+                    raise FederationError(
+                        "IVON: a parameter that was frozen when the fit began is trained now, and has no posterior: "
+                        "let it require gradients from the start, or put it into a group with posterior=False"
+                    )
+                if old:
+                    states[number] = dict(old)
+                continue
+            state = {**first_state(parameter, group, num_examples), **natural.get(name, {})}
+            like = state["precision"]
+            variance = (local or {}).get(variance_of(name), self.variances[name])
+            own: Any = state.get("prior_precision", group["prior_std"] ** -2)
+            weight: Any = state.get("prior_weight", 1.0)
+            if bool((variance == self._first[name]).all()):  # no client has trained it
+                scale = float(state["examples"])
+                curvature = scale * first_curvature(parameter, group, scale)
+                state["precision"] = torch.full_like(like, 1.0) * (curvature + own) / weight
+            elif not bool(variance.all()):
+                raise FederationError(
+                    f"IVON: the global posterior has no variance for '{name}'. Over Flower the server's module must "
+                    "configure the same IVON, without a Trainer; elsewhere take a rule that keeps a variance"
+                )
+            else:
+                state["precision"] = variance.to(like).reciprocal()
+                if "square" in state:
+                    state.update(believed(state["precision"] * weight, own, state["examples"]))
+            states[number] = {**state, **{key: old[key] for key in KEPT if key in old and key in state}}
+            if "received" in state:
+                states[number]["received"] = states[number]["step"].clone()
+        return states
+
+    def measured(self, client: TrainedClient) -> Tensors:
+        """See :meth:`LearnedPosterior.measured`."""
+        return {
+            name: client.state[number]["precision"].reciprocal().to(self.variances[name].dtype)
+            for name, number in self._numbers.items()
+        }
+
+
+class CurvaturePosterior(LearnedPosterior):
+    r"""The posterior of a :class:`~lightning_fedbayes.Laplace` approximation, taken after each client's training.
+
+    The prior, or cavity :math:`\exp(b\theta - \tfrac12 A\theta^2)` to the power of :math:`1/\rho`, is a part of the
+    loss; the precision is :math:`(\sum_i F_i + A) / \rho`. The information :math:`F_i` is that at the end of training.
+    By sites it is that at the global model which the client has received, unless nobody has trained that: all sites are
+    of one model, and a client that fits its own examples perfectly ends where they say next to nothing. Where clients'
+    posteriors are averaged, information weighs what each client has learnt, and stays that of its own model.
+
+    Args:
+        source: the user's.
+        module: the network.
+        optimizers: that train it.
+
+    Raises:
+        FederationError: an optimizer has a prior of its own, weight decay, or the source's prior is to be chosen.
+    """
+
+    linearised = True
+
+    def __init__(self, source: Laplace, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            decay = max((group.get("weight_decay", 0.0) for group in optimizer.param_groups), default=0.0)
+            if isinstance(optimizer, IVON) or decay:
+                has = "a posterior of its own" if isinstance(optimizer, IVON) else f"weight_decay={decay}"
+                raise FederationError(
+                    f"posterior=Laplace(): {type(optimizer).__name__} has {has}, and Laplace adds its prior to the "
+                    "loss: leave that out"
+                )
+        self._source, self._module, self._prior_std = source, module, source.fixed_prior_std("FederatedBayes")
+        chosen = chosen_parameters(module, source.parameters)
+        super().__init__({name: (p, self._prior_std**2) for name, p in chosen.items()})
+
+    def prior_std(self, name: str) -> float:
+        """See :meth:`LearnedPosterior.prior_std`."""
+        return self._prior_std
+
+    def _prior_of(self, name: str, natural: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        return natural[name] if natural else natural_prior(self.prior_std(name), full(self.variances[name]))
+
+    def term(self, num_examples: int, priors: Priors | None) -> tuple[Tensors, Tensors]:
+        """See :meth:`LearnedPosterior.term`."""
+        natural, scale = self.natural(priors), self._source.temperature / num_examples
+        found = {name: self._prior_of(name, natural) for name in self.variances}
+        strengths = {name: each["prior_precision"] * scale for name, each in found.items()}
+        return strengths, {name: each["prior_shift"] * scale for name, each in found.items()}
+
+    def measured(self, client: TrainedClient) -> Tensors:
+        """See :meth:`LearnedPosterior.measured`."""
+        is_trained = any(bool((each != self._first[name]).any()) for name, each in self.variances.items())
+        has_site = client.priors is not None
+        where = client.received if has_site and is_trained else {**client.values, **client.buffers}
+        others = {name: value.detach() for name, value in where.items()}
+        values = {name: others[name] for name in self.variances}
+        information, _ = self._source.information(self._module, values, client.batches(), others)
+        natural, variances = self.natural(client.priors), {}
+        for name, each in information.items():
+            prior = self._prior_of(name, natural)
+            variances[name] = (prior["prior_weight"] / (each + prior["prior_precision"])).to(self.variances[name].dtype)
+        return variances
+
+
+class PathPosterior(LearnedPosterior):
+    """The posterior of a :class:`~lightning_fedbayes.SWAG`: moments of the parameters along a client's training.
+
+    They are kept beside the optimizer's own state, from the first step on: :data:`MOMENTS`.
+
+    Args:
+        source: the user's.
+        module: the network.
+        optimizers: that train it.
+
+    Raises:
+        FederationError: there are several optimizers, or one with a posterior of its own.
+    """
+
+    def __init__(self, source: SWAG, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        if len(optimizers) != 1 or isinstance(optimizers[0], IVON):
+            names = ", ".join(type(each).__name__ for each in optimizers)
+            raise FederationError(f"posterior=SWAG() needs one optimizer without a posterior of its own, not {names}")
+        chosen = chosen_parameters(module, source.parameters)
+        numbers = {id(p): number for number, p in enumerate(parameters_of(optimizers[0]))}
+        self._source = source
+        self._numbers = {name: numbers[id(p)] for name, p in chosen.items() if id(p) in numbers}
+        super().__init__({name: (chosen[name], source.min_std**2) for name in self._numbers})
+
+    def prior_std(self, name: str) -> float:
+        """Infinite: there is no prior."""
+        return float("inf")
+
+    def start(
+        self, kept: OptimizerState, num_examples: int, priors: Priors | None = None,
+        local: Mapping[str, Tensor] | None = None,
+    ) -> OptimizerState:
+        """See :meth:`LearnedPosterior.start`: the moments of earlier rounds are left out."""
+        return {i: {key: each for key, each in entries.items() if key not in MOMENTS} for i, entries in kept.items()}
+
+    @torch.no_grad()
+    def observe(self, optimizer: Optimizer, done: Sequence[float]) -> None:
+        """See :meth:`LearnedPosterior.observe`: Welford's update of mean and squares."""
+        parameters = parameters_of(optimizer)
+        counted = [share > self._source.start for share in done]
+        if not any(counted):
+            return
+        for number in self._numbers.values():
+            p = parameters[number]
+            one = full(p.detach())
+            shape = (len(done), *[1] * (p.dim() - 1)) if len(done) > 1 else ()
+            new = torch.tensor(counted if shape else counted[0], device=p.device).to(one).reshape(shape)
+            state = optimizer.state[p]
+            count, mean, squares = (state.get(name, torch.zeros_like(one)) for name in MOMENTS)
+            move = (one - mean) * new
+            count = count + new
+            mean = mean + move / count.clamp_min(1)
+            state.update(zip(MOMENTS, (count, mean, squares + move * (one - mean))))
+
+    @torch.no_grad()
+    def measured(self, client: TrainedClient) -> Tensors:
+        """See :meth:`LearnedPosterior.measured`."""
+        variances = {}
+        for name, number in self._numbers.items():
+            state, least = client.state.get(number, {}), self._source.min_std**2
+            variances[name] = torch.full_like(self.variances[name], least)
+            if MOMENTS[0] in state and bool(state[MOMENTS[0]].any()):
+                count, mean, squares = (state[key] for key in MOMENTS)
+                client.values[name].copy_(mean)
+                variances[name] = (self._source.scale * squares / count + least).to(self.variances[name].dtype)
+        return variances
+
+
+KEPT = ("step", "momentum", "square", "signal", "noise")
+"""State of IVON that a client keeps, where clients keep their optimizers; the precision is the global posterior's."""
+
+MOMENTS = ("path_count", "path_mean", "path_squares")
+"""Names of the moments in the state of an optimizer; of the parameter's shape, as stacks want it."""
+
+
+def full(variance: Tensor) -> Tensor:
+    """Return a tensor like ``variance`` in at least single precision."""
+    return variance.to(torch.promote_types(variance.dtype, torch.float32))
+
+
+def learned_posterior(
+    optimizers: Sequence[Optimizer], module: nn.Module, source: Source | None = None
+) -> LearnedPosterior | None:
+    """Return the posterior of ``module`` by ``source``; without one by an IVON among the ``optimizers``, if any."""
+    if source is not None:
+        kind = CurvaturePosterior if isinstance(source, Laplace) else PathPosterior
+        return kind(source, module, optimizers)  # pyright: ignore[reportArgumentType]
+    found = next((each for each in optimizers if isinstance(each, IVON)), None)
+    return None if found is None else OptimizerPosterior(found, module)
+
+
+def variance_of(name: str) -> str:
+    """Return the name under which a client keeps the variance of a parameter that never leaves it."""
+    return f"{name} (variance)"
+
+
+def natural_prior(prior: NormalPrior | CavityPrior | float, like: Tensor) -> dict[str, Tensor]:
+    """Return a prior as :class:`~lightning_fedbayes.IVON` reads it in the state of a parameter ``like``.
+
+    A number is the standard deviation of a prior with mean 0, infinite for none.
+
+    Raises:
+        FederationError: it is no quadratic.
+    """
+    if isinstance(prior, RenyiCavityPrior):
+        raise FederationError("renyi= needs Bayesian layers: IVON's prior is a quadratic. Leave renyi= out")
+    if isinstance(prior, CavityPrior):
+        shift = prior.curvature * prior.mean - prior.slope
+        fields = prior.curvature, shift, prior.step
+    else:
+        mean, std = (prior.mean, prior.std) if isinstance(prior, NormalPrior) else (0.0, prior)
+        precision = torch.as_tensor(std, dtype=like.dtype).to(like).square().reciprocal()
+        fields = precision, precision * torch.as_tensor(mean).to(like), torch.ones(())
+    names = "prior_precision", "prior_shift", "prior_weight"
+    return {name: value.to(like).expand_as(like).clone() for name, value in zip(names, fields)}

@@ -1,0 +1,325 @@
+"""Batches of a round, client after client, from the user's own loader and its settings."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
+
+from lightning_fedbayes.clients.adversaries import assign
+from lightning_fedbayes.clients.attacks import poisoned
+from lightning_fedbayes.clients.settings import FederationSettings, check_cohort
+from lightning_fedbayes.core.errors import FederationError, sendable
+from lightning_fedbayes.core.seeding import derive_seed, seed_host
+from lightning_fedbayes.data.clients import Clients, clients_of, tensors_of
+from lightning_fedbayes.server.plan import Batching, Fraction, RoundPlan, check_batches, client_batches, client_order
+
+
+class FailedBatch:
+    """Stand-in for a batch that could not be loaded.
+
+    Args:
+        error: the error that the client's data set raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+BatchOrder = Callable[[RoundPlan], Iterator[tuple[int, int]]]
+"""Order of a round's batches: pairs of a client and the number of its batch."""
+
+
+class Arrangement(Protocol):
+    """Another order of a round's batches than client after client."""
+
+    def length(self, plan: RoundPlan) -> int:
+        """Return how many batches the loop gets."""
+        ...
+
+    def batches(self, plan: RoundPlan) -> Iterator[Any]:
+        """Yield those batches."""
+        ...
+
+
+class FederatedLoader:
+    """Iterates over the batches of the current round, client after client unless an engine arranges them otherwise.
+
+    Whole batches of tensors are indexed at once where every client's data are tensors in memory; otherwise a
+    :class:`torch.utils.data.DataLoader` with the user's settings (workers, collate function, pinning) loads them.
+    Batches do not depend on which, nor on the number of workers: random transforms draw from
+    (seed, round, client, batch).
+
+    Args:
+        loader: the user's loader, whose settings are taken over.
+        clients: the clients.
+        batching: how examples become batches.
+        plan: returns the plan of the current round, of the clients that this process trains.
+        part: number of this process, and number of the processes that split every batch; see :func:`part_of`.
+
+    Attributes:
+        arrangement: the order of batches; None: client after client.
+        tensors: per client, the tensors in memory that hold its data, and its rows of them; empty if they are not in
+            memory.
+    """
+
+    def __init__(
+        self, loader: DataLoader, clients: Clients, batching: Batching, plan: Callable[[], RoundPlan],
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.part = part
+        self.dataset = loader.dataset
+        self.batch_size = batching.batch_size
+        self.clients = clients
+        self.batching = batching
+        self.arrangement: Arrangement | None = None
+        self._user_loader = loader
+        self._plan = plan
+        self._worker_seed = torch.Generator()
+        in_memory = loader.collate_fn is default_collate and not loader.pin_memory
+        tensors = [tensors_of(dataset) for dataset in clients.datasets] if in_memory else [None]
+        found = [each for each in tensors if each is not None]
+        self.tensors = found if len(found) == len(clients) else []
+        self._loader = None if self.tensors else self.dataloader(client_after_client)
+
+    def __len__(self) -> int:
+        plan = self._plan()
+        if not plan.cohort:
+            return 1
+        return plan.num_batches if self.arrangement is None else self.arrangement.length(plan)
+
+    def __iter__(self) -> Iterator[Any]:
+        # a generator: Lightning makes the first iterator before there is an engine, and asks it for batches afterwards
+        plan = self._plan()
+        if not plan.cohort:  # a process without clients: the loop needs a batch, and hooks a real one
+            yield [] if self.arrangement is not None else self.load(plan.round, 0)
+        elif self.arrangement is not None:
+            yield from self.arrangement.batches(plan)
+        elif self._loader is None:
+            yield from self._in_memory(plan)
+        else:
+            yield from self.iterate(self._loader, plan)
+
+    def iterate(self, loader: DataLoader, plan: RoundPlan) -> Iterator[Any]:
+        """Iterate over a round's batches out of what :meth:`dataloader` gave."""
+        # the workers' base seed must not be drawn from the global generator: a resumed run would draw it elsewhere
+        self._worker_seed.manual_seed(derive_seed(self.batching.seed, "loading", plan.round))
+        return iter(loader)
+
+    def _in_memory(self, plan: RoundPlan) -> Iterator[list[Tensor]]:
+        """Yield batches as rows of tensors."""
+        for client in plan.cohort:
+            tensors, rows = self.tensors[client]
+            size = len(tensors[0]) if rows is None else len(rows)
+            for indices in client_batches(plan.round, client, size, self.batching):
+                picked = part_of(indices if rows is None else rows[indices], *self.part)
+                yield [examples(tensor, picked) for tensor in tensors]
+
+    def dataloader(self, sequence: BatchOrder) -> DataLoader:
+        """Return a loader with the user's settings over all clients' data, in the order of ``sequence``."""
+        loader = self._user_loader
+        return DataLoader(
+            _ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed),
+            batch_sampler=_PlannedBatches(self.clients.sizes, self.batching, self._plan, sequence, self.part),
+            collate_fn=_loaded,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            generator=self._worker_seed,
+        )
+
+    def load(self, round: int, client: int) -> Any:
+        """Load the first batch of a client, in this process."""
+        return next(self.batches(round, client))
+
+    def batches(self, round: int, client: int) -> Iterator[Any]:
+        """Yield all batches of a client's first local epoch, with all its examples, loaded in this process."""
+        dataset = _ReproducibleDataset(self.clients.datasets, self._user_loader.collate_fn, self.batching.seed)
+        indices = client_order(round, client, self.clients.sizes[client], self.batching)[0]
+        for step, chosen in enumerate(indices.split(self.batch_size)):
+            yield dataset.__getitems__(PlannedBatch(chosen.tolist(), round, client, step))
+
+
+def part_of(batch: Tensor, rank: int, count: int) -> Tensor:
+    """Return the part of a batch that process ``rank`` of ``count`` takes; one example of a batch that is too small.
+
+    >>> part_of(torch.arange(5), 1, 2)
+    tensor([1, 3])
+    """
+    return batch if count == 1 else batch[rank % len(batch) :: count]
+
+
+def examples(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Return the examples ``rows`` of ``tensor``, in a third of the time of an index in brackets."""
+    return tensor.index_select(0, rows.to(tensor.device))
+
+
+def client_after_client(plan: RoundPlan) -> Iterator[tuple[int, int]]:
+    """Yield each client's batches in a row."""
+    for position, client in enumerate(plan.cohort):
+        yield from ((client, step) for step in range(plan.starts[position + 1] - plan.starts[position]))
+
+
+class PlannedBatch(list):
+    """A batch's example numbers, with the round, client and step that its random transforms are seeded by.
+
+    Args:
+        indices: numbers of examples within the client's data set.
+        round, client, step: the round, the client and the client's batch in that round.
+    """
+
+    def __init__(self, indices: Sequence[int], round: int, client: int, step: int) -> None:
+        super().__init__(indices)
+        self.round, self.client, self.step = round, client, step
+
+    def __reduce__(self) -> tuple:
+        return PlannedBatch, (list(self), self.round, self.client, self.step)
+
+
+class _PlannedBatches:
+    """Batch sampler over the plan of the current round.
+
+    It must not hold the loader: torch waits five seconds for every persistent worker that is freed by the garbage
+    collector.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], batching: Batching, plan: Callable[[], RoundPlan], sequence: BatchOrder,
+        part: tuple[int, int],
+    ) -> None:
+        self.part = part
+        self.sizes = sizes
+        self.batching = batching
+        self.plan = plan
+        self.sequence = sequence
+
+    def __len__(self) -> int:
+        return self.plan().num_batches
+
+    def __iter__(self) -> Iterator[PlannedBatch]:
+        plan = self.plan()
+        under_way: dict[int, list[Tensor]] = {}
+        for client, step in self.sequence(plan):
+            if client not in under_way:
+                under_way[client] = client_batches(plan.round, client, self.sizes[client], self.batching)
+            batches = under_way[client]
+            yield PlannedBatch(part_of(batches[step], *self.part).tolist(), plan.round, client, step)
+            if step + 1 == len(batches):
+                del under_way[client]
+
+
+class _ReproducibleDataset(Dataset):
+    """All clients' data sets; every batch is loaded and collated under random state of its own."""
+
+    def __init__(self, datasets: Sequence[Dataset], collate: Callable, seed: int) -> None:
+        self.datasets = datasets
+        self.collate = collate
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return sum(len(dataset) for dataset in self.datasets)  # pyright: ignore[reportArgumentType]
+
+    def __getitems__(self, batch: PlannedBatch) -> Any:
+        """Return one collated batch, or a :class:`FailedBatch`."""
+        state = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+        seed_host(derive_seed(self.seed, "loading", batch.round, batch.client, batch.step))
+        dataset = self.datasets[batch.client]
+        try:
+            return self.collate([dataset[index] for index in batch])
+        except Exception as error:
+            return FailedBatch(sendable(error))
+        finally:
+            random.setstate(state[0])
+            np.random.set_state(state[1])
+            torch.random.set_rng_state(state[2])
+
+
+def _loaded(batch: Any) -> Any:
+    """Return a batch that the data set has collated already."""
+    return batch
+
+
+def batching_of(
+    loader: Any, *, local_epochs: int, fraction: Fraction, seed: int, limit: int | float = 1.0
+) -> Batching:
+    """Return the batching of the user's training loader: its batch size, shuffling and drop_last.
+
+    Raises:
+        FederationError: it is no single ``DataLoader`` over a map-style data set with automatic batching in plain or
+            shuffled order, the only orders that can be dealt out to clients.
+    """
+    if not isinstance(loader, DataLoader):
+        raise FederationError(
+            f"the training loader is a {type(loader).__name__}; give one torch DataLoader, over a ClientDatasets "
+            "if the clients' data are separate"
+        )
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        raise FederationError(
+            f"the training data set {type(loader.dataset).__name__} is iterable and has no length: its examples "
+            "cannot be dealt out to clients. Use a map-style data set, or one per client in a ClientDatasets"
+        )
+    if loader.batch_size is None or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
+        raise FederationError(
+            "the training loader has a batch sampler of its own; clients' batches are planned by FederatedBayes: "
+            "give batch_size=, shuffle= and drop_last= instead"
+        )
+    sampler = loader.sampler
+    shuffle = (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
+    if not shuffle and type(sampler) is not SequentialSampler:
+        raise FederationError(
+            f"the training loader has a {type(sampler).__name__}; clients' orders are planned by "
+            "FederatedBayes: give shuffle=True or False instead"
+        )
+    return Batching(
+        batch_size=loader.batch_size,
+        shuffle=shuffle,
+        drop_last=loader.drop_last,
+        local_epochs=local_epochs,
+        fraction=fraction,
+        seed=seed,
+        limit=limit,
+    )
+
+
+def federated_loader(
+    loader: Any, settings: FederationSettings, plan: Callable[[Clients, Batching], RoundPlan],
+    part: tuple[int, int] = (0, 1), limit: int | float = 1.0, clients_in_a_round: int | None = None,
+) -> FederatedLoader:
+    """Deal the examples of the user's training ``loader`` out to clients.
+
+    Args:
+        loader: the user's; see :func:`batching_of`.
+        settings: the federation's; adversaries train on poisoned labels if that is their attack.
+        plan: returns the plan of the current round, of the clients that this process trains.
+        part: see :class:`FederatedLoader`.
+        limit: see :class:`~lightning_fedbayes.server.plan.Batching`.
+        clients_in_a_round: most clients in a round, for a trial run.
+
+    Raises:
+        FederationError, PartitionError: the loader, the partition or the sizes of the clients cannot be used.
+    """
+    batching = batching_of(
+        loader, local_epochs=settings.local_epochs, fraction=settings.fraction, seed=settings.seed, limit=limit
+    )
+    clients = clients_of(loader.dataset, settings.partition, settings.seed)
+    if clients_in_a_round is not None and batching.fraction != "turns":
+        most = max(clients_in_a_round, settings.min_clients) / len(clients)
+        batching = replace(batching, fraction=min(batching.fraction, most))
+    check_batches(clients.names, clients.sizes, batching)
+    check_cohort(len(clients), settings.fraction, settings.min_clients)
+    trained = poisoned(clients, assign(settings.attacks, clients.names, settings.seed))
+    return FederatedLoader(loader, trained, batching, lambda: plan(clients, batching), part)

@@ -1,0 +1,364 @@
+"""The resident network of a federation: loaded for a client and read after it, all in place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from hashlib import sha256
+
+import torch
+from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
+from torch import Tensor, nn
+
+from lightning_fedbayes.clients.learned import LearnedPosterior, variance_of
+from lightning_fedbayes.clients.settings import BufferPolicy
+from lightning_fedbayes.core.errors import FederationError, nearest
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.layers import set_prior
+from lightning_fedbayes.layers.functional import softplus_std
+from lightning_fedbayes.layers.posterior_view import PosteriorView, gaussian_parameters
+
+Tensors = dict[str, Tensor]
+
+
+class ResidentModel:
+    """One module that holds the global model between rounds and every client's in turn.
+
+    Args:
+        module: the network. Its parameter objects stay the same for the whole fit, so optimizers keep theirs.
+        local_parameters: patterns (``fnmatch``) of parameters and buffers that never leave a client.
+        learned: the posterior of parameters outside of Bayesian layers; None: they are point masses.
+        buffers: treatment of floating-point and integer buffers such as BatchNorm's running statistics:
+            "average" (weighted mean over the clients), "local" (every client keeps its own; the global model gets
+            their average) or "frozen" (they never change).
+        own_starts: a client starts a round with the posterior that it has trained last, not with the global one.
+        frozen: posterior names of parameters that do not train and stay with the module: they are not read, sent,
+            fused, noised, copied or kept.
+
+    Attributes:
+        local_names: posterior names of the parameters that never leave a client.
+        frozen_names: posterior names of those that stay with the module.
+        frozen: these, by their own names.
+
+    Raises:
+        FederationError: a pattern matches nothing, every parameter is local, or a parameter is complex.
+    """
+
+    def __init__(
+        self, module: nn.Module, local_parameters: Sequence[str] = (), buffers: BufferPolicy = "average",
+        learned: LearnedPosterior | None = None, own_starts: bool = False, frozen: Collection[str] = (),
+    ) -> None:
+        self.module = module
+        self.learned = learned
+        self.policy = buffers
+        parameters = dict(module.named_parameters())
+        check_real(parameters)
+        buffer_names = federated_buffer_names(module)
+        gaussians = gaussian_parameters(module)
+        posterior_names = {id(p): name for name, each in gaussians.items() for p in (each.mean, each.rho)}
+        aliases = {name: posterior_names.get(id(p), name) for name, p in parameters.items()}
+        self.local_parameters = _matches(local_parameters, parameters, aliases, buffer_names)
+        local = set(self.local_parameters)
+        self.local_names = {aliases[name] for name in local if name in aliases}
+        self.frozen_names: set[str] = set()
+        self._aliases = aliases
+        self.parameters = parameters
+        probabilistic = {id(p) for each in gaussians.values() for p in (each.mean, each.rho)}
+        self._own = {
+            name: p for name, p in parameters.items()
+            if name in local or (own_starts and (id(p) in probabilistic or name in getattr(learned, "variances", ())))
+        }
+        self._look()
+        if not self.view.read().names:
+            raise FederationError(
+                f"local_parameters={list(local_parameters)} keeps every parameter on the clients; nothing is left to "
+                "federate. Match fewer"
+            )
+        if not set(frozen).issuperset(self.view.read().names):
+            self.frozen_names = set(frozen)
+            self._look()
+        self._local_parameters = {name: parameters[name] for name in self.local_parameters if name in parameters}
+        self.buffer_names = [name for name in buffer_names if name not in local]
+        self._local_buffer_names = [name for name in buffer_names if name in local]
+        self.global_parameters: Tensors = {}
+        self.global_buffers: Tensors = {}
+        self._global_variances: Tensors = {}
+        self.remember_global()
+
+    def _look(self) -> None:
+        """Sort the parameters: federated, kept by clients, frozen."""
+        variances = None if self.learned is None else self.learned.variances
+        self.view = PosteriorView(self.module, self.local_names | self.frozen_names, variances)
+        self.frozen = {name: p for name, p in self.parameters.items() if self._aliases[name] in self.frozen_names}
+        self._kept_parameters = {name: p for name, p in self._own.items() if name not in self.frozen}
+
+    def join(self, names: Collection[str] = ()) -> bool:
+        """Take in what was frozen and trains now, or is among the posterior's ``names``, with the value that it has.
+
+        Returns: True if any of it is federated.
+        """
+        joined = {self._aliases[name] for name, p in self.frozen.items() if p.requires_grad}
+        joined |= self.frozen_names.intersection(names)
+        if joined:
+            self.frozen_names -= joined
+            self._look()
+            self.remember_global()
+        return bool(joined - self.local_names)
+
+    def check_frozen(self) -> None:
+        """Raise FederationError if a client has changed what is frozen."""
+        for name, p in self.frozen.items():
+            if bits(p) != self._prints[name]:
+                raise FederationError(
+                    f"'{name}' was frozen when the round began, and training changes it. What is frozen stays with the "
+                    "module and is not sent: let it require gradients (requires_grad_(True)) and write to it under "
+                    "torch.no_grad(), or make it a buffer"
+                )
+
+    def digest(self) -> str:
+        """Return a number that tells the frozen parameters of two modules apart; empty if none is frozen."""
+        shared = {name: bits(p)[1] for name, p in self.frozen.items() if self._aliases[name] not in self.local_names}
+        return sha256(repr(sorted(shared.items())).encode()).hexdigest() if shared else ""
+
+    def whole(self, posterior: GaussianPosterior) -> GaussianPosterior:
+        """Return ``posterior`` with what is frozen."""
+        return with_rest(posterior, self.module, self.frozen_names - self.local_names)
+
+    def remember_global(self) -> None:
+        """Take the module's present parameters and buffers as the global model."""
+        self.global_parameters = {
+            name: p.detach() if name in self.frozen else p.detach().clone() for name, p in self.parameters.items()
+        }
+        self._prints = {name: bits(p) for name, p in self.frozen.items()}
+        self.global_buffers = self._read_buffers([*self.buffer_names, *self._local_buffer_names])
+        self._global_variances = {} if self.learned is None else dict(self.learned.variances)
+
+    def has_changed(self) -> bool:
+        """Return True if the module does not hold the global model, bit by bit."""
+        live = dict(self.module.named_buffers()) if self.global_buffers else {}
+        return any(bits(p) != self._prints[name] for name, p in self.frozen.items()) or not all(
+            torch.equal(tensor, present[name])
+            for held, present in ((self.global_parameters, self.parameters), (self.global_buffers, live))
+            for name, tensor in held.items() if name not in self.frozen
+        )
+
+    def load_global(self) -> None:
+        """Copy the global model into the module."""
+        self._restore_shapes()
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if name not in self.frozen:
+                    parameter.copy_(self.global_parameters[name])
+        self._write_buffers(self.global_buffers)
+        self.load_global_variances()
+
+    def load_global_variances(self) -> None:
+        """Put the variances of the global model beside the module."""
+        if self.learned is not None:
+            self.learned.variances.update(self._global_variances)
+
+    def load_variances(self, posterior: GaussianPosterior) -> None:
+        """Make the variances of ``posterior`` beside the module those of the global model."""
+        if self.learned is not None:
+            own = {name: posterior.variance[name] for name in self.learned.variances if name in posterior.variance}
+            self.learned.variances.update(own)
+            self._global_variances.update(own)
+
+    def set_prior(self, posterior: GaussianPosterior | None) -> None:
+        """Make ``posterior`` the prior of the parameters that are federated; None brings their own back."""
+        exclude = () if posterior is None else self.local_names | self.frozen_names
+        set_prior(self.module, posterior, exclude)
+        if self.learned is not None:
+            self.learned.set_prior(posterior, exclude)
+
+    def load_posterior(self, posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> None:
+        """Make ``posterior`` and ``buffers`` the global model and copy it into the module.
+
+        Local parameters and buffers keep their values in the global model.
+        """
+        local = {name: self.global_parameters[name] for name in self._local_parameters}
+        self.load_global()  # a variance that is there already stays, to the bit: not that of the last client, by chance
+        self.view.load(posterior)
+        with torch.no_grad():
+            for name, value in local.items():
+                self.parameters[name].copy_(value)
+        self._write_buffers({**self.global_buffers, **buffers})
+        self.remember_global()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Inside, other posteriors may be loaded; afterwards the global model is what it was, bit by bit."""
+        before = self.global_parameters, self.global_buffers, self._global_variances
+        try:
+            yield
+        finally:
+            self.global_parameters, self.global_buffers, self._global_variances = before
+            self.load_global()
+
+    def _restore_shapes(self) -> None:
+        """Undo changes of parameters' shapes by a client's code."""
+        for name, parameter in self.parameters.items():
+            if parameter.shape != self.global_parameters[name].shape:
+                parameter.grad, parameter.data = None, self.global_parameters[name].clone()
+
+    def load_client(self, local: Tensors) -> None:
+        """Copy the global model into the module, and over it what the client has kept (:meth:`read_local`)."""
+        self.load_global()
+        if local:
+            with torch.no_grad():
+                for name, parameter in self._kept_parameters.items():
+                    if name in local:  # not if an earlier run with other settings has kept less
+                        parameter.copy_(local[name])
+            self._write_buffers({name: local[name] for name in self._kept_buffer_names})
+
+    def received(self, local: Tensors) -> Tensors:
+        """Return the parameters and buffers with which a client begins that has kept ``local``, not copied."""
+        kept = {name: local[name] for name in (*self._kept_parameters, *self._kept_buffer_names) if name in local}
+        return {**self.global_parameters, **self.global_buffers, **kept}
+
+    def with_local(self, posterior: GaussianPosterior, local: Tensors) -> GaussianPosterior:
+        """Return ``posterior`` with what is frozen and with what never leaves a client, as it is at the client.
+
+        Args:
+            posterior: of the parameters that are federated.
+            local: the client's values (:meth:`read_local`); none: those of the global model.
+        """
+        values, gaussians = {**self.global_parameters, **local}, gaussian_parameters(self.module)
+        paths = {id(parameter): path for path, parameter in self.parameters.items()}
+        posterior = self.whole(posterior)
+        mean, variance = dict(posterior.mean), dict(posterior.variance)
+        for name in self.local_names:
+            entry = gaussians.get(name)
+            mean[name] = values[name if entry is None else paths[id(entry.mean)]]
+            variance[name] = torch.zeros_like(mean[name])
+            if entry is not None:
+                variance[name] = softplus_std(values[paths[id(entry.rho)]]).square()
+            elif self.learned is not None and name in self.learned.variances:
+                variance[name] = local.get(variance_of(name), self._global_variances[name])
+        whole = GaussianPosterior(mean, variance, posterior.linearised)
+        return whole.ordered(PosteriorView(self.module).read().names).clone()
+
+    def anchor(self) -> Tensors:
+        """Return the global values of the parameters that are federated, in at least single precision."""
+        return {
+            name: value.to(torch.promote_types(value.dtype, torch.float32))
+            for name, value in self.global_parameters.items()
+            if name not in self._local_parameters and name not in self.frozen
+        }
+
+    def read_posterior(self) -> GaussianPosterior:
+        """Return the client's posterior: views of the module's parameters, valid until they change."""
+        return self.view.read().marked(self.learned is not None and self.learned.linearised)
+
+    @property
+    def federated_buffers(self) -> Tensors:
+        """Global values of the buffers that clients send."""
+        return {} if self.policy == "frozen" else {name: self.global_buffers[name] for name in self.buffer_names}
+
+    def read_buffers(self) -> Tensors:
+        """Return the buffers that the client sends; none if they are frozen."""
+        return {} if self.policy == "frozen" else self._read_buffers(self.buffer_names)
+
+    def read_local(self) -> Tensors:
+        """Return what the client keeps for its next round: copies of :meth:`kept_values`."""
+        return {name: value.detach().clone() for name, value in self.kept_values().items()}
+
+    def kept_values(self) -> Tensors:
+        """Return the parameters that a client starts its next round with, with variances and buffers, not copied."""
+        names = self._kept_buffer_names
+        live = dict(self.module.named_buffers()) if names else {}
+        learned = {} if self.learned is None else self.learned.variances
+        variances = {variance_of(name): learned[name] for name in self._kept_parameters if name in learned}
+        return {**self._kept_parameters, **{name: live[name] for name in names}, **variances}
+
+    @property
+    def _kept_buffer_names(self) -> list[str]:
+        return self._local_buffer_names + (self.buffer_names if self.policy == "local" else [])
+
+    def _read_buffers(self, names: Sequence[str]) -> Tensors:
+        """Return copies of the named buffers."""
+        if not names:
+            return {}
+        live = dict(self.module.named_buffers())
+        return {name: live[name].detach().clone() for name in names}
+
+    def _write_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Copy ``values`` into the module's buffers, whose dtype stays."""
+        if not values:
+            return
+        live = dict(self.module.named_buffers())
+        with torch.no_grad():
+            for name, value in values.items():
+                live[name].copy_(value)
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """Return the posterior names of the parameters of ``module`` none of whose tensors requires gradients."""
+    gaussians = gaussian_parameters(module)
+    aliases = {id(p): name for name, each in gaussians.items() for p in (each.mean, each.rho)}
+    trained = {aliases.get(id(p), name) for name, p in module.named_parameters() if p.requires_grad}
+    return set(PosteriorView(module).read().names) - trained
+
+
+def with_rest(posterior: GaussianPosterior, module: nn.Module, names: Collection[str]) -> GaussianPosterior:
+    """Return ``posterior`` with the parameters ``names`` of ``module`` as they are there, in the module's order."""
+    if posterior.mean.keys() >= set(names):
+        return posterior
+    now = PosteriorView(module).read()
+    order = [name for name in now.names if name in names or name in posterior.mean]
+    mean, variance = ({**{n: of[n] for n in names}, **own} for of, own in (
+        (now.mean, posterior.mean), (now.variance, posterior.variance)))
+    return GaussianPosterior(mean, variance, posterior.linearised).ordered(order)
+
+
+def bits(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor lies and the sum of its bits, which tell a change of its values at the cost of a glance."""
+    size, flat = tensor.element_size(), tensor.detach().reshape(-1)
+    if flat.numel() * size % 8 == 0 == flat.storage_offset() * size % 8:
+        words = torch.int64  # sums of these alone are as fast as memory
+    else:
+        words = {1: torch.int8, 2: torch.int16, 4: torch.int32}[size]
+    return tensor.data_ptr(), int(flat.view(words).sum())
+
+
+def check_real(parameters: Mapping[str, Tensor]) -> None:
+    """Raise FederationError for complex parameters, which have no real Gaussian."""
+    wrong = [name for name, parameter in parameters.items() if parameter.is_complex()]
+    if wrong:
+        raise FederationError(
+            f"complex parameters cannot be fused: {', '.join(wrong)}; keep real and imaginary parts "
+            "(torch.view_as_real) as the parameters instead"
+        )
+
+
+def federated_buffer_names(module: nn.Module) -> list[str]:
+    """Return the names of the model's buffers: persistent ones but for the noise and priors of bayesian-torch."""
+    persistent = module.state_dict(keep_vars=True)
+    own = {
+        f"{path}.{name}" if path else name
+        for path, layer in module.named_modules()
+        if isinstance(layer, BaseVariationalLayer_)
+        for name in layer._buffers
+    }
+    return [name for name, _ in module.named_buffers() if name in persistent and name not in own]
+
+
+def _matches(
+    patterns: Sequence[str], parameters: Mapping[str, Tensor], aliases: Mapping[str, str], buffers: Sequence[str]
+) -> list[str]:
+    """Return the names of parameters and buffers whose own name or posterior name some pattern matches."""
+    found: list[str] = []
+    for pattern in patterns:
+        names = [
+            name
+            for name in [*parameters, *buffers]
+            if fnmatchcase(name, pattern) or fnmatchcase(aliases.get(name, name), pattern)
+        ]
+        if not names:
+            raise FederationError(
+                f"local_parameters pattern '{pattern}' matches no parameter or buffer: "
+                f"{nearest(pattern, [*parameters, *buffers])}"
+            )
+        found += [name for name in names if name not in found]
+    return found

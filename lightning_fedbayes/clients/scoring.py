@@ -1,0 +1,84 @@
+"""Loss of a module on held-out data, by which an AutoFusion chooses between rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.seeding import derive_seed, seed_everything
+from lightning_fedbayes.fusion.auto import AutoFusion, Score
+from lightning_fedbayes.layers import evaluation_mode
+from lightning_fedbayes.metrics.functional import gaussian_nll
+from lightning_fedbayes.modules import BayesianModule, ClassPrediction, RegressionPrediction
+from lightning_fedbayes.modules.regressor import shaped_like
+
+
+def check_score(auto: AutoFusion, module: L.LightningModule) -> None:
+    """Raise FederationError if ``auto`` does not know how to score ``module``."""
+    if auto.score is None and not isinstance(module, BayesianModule):
+        raise FederationError(
+            f"fusion='auto' does not know how to score a {type(module).__name__}: pass "
+            "AutoFusion(score=lambda module, batch: ...), the mean loss of the module on a batch"
+        )
+
+
+def held_out_loss(
+    module: L.LightningModule, batches: Iterable[Any], score: Score | None, seed: int, round: int
+) -> float:
+    """Return the mean loss of ``module`` over ``batches``, with the same noise for every candidate of a round."""
+    total, count = 0.0, 0
+    with evaluation(module), module.trainer.precision_plugin.forward_context():
+        seed_everything(derive_seed(seed, "validation", round))
+        for batch in batches:
+            size = extract_batch_size(batch)
+            total += float((score or predictive_nll)(module, batch)) * size
+            count += size
+    return total / count if count else math.nan
+
+
+def own_hook(module: L.LightningModule) -> Callable[..., None] | None:
+    """Return what our modules do with a candidate's posterior before they predict; None for other modules.
+
+    A user's own ``on_round_end`` is called once, with the posterior of the rule that is chosen.
+    """
+    return partial(BayesianModule.on_round_end, module) if isinstance(module, BayesianModule) else None
+
+
+@contextmanager
+def evaluation(module: L.LightningModule) -> Iterator[None]:
+    """Inside, ``module`` is in evaluation mode, without gradients, and the global generators are borrowed."""
+    with evaluation_mode(module), torch.no_grad(), torch.random.fork_rng():
+        yield
+
+
+def predictive_nll(module: L.LightningModule, batch: Any) -> Tensor:
+    """Return the negative log-likelihood, per example in nats, of the module's ``predict_step`` on a batch."""
+    assert isinstance(module, BayesianModule)
+    inputs, targets = module.unpack(batch)
+    prediction = module.predict_step(inputs)
+    if isinstance(prediction, ClassPrediction):
+        probability = prediction.probs.gather(1, targets[:, None])
+        return -probability.clamp_min(torch.finfo(probability.dtype).tiny).log().mean()
+    assert isinstance(prediction, RegressionPrediction)
+    targets = shaped_like(targets, prediction.mean)
+    return gaussian_nll(prediction.mean, prediction.variance, targets).sum(-1).mean()
+
+
+@contextmanager
+def kept_attributes(module: object, *names: str) -> Iterator[None]:
+    """Restore the attributes ``names`` of ``module`` at the end, whatever happens inside."""
+    kept = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(module, name, value)

@@ -1,0 +1,259 @@
+"""The sequential engine: clients train one after another in the one resident module."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fedbayes.clients.client import Client, ClientState, parameters_of
+from lightning_fedbayes.clients.context import Step, TrainingContext
+from lightning_fedbayes.clients.engine import Engine
+from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
+from lightning_fedbayes.clients.log import TrainingLog
+from lightning_fedbayes.clients.model import ResidentModel, Tensors
+from lightning_fedbayes.clients.optimizers import ClientOptimizer, remade
+from lightning_fedbayes.clients.sites import GradientWatch, Pull
+from lightning_fedbayes.clients.snapshot import RoundState
+from lightning_fedbayes.core.errors import FedBayesError, FusionError, PosteriorError
+from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
+from lightning_fedbayes.core.seeding import derive_seed, seed_everything
+from lightning_fedbayes.server.plan import RoundPlan
+
+
+class SequentialEngine(Engine):
+    """Trains any LightningModule, client by client; the reference for correctness.
+
+    At a client's first batch the global model is copied into the module in place and the optimizer state is reset, or
+    replaced by the client's own; at its last batch its posterior is read. Nothing is created anew.
+
+    Args:
+        context, model, loader, options: see :class:`~lightning_fedbayes.clients.engine.Engine`.
+        is_alone: True if there is one client only, so that nothing has to be put back for the next one.
+    """
+
+    name: ClassVar[str] = "sequential"
+
+    def __init__(
+        self, context: TrainingContext, model: ResidentModel, loader: FederatedLoader, *, is_alone: bool = False,
+        **options: Any,
+    ) -> None:
+        log = TrainingLog(context.module, context.in_training_step)
+        super().__init__(context, model, loader, log, **options)
+        self._client: Client | None = None
+        self._failure: Exception | None = None
+        self._losses: list[Tensor] = []
+        self._is_alone = is_alone
+        self._state: RoundState | None = None
+        self._told: set[str] = set()
+        self._terms: list[Pull] = []
+        self._watch: GradientWatch | None = None
+        self._optimizers = [
+            ClientOptimizer(each, partial(remade, context.remake_optimizers, i, each), keep=self.keep_optimizer)
+            for i, each in enumerate(context.optimizers)
+        ]
+
+    def num_batches(self, plan: RoundPlan) -> int:
+        """Return one for each batch of each client."""
+        return plan.num_batches if plan.cohort else 1
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """The client that trains now, and the number of its batch in the round."""
+        return self.plan.cohort[self._position], self._batch_idx - self.plan.starts[self._position]
+
+    def span(self, batch_idx: int) -> tuple[int, int]:
+        """Return the batches of the client's local epoch."""
+        if not self.plan.cohort:
+            return 0, 1
+        start, stop = self.plan.starts[self._position : self._position + 2]
+        length = (stop - start) // self.plan.local_epochs
+        first = batch_idx - (batch_idx - start) % length
+        return first, first + length
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """Prepare for the clients of ``plan``."""
+        super().begin_round(plan)
+        self._position = 0
+        self._steps = self.context.steps.total
+        self._steps_before = self._steps.completed
+        for optimizer in self._optimizers:
+            optimizer.begin_round()
+        self._state = None if self._is_alone else RoundState(
+            self.model.module, self.model.global_buffers, self.context.watchers
+        )
+        if plan.cohort:
+            self._seed_client()
+
+    def begin_batch(self, batch_idx: int) -> Sequence[Client]:
+        """At a client's first batch, load the global model and the client's state."""
+        self._batch_idx = batch_idx
+        if not self.plan.cohort or batch_idx != self.plan.starts[self._position]:
+            return ()
+        client = self.client(self._position)
+        self._client, self._failure, self._losses = client, None, []
+        state = self.states.get(client.number, ClientState())
+        self.model.load_client(state.local)
+        self._unwatch()
+        if self.sites is not None:
+            self._watch = self.sites.install(state.site, self.context.accumulate)
+        if self._state is not None:
+            self._state.restore()
+        self._terms = self.terms([client], [state])
+        states = self.optimizer_states(client, state)
+        for i, optimizer in enumerate(self._optimizers):
+            optimizer.reset(states[i] if states else {}, state.options[i] if state.options else ())
+        on_client_start = getattr(self.model.module, "on_client_start", None)
+        if on_client_start is not None:
+            try:
+                on_client_start(client)
+            except Exception as error:
+                self._failure = error
+            if self._state is not None:
+                self._state.note_hook()
+        self._others_steps = self._steps.completed - self._steps_before
+        self._start = time.perf_counter()
+        return (client,)
+
+    def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
+        """Take the loop's own step, unless the client has failed.
+
+        ``trainer.global_step`` is then what it would be if the other clients of the round had not trained.
+        """
+        if self._failure is not None or not self.plan.cohort:
+            return {}
+        batch = self.log.batch = next(iter(kwargs.values()))
+        others = self._others_steps
+        self._steps.ready -= others
+        self._steps.completed -= others
+        try:
+            if isinstance(batch, FailedBatch):
+                raise batch.error
+            with ExitStack() as inside:
+                for term in self._terms:
+                    inside.enter_context(term.added(self.context.module, self.model.parameters))
+                outputs = step(optimizer, batch_idx, kwargs)
+        except (MisconfigurationException, FedBayesError):
+            raise  # a mistake in the set-up, the same for every client
+        except Exception as error:
+            if self.context.mean_over_processes is not None:
+                raise  # the other processes wait for this one's gradient
+            self._failure = error
+            return {}
+        finally:
+            self._steps.ready += others
+            self._steps.completed += others
+        loss = outputs.get("loss")
+        if self._watch is not None:
+            place = self._batch_idx - self.span(self._batch_idx)[0]
+            self._watch.observe(first=place % self.context.accumulate == 0)
+        if self.model.learned is not None and loss is not None:
+            start, stop = self.plan.starts[self._position : self._position + 2]
+            self.model.learned.observe(optimizer, [(self._batch_idx + 1 - start) / (stop - start)])
+        if isinstance(loss, Tensor):
+            self._losses.append(loss)
+        return outputs
+
+    def end_batch(self, batch_idx: int) -> Sequence[ClientUpdate | ClientFailure]:
+        """At a client's last batch, read its update."""
+        if not self.plan.cohort or batch_idx + 1 != self.plan.starts[self._position + 1]:
+            return ()
+        result = self._read_update()
+        self._position += 1
+        if self._position < len(self.plan.cohort):
+            self._seed_client()
+        elif self._state is not None:
+            self._state.restore(keep_hooks=True)
+        return (result,)
+
+    def _read_update(self) -> ClientUpdate | ClientFailure:
+        """Return the update of the client that has just trained, and note what it keeps."""
+        assert self._client is not None
+        client, error = self._client, self._failure or self._measure()
+        logged = self.log.end_client(client.number)
+        if error is not None:
+            return ClientFailure(client.number, error, client.num_examples, self.seconds())
+        losses = [loss.flatten() for loss in self._losses]
+        mean_loss = {"train_loss": float(torch.cat(losses).mean()) * self.context.accumulate} if losses else {}
+        metrics = {**mean_loss, **logged}
+        mean = self.context.mean_over_processes
+        if mean is not None:  # each process has seen its part of every batch
+            device = self.context.device
+            metrics = {name: float(mean(torch.tensor(metrics[name], device=device))) for name in sorted(metrics)}
+        try:
+            buffers = self.model.read_buffers()
+            posterior, own = self.sent_and_kept(client.number, self.model.read_posterior(), self._precisions(client))
+        except (PosteriorError, FusionError) as unusable:
+            return ClientFailure(client.number, unusable, client.num_examples, self.seconds())
+        kept = [optimizer.read() for optimizer in self._optimizers] if self.keep_optimizer else []
+        self._trained[client.number] = ClientState(
+            self.model.read_local(), [state for state, _ in kept], [changes for _, changes in kept], **own
+        )
+        return ClientUpdate(client.number, client.num_examples, posterior, buffers, metrics, self.seconds())
+
+    def _measure(self) -> Exception | None:
+        """Bring the variances of the client that has just trained beside the module; return why it cannot be."""
+        learned, client, optimizer = self.model.learned, self._client, self.context.optimizers[0]
+        if learned is None or client is None:
+            return None
+        held = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
+        state, buffers = self.states.get(client.number, ClientState()), dict(self.model.module.named_buffers())
+        try:
+            learned.variances.update(self.measured(client, state, self.model.parameters, buffers, held))
+        except (MisconfigurationException, FedBayesError):
+            raise
+        except Exception as error:  # of the client's data, or its network
+            return error
+        return None
+
+    def _precisions(self, client: Client) -> Tensors | None:
+        """Return the precisions that have been measured along a client's training; None if they are trained."""
+        if self._watch is None:
+            return None
+        mean = self.context.mean_over_processes
+        processes = 1 if mean is None else torch.distributed.get_world_size()
+        found = self._watch.measured.precisions(client.num_examples / processes, self.plan.local_epochs)
+        return found if mean is None else {name: mean(each) for name, each in found.items()}
+
+    def _unwatch(self) -> None:
+        """Stop measuring."""
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = None
+
+    def end_round(self, *, success: bool) -> None:
+        """Put back what clients have changed in the module and its optimizers, and name it once."""
+        self._unwatch()
+        for optimizer in self._optimizers:
+            optimizer.reset()
+        if self._state is not None:
+            if self._position < len(self.plan.cohort):  # the round was cut short
+                self._state.restore(keep_hooks=True)
+            self._tell("Every client starts a round with the module's own {}: what training changes there is dropped.",
+                       self._state.dropped)
+            self._tell("Clients share {}, which training changes and which cannot be put back.", self._state.shared)
+        self._state = None
+        super().end_round(success=success)
+
+    def _tell(self, text: str, names: set[str]) -> None:
+        """Say ``text`` of those ``names`` of which nothing has been said yet."""
+        new = sorted(names - self._told)
+        self._told |= names
+        if new:
+            rank_zero_info(text.format(", ".join(new)))
+
+    def _seed_client(self) -> None:
+        """Seed the global generators for the next client.
+
+        Done at the end of the client before it, so that transforms of its first batch on the device are covered.
+        """
+        seed_everything(derive_seed(self.seed, "training", self.plan.round, self.plan.cohort[self._position]))
+

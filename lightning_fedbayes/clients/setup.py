@@ -1,0 +1,142 @@
+"""Set-up of a federation: the resident model, the engine that suits, and the federation that drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_fedbayes.clients.client import Client
+from lightning_fedbayes.clients.context import TrainingContext
+from lightning_fedbayes.clients.default import default_fusion
+from lightning_fedbayes.clients.engine import Engine
+from lightning_fedbayes.clients.federation import Federation
+from lightning_fedbayes.clients.loader import FederatedLoader
+from lightning_fedbayes.clients.model import ResidentModel, frozen_names
+from lightning_fedbayes.clients.scoring import check_score
+from lightning_fedbayes.clients.sequential import SequentialEngine
+from lightning_fedbayes.clients.settings import AutoFusion, FederationSettings
+from lightning_fedbayes.core.errors import CannotVectorize
+from lightning_fedbayes.core.exchange import ALONE, Collective
+from lightning_fedbayes.privacy import check_no_buffers
+from lightning_fedbayes.server.plan import choose_cohort
+
+LARGEST_STEP = {"cpu": 30e6, "cuda": 30e9}
+"""Floating-point operations of one client's step up to which stacking pays, by type of device: above, the arithmetic
+takes longer than the calls that stacking saves."""
+
+TIMES_PER_CLIENT = 4
+"""Steps in time of LSTMs (on a GPU, of all recurrent layers) per client up to which stacking pays.
+
+torch takes them in one operation for one client; a stack takes about twenty for each step in time, however many clients
+it has. Rounds of 5 clients were 1.0 to 1.2 times as fast for 20 steps, of 20 clients twice as fast for 80, of 2 clients
+0.3 to 0.8 times for 20 and 80 (``python -m benchmarks.engine.stacks``).
+"""
+
+STACK_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
+"""Memory for a stack of clients, by type of device. It is fixed, not what happens to be free, so that the number of
+clients in a stack, on which the noise depends, is the same on every machine."""
+
+
+def make_federation(
+    settings: FederationSettings, context: TrainingContext, loader: FederatedLoader, collective: Collective = ALONE,
+    held_out: Callable[[], Iterable[Any]] = tuple,
+) -> Federation:
+    """Make the federation of ``settings`` for a training loop: resident model, engine and server.
+
+    Args:
+        settings: of the federation.
+        context: the training loop's module, optimizers and options.
+        loader: brings the clients' batches.
+        collective, held_out: see :class:`~lightning_fedbayes.clients.federation.Federation`.
+
+    Raises:
+        FederationError, FusionError: the module cannot be federated with these settings.
+    """
+    learned = context.learned_posterior(settings.posterior)
+    trainer: Any = context.module.trainer
+    thaws = any(isinstance(each, BaseFinetuning) for each in trainer.callbacks)  # all of it trains in the end
+    model = ResidentModel(
+        context.module, settings.local_parameters, settings.buffers, learned, settings.is_hierarchical,
+        () if thaws else frozen_names(context.module),
+    )
+    if model.frozen_names:
+        trained, all_ = (sum(p.numel() for p in each) for each in (
+            [p for p in context.module.parameters() if p.requires_grad], context.module.parameters()))
+        rank_zero_info(f"{trained:,} of {all_:,} parameters train; the rest stays where it is.")
+    if settings.fusion is None:
+        rule, why = default_fusion(settings, model, len(loader.clients), trainer.callbacks)
+        rank_zero_info(f"Fusion: {why}.")
+        settings = replace(settings, fusion=rule)
+    if settings.privacy is not None:
+        check_no_buffers(model.federated_buffers)
+    engine = make_engine(settings, context, model, loader)
+    if isinstance(settings.fusion, AutoFusion):
+        check_score(settings.fusion, context.module)
+    return Federation(settings, engine, collective, held_out)
+
+
+def make_engine(
+    settings: FederationSettings, context: TrainingContext, model: ResidentModel, loader: FederatedLoader
+) -> Engine:
+    """Return the engine that ``settings.engine`` names; for "auto" the faster one, with a line that says which.
+
+    "auto" stacks the clients if the module allows it, a round has at least two of them, a step of one client is at
+    most :data:`LARGEST_STEP`, and its LSTMs take at most :data:`TIMES_PER_CLIENT` steps in time per client.
+
+    Raises:
+        CannotVectorize: "vectorized" is asked for and impossible.
+    """
+    name = settings.engine
+    options = {name: getattr(settings, name) for name in ("proximal", "keep_posteriors", "seed")}
+    options["keep_optimizer"] = context.keeps_state(settings)
+    names, sizes = loader.clients.names, loader.clients.sizes
+    one_by_one = partial(SequentialEngine, context, model, loader, is_alone=len(sizes) == 1, **options)
+    if name == "sequential":
+        return one_by_one()
+    cohort = choose_cohort(0, len(sizes), settings.fraction, settings.seed)
+    largest = sorted(cohort * 2, key=lambda number: -sizes[number])[:: 2 if len(cohort) > 1 else 1]
+    pair = [Client(number, names[number], sizes[number], 0, i, 2) for i, number in enumerate(largest[:2])]
+    device = context.device.type
+    try:
+        if name == "auto" and len(cohort) == 1:
+            raise CannotVectorize("a round has one client")
+        try:
+            from lightning_fedbayes.clients.vectorized import VectorizedEngine, probe  # here: only when it is used
+        except ImportError as missing:
+            raise CannotVectorize(f"torch lacks a private name that stacking needs: {missing}") from missing
+        probed = probe(context, model, loader, pair)
+        if name == "auto" and context.is_coarse:
+            raise CannotVectorize("in half precision a stack rounds otherwise than each client alone")
+        if name == "auto" and probed.flops > LARGEST_STEP.get(device, LARGEST_STEP["cuda"]):
+            raise CannotVectorize(f"a step is long ({probed.flops / 1e6:.0f} million operations), so it is faster")
+        most = clients_that_fit(probed.bytes_per_client, STACK_BYTES.get(device, STACK_BYTES["cuda"]))
+        at_once = settings.clients_at_once or most
+        together = min(at_once, len(cohort))
+        if name == "auto" and probed.fused_times > TIMES_PER_CLIENT * together:
+            raise CannotVectorize(
+                f"recurrent layers take {probed.fused_times} steps in time, and for {together} clients torch's own are "
+                "faster than those of a stack"
+            )
+    except CannotVectorize as reason:
+        if name == "vectorized":
+            raise CannotVectorize(
+                f"engine='vectorized' cannot be used: {reason}. Use engine='auto' or 'sequential'"
+            ) from reason
+        rank_zero_info(f"Engine: sequential, because {reason}.")
+        return one_by_one()
+    rank_zero_info(f"Engine: vectorized, {together} clients at once.")
+    return VectorizedEngine(context, model, loader, probed=probed, clients_at_once=at_once, **options)
+
+
+def clients_that_fit(bytes_per_client: int, available: int) -> int:
+    """Return how many clients a stack of ``available`` bytes holds, at least 1.
+
+    >>> clients_that_fit(100, available=250)
+    2
+    """
+    return max(1, available // max(bytes_per_client, 1))

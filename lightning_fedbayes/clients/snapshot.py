@@ -1,0 +1,263 @@
+"""Snapshots of what a module holds beside parameters and federated buffers, to compare with and to put back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import pickle
+import random
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_fedbayes.core.private_torch import version_if_any, version_of
+
+UNCHANGING = (int, float, complex, str, bytes, type(None), bool)
+"""Types whose objects are what they were as long as they are the same objects."""
+
+ABSENT = object()
+"""Value of an attribute that is not there."""
+
+CONTAINERS = (list, dict, set, deque)
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+VALUES = (int, float, complex, str, bytes, type(None), Tensor, np.ndarray, *GENERATORS)
+"""Types of attributes that can be put back."""
+
+LARGE, LONG = 2**24, 1000
+"""Bytes up to which tensors and arrays are copied; and number of entries up to which containers are looked into."""
+
+LIBRARIES = ("torch", "lightning", "lightning_fedbayes", "lightning_fabric", "torchmetrics", "bayesian_torch")
+"""Objects of these packages are compared by identity; modules are compared one by one."""
+
+
+class Snapshot:
+    """The attributes of one module at one time, with their contents.
+
+    Args:
+        module: any module, without its submodules.
+        skip: names of attributes that do not matter.
+    """
+
+    def __init__(self, module: nn.Module, skip: Collection[str] = ()) -> None:
+        self._attributes = vars(module)
+        self._skip = skip
+        self._values = {name: value for name, value in self._attributes.items() if name not in skip}
+        self._all = set(self._attributes)
+        self._contents = {n: copy.copy(value) for n, value in self._values.items() if isinstance(value, CONTAINERS)}
+        self._prints = {name: fingerprint(value) for name, value in self._values.items()}
+        self._generators = [(each, _state_of(each)) for each in _generators(self._values)]
+        arrays = {n: value for n, value in self._values.items() if isinstance(value, Tensor | np.ndarray)}
+        self._arrays = {n: value.detach().clone() if isinstance(value, Tensor) else value.copy()
+                        for n, value in arrays.items() if not isinstance(value, nn.Parameter) and value.nbytes <= LARGE}
+
+    def changes(self) -> dict[str, Any]:
+        """Return the attributes that were replaced, added or written into: name → present value."""
+        present = self._attributes
+        names = self._values if present.keys() == self._all else [name for name in present if name not in self._skip]
+        changed = {}
+        for name in names:
+            value = present[name]
+            if value is not self._values.get(name, ABSENT) or (
+                type(value) not in UNCHANGING and fingerprint(value) != self._prints[name]
+            ):
+                changed[name] = value
+        return changed
+
+    def restore(self) -> None:
+        """Restore all attributes, the contents of containers and arrays, and the states of generators."""
+        for name in [name for name in self._attributes if name not in self._values and name not in self._skip]:
+            del self._attributes[name]
+        self._attributes.update(self._values)
+        for name, content in self._contents.items():
+            value = self._values[name]
+            if fingerprint(value) != self._prints[name]:
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(content)
+        for name in self._arrays:
+            self._restore_array(name)
+        for generator, state in self._generators:
+            _set_state(generator, state)
+
+    def restore_values(self, names: Collection[str]) -> None:
+        """Restore the attributes ``names``, each of which has or had a value of :data:`VALUES`, and no others."""
+        for name in names:
+            if name not in self._values:
+                del self._attributes[name]
+                continue
+            self._attributes[name] = value = self._values[name]
+            if name in self._arrays:
+                self._restore_array(name)
+            elif isinstance(value, GENERATORS):
+                _set_state(value, next(state for each, state in self._generators if each is value))
+
+    def can_restore(self, name: str) -> bool:
+        """Return True if :meth:`restore_values` can restore the attribute ``name``, which may be new."""
+        before, now = self._values.get(name), self._attributes.get(name)
+        is_large = isinstance(before, Tensor | np.ndarray) and before is now and name not in self._arrays
+        return isinstance(before, VALUES) and isinstance(now, VALUES) and not is_large
+
+    def _restore_array(self, name: str) -> None:
+        """Restore the contents of a tensor or array that was written into."""
+        value = self._values[name]
+        if fingerprint(value) != self._prints[name]:
+            with torch.no_grad():
+                value[...] = self._arrays[name]
+            self._prints[name] = fingerprint(value)
+
+
+class RoundState:
+    """State of a module at the start of a round, beside parameters and federated buffers, as every client finds it.
+
+    Attributes of the user's own modules that are numbers, text, tensors, arrays or random generators, buffers that are
+    not federated, and every module's mode and every parameter's ``requires_grad`` are put back for each client. Other
+    attributes, such as lists, are shared, and so are torchmetrics, which collect over all clients of a round.
+
+    Args:
+        module: the network, before its first client.
+        federated: names of the buffers that clients send, which the resident model loads.
+        watchers: objects whose attributes are looked at, too, and left alone, such as callbacks.
+
+    Attributes:
+        dropped: names of attributes and buffers whose changes by clients were undone.
+        shared: names of attributes that clients have changed and that cannot be put back.
+    """
+
+    def __init__(self, module: nn.Module, federated: Collection[str], watchers: Sequence[object] = ()) -> None:
+        self._watchers = [(each, {name: fingerprint(value) for name, value in vars(each).items()}) for each in watchers]
+        self._modes = [(each, each.training) for each in module.modules()]
+        self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        self._snapshots = {
+            path: Snapshot(each, own_attributes())
+            for path, each in module.named_modules()
+            if type(each).__module__.split(".")[0] not in LIBRARIES and not isinstance(each, Metric)
+        }
+        self._module, live = module, dict(module.named_buffers())
+        self._buffers = {n: (live[n], version_of(live[n]), live[n].clone()) for n in noted_buffers(module, federated)}
+        self._by_hook: set[tuple[str, str]] = set()
+        self.dropped: set[str] = set()
+        self.shared: set[str] = set()
+
+    def note_hook(self) -> None:
+        """Take what has changed since the start as the work of ``on_client_start``, of which nothing is said."""
+        self._by_hook |= {(path, name) for path, snapshot in self._snapshots.items() for name in snapshot.changes()}
+
+    def restore(self, *, keep_hooks: bool = False) -> None:
+        """Put everything back that can be.
+
+        Args:
+            keep_hooks: leave what ``on_client_start`` has set.
+        """
+        for each, prints in self._watchers:
+            changed = [name for name, value in vars(each).items() if fingerprint(value) != prints.get(name, ABSENT)]
+            self.shared |= {f"{type(each).__name__}.{name}" for name in changed}
+        for each, training in self._modes:
+            if each.training is not training:  # nn.Module's own setattr costs 1 µs
+                each.training = training
+        for parameter, flag in self._flags:
+            if parameter.requires_grad is not flag:
+                parameter.requires_grad_(flag)
+        for path, snapshot in self._snapshots.items():
+            changed = snapshot.changes()
+            names = [name for name in changed if snapshot.can_restore(name)]
+            for name in changed:
+                if (path, name) not in self._by_hook:
+                    where = self.dropped if name in names else self.shared
+                    where.add(f"self.{path}.{name}" if path else f"self.{name}")
+            snapshot.restore_values([n for n in names if not (keep_hooks and (path, n) in self._by_hook)])
+        live = dict(self._module.named_buffers()) if self._buffers else {}
+        for name, (buffer, version, values) in self._buffers.items():
+            if live.get(name) is not buffer or version_of(buffer) != version:
+                self.dropped.add(f"self.{name}")
+                with torch.no_grad():
+                    live[name].copy_(values)
+
+
+def noted_buffers(module: nn.Module, federated: Collection[str]) -> list[str]:
+    """Return the names of buffers that are not ``federated``, but for noise of bayesian-torch and torchmetrics."""
+    kinds = (BaseVariationalLayer_, Metric)
+    others = {id(buffer) for each in module.modules() if isinstance(each, kinds) for buffer in each.buffers()}
+    return [n for n, buffer in module.named_buffers() if n not in federated and id(buffer) not in others]
+
+
+@functools.cache
+def own_attributes() -> frozenset[str]:
+    """Names of the attributes that torch and Lightning themselves keep on a module."""
+    return frozenset(vars(L.LightningModule())) | {"log", "on_save_checkpoint"}
+
+
+def fingerprint(value: Any, depth: int = 4) -> Any:
+    """Return something that changes when ``value`` is replaced or written into; of unknown objects the identity."""
+    if type(value) in UNCHANGING:
+        return value
+    if isinstance(value, Tensor):
+        return id(value), version_if_any(value)
+    if isinstance(value, int | float | complex | str | bytes):
+        return value
+    if isinstance(value, np.ndarray):
+        return id(value), value.tobytes() if value.nbytes <= LARGE else value.shape
+    if isinstance(value, GENERATORS):
+        state = _state_of(value)
+        return id(value), state if isinstance(value, torch.Generator) else pickle.dumps(state)
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if depth == 0:
+        return id(value)
+    if isinstance(value, CONTAINERS) and len(value) > LONG:
+        return id(value), len(value)
+    if isinstance(value, dict):
+        return id(value), [(id(key), fingerprint(each, depth - 1)) for key, each in value.items()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return id(value), [fingerprint(each, depth - 1) for each in value]
+    if _is_opaque(value) or not hasattr(value, "__dict__"):
+        return id(value)
+    return id(value), fingerprint(vars(value), depth - 1)
+
+
+def _is_opaque(value: Any) -> bool:
+    """Return True for classes, modules and objects of :data:`LIBRARIES`."""
+    return isinstance(value, type | nn.Module) or type(value).__module__.split(".")[0] in LIBRARIES
+
+
+def _generators(value: Any, depth: int = 4) -> Iterator[Any]:
+    """Yield the random generators that a value holds, at most ``depth`` levels down."""
+    if type(value) in UNCHANGING or isinstance(value, Tensor):
+        return
+    if isinstance(value, GENERATORS):
+        yield value
+    elif depth and isinstance(value, dict):
+        for each in value.values():
+            yield from _generators(each, depth - 1)
+    elif depth and isinstance(value, list | tuple | set | frozenset | deque) and len(value) <= LONG:
+        for each in value:
+            yield from _generators(each, depth - 1)
+    elif depth and hasattr(value, "__dict__") and not _is_opaque(value):
+        yield from _generators(vars(value), depth - 1)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)

@@ -1,0 +1,317 @@
+"""The vectorized engine: the clients of a round train at once, as one stack of networks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fedbayes.clients.client import Client, ClientState
+from lightning_fedbayes.clients.context import Step, TrainingContext
+from lightning_fedbayes.clients.engine import SMALL_STEP, Engine, threads_for
+from lightning_fedbayes.clients.loader import FederatedLoader
+from lightning_fedbayes.clients.model import ResidentModel, Tensors
+from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
+from lightning_fedbayes.clients.vectorized.optimizer import counts_by_row
+from lightning_fedbayes.clients.vectorized.probe import ProbeResult, explained
+from lightning_fedbayes.clients.vectorized.schedule import (
+    Group,
+    Scheduler,
+    Slots,
+    StackedBatch,
+    StackedBatches,
+    add_rows,
+    rows_of_tree,
+    slots_of,
+)
+from lightning_fedbayes.clients.vectorized.stack import ClientStack, attributes_of, clipping
+from lightning_fedbayes.clients.vectorized.step import StackedStep
+from lightning_fedbayes.core.errors import FedBayesError, FusionError
+from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
+from lightning_fedbayes.core.seeding import derive_seed, seed_everything
+from lightning_fedbayes.server.plan import RoundPlan, cohort_size
+
+PASSES = 10
+"""Approximate operations per parameter for reading, fusing and loading a client's posterior."""
+
+Outputs = tuple[Tensor | None, Mapping[str, Any]]
+"""Result of a step: the clients' losses, None if it was skipped or failed, and the other values it returned."""
+
+STEPS_PER_BATCH = 16
+"""Small steps in one batch of the loop: its own work per batch takes as long as a third of a small step."""
+
+
+class VectorizedEngine(Engine):
+    """Trains clients at once: clients at the same step with batches of equal size take it together.
+
+    ``training_step`` runs under vmap with each client's own parameters, buffers and noise, and the
+    user's optimizer steps the stack. The module itself holds the global model throughout. Without noise the result is
+    that of the sequential engine to rounding; with noise, the same in distribution.
+
+    Args:
+        context, model, loader, options: see :class:`~lightning_fedbayes.clients.engine.Engine`.
+        probed: result of the probe of this module.
+        clients_at_once: most clients in the stack.
+    """
+
+    name: ClassVar[str] = "vectorized"
+    takes_own_steps: ClassVar[bool] = True
+
+    def __init__(
+        self, context: TrainingContext, model: ResidentModel, loader: FederatedLoader, *, probed: ProbeResult,
+        clients_at_once: int, **options: Any,
+    ) -> None:
+        self.log: StackedTrainingLog
+        self.probed = probed
+        self.clients_at_once = clients_at_once
+        super().__init__(context, model, loader, StackedTrainingLog(context), **options)
+        self._step = StackedStep(context, self.log)
+        self._clip = clipping(context)
+        optimizer = context.optimizers[0]
+        has_state = self.keep_optimizer or model.learned is not None
+        self._counts = counts_by_row(optimizer, probed.stacked_keys) if has_state else frozenset[str]()
+        self._stack: ClientStack | None = None
+        self._failures: dict[int, Exception] = {}
+        self.prepare = self._prepare
+
+    def use(self, loader: FederatedLoader) -> None:
+        """Take the clients from ``loader`` from now on, and let it bring stacked batches."""
+        super().use(loader)
+        batching = loader.batching
+        largest = min(self.clients_at_once, cohort_size(len(self.sizes), batching.fraction))
+        steps = STEPS_PER_BATCH if self.probed.flops * largest <= SMALL_STEP else 1
+        self._scheduler = Scheduler(self.sizes, batching, self.clients_at_once, steps)
+        loader.arrangement = StackedBatches(loader, self._scheduler)
+
+    def num_batches(self, plan: RoundPlan) -> int:
+        """Return the number of batches: each has up to :data:`STEPS_PER_BATCH` steps of groups of clients."""
+        return len(self._scheduler(plan)) if plan.cohort else 1
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """Prepare for the clients of ``plan``."""
+        super().begin_round(plan)
+        if plan.cohort:
+            self._schedule = self._scheduler(plan)
+        self._positions = {client: position for position, client in enumerate(plan.cohort)}
+
+    def end_round(self, *, success: bool) -> None:
+        """Drop the stack; if the round succeeded, keep the clients' states."""
+        self._drop_stack()
+        for optimizer in self.context.optimizers:
+            optimizer.zero_grad()
+            optimizer.state.clear()
+        super().end_round(success=success)
+
+    def begin_batch(self, batch_idx: int) -> Sequence[Client]:
+        """At the first batch of a chunk, stack its clients."""
+        if not self.plan.cohort:
+            return ()
+        chunk, groups = self._batch = self._schedule.batches[batch_idx]
+        if groups[0] is not chunk.groups[0]:
+            return ()
+        clients = [self.client(self._positions[number]) for number in chunk.clients]
+        self._failures = {}
+        self._losses = torch.zeros(len(clients), device=self.context.device)
+        self._batches = [0] * len(clients)
+        starts = self.plan.starts
+        self._lengths = [starts[client.position + 1] - starts[client.position] for client in clients]
+        self._kept: dict[int, Any] = {}
+        self.log.begin_chunk(len(clients))
+        seed_everything(derive_seed(self.seed, "training", self.plan.round, min(chunk.clients)))
+        try:
+            with self.threads():
+                self._stack = self.stack(clients)
+        except Exception as error:  # in on_client_start
+            self._failures = dict.fromkeys(range(len(clients)), error)
+        self._start = time.perf_counter()
+        return clients
+
+    def stack(self, clients: Sequence[Client]) -> ClientStack:
+        """Stack the networks of ``clients`` at their start."""
+        states = [self.states.get(client.number, ClientState()) for client in clients]
+        begun = [self.optimizer_states(client, state) for client, state in zip(clients, states)]
+        probed = self.probed
+        return ClientStack(
+            self.model, self.context.optimizers[0], self._step, clients, states,
+            [each[0] if each else {} for each in begun], probed.stacked_keys, self._counts, probed.layouts, self.sites,
+            self.terms(clients, states, stacked=True),
+        )
+
+    def _prepare(self, batches: list[StackedBatch]) -> Any:
+        """Move stacked batches to the device. Returns the list of batches that callbacks see."""
+        convert, device = self.context.precision.convert_input, self.context.device
+        if device.type != "cpu" or type(self.context.precision) is not Precision:
+            batches = [
+                StackedBatch([(s, move_data_to_device(convert(data), device)) for s, data in b.parts], b.failures)
+                for b in batches
+            ]
+        self._batches_at_hand = batches
+        return [data for batch in batches for _, data in batch.parts]
+
+    def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
+        """Take a few stacked steps in place of the loop's own ``step``. Returns the last outputs."""
+        if not self.plan.cohort:
+            return {}
+        _, groups = self._batch
+        steps = self.context.steps
+        outputs: Outputs = None, {}
+        with threads_for(self.probed.flops * max(len(group.slots) for group in groups)):
+            for group, batch in zip(groups, self._batches_at_hand, strict=True):
+                steps.increment_ready()
+                outputs = self._train_group(group, batch)
+                steps.increment_completed()
+        losses, rest = outputs
+        return rest if losses is None else {"loss": losses.mean(), **rest}
+
+    def _train_group(self, group: Group, batch: StackedBatch) -> Outputs:
+        """Take one step of a group."""
+        for slot, error in batch.failures.items():
+            self._failures.setdefault(slot, error)
+        parts = [part for slots, data in batch.parts for part in self._parts(slots, data, group.step)]
+        if len(parts) > 1:
+            group = replace(group, alone=False)
+        outputs: Outputs = None, {}
+        for slots, data in parts:
+            outputs = self._train(slots, data, group)
+        return outputs
+
+    def _index(self, slot: int, step: int) -> int:
+        """Return the number of the batch in the client's local epoch."""
+        return step % (self._lengths[slot] // self.plan.local_epochs)
+
+    def _parts(self, slots: Slots, data: Any, step: int) -> Iterator[tuple[Slots, Any]]:
+        """Yield the clients that have not failed, with their batches, in groups that can step together."""
+        healthy = slots_of([slot for slot in slots if slot not in self._failures]) if self._failures else slots
+        if self._stack is None or not healthy:
+            return
+        kinds = self._stack.optimizer.alike(healthy)
+        if self.probed.reads_index and self.plan.local_epochs > 1:
+            split = [(kind, {self._index(slot, step) for slot in kind}) for kind in kinds]
+            kinds = [
+                slots_of([slot for slot in kind if self._index(slot, step) == index])
+                for kind, indices in split for index in sorted(indices)
+            ]
+        for together in kinds:
+            yield together, data if together == slots else rows_of_tree(data, [slots.index(slot) for slot in together])
+
+    def _train(self, slots: Slots, data: Any, group: Group) -> Outputs:
+        """Take one step of clients of one kind; if it fails, of one client at a time, to find those that fail."""
+        assert self._stack is not None
+        optimizer = self._stack.optimizer
+        try:
+            index = self._index(slots[0], group.step)
+            optimizer.select(slots, group.step, alone=group.alone)
+            losses, rest = None, {}
+            for _ in range(optimizer.draws):
+                with optimizer.drawn():
+                    losses, rest = self._stack.forward_backward(slots, data, index, clip=self._clip)
+        except (MisconfigurationException, FedBayesError):
+            raise  # an error in the set-up, the same for every client
+        except Exception as error:
+            if len(slots) == 1:
+                self._failures[slots[0]] = explained(error)
+                return None, {}
+            singles = [(range(slot, slot + 1), rows_of_tree(data, [row])) for row, slot in enumerate(slots)]
+            return [self._train(single, batch, group) for single, batch in singles][-1]
+        try:
+            optimizer.skip() if losses is None else optimizer.step()
+            if self.model.learned is not None and losses is not None:
+                done = [(group.step + 1) / self._lengths[slot] for slot in slots]
+                self.model.learned.observe(optimizer.optimizer, done)
+        except Exception as error:  # some of them may have been stepped
+            self._failures.update(dict.fromkeys(slots, error))
+            return None, {}
+        for slot, error in self.log.add(slots, data).items():
+            self._failures.setdefault(slot, error)
+        if self.keep_optimizer:
+            done = [slot for slot in slots if group.step + 1 == self._lengths[slot]]
+            self._kept.update({slot: optimizer.read_state(slot) for slot in done})
+        if losses is not None:
+            add_rows(self._losses, slots, losses)
+            for slot in slots:
+                self._batches[slot] += 1
+        return losses, rest
+
+    def end_batch(self, batch_idx: int) -> Sequence[ClientUpdate | ClientFailure]:
+        """At the last batch of a chunk, read the updates of its clients."""
+        if not self.plan.cohort:
+            return ()
+        chunk, groups = self._batch
+        if groups[-1] is not chunk.groups[-1]:
+            return ()
+        stack, logged = self._stack, self.log.end_chunk(chunk.clients)
+        results: list[ClientUpdate | ClientFailure] = []
+        if stack is None:
+            seconds = self.seconds() / len(chunk.clients)
+            return [self._failed(slot, number, seconds) for slot, number in enumerate(chunk.clients)]
+        with self.threads():
+            measured = None if self.model.learned is None else partial(self._measured, chunk.clients)
+            losses, posteriors = self._losses.tolist(), stack.read_posteriors(measured)
+        seconds = self.seconds() / len(chunk.clients)
+        for slot, number in enumerate(chunk.clients):
+            posterior, own = posteriors[slot], {}
+            try:
+                if slot not in self._failures:
+                    found = stack.precisions(slot, self.sizes[number], self.plan.local_epochs)
+                    posterior, own = self.sent_and_kept(number, posterior, found)
+            except FusionError as unusable:
+                self._failures[slot] = unusable
+            if slot in self._failures:
+                results.append(self._failed(slot, number, seconds))
+                continue
+            metrics = logged[slot]
+            if self._batches[slot]:
+                metrics = {"train_loss": losses[slot] / self._batches[slot], **metrics}
+            buffers = stack.read_buffers(slot)
+            results.append(ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds))
+            kept = [self._kept[slot]] if slot in self._kept else []
+            self._trained[number] = ClientState(stack.read_local(slot), kept, **own)
+        last = self.client(self._positions[chunk.clients[-1]])
+        vars(self.context.module).update(attributes_of(stack.attributes, last))
+        self._drop_stack()
+        return results
+
+    def _measured(
+        self, clients: Sequence[int], slot: int, values: Tensors, buffers: Tensors, optimizer: Mapping[int, Any]
+    ) -> Tensors:
+        """Return the variances of the client in ``slot``; the global ones if it has failed."""
+        assert self.model.learned is not None
+        if slot not in self._failures:
+            number = clients[slot]
+            client, state = self.client(self._positions[number]), self.states.get(number, ClientState())
+            try:
+                return self.measured(client, state, values, buffers, optimizer)
+            except (MisconfigurationException, FedBayesError):
+                raise
+            except Exception as error:
+                self._failures[slot] = error
+        return self.model.learned.variances
+
+    def _failed(self, slot: int, client: int, seconds: float) -> ClientFailure:
+        """Return the failure of the client in ``slot``."""
+        return ClientFailure(client, self._failures[slot], self.sizes[client], seconds)
+
+    def threads(self) -> AbstractContextManager[None]:
+        """Use one thread inside if the posteriors of the round are small."""
+        parameters = sum(parameter.numel() for parameter in self.model.parameters.values())
+        return threads_for(PASSES * parameters * len(self.plan.cohort))
+
+    def close(self) -> None:
+        """Give the optimizer its own parameters back."""
+        self._drop_stack()
+
+    def _drop_stack(self) -> None:
+        """Remove the stack, if there is one."""
+        if self._stack is not None:
+            self._stack.remove()
+            self._stack = None

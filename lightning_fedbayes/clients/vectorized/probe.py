@@ -1,0 +1,255 @@
+"""Probe: a dry run of the first batch of two clients, to find whether and how a module can be trained as a stack."""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from torchmetrics import Metric
+
+from lightning_fedbayes.clients.client import Client, ClientState, parameters_of
+from lightning_fedbayes.clients.context import TrainingContext
+from lightning_fedbayes.clients.engine import threads_for
+from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
+from lightning_fedbayes.clients.model import ResidentModel
+from lightning_fedbayes.clients.snapshot import LIBRARIES
+from lightning_fedbayes.clients.vectorized.dry_run import check_against_single, check_buffers, dry_run
+from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
+from lightning_fedbayes.clients.vectorized.optimizer import check_elementwise
+from lightning_fedbayes.clients.vectorized.schedule import stack_batches
+from lightning_fedbayes.clients.vectorized.stack import ClientStack, Layout, layout_of
+from lightning_fedbayes.clients.vectorized.step import StackedStep
+from lightning_fedbayes.core.errors import CannotVectorize
+from lightning_fedbayes.core.private_torch import (
+    TorchDispatchMode,
+    has_backward_hook,
+    has_gradient_hook,
+    has_step_hook,
+    tree_leaves,
+)
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Properties of a module and its optimizer that the vectorized engine needs.
+
+    Args:
+        stacked_keys: names of the optimizer's state that has the parameter's shape.
+        layouts: name of the parameter → memory layout of its stacked gradient.
+        reads_index: ``training_step`` uses the number of the batch.
+        flops: floating-point operations of one client's step, in matrix products and convolutions.
+        bytes_per_client: memory that one more client in the stack takes.
+        fused_times: steps in time of recurrent layers that are one operation for one client, and many for a stack.
+    """
+
+    stacked_keys: frozenset[str]
+    layouts: Mapping[str, Layout | None]
+    reads_index: bool
+    flops: int
+    bytes_per_client: int
+    fused_times: int
+
+
+def probe(
+    context: TrainingContext, model: ResidentModel, loader: FederatedLoader, clients: Sequence[Client]
+) -> ProbeResult:
+    """Take one step of two clients as a stack, in a dry run.
+
+    Args:
+        context: the training loop's module, optimizers and options.
+        model: the resident network.
+        loader: the federation's loader.
+        clients: two clients.
+
+    Raises:
+        CannotVectorize: the module, its optimizer, its batches or the Trainer do not allow it; the message says why.
+    """
+    module = context.module
+    log = StackedTrainingLog(context)
+    log.install()
+    try:
+        obstacle = next(iter(context.obstacles()), None) or next(_stacking_obstacles(context, model), None)
+        if obstacle is not None:
+            raise CannotVectorize(obstacle)
+        optimizer = context.optimizers[0]
+        stacked_keys = check_elementwise(optimizer)  # first: a stack empties the optimizer's state
+        step = StackedStep(context, log)
+        flops, allocations = FlopCounterMode(display=False), _Allocations()
+        data = _first_batch(context, loader, clients)
+        index = _Index(0)
+        with threads_for(0), context.watched(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of operations that are slow in a stack, or the same ones as in training
+            with dry_run(module, optimizer) as check_unchanged:
+                stack = ClientStack(model, optimizer, step, clients, [ClientState()] * 2, [{}] * 2)
+                try:
+                    with flops, allocations:
+                        layouts = _layouts(stack, data, index)
+                    check_buffers(stack)
+                    fused_times = step.fused_times
+                    log.check_metrics()
+                finally:
+                    stack.remove()
+                check_unchanged()
+                check_against_single(context, model, step, clients, data)
+                check_unchanged()
+    except CannotVectorize:
+        raise
+    except Exception as error:
+        raise CannotVectorize(f"a step cannot run for several clients at once: {explain(error)}") from error
+    finally:
+        log.remove()
+    own = sum(p.numel() * p.element_size() for p in parameters_of(optimizer))
+    total = allocations.bytes // 2 + own * (2 + len(stacked_keys))
+    return ProbeResult(stacked_keys, layouts, index.is_read, flops.get_total_flops() // 2, total, fused_times)
+
+
+def _first_batch(context: TrainingContext, loader: FederatedLoader, clients: Sequence[Client]) -> Any:
+    """Return the first batch of one of the ``clients``, twice in a stack."""
+    batches = [loader.load(0, client.number) for client in clients]
+    batch = next((batch for batch in batches if not isinstance(batch, FailedBatch)), batches[0])
+    if isinstance(batch, FailedBatch):
+        raise CannotVectorize(f"a first batch could not be loaded: {batch.error}") from batch.error
+    ((_, data),) = stack_batches(range(2), [batch, batch]).parts
+    return move_data_to_device(context.precision.convert_input(data), context.device)
+
+
+def _layouts(stack: ClientStack, data: Any, index: int) -> dict[str, Layout | None]:
+    """Take a forward and a backward pass. Returns the memory layouts of the gradients by name."""
+    layouts: dict[str, Layout | None] = {}
+    stack.optimizer.select(range(2), 0, alone=True)
+    for name, parameter in zip(stack.names, stack.optimizer.parameters):
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient, name=name: layouts.update({name: layout_of(gradient)}))
+    stack.forward_backward(range(2), data, index)
+    return layouts
+
+
+class _Index(int):
+    """The number of a batch, which notes that it is used."""
+
+    is_read = False
+
+
+def _noting(name: str) -> Any:
+    def method(self: _Index, *args: Any) -> Any:
+        self.is_read = True
+        return getattr(int, name)(self, *args)
+
+    return method
+
+
+for _name in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
+    *("divmod", "rdivmod", "pow", "rpow", "neg", "pos", "abs", "lshift", "rlshift", "rshift", "rrshift", "invert"),
+    *("and", "rand", "or", "ror", "xor", "rxor", "eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "index"),
+    *("hash", "format", "str", "repr", "round", "trunc", "ceil", "floor"),
+):
+    setattr(_Index, f"__{_name}__", _noting(f"__{_name}__"))
+
+
+def _stacking_obstacles(context: TrainingContext, model: ResidentModel) -> Iterator[str]:
+    """Yield the reasons why a stack cannot train this module, of those that a dry run would not show."""
+    own = {id(p) for p in model.parameters.values()}
+    if not parameters_of(context.optimizers[0]):
+        yield "the optimizer has no parameters"
+    for parameter in parameters_of(context.optimizers[0]):
+        if id(parameter) not in own:
+            yield "the optimizer holds a tensor that is no parameter of the module"
+    for name, parameter in model.parameters.items():
+        if has_gradient_hook(parameter):
+            yield f"the parameter {name} has a hook, which would not see the clients' gradients"
+    for path, each in model.module.named_modules():
+        if has_backward_hook(each):
+            yield f"the module {path} has a backward hook, which vmap leaves out"
+    optimizer = context.optimizers[0]
+    if has_step_hook(optimizer):
+        yield f"{type(optimizer).__name__} has a hook on its step, which may look at the module"
+    kept = tree_leaves([value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")])
+    if any(leaf is parameter for leaf in kept for parameter in parameters_of(optimizer)):
+        yield f"{type(optimizer).__name__} keeps parameters elsewhere than in its groups"
+    if getattr(context.precision, "scaler", None) is not None:
+        yield "a gradient scaler would skip the step of all clients when one overflows; use bf16-mixed"
+
+
+class _Allocations(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations create: an upper bound of what a step holds at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            new = [t for t in tree_leaves(result) if isinstance(t, Tensor) and not any(t is given for given in args)]
+            self.bytes += sum(t.numel() * t.element_size() for t in new)
+        return result
+
+
+CAUSES = (
+    (r"\.item\(\)", "takes a number out of a tensor by .item(): compute with the tensor itself"),
+    (r"data-dependent control flow", "decides by the value of a tensor: use torch.where"),
+    (r"data pointer|\.numpy\(\)|numpy", "leaves torch by .numpy() or the like: stay in torch"),
+    (r"requires_grad_\(\)|torch\.autograd", "takes gradients itself, or switches them on or off"),
+    (r"inplace|in-place", "writes into a tensor that clients share: make a new one"),
+    (r"escaped from inside", "keeps a tensor of one step for the next where the module does not hold it"),
+    (r"saved-tensor hooks", "checkpoints activations, which a stack of clients cannot"),
+    (r"aten::(?:lstm|gru|rnn_\w+)\.",
+     "runs a recurrent layer with dropout between layers, projections, half precision or a PackedSequence in a stack"),
+    (r"not implemented for ([\w:.]+)", r"uses {0}, which torch cannot run for a stack"),
+)
+"""Pattern in torch's message → what the code does, and what to do instead."""
+
+
+def explain(error: Exception) -> str:
+    """Return in one line what the code does that a stack of clients cannot, in which layer or metric, and where."""
+    first = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+    text = first
+    for pattern, cause in reversed(CAUSES):
+        match = re.search(pattern, str(error))
+        if match:
+            text = cause.format(*(group.rstrip(".") for group in match.groups()))
+    return ", ".join(part for part in (text, _owner(error.__traceback__), _line(error)) if part)
+
+
+def explained(error: Exception) -> Exception:
+    """Return ``error``, or a CannotVectorize with the remedy if vmap refuses what it did not meet in the probe."""
+    if isinstance(error, RuntimeError) and "vmap" in str(error):
+        return CannotVectorize(
+            f"training_step can no longer run for several clients at once: {explain(error)}. Use engine='sequential'"
+        )
+    return error
+
+
+def _owner(trace: TracebackType | None) -> str:
+    """Return the innermost layer or metric in which the error was raised."""
+    name = ""
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, Metric):
+            return f"in the metric {type(owner).__name__}"
+        if isinstance(owner, nn.Module) and not isinstance(owner, L.LightningModule):
+            name = f"in the layer {type(owner).__name__}"
+        trace = trace.tb_next
+    return name
+
+
+def _line(error: Exception) -> str:
+    """Return the innermost line that is not of a library; of an installed package only if there is no other."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not set(Path(frame.filename).parts) & {*LIBRARIES}]
+    if not own:
+        return ""
+    here = [frame for frame in own if "site-packages" not in Path(frame.filename).parts]
+    last = (here or own)[-1]
+    return f"at line {last.lineno} of {Path(last.filename).name} (`{last.line}`)"

@@ -1,0 +1,321 @@
+"""Schedule and batches of a round: clients at the same step with batches of equal size form a group.
+
+A group steps together. Batches come from the same data and in the same order as client by client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader, examples
+from lightning_fedbayes.core.errors import CannotVectorize
+from lightning_fedbayes.core.private_torch import tree_flatten, tree_map, tree_unflatten
+from lightning_fedbayes.server.plan import Batching, RoundPlan, batches_per_epoch, client_order
+
+Slots = range | tuple[int, ...]
+"""Rows of clients in a stack, ascending; a ``range`` if they are consecutive, so that selecting them gives a view."""
+
+
+def slots_of(slots: Sequence[int]) -> Slots:
+    """Return ``slots`` as a range if they are consecutive, else as a tuple."""
+    if not slots:
+        return range(0)
+    return range(slots[0], slots[-1] + 1) if slots[-1] - slots[0] + 1 == len(slots) else tuple(slots)
+
+
+def take_rows(stack: Tensor, slots: Slots) -> Tensor:
+    """Return the rows ``slots`` of a tensor of shape (clients, *): a view if they are consecutive, else a copy."""
+    return stack[slots.start : slots.stop] if isinstance(slots, range) else stack[list(slots)]
+
+
+def put_rows(stack: Tensor, slots: Slots, rows: Tensor) -> None:
+    """Write ``rows`` into the rows ``slots`` of ``stack``, unless they are the view from :func:`take_rows`."""
+    if isinstance(slots, range):
+        target = stack[slots.start : slots.stop]
+        if target.data_ptr() != rows.data_ptr():
+            target.copy_(rows)
+    else:
+        stack[list(slots)] = rows
+
+
+def add_rows(stack: Tensor, slots: Slots, rows: Tensor | float) -> None:
+    """Add ``rows`` to the rows ``slots`` of ``stack``."""
+    if isinstance(slots, range):
+        stack[slots.start : slots.stop].add_(rows)
+    else:
+        stack[list(slots)] += rows
+
+
+@dataclass(frozen=True)
+class Group:
+    """Clients that take one step together.
+
+    Args:
+        step: number of steps that each of them has taken before.
+        slots: their rows in the stack.
+        batch_size: number of examples in the batch of each.
+        alone: True if this group has all clients that take this step.
+    """
+
+    step: int
+    slots: Slots
+    batch_size: int
+    alone: bool = True
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Clients that are in the stack at the same time.
+
+    Args:
+        clients: number of the client in each slot, those with most steps first, so that the
+            first rows are those of the clients that still train.
+        groups: the steps, in order.
+    """
+
+    clients: tuple[int, ...]
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a round.
+
+    Args:
+        chunks: one after another.
+        steps_per_batch: most steps in one of the Trainer's batches.
+    """
+
+    chunks: tuple[Chunk, ...]
+    steps_per_batch: int = 1
+
+    @cached_property
+    def batches(self) -> tuple[tuple[Chunk, tuple[Group, ...]], ...]:
+        """The Trainer's batches: for each the chunk, and its consecutive steps in this batch."""
+        length = self.steps_per_batch
+        return tuple(
+            (chunk, chunk.groups[start : start + length])
+            for chunk in self.chunks
+            for start in range(0, len(chunk.groups), length)
+        )
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class Scheduler:
+    """Makes the schedule of a round, and keeps the last one, because cohorts often stay the same.
+
+    Args:
+        sizes: number of examples of every client.
+        batching: batch size, local epochs and order of the examples.
+        clients_at_once: most clients in the stack.
+        steps_per_batch: most steps in one of the Trainer's batches.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], batching: Batching, clients_at_once: int, steps_per_batch: int = 1
+    ) -> None:
+        self.sizes = tuple(sizes)
+        self.batching = batching
+        self.clients_at_once = clients_at_once
+        self.steps_per_batch = steps_per_batch
+        self._last: tuple[tuple[int, ...], Schedule] = ((), Schedule(()))
+
+    def __call__(self, plan: RoundPlan) -> Schedule:
+        """Return the schedule of the round of ``plan``."""
+        if self._last[0] != plan.cohort:
+            chunks = chunk_cohort(plan, self.sizes, self.batching, self.clients_at_once)
+            self._last = plan.cohort, Schedule(chunks, self.steps_per_batch)
+        return self._last[1]
+
+    def batch_order(self, plan: RoundPlan) -> Iterator[tuple[int, int]]:
+        """Yield (client, step) of every batch in the order in which the loader must bring them."""
+        for chunk in self(plan).chunks:
+            for group in chunk.groups:
+                yield from ((chunk.clients[slot], group.step) for slot in group.slots)
+
+
+def chunk_cohort(
+    plan: RoundPlan, sizes: Sequence[int], batching: Batching, clients_at_once: int
+) -> tuple[Chunk, ...]:
+    """Split the cohort of ``plan`` into chunks of at most ``clients_at_once`` clients, and their steps into groups.
+
+    Clients with similar numbers of steps share a chunk; chunks have as equal numbers of clients as possible.
+
+    >>> from lightning_fedbayes.server.plan import plan_round
+    >>> batching = Batching(batch_size=4, shuffle=False)
+    >>> (chunk,) = chunk_cohort(plan_round(0, (8, 6, 3), batching), (8, 6, 3), batching, clients_at_once=3)
+    >>> for group in chunk.groups: print(group)
+    Group(step=0, slots=range(0, 2), batch_size=4, alone=False)
+    Group(step=0, slots=range(2, 3), batch_size=3, alone=False)
+    Group(step=1, slots=range(0, 1), batch_size=4, alone=False)
+    Group(step=1, slots=range(1, 2), batch_size=2, alone=False)
+    """
+
+    def longest_first(client: int) -> tuple[int, int]:
+        remainder = _last_batch_size(sizes[client], batching)
+        return -batches_per_epoch(sizes[client], batching), -remainder
+
+    order = sorted(plan.cohort, key=longest_first)
+    count = -(-len(order) // clients_at_once)
+    bounds = [len(order) * i // count for i in range(count + 1)]
+    chunks = [tuple(order[bounds[i] : bounds[i + 1]]) for i in range(count)]
+    return tuple(Chunk(clients, _groups([sizes[c] for c in clients], batching)) for clients in chunks)
+
+
+def _groups(sizes: Sequence[int], batching: Batching) -> tuple[Group, ...]:
+    """Return the steps of one chunk, whose clients are in order of decreasing number of batches."""
+    lengths = [batches_per_epoch(size, batching) for size in sizes]
+    short: dict[int, dict[int, list[int]]] = {}  # step → batch size → slots
+    for slot, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
+        last = _last_batch_size(size, batching)
+        if last < batching.batch_size:
+            for epoch in range(1, batching.local_epochs + 1):
+                short.setdefault(epoch * length - 1, {}).setdefault(last, []).append(slot)
+    groups: list[Group] = []
+    active = len(sizes)
+    for step in range(batching.local_epochs * max(lengths)):
+        while lengths[active - 1] * batching.local_epochs <= step:
+            active -= 1
+        others = short.get(step, {})
+        apart = {slot for slots in others.values() for slot in slots}
+        full = [slot for slot in range(active) if slot not in apart] if apart else range(active)
+        members = {batching.batch_size: full, **{size: others[size] for size in sorted(others, reverse=True)}}
+        together = {size: slots_of(slots) for size, slots in members.items() if slots}
+        groups += [Group(step, slots, size, len(together) == 1) for size, slots in together.items()]
+    return tuple(groups)
+
+
+def _last_batch_size(size: int, batching: Batching) -> int:
+    """Return the number of examples in the last batch of an epoch."""
+    if batching.drop_last:
+        return batching.batch_size
+    return min(batching.batch_size, size - (batches_per_epoch(size, batching) - 1) * batching.batch_size)
+
+
+@dataclass(frozen=True)
+class StackedBatch:
+    """The batches of a group of clients.
+
+    Args:
+        parts: (slots, data) of clients whose batches have equal shapes; the data are tensors of shape
+            (clients, batch, *).
+        failures: slot → error of every client whose batch could not be loaded.
+    """
+
+    parts: list[tuple[Slots, Any]]
+    failures: dict[int, Exception] = field(default_factory=dict)
+
+
+class StackedBatches:
+    """The batches of a loader in the order of a round's schedule.
+
+    Args:
+        loader: the federation's loader.
+        scheduler: makes the schedule.
+    """
+
+    def __init__(self, loader: FederatedLoader, scheduler: Scheduler) -> None:
+        self.loader = loader
+        self.schedule = scheduler
+        shapes = {tuple(tensor.shape[1:] for tensor in tensors) for tensors, _ in loader.tensors}
+        self._loader = None if len(shapes) == 1 else loader.dataloader(scheduler.batch_order)
+
+    def length(self, plan: RoundPlan) -> int:
+        """Return the number of the Trainer's batches in the round."""
+        return len(self.schedule(plan))
+
+    def batches(self, plan: RoundPlan) -> Iterator[list[StackedBatch]]:
+        """Yield the Trainer's batches, each a list of the stacked batches of a few steps."""
+        schedule = self.schedule(plan)
+        steps = self._in_memory(plan, schedule) if self._loader is None else self._loaded(plan, schedule, self._loader)
+        for _, groups in schedule.batches:
+            yield list(islice(steps, len(groups)))
+
+    def _loaded(self, plan: RoundPlan, schedule: Schedule, loader: DataLoader) -> Iterator[StackedBatch]:
+        """Stack the batches that ``loader`` brings."""
+        batches = self.loader.iterate(loader, plan)
+        for chunk in schedule.chunks:
+            for group in chunk.groups:
+                yield stack_batches(group.slots, [next(batches) for _ in group.slots])
+
+    def _in_memory(self, plan: RoundPlan, schedule: Schedule) -> Iterator[StackedBatch]:
+        """Select the batches from tensors in memory, with one index for all clients and consecutive equal steps."""
+        chunk: Chunk | None = None
+        tensors, index = (), torch.zeros(0)
+        for of, groups in schedule.batches:
+            if of is not chunk:
+                chunk = of
+                tensors, rows = self._source(chunk)
+                index = self._index(plan, chunk, rows)
+            for (slots, size), alike in groupby(groups, lambda group: (group.slots, group.batch_size)):
+                steps = [group.step for group in alike]
+                picked = take_rows(index, slots)[:, steps[0] : steps[-1] + 1, :size].transpose(0, 1)
+                flat = picked.flatten()
+                found = [examples(tensor, flat).view(*picked.shape, *tensor.shape[1:]) for tensor in tensors]
+                for batch in zip(*found, strict=True):
+                    yield StackedBatch([(slots, list(batch))])
+
+    def _source(self, chunk: Chunk) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Return tensors with the examples of all clients of ``chunk``, and the rows of each client in them."""
+        sources = [self.loader.tensors[client] for client in chunk.clients]
+        sizes = [len(tensors[0]) if rows is None else len(rows) for tensors, rows in sources]
+        shared = sources[0][0]
+        if all(tensors is shared for tensors, _ in sources):
+            return shared, [torch.arange(size) if rows is None else rows for size, (_, rows) in zip(sizes, sources)]
+        parts = [[t if rows is None else examples(t, rows) for t in tensors] for tensors, rows in sources]
+        joined = tuple(torch.cat(each) for each in zip(*parts, strict=True))
+        return joined, list(torch.arange(sum(sizes)).split(sizes))
+
+    def _index(self, plan: RoundPlan, chunk: Chunk, rows: list[Tensor]) -> Tensor:
+        """Return the row of every example of every batch, shape (clients, steps, batch size); 0 as padding."""
+        batching, sizes = self.loader.batching, [len(each) for each in rows]
+        steps = [batching.local_epochs * batches_per_epoch(size, batching) for size in sizes]
+        index = torch.zeros(len(sizes), max(steps), batching.batch_size, dtype=torch.int64)
+        for slot, client in enumerate(chunk.clients):
+            size = sizes[slot]
+            count = batches_per_epoch(size, batching)
+            for epoch, order in enumerate(client_order(plan.round, client, size, batching)):
+                used = rows[slot][order][: count * batching.batch_size]
+                index[slot, epoch * count : (epoch + 1) * count].view(-1)[: len(used)] = used
+        return index
+
+
+def stack_batches(slots: Slots, batches: list[Any]) -> StackedBatch:
+    """Stack loaded batches, one for each slot, with those of equal structure, shapes and dtypes.
+
+    Raises:
+        CannotVectorize: a batch holds something other than tensors.
+    """
+    failures = {slot: batch.error for slot, batch in zip(slots, batches) if isinstance(batch, FailedBatch)}
+    alike: dict[Any, tuple[Any, list[int], list[list[Tensor]]]] = {}
+    for slot, batch in zip(slots, batches, strict=True):
+        if slot in failures:
+            continue
+        leaves, structure = tree_flatten(batch)
+        wrong = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]
+        if wrong:
+            raise CannotVectorize(f"batches hold more than tensors ({wrong[0]}), which cannot be stacked")
+        key = repr(structure), *((leaf.shape, leaf.dtype) for leaf in leaves)  # torch < 2.8 cannot hash a structure
+        _, members, stacked = alike.setdefault(key, (structure, [], []))
+        members.append(slot)
+        stacked.append(leaves)
+    parts = [
+        (slots_of(members), tree_unflatten([torch.stack(each) for each in zip(*stacked, strict=True)], structure))
+        for structure, members, stacked in alike.values()
+    ]
+    return StackedBatch(parts, failures)
+
+
+def rows_of_tree(data: Any, rows: list[int]) -> Any:
+    """Return some clients' batches out of a stacked one, a container of tensors of shape (clients, batch, *)."""
+    return tree_map(lambda tensor: tensor[rows], data)

@@ -1,0 +1,343 @@
+"""The stack: parameters, buffers and optimizer state of several clients, how they start, and what they send."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fedbayes.clients.client import Client, ClientState, parameters_of
+from lightning_fedbayes.clients.context import TrainingContext
+from lightning_fedbayes.clients.learned import variance_of
+from lightning_fedbayes.clients.model import ResidentModel, Tensors
+from lightning_fedbayes.clients.optimizers import OptimizerState
+from lightning_fedbayes.clients.sites import Pull, RoundSites, SquaredGradients
+from lightning_fedbayes.clients.snapshot import Snapshot
+from lightning_fedbayes.clients.vectorized.operations import StackedCavities
+from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
+from lightning_fedbayes.clients.vectorized.schedule import Slots, add_rows, put_rows, take_rows
+from lightning_fedbayes.clients.vectorized.step import Attributes, StackedStep
+from lightning_fedbayes.clients.vectorized.swap import ParameterSwap
+from lightning_fedbayes.core.errors import CannotVectorize
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.private_torch import register_pytree_node, tree_leaves, tree_map
+
+Measured = Callable[[int, Tensors, Tensors, Mapping[int, Mapping[str, Tensor]]], Tensors]
+
+Clip = Callable[[Sequence[Tensor]], None]
+
+Layout = tuple[int, ...]
+"""The dimensions of a tensor in order of decreasing stride.
+
+A stack of parameters gets the layout of its gradient. The gradient of a stacked weight matrix comes out of a batched
+product transposed; autograd copies a gradient into the layout of its parameter, and for a matrix that copy takes
+several times as long as the product itself.
+"""
+
+PLAIN = (int, float, str, type(None))
+"""Types of attributes that clients can share."""
+
+
+class ClientStack:
+    """Parameters, buffers and optimizer state of several clients; the module itself keeps the global model.
+
+    Args:
+        model: the resident network, with the global model from which the clients start.
+        optimizer: the user's.
+        step: the stacked training step.
+        clients: the clients in the stack, slot by slot.
+        states: state that each of them has kept from earlier rounds.
+        starts: state of each one's optimizer at its start.
+        stacked_keys, counts: see :class:`~lightning_fedbayes.clients.vectorized.optimizer.StackedOptimizer`.
+        layouts: name of the parameter → layout of its stack.
+        sites: the clients' sites in this round; None where the rule has none.
+        terms: what the clients' losses gain.
+    """
+
+    def __init__(
+        self,
+        model: ResidentModel,
+        optimizer: Optimizer,
+        step: StackedStep,
+        clients: Sequence[Client],
+        states: Sequence[ClientState],
+        starts: Sequence[OptimizerState],
+        stacked_keys: frozenset[str] = frozenset(),
+        counts: frozenset[str] = frozenset(),
+        layouts: Mapping[str, Layout | None] | None = None,
+        sites: RoundSites | None = None,
+        terms: Sequence[Pull] = (),
+    ) -> None:
+        self.model = model
+        self.step = step
+        names = {id(parameter): name for name, parameter in model.parameters.items()}
+        self.names = [names[id(parameter)] for parameter in parameters_of(optimizer)]
+        kept = model.kept_values().keys()  # an earlier run with other settings may have kept more
+        locals_ = [{name: value for name, value in state.local.items() if name in kept} for state in states]
+        rows = [
+            model.frozen[name].detach().expand(len(states), *model.frozen[name].shape) if name in model.frozen
+            else _stack(model.global_parameters[name], name, locals_, (layouts or {}).get(name)) for name in self.names
+        ]
+        live = {**dict(model.module.named_buffers()), **model.global_buffers}
+        self.buffers = {name: _stack(value, name, locals_) for name, value in live.items()}
+        everything = {**dict(zip(self.names, rows)), **self.buffers}
+        # first, because it may fail: nothing has been replaced yet
+        self.attributes = start_clients(step.module, clients, step.swap, everything)
+        self.optimizer = StackedOptimizer(optimizer, rows, starts, stacked_keys, counts)
+        own = [state.site for state in states]
+        self._variances: Tensors = {}
+        self._cavities, self._terms = None, terms
+        for term in terms:
+            term.lay_out(dict(zip(self.names, rows)))
+        self._squares: SquaredGradients | None = None
+        self._means: dict[str, str] = {}
+        if sites is not None and sites.parameters:
+            self._cavities = step.cavities(sites, own)
+            self._means = {name: names[id(each.mean)] for name, each in sites.parameters.items()}
+            if sites.measures:
+                zeros = {name: torch.zeros_like(everything[mean]) for name, mean in self._means.items()}
+                self._squares = SquaredGradients(zeros, len(clients), batch_part=sites.batch_part)
+
+    def forward_backward(
+        self, slots: Slots, batch: Any, batch_idx: int, *, clip: Clip | None = None
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Compute the gradients of the clients in ``slots``, for :meth:`StackedOptimizer.step`.
+
+        Args:
+            slots: the clients that :meth:`StackedOptimizer.select` has selected.
+            batch: their batches, tensors of shape (clients, batch, *).
+            batch_idx: the argument of ``training_step``.
+            clip: changes the gradients in place.
+
+        Returns: the losses, shape (clients,), None if ``training_step`` skipped the batch; and its other results.
+        """
+        optimizer = self.optimizer
+        parameters: Tensors = dict(zip(self.names, optimizer.parameters))
+        buffers = {name: take_rows(stack, slots) for name, stack in self.buffers.items()}
+        before = {name: rows.clone() for name, rows in buffers.items()}
+        stacked = self.attributes.stacked
+        if stacked:
+            stacked = tree_map(lambda value: take_rows(value, slots), stacked)
+        cavities = None if self._cavities is None else self._cavities.rows(slots)
+        try:
+            output = self.step(
+                parameters, buffers, Attributes(stacked, self.attributes.shared), batch, batch_idx,
+                cavities,
+            )
+            losses = output.losses
+            if losses is not None:
+                for term in self._terms:
+                    losses = losses + term(parameters, lambda stack: take_rows(stack, slots)).to(losses)
+                for parameter in optimizer.parameters:
+                    parameter.grad = None
+                losses.backward(torch.ones_like(losses))  # the clients share no parameter
+                if cavities is not None and self._squares is not None:
+                    self._measure(cavities, self._squares, slots, parameters)
+                if clip is not None:
+                    clip([p.grad for p in optimizer.parameters if p.grad is not None])
+        except Exception:
+            for name, rows in before.items():  # the clients will try again one by one
+                put_rows(self.buffers[name], slots, rows)
+            raise
+        for name, buffer in (buffers | output.buffers).items():
+            put_rows(self.buffers[name], slots, buffer)
+        return None if losses is None else losses.detach(), output.rest
+
+    @torch.no_grad()
+    def _measure(
+        self, cavities: StackedCavities, squares: SquaredGradients, slots: Slots, parameters: Mapping[str, Tensor]
+    ) -> None:
+        """Add what the gradients of the clients in ``slots`` say of their precisions."""
+        factors = cavities.factors()
+        if factors is None:
+            return
+        add_rows(squares.factor, slots, factors)
+        for name, mean in self._means.items():
+            parameter = parameters[mean]
+            if parameter.grad is not None:
+                scale = factors.view(-1, *[1] * (parameter.dim() - 1))
+                gradient = parameter.grad - scale * cavities.of_means(name, parameter)
+                add_rows(squares.squares[name], slots, squares.of_batch(gradient, cavities.squares(name)))
+                add_rows(squares.steps[name], slots, 1.0)
+
+    def precisions(self, slot: int, num_examples: int, local_epochs: int) -> Tensors | None:
+        """Return what :meth:`SquaredGradients.precisions` has found of a client; None if it is not measured."""
+        return None if self._squares is None else self._squares.precisions(num_examples, local_epochs, slot)
+
+    def read_posteriors(self, measured: Measured | None = None) -> list[GaussianPosterior]:
+        """Return the posterior that each client sends, slot by slot: views of the stack.
+
+        Args:
+            measured: returns the variances of the client in a slot, outside of Bayesian layers, from its parameters,
+                buffers and optimizer's state; None if there are none.
+        """
+        self.optimizer.write_back()
+        rows, learned = dict(zip(self.names, self.optimizer.rows)), self.model.learned
+        count = len(self.optimizer.rows[0])
+        everything = {
+            name: rows.get(name, parameter.detach().expand(count, *parameter.shape))
+            for name, parameter in self.model.parameters.items()
+        }
+        if learned is not None and measured is not None:
+            state = self.optimizer.stacked_state
+            each = [
+                measured(
+                    slot, {name: rows[slot] for name, rows in everything.items()},
+                    {name: rows[slot] for name, rows in self.buffers.items()},
+                    {i: {key: rows[slot] for key, rows in entries.items()} for i, entries in state.items()},
+                ) for slot in range(count)
+            ]
+            learned.variances.update({name: torch.stack([one[name] for one in each]) for name in learned.variances})
+            self._variances = {variance_of(name): stack for name, stack in learned.variances.items()}
+        with self.step.swap.using(everything):
+            stacked = self.model.read_posterior()
+        self.model.load_global_variances()
+        return stacked.unbind()
+
+    def read_buffers(self, slot: int) -> Tensors:
+        """Return the buffers that a client sends."""
+        sent = self.model.federated_buffers
+        return {name: self.buffers[name][slot] for name in sent}
+
+    def read_local(self, slot: int) -> Tensors:
+        """Return what a client keeps for its next round: local parameters and buffers."""
+        rows = {**dict(zip(self.names, self.optimizer.rows)), **self.buffers, **self._variances}
+        return {
+            name: (rows[name][slot] if name in rows else value).clone()
+            for name, value in self.model.kept_values().items()
+        }
+
+    def remove(self) -> None:
+        """Give the optimizer its own parameters back."""
+        self.optimizer.remove()
+
+
+def clipping(context: TrainingContext) -> Clip | None:
+    """Return the loop's gradient clipping for stacked gradients; None if it does not clip."""
+    limit, clip = context.clip_value, clip_norms if context.clips_norm else clip_values
+    return None if limit is None else lambda gradients: clip(gradients, limit)
+
+
+def _stack(value: Tensor, name: str, local: Sequence[Tensors], layout: Layout | None = None) -> Tensor:
+    """Stack ``value`` once for each client, or the client's own value under ``name``; shape (clients, *)."""
+    stack = empty_with_layout((len(local), *value.shape), layout, value)
+    stack.copy_(value)
+    for slot, kept in enumerate(local):
+        if name in kept:
+            stack[slot] = kept[name]
+    return stack
+
+
+def layout_of(tensor: Tensor) -> Layout | None:
+    """Return the layout of a stacked tensor; None unless it is dense in memory, client after client.
+
+    >>> import torch
+    >>> layout_of(torch.zeros(2, 3, 4).transpose(1, 2))
+    (0, 2, 1)
+    """
+    layout = tuple(sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d)))
+    dense = tensor.permute(layout).is_contiguous()
+    return layout if dense and layout[:1] == (0,) else None
+
+
+def empty_with_layout(shape: tuple[int, ...], layout: Layout | None, like: Tensor) -> Tensor:
+    """Return an uninitialised tensor of this shape and layout, with dtype and device of ``like``."""
+    if layout is None:
+        return like.new_empty(shape)
+    inverse = sorted(range(len(layout)), key=lambda position: layout[position])
+    return like.new_empty([shape[d] for d in layout]).permute(inverse)
+
+
+class StackedClient(Client):
+    """Several clients in one, with a tensor inside :func:`torch.func.vmap` for each value that differs.
+
+    Args:
+        number, num_examples, position: as in :class:`~lightning_fedbayes.clients.client.Client`.
+        like: any of the clients, for the values that they share.
+    """
+
+    def __init__(self, number: Tensor, num_examples: Tensor, position: Tensor, like: Client) -> None:
+        self.__dict__.update(
+            number=number, num_examples=num_examples, position=position, round=like.round, cohort=like.cohort
+        )
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Raise RuntimeError: a tensor cannot hold names."""
+        raise RuntimeError("on_client_start reads the client's name, and clients that train at once have several")
+
+
+register_pytree_node(
+    StackedClient,
+    lambda client: ([client.number, client.num_examples, client.position], client),
+    lambda tensors, like: StackedClient(tensors[0], tensors[1], tensors[2], like),  # pyright: ignore
+)
+
+
+def start_clients(
+    module: L.LightningModule, clients: Sequence[Client], swap: ParameterSwap, tensors: Tensors
+) -> Attributes:
+    """Call the module's ``on_client_start``, if it has one, for several clients at once.
+
+    Args:
+        module: the user's module; its attributes stay as they are.
+        clients: the clients that start.
+        swap: puts the clients' tensors into the module.
+        tensors: the parameters and buffers that the hook finds: name → tensor of shape (clients, *).
+
+    Returns: the attributes that it set.
+
+    Raises:
+        CannotVectorize: it did something other than setting attributes of the module to tensors or plain values.
+    """
+    hook = getattr(module, "on_client_start", None)
+    if hook is None:
+        return Attributes()
+    shared: dict[str, Any] = {}
+    given: list[weakref.ref[Any]] = []
+
+    def start(number: Tensor, num_examples: Tensor, position: Tensor, tensors: Tensors) -> dict[str, Any]:
+        client = StackedClient(number, num_examples, position, clients[0])
+        given.extend(weakref.ref(each) for each in (client, number, num_examples, position))
+        before = Snapshot(module)
+        try:
+            with swap.using(tensors):
+                hook(client)
+            changed = before.changes()
+        finally:
+            before.restore()
+        if not changed:
+            raise CannotVectorize("on_client_start does something else than to set attributes of the module")
+        stacked = {}
+        for name, value in changed.items():
+            if isinstance(value, PLAIN):
+                shared[name] = value
+            elif (leaves := tree_leaves(value)) and all(isinstance(leaf, Tensor) for leaf in leaves):
+                stacked[name] = value
+            else:
+                raise CannotVectorize(f"on_client_start sets self.{name} to a {type(value).__name__}")
+        return stacked
+
+    numbers = [torch.tensor([getattr(c, name) for c in clients]) for name in ("number", "num_examples", "position")]
+    numbers = [each.to(module.device) for each in numbers]
+    stacked = torch.func.vmap(start, randomness="different")(numbers[0], numbers[1], numbers[2], tensors)
+    if any(each() is not None for each in given):
+        gc.collect()
+        if any(each() is not None for each in given):
+            raise CannotVectorize("on_client_start keeps the client outside of the module's attributes")
+    return Attributes(stacked, shared)
+
+
+def attributes_of(attributes: Attributes, client: Client) -> dict[str, Any]:
+    """Return the attributes of the last client in the stack, which the module has after a round."""
+    stacked = {
+        name: client if isinstance(value, StackedClient) else tree_map(lambda stack: stack[-1], value)
+        for name, value in attributes.stacked.items()
+    }
+    return {**attributes.shared, **stacked}

@@ -1,0 +1,186 @@
+"""Errors of this package. Each message names the value, the rule that it breaks and the remedy."""
+
+import difflib
+import math
+import pickle
+from collections.abc import Iterable, Sequence, Set
+from functools import cache
+from numbers import Integral, Number, Rational, Real
+from os import PathLike
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+MOST_CHARACTERS, MOST_ITEMS, MOST_BITS = 80, 20, 256
+"""Of a value in an error message."""
+LARGEST = 2**63 - 1
+"""Largest whole number that tensors can count with."""
+
+
+class FedBayesError(ValueError):
+    """Base class of all errors that this package raises on purpose."""
+
+
+class PosteriorError(FedBayesError):
+    """Keys, shapes or values that are no mean-field Gaussian."""
+
+
+class FusionError(FedBayesError):
+    """Posteriors, weights or a fusion rule that cannot be used."""
+
+
+class PartitionError(FedBayesError):
+    """A partition that is impossible, alone or with the given examples."""
+
+
+class ConversionError(FedBayesError):
+    """A layer that cannot be made Bayesian."""
+
+
+class FederationError(FedBayesError):
+    """A Trainer, module, data set or round that a federation cannot run with."""
+
+
+class CannotVectorize(FederationError):
+    """A module, optimizer or Trainer that the vectorized engine cannot train; the message says why."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message about an unknown ``name``: the nearest known name, and all of them.
+
+    >>> nearest("reverse_kl", ["reverse_kl_barycenter", "conflation"])
+    "did you mean 'reverse_kl_barycenter'? Known: conflation, reverse_kl_barycenter"
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    guess = f"did you mean '{close[0]}'? " if close else ""
+    return f"{guess}Known: {', '.join(names)}"
+
+
+def shown(value: Any) -> str:
+    """Return ``value`` as an error message shows it: at most 80 characters, an array or tensor by its shape.
+
+    >>> shown("mean"), shown(float("nan"))
+    ("'mean'", 'nan')
+    """
+    if not isinstance(value, Number | type) and isinstance(getattr(value, "shape", None), tuple):
+        return f"{type(value).__name__} of shape {tuple(value.shape)}"
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:  # Python refuses to print the longest
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, list | tuple | dict | set) and len(value) > MOST_ITEMS:
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS - 1]}…"
+
+
+def is_whole(value: Any) -> bool:
+    """Return whether ``value`` is a whole number; a bool, a float and a tensor are none."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def is_number(value: Any) -> bool:
+    """Return whether ``value`` is a finite real number that torch takes; a bool, a fraction and a tensor are none."""
+    if is_whole(value):
+        return abs(value) <= LARGEST
+    return isinstance(value, Real) and not isinstance(value, Rational) and math.isfinite(value)
+
+
+def check_at_least(
+    name: str, value: Any, least: int, most: int = LARGEST, *, error: type[FedBayesError] = FederationError,
+    why: str = "",
+) -> None:
+    """Raise ``error`` unless an argument is a whole number, not smaller than ``least`` and not larger than ``most``.
+
+    >>> check_at_least("rounds", 0, 1)
+    Traceback (most recent call last):
+    lightning_fedbayes.core.errors.FederationError: rounds=0: give at least 1
+    """
+    if type(value) is int and least <= value <= most:  # nearly always
+        return
+    if not is_whole(value):
+        raise error(f"{name}={shown(value)}: give a whole number{why and f'; {why}'}")
+    if value < least:
+        raise error(f"{name}={shown(value)}: give at least {least}{why and f'; {why}'}")
+    if value > most:
+        raise error(f"{name}={shown(value)}: give at most {most}{why and f'; {why}'}")
+
+
+def check_number(
+    name: str, value: Any, interval: str = "(-inf, inf)", *, error: type[FedBayesError] = FederationError,
+    why: str = "",
+) -> None:
+    """Raise ``error`` unless an argument is a finite number in ``interval``; a bool and a tensor are none.
+
+    >>> check_number("fraction", 2, "(0, 1]", why="the share of clients in a round")
+    Traceback (most recent call last):
+    lightning_fedbayes.core.errors.FederationError: fraction=2: give a finite number in (0, 1]; the share of clients ...
+    """
+    low, high, closed = _ends(interval)
+    if type(value) is float and low < value < high:  # nearly always
+        return
+    if not is_number(value) or not (low < float(value) < high or float(value) in closed):
+        inside = {"(-inf, inf)": "", "(0, inf)": " above 0", "[0, inf)": " of at least 0"}.get(
+            interval, f" in {interval}")
+        raise error(f"{name}={shown(value)}: give a finite number{inside}{why and f'; {why}'}")
+
+
+@cache
+def _ends(interval: str) -> tuple[float, float, tuple[float, ...]]:
+    """Return both ends of an interval, and those of them that belong to it."""
+    low, high = map(float, interval[1:-1].split(","))
+    return low, high, tuple(end for end, bracket in ((low, interval[0]), (high, interval[-1])) if bracket in "[]")
+
+
+def check_choice(
+    name: str, value: Any, choices: Iterable[str], *, error: type[FedBayesError] = FederationError
+) -> None:
+    """Raise ``error``, with the nearest choice, unless an argument is one of ``choices``."""
+    known = tuple(choices)
+    if not isinstance(value, str) or value not in known:
+        remedy = nearest(value, known) if isinstance(value, str) else f"give one of {', '.join(known)}"
+        raise error(f"{name}={shown(value)}: {remedy}")
+
+
+def check_flag(name: str, value: Any, *, error: type[FedBayesError] = FederationError) -> None:
+    """Raise ``error`` unless an argument is True or False."""
+    if not isinstance(value, bool):
+        raise error(f"{name}={shown(value)}: give True or False")
+
+
+def check_kind(
+    name: str, value: Any, kind: type | UnionType, remedy: str, *, error: type[FedBayesError] = FederationError
+) -> None:
+    """Raise ``error`` with the ``remedy``, such as "give a module", unless an argument is of a type."""
+    if not isinstance(value, kind):
+        raise error(f"{name}={shown(value)}: {remedy}")
+
+
+def check_strings(
+    name: str, value: Any, remedy: str, *, error: type[FedBayesError] = FederationError
+) -> tuple[str, ...]:
+    """Return one string, or several, as a tuple; raise ``error`` with the ``remedy`` for anything else."""
+    values = (value,) if isinstance(value, str) else value
+    if not isinstance(values, Sequence | Set) or not all(isinstance(each, str) for each in values):
+        raise error(f"{name}={shown(value)}: {remedy}")
+    return tuple(values)
+
+
+def check_path(name: str, value: Any, *, error: type[FedBayesError] = FederationError) -> Path:
+    """Return the path that an argument names; raise ``error`` if the system has no such paths."""
+    if not isinstance(value, str | PathLike):
+        raise error(f"{name}={shown(value)}: give a path")
+    path = Path(value)
+    try:
+        path.exists()
+    except (OSError, ValueError) as problem:  # too long a name, a character that no name has
+        raise error(f"{name}={shown(value)} is no path: {problem}; give another") from None
+    return path
+
+
+def sendable(error: Exception) -> Exception:
+    """Return ``error``, or its text as a RuntimeError where it would not survive the way to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,96 @@
+"""Sums over the clients of all processes, from the sums of each: an all-reduce in two collective calls."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.core.exchange.collective import Collective, shard_bounds, shards
+
+Statistics = dict[str, Tensor]
+"""Running sums over clients: float64, each a vector or a scalar."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Running sums of this process's clients, to be merged with those of the other processes.
+
+    Args:
+        own: the sums, name → vector of ``length`` entries or scalar; empty if this process has no client.
+        length: number of entries of every vector.
+        merge: adds the second argument to the first, in place; vectors are shards of equal length.
+        totals_only: return of every merged vector nothing but the sum of its entries.
+    """
+
+    own: Statistics
+    length: int
+    merge: Callable[[Statistics, Statistics], None]
+    totals_only: bool = False
+
+
+def merge_statistics(reductions: Sequence[Reduction], collective: Collective) -> list[Statistics]:
+    """Merge the sums of all processes; the result is the same in each, on the CPU where there are several.
+
+    Each process receives its shard of everybody's vectors, merges them in order of rank, and sends the result to all.
+    Vectors that are 0 everywhere, such as the variances of a deterministic network, are not sent.
+    """
+    if collective.size == 1:
+        return [each.own for each in reductions]
+    packed = [_packed(each, collective.size) for each in reductions]
+    received = collective.all_to_all([[each[rank] for each in packed] for rank in range(collective.size)])
+    merged = [_merged(each, parts) for each, parts in zip(reductions, zip(*received, strict=True), strict=True)]
+    told = [_to_send(each, total) for each, total in zip(reductions, merged, strict=True)]
+    everyone = collective.all_gather(told)
+    return [
+        _joined(each, total, parts, collective.size)
+        for each, total, parts in zip(reductions, merged, zip(*everyone, strict=True), strict=True)
+    ]
+
+
+def _packed(reduction: Reduction, size: int) -> list[Any]:
+    """One message per process: scalars, names of the vectors, names of those that are sent, and its shard of them."""
+    own = reduction.own
+    scalars = {name: value.item() for name, value in own.items() if not value.dim()}
+    vectors = [name for name, value in own.items() if value.dim()]
+    filled = [name for name in vectors if bool(own[name].any())]
+    rows = [own[name].cpu() for name in filled]
+    matrix = torch.stack(rows) if rows else torch.zeros(0, reduction.length, dtype=torch.float64)
+    return [(scalars, vectors, filled, shard) for shard in shards(matrix, size)]
+
+
+def _merged(reduction: Reduction, parts: Sequence[Any]) -> Statistics:
+    """Merge this process's shard of the sums of all processes."""
+    total: Statistics = {}
+    for scalars, vectors, filled, shard in parts:
+        part = {name: torch.tensor(number, dtype=torch.float64) for name, number in scalars.items()}
+        part |= {name: torch.zeros(shard.shape[1], dtype=torch.float64) for name in vectors}
+        part |= dict(zip(filled, torch.from_numpy(shard), strict=True))
+        if part:  # that process has clients
+            reduction.merge(total, part)
+    return total
+
+
+def _to_send(reduction: Reduction, merged: Statistics) -> dict[str, Any]:
+    """Return the merged shard as all processes get it: arrays that are not 0, or their totals."""
+    vectors = {name: value for name, value in merged.items() if value.dim()}
+    if reduction.totals_only:
+        return {name: float(value.sum()) for name, value in vectors.items()}
+    return {name: value.numpy() for name, value in vectors.items() if bool(value.any())}
+
+
+def _joined(reduction: Reduction, merged: Statistics, parts: Sequence[dict[str, Any]], size: int) -> Statistics:
+    """Put the merged shards of all processes together."""
+    vectors = [name for name, value in merged.items() if value.dim()]
+    if reduction.totals_only:
+        totals = {name: torch.tensor(sum(part[name] for part in parts), dtype=torch.float64) for name in vectors}
+        return {**merged, **totals}
+    whole = {name: torch.zeros(reduction.length, dtype=torch.float64) for name in vectors}
+    for (start, end), part in zip(itertools.pairwise(shard_bounds(reduction.length, size)), parts, strict=True):
+        for name, shard in part.items():
+            whole[name][start:end] = torch.from_numpy(shard)
+    return {**merged, **whole}

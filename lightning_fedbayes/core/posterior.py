@@ -1,0 +1,478 @@
+"""The mean-field Gaussian posterior: what clients send, rules fuse and a network is loaded with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from itertools import repeat
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_kind, check_strings, shown
+from lightning_fedbayes.core.tables import html_table
+
+MOST_ROWS = 20
+"""Tensors in the table of a notebook."""
+PIECE = 2**17
+"""Entries of a piece of a large posterior: in double precision they fit into a usual second-level cache."""
+POINT_PIECE = 2**18
+"""Entries of a piece of point masses, which few operations read: fewer pieces cost less than the cache saves."""
+MOST_AT_ONCE = 2**22
+"""Entries of a stack up to which its rows are flattened at once, which takes 64 MiB."""
+
+Cuts = list[list[tuple[str, int, int]]]
+"""Pieces of a posterior, each a list of (name of a tensor, start, stop)."""
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianPosterior:
+    r"""Independent Gaussians over named parameters, :math:`q(\theta) = \prod_i N(\theta_i; \mu_i, \sigma_i^2)`.
+
+    A variance of exactly 0 is a point mass: a deterministic parameter. Zeros need no memory of their own
+    (:meth:`point_mass` expands a single one).
+
+    Args:
+        mean: parameter name → tensor of means :math:`\mu`, any shape.
+        variance: the same names → tensors of variances :math:`\sigma^2` of the same shapes, none negative.
+        linearised: the variances hold for the network linearised at the mean, as those of a Laplace approximation do:
+            predictions linearise it, too, and do not draw parameters.
+
+    Raises:
+        PosteriorError: names or shapes differ, a value is no dense floating-point tensor, or a variance is negative.
+
+    >>> q = GaussianPosterior({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.25, 0.0])})
+    >>> q.num_parameters, q.names
+    (2, ('w',))
+    """
+
+    mean: Mapping[str, Tensor]
+    variance: Mapping[str, Tensor]
+    linearised: bool = False
+    _flat: ClassVar[tuple[Tensor, Tensor] | None] = None  # of a row of a stack: what flatten gives
+
+    def __post_init__(self) -> None:
+        check_moments(self.mean, self.variance)
+        self._check_not_negative()
+
+    def _check_not_negative(self) -> None:
+        """Raise PosteriorError if a variance is negative."""
+        for name, variance in self.variance.items():
+            if is_zero(variance):
+                continue
+            if (variance < 0).any():
+                raise PosteriorError(
+                    f"variance of '{name}' is negative at {int((variance < 0).sum())} of {variance.numel()} entries "
+                    f"(minimum {variance.min():.3g}); a variance is at least 0, and 0 means deterministic"
+                )
+
+    def __repr__(self) -> str:
+        gaussian = sum(not is_zero(variance) for variance in self.variance.values())
+        types = sorted({f"{str(mean.dtype).removeprefix('torch.')} on {mean.device}" for mean in self.mean.values()})
+        kind = "Gaussian, linearised" if self.linearised else "Gaussian"
+        return (f"GaussianPosterior({self.num_parameters:,} parameters in {len(self.mean)} tensors, {gaussian} of them "
+                f"{kind}; {', '.join(types)})")
+
+    def _repr_html_(self) -> str:
+        """Return a table of the tensors for a notebook: shape, root mean square of the mean, range of σ."""
+        rows = []
+        for name in self.names[:MOST_ROWS]:
+            mean, std = self.mean[name].detach().double(), self.variance[name].detach().double().sqrt()
+            spread = "–" if is_zero(self.variance[name]) else f"{std.min():.3g} to {std.max():.3g}"
+            size = f"{mean.square().mean().sqrt():.3g}" if mean.numel() else "–"
+            rows.append((escape(name), "×".join(map(str, mean.shape)) or "scalar", size, spread))
+        more = f"<p>… and {len(self.mean) - MOST_ROWS} more tensors</p>" if len(self.mean) > MOST_ROWS else ""
+        head = ("tensor", "shape", "root mean square of μ", "σ")
+        return f"<p>{escape(repr(self))}</p>{html_table(head, rows)}{more}"
+
+    @classmethod
+    def point_mass(cls, mean: Mapping[str, Tensor]) -> GaussianPosterior:
+        """The deterministic parameters ``mean`` as a posterior of variance 0."""
+        check_parameters("mean", mean)
+        return cls._of_checked(
+            dict(mean), {name: zeros_like(value) for name, value in mean.items()}, is_point_mass=True
+        )
+
+    @classmethod
+    def _of_checked(cls, mean: Mapping[str, Tensor], variance: Mapping[str, Tensor], **known: Any) -> GaussianPosterior:
+        """Return a posterior of checked tensors, with attributes that are ``known``."""
+        posterior = object.__new__(cls)
+        vars(posterior).update(mean=mean, variance=variance, **known)
+        return posterior
+
+    @cached_property
+    def is_point_mass(self) -> bool:
+        """True if every parameter is known to be deterministic, without reading all of the variances."""
+        return all(is_zero(variance) for variance in self.variance.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters, in the order in which :meth:`flatten` lays them out."""
+        return tuple(self.mean)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Number of scalar parameters P."""
+        return sum(value.numel() for value in self.mean.values())
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes that a message with this posterior carries: deterministic tensors send no variance."""
+        means = sum(value.numel() * value.element_size() for value in self.mean.values())
+        if self.is_point_mass:
+            return means
+        return means + sum(v.numel() * v.element_size() for v in self.variance.values() if not is_zero(v))
+
+    def clone(self) -> GaussianPosterior:
+        """A copy that shares no memory with this posterior."""
+        variance = {name: zeros_like(v) if is_zero(v) else v.detach().clone() for name, v in self.variance.items()}
+        mean = {name: value.detach().clone() for name, value in self.mean.items()}
+        return self._of_checked(mean, variance, linearised=self.linearised)
+
+    def marked(self, linearised: bool) -> GaussianPosterior:
+        """This posterior, with another value of ``linearised``; it shares its tensors."""
+        return self if linearised == self.linearised else self._of_checked(**{**vars(self), "linearised": linearised})
+
+    def flattened(self) -> GaussianPosterior:
+        """This posterior, which knows what :meth:`flatten` returns, whatever becomes of its tensors."""
+        return self if self._flat is not None else self.with_flat(*self.flatten())
+
+    def with_flat(self, mean: Tensor, variance: Tensor) -> GaussianPosterior:
+        """This posterior, for which :meth:`flatten` returns ``mean`` and ``variance``, whatever becomes of its tensors.
+
+        Args:
+            mean, variance: shape (P,), float64; not to be written into.
+        """
+        known = {"is_point_mass": self.is_point_mass, "num_parameters": self.num_parameters,
+                 "linearised": self.linearised}
+        return self._of_checked(self.mean, self.variance, _flat=(mean, variance), **known)
+
+    def cuts(self) -> Cuts:
+        """Return what :meth:`pieces` consist of: lists of (name, start, stop) in the order of :meth:`flatten`.
+
+        A large tensor is cut, small neighbours share a piece. Pieces have up to :data:`PIECE` entries, those of tensors
+        that are known to be deterministic :data:`POINT_PIECE`. A small posterior is one piece.
+        """
+        if self.num_parameters <= PIECE:
+            return [[(name, 0, value.numel()) for name, value in self.mean.items()]]
+        cuts: Cuts = []
+        size = room = 0
+        for name, value in self.mean.items():
+            known = POINT_PIECE if is_zero(self.variance[name]) else PIECE
+            size, room = known, room if known == size else 0
+            for start in range(0, max(value.numel(), 1), size):
+                stop = min(start + size, value.numel())
+                if not cuts or stop - start > room:
+                    cuts.append([])
+                    room = size
+                room -= stop - start
+                cuts[-1].append((name, start, stop))
+        return cuts
+
+    def pieces(self, cuts: Cuts | None = None) -> list[GaussianPosterior]:
+        """This posterior in pieces, views in the order of :meth:`flatten`.
+
+        What is done piece by piece happens in the cache of the processor, and takes a fraction of the time.
+
+        Args:
+            cuts: :meth:`cuts` of a posterior of the same names and shapes; None: of this one.
+        """
+        cuts = self.cuts() if cuts is None else cuts
+        if len(cuts) == 1:
+            return [self]
+        both = [{n: value.detach().reshape(-1) for n, value in each.items()} for each in (self.mean, self.variance)]
+        groups = [[{n: vectors[n][start:stop] for n, start, stop in cut} for vectors in both] for cut in cuts]
+        known = {"is_point_mass": True} if self.is_point_mass else {}
+        if self._flat is None:
+            return [self._of_checked(*group, **known) for group in groups]
+        lengths = [sum(stop - start for _, start, stop in cut) for cut in cuts]
+        flat = zip(*(vector.split(lengths) for vector in self._flat))
+        return [self._of_checked(*group, _flat=pair, **known) for group, pair in zip(groups, flat)]
+
+    def joined(self, pieces: Iterable[GaussianPosterior]) -> GaussianPosterior:
+        """The inverse of :meth:`pieces`, with this posterior's names, shapes and dtypes; takes pieces one by one."""
+        means = {n: torch.empty_like(like, memory_format=torch.contiguous_format) for n, like in self.mean.items()}
+        variances = {name: zeros_like(value) for name, value in means.items()}
+        filled = dict.fromkeys(self.mean, 0)
+        for piece in pieces:
+            for name, part in piece.mean.items():
+                start, stop = filled[name], filled[name] + part.numel()
+                means[name].view(-1)[start:stop] = part
+                if not is_zero(piece.variance[name]):
+                    if is_zero(variances[name]):
+                        variances[name] = torch.zeros_like(means[name])
+                    variances[name].view(-1)[start:stop] = piece.variance[name]
+                filled[name] = stop
+        return self._of_checked(means, variances, linearised=self.linearised)
+
+    def unbind(self) -> list[GaussianPosterior]:
+        """The posteriors of several clients, views of this one, whose tensors have a first dimension of clients.
+
+        Small ones are flattened here, all at once.
+        """
+        posteriors = []
+        size = self.num_bytes // len(next(iter(self.mean.values())))
+        means = zip(*(each.unbind(0) for each in self.mean.values()))
+        if self.is_point_mass:
+            variances = repeat([zeros_like(self.mean[name][0]) for name in self.variance])
+        else:
+            variances = zip(*(each.unbind(0) for each in self.variance.values()))
+        known = {"num_bytes": size, "is_point_mass": self.is_point_mass,
+                 "num_parameters": self.num_parameters // len(next(iter(self.mean.values()))),
+                 "linearised": self.linearised}
+        double = all(mean.device.type != "mps" for mean in self.mean.values())
+        flat = self._flat_rows() if double and self.num_parameters <= MOST_AT_ONCE else repeat(None)
+        for mean, variance, both in zip(means, variances, flat):
+            own = dict(zip(self.mean, mean)), dict(zip(self.variance, variance))
+            posteriors.append(self._of_checked(*own, _flat=both, **known))
+        return posteriors
+
+    def _flat_rows(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return the result of :meth:`flatten` for every posterior in the stack."""
+        count = len(next(iter(self.mean.values())))
+        mean = torch.cat([value.reshape(count, -1).to(torch.float64) for value in self.mean.values()], 1)
+        if self.is_point_mass:
+            return zip(mean, zeros_like(mean))
+        variance = torch.cat([self.variance[name].reshape(count, -1).to(torch.float64) for name in self.mean], 1)
+        return zip(mean, variance)
+
+    def to(self, device: torch.device | str) -> GaussianPosterior:
+        """This posterior on another device."""
+        variance = {n: zeros_like(self.mean[n].to(device)) if is_zero(v) else v.to(device)
+                    for n, v in self.variance.items()}
+        mean = {name: value.to(device) for name, value in self.mean.items()}
+        return self._of_checked(mean, variance, linearised=self.linearised)
+
+    def flatten(self, dtype: torch.dtype = torch.float64, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Mean and variance as two vectors of shape (P,), in the order of :attr:`names`; not to be written into.
+
+        Args:
+            dtype: of the vectors.
+            room: vector of ``dtype`` and at least P entries, into which the mean may be written; None: a new one.
+        """
+        if self._flat is not None and dtype == torch.float64:
+            return self._flat
+        mean = flatten(self.mean.values(), dtype, room)
+        if self.is_point_mass:
+            return mean, zeros_like(mean)
+        return mean, flatten((self.variance[name] for name in self.mean), dtype)
+
+    def ordered(self, names: Sequence[str]) -> GaussianPosterior:
+        """This posterior with its parameters in the order of ``names``, so that flat vectors of two of them align."""
+        names = check_strings("names", names, "give each name once", error=PosteriorError)
+        if self.names == names:
+            return self
+        if set(self.names) != set(names):
+            raise PosteriorError(f"names={shown(names)}: give each of {', '.join(self.names)} once")
+        mean, variance = {n: self.mean[n] for n in names}, {n: self.variance[n] for n in names}
+        return self._of_checked(mean, variance, linearised=self.linearised)
+
+    def unflatten(self, mean: Tensor, variance: Tensor | None) -> GaussianPosterior:
+        """The inverse of :meth:`flatten`, with this posterior's names, shapes and dtypes.
+
+        Args:
+            mean: shape (P,).
+            variance: shape (P,), or None for a point mass. A tensor whose variances are all 0 takes no memory.
+
+        Raises:
+            PosteriorError: another shape, or a negative variance.
+        """
+        for kind, vector in (("mean", mean), ("variance", variance)):
+            if vector is None and kind == "variance":
+                continue
+            check_tensor(kind, vector)
+            assert vector is not None
+            if vector.shape != (self.num_parameters,):
+                raise PosteriorError(f"{kind} has shape {tuple(vector.shape)}; give one of ({self.num_parameters},)")
+        variance = None if variance is None or is_zero(variance) else variance
+        means, variances, start = {}, {}, 0
+        for name, like in self.mean.items():
+            stop = start + like.numel()
+            means[name] = mean[start:stop].view(like.shape).to(like.dtype, copy=True).to(like.device)
+            part = None if variance is None else variance[start:stop]
+            if part is None or not part.any():
+                variances[name] = zeros_like(means[name])
+            else:
+                variances[name] = part.view(like.shape).to(like.dtype, copy=True).to(like.device)
+            start = stop
+        posterior = self._of_checked(means, variances, linearised=self.linearised)
+        posterior._check_not_negative()
+        return posterior
+
+    def kl(self, other: GaussianPosterior) -> Tensor:
+        r"""Kullback–Leibler divergence :math:`\mathrm{KL}(q\|p)` of this posterior q from ``other`` p, in nats.
+
+        .. math:: \tfrac12 \sum_i \log\frac{s_i^2}{\sigma_i^2} + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{s_i^2} - 1
+
+        summed over the probabilistic parameters. A parameter that is deterministic in both has no density and is
+        left out; one that is deterministic in one only makes the divergence infinite.
+
+        Returns: a float64 scalar.
+        """
+        check_posterior(other, "the other")
+        check_same_structure(self.mean, other.mean, "this posterior", "the other")
+        mean, variance = self.flatten()
+        other_mean, other_variance = other.ordered(self.names).flatten()
+        return gaussian_kl(mean, variance, other_mean, other_variance)
+
+    def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """One draw of all parameters: name → tensor of the parameter's shape."""
+        check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=PosteriorError)
+        draw = {}
+        for name, mean in self.mean.items():
+            variance = self.variance[name]
+            if is_zero(variance):
+                draw[name] = mean.clone()
+            else:
+                noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+                draw[name] = mean + variance.sqrt() * noise
+        return draw
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a state for :meth:`from_state_dict`; deterministic tensors store no variance."""
+        variance = {name: value for name, value in self.variance.items() if not is_zero(value)}
+        kind = {"linearised": True} if self.linearised else {}
+        return {"mean": dict(self.mean), "variance": variance, **kind}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> GaussianPosterior:
+        """The posterior that :meth:`state_dict` stored.
+
+        Raises:
+            PosteriorError: it is no such state; the message says which part is wrong.
+        """
+        if not isinstance(state, Mapping) or not {"mean", "variance"} <= state.keys():
+            raise PosteriorError(f"{shown(state)} is no state of a posterior: give what state_dict() returned")
+        mean, stored = state["mean"], state["variance"]
+        check_parameters("mean", mean)
+        check_kind("variance", stored, Mapping, "give name → tensor", error=PosteriorError)
+        variance = {name: stored[name] if name in stored else zeros_like(m) for name, m in mean.items()}
+        return cls(dict(mean), variance, bool(state.get("linearised", False)))
+
+
+def gaussian_kl(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:
+    """KL divergence between two flat mean-field Gaussians, under the conventions of :meth:`GaussianPosterior.kl`.
+
+    Args:
+        mean, variance, other_mean, other_variance: shape (P,).
+
+    Returns: scalar.
+    """
+    random, other_random = variance > 0, other_variance > 0
+    if bool((random != other_random).any()):
+        return mean.new_full((), float("inf"))
+    v, s = variance[random], other_variance[random]
+    terms = torch.log(s) - torch.log(v) + (v + (mean[random] - other_mean[random]) ** 2) / s - 1
+    return terms.sum().clamp_min(0) / 2
+
+
+def zeros_like(tensor: Tensor) -> Tensor:
+    """Zeros of the shape of ``tensor`` that take the memory of one."""
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def is_zero(variance: Tensor) -> bool:
+    """Return True if ``variance`` is known to be all zero without reading all of it (see :func:`zeros_like`)."""
+    if variance.numel() == 0:
+        return True
+    return not any(variance.stride()) and variance.as_strided((), ()).item() == 0
+
+
+def flatten(tensors: Iterable[Tensor], dtype: torch.dtype, room: Tensor | None = None) -> Tensor:
+    """The entries of ``tensors`` one after the other, as one detached vector of ``dtype``, shape (P,).
+
+    The vector lies where the tensors lie, but on the CPU for MPS, which has no float64; or at the start of ``room``.
+    """
+    parts = [tensor.detach().reshape(-1) for tensor in tensors]
+    if len(parts) == 1 and room is None and parts[0].device.type != "mps":
+        return parts[0].to(dtype, copy=True)
+    if any(part.device.type == "mps" for part in parts):
+        parts = [part.cpu() for part in parts]
+    if len({part.dtype for part in parts}) > 1:  # each is exact in the result, but not in each other
+        parts = [part.to(dtype) for part in parts]
+    if not parts:
+        return torch.zeros(0, dtype=dtype)
+    lengths = [len(part) for part in parts]
+    if len(parts) > 1 and sum(lengths) <= PIECE and room is None:
+        return torch.cat(parts).to(dtype)
+    if room is None:
+        room = torch.empty(sum(lengths), dtype=dtype, device=parts[0].device)  # no copy in the other dtype
+    vector = room[: sum(lengths)]
+    for target, part in zip(vector.split(lengths), parts):
+        target.copy_(part)
+    return vector
+
+
+def check_tensor(name: str, value: Any, *, error: type[FedBayesError] = PosteriorError) -> None:
+    """Raise ``error`` unless an argument is a dense tensor with values: no array, not sparse, not of device "meta"."""
+    if not isinstance(value, Tensor):
+        raise error(f"{name}={shown(value)}: give a torch.Tensor")
+    if not is_dense(value):
+        raise error(f"{name} is a tensor of layout {value.layout} on {value.device}: give a dense one that has values")
+
+
+def is_dense(value: Any) -> bool:
+    """Return whether ``value`` is a tensor that has its values in order."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+
+
+def check_parameters(kind: str, values: Any, *, error: type[FedBayesError] = PosteriorError) -> None:
+    """Raise ``error`` unless ``values`` maps names to dense floating-point tensors on one device."""
+    if not isinstance(values, Mapping):
+        raise error(f"{kind}={shown(values)}: give a dict, parameter name → tensor")
+    for name, value in values.items():
+        if not isinstance(name, str):
+            raise error(f"{kind}: {shown(name)} is no name of a parameter: give a string")
+        if not is_dense(value) or not value.is_floating_point():  # the message is written only if it is needed
+            check_tensor(f"{kind} of '{name}'", value, error=error)
+            raise error(f"{kind} of '{name}' is of {value.dtype}: give real floating-point numbers")
+
+
+def check_moments(mean: Any, variance: Any, who: str = "", *, error: type[FedBayesError] = PosteriorError) -> None:
+    """Raise ``error`` unless two mappings hold tensors of the same names and shapes on one device."""
+    prefix = who and f"{who}: "
+    check_parameters(f"{prefix}mean", mean, error=error)
+    check_parameters(f"{prefix}variance", variance, error=error)
+    check_same_structure(mean, variance, f"{prefix}mean", f"{prefix}variance", error=error)
+    devices = {value.device for each in (mean, variance) for value in each.values()}
+    if len(devices) > 1:
+        raise error(f"{prefix}tensors are on {', '.join(sorted(map(str, devices)))}: bring all to one device")
+
+
+def check_posterior(posterior: Any, who: str, *, error: type[FedBayesError] = PosteriorError) -> None:
+    """Raise ``error`` unless ``posterior`` is a GaussianPosterior that nobody has broken since it was made.
+
+    For the doors through which a posterior comes in; values are not read (see ``check_finite`` of the fusion).
+    """
+    if not isinstance(posterior, GaussianPosterior):
+        raise error(f"{who}: {shown(posterior)} is no GaussianPosterior: make one of mean and variance")
+    check_moments(posterior.mean, posterior.variance, who, error=error)
+
+
+def check_same_structure(
+    first: Mapping[str, Tensor], second: Mapping[str, Tensor], first_name: str, second_name: str,
+    *, error: type[FedBayesError] = PosteriorError,
+) -> None:
+    """Raise ``error`` unless two mappings have the same names and, under each name, the same shape."""
+    if first.keys() != second.keys():
+        missing, extra = sorted(first.keys() - second.keys()), sorted(second.keys() - first.keys())
+        raise error(
+            f"{first_name} and {second_name} name different parameters: "
+            f"only {first_name} has {missing or 'none'}, only {second_name} has {extra or 'none'}; "
+            "all clients must train the same network"
+        )
+    for name, value in first.items():
+        if value.shape != second[name].shape:
+            raise error(
+                f"'{name}' has shape {tuple(value.shape)} in {first_name} but {tuple(second[name].shape)} in "
+                f"{second_name}; all clients must train the same network"
+            )
+
+
+def check_all_same_structure(posteriors: Sequence[GaussianPosterior]) -> None:
+    """Raise PosteriorError unless all ``posteriors`` have the names and shapes of the first."""
+    for k, posterior in enumerate(posteriors[1:], start=1):
+        check_same_structure(posteriors[0].mean, posterior.mean, "client 0", f"client {k}")

@@ -1,0 +1,279 @@
+"""Base classes of partitions, and the split that a partition returns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from lightning_fedbayes.core import plots
+from lightning_fedbayes.core.errors import LARGEST, PartitionError, check_at_least, check_kind, shown
+from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.core.seeding import derive_seed
+from lightning_fedbayes.core.tables import html_table
+
+Array = NDArray[Any]
+LabelSource = str | Sequence[int] | Callable[[Any], Any] | Tensor | None
+"""Source of a partition's labels: a column's name, a label per example, a function of the data set."""
+MAX_ROWS, MAX_COLUMNS = 20, 12
+"""Of a printed split; longer ones are abbreviated."""
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The examples of each client. Printing it shows a table clients × classes.
+
+    Args:
+        indices: one int64 vector per client, sorted; no example is in two of them.
+        counts: examples per client and class, int64, shape (clients, classes); None without class labels.
+        classes: the labels that head the columns of ``counts``.
+
+    >>> split = Split.from_indices([[0, 3], [2, 1]], torch.tensor([7, 7, 4, 4]))
+    >>> split.indices
+    (tensor([0, 3]), tensor([1, 2]))
+    >>> print(split)
+    client |  4  7 | total
+         0 |  1  1 |     2
+         1 |  1  1 |     2
+     total |  2  2 |     4
+    """
+
+    indices: tuple[Tensor, ...]
+    counts: Tensor | None = None
+    classes: tuple[int, ...] = ()
+
+    @classmethod
+    def from_indices(cls, indices: Sequence[Any], labels: Tensor | None = None) -> Split:
+        """Make a split from any sequence of index lists; count the classes if the labels are integers."""
+        remedy = "give a list of indices for each client"
+        check_kind("indices", indices, list | tuple, remedy, error=PartitionError)
+        if not indices:
+            raise PartitionError(f"indices={shown(indices)}: {remedy}")
+        ordered = tuple(as_labels(client).to(torch.int64).flatten().sort().values for client in indices)
+        labels = None if labels is None else as_labels(labels)
+        if labels is None or not is_class_label(labels):
+            return cls(ordered)
+        return cls(ordered, *counts_table(ordered, labels))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of examples of each client."""
+        return tuple(len(client) for client in self.indices)
+
+    def __repr__(self) -> str:
+        classes = f" of {len(self.classes)} classes" if self.classes else ""
+        return (f"Split({len(self.sizes)} clients, {sum(self.sizes):,} examples{classes}, {min(self.sizes):,} to "
+                f"{max(self.sizes):,} per client)")
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        head, *rows = self._table()
+        return html_table(head, rows)
+
+    def __str__(self) -> str:
+        return _align(self._table())
+
+    def _table(self) -> list[list[str]]:
+        """Return the rows of the printed table: a head, the clients, and the sums."""
+        totals = torch.tensor(self.sizes).unsqueeze(1)
+        parts = totals if self.counts is None else torch.cat([self.counts, totals], dim=1)
+        body = torch.cat([parts, parts.sum(0, keepdim=True)]).tolist()
+        rows = [*map(str, range(len(self.sizes))), "total"]
+        columns = _abbreviate(list(map(str, self.classes)), MAX_COLUMNS)
+        table = [["client", *columns, "total"]]
+        table += [
+            [name, *_abbreviate(list(map(str, row[:-1])), MAX_COLUMNS), str(row[-1])] for name, row in zip(rows, body)
+        ]
+        return [table[0], *_abbreviate(table[1:-1], MAX_ROWS), table[-1]]
+
+    def plot(self) -> Figure:
+        """Draw a heat map of clients × classes, or of the sizes if there are no class labels."""
+        if self.counts is None:
+            return plots.client_heatmap(torch.tensor(self.sizes).unsqueeze(1), ("all",))
+        return plots.client_heatmap(self.counts, self.classes)
+
+
+def counts_table(indices: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Count the examples per client and class.
+
+    Args:
+        indices: one int64 vector per client.
+        labels: integers, shape (examples,); gaps between the labels are allowed.
+
+    Returns: counts of shape (clients, classes), and the classes that occur in ``labels``, ascending.
+
+    >>> counts_table([torch.tensor([0, 1]), torch.tensor([2])], torch.tensor([5, 9, 9]))
+    (tensor([[1, 1],
+            [0, 1]]), (5, 9))
+    """
+    labels = as_labels(labels)
+    if not is_class_label(labels):
+        raise PartitionError(
+            f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; counting needs one integer per example"
+        )
+    check_kind("indices", indices, list | tuple, "give a vector of indices for each client", error=PartitionError)
+    if not indices:
+        raise PartitionError("there are no indices to count: give a vector of them for each client")
+    for client in indices:
+        check_tensor("indices", client, error=PartitionError)
+        if client.numel() and not 0 <= int(client.min()) <= int(client.max()) < len(labels):
+            raise PartitionError(
+                f"indices from {int(client.min())} to {int(client.max())} of {len(labels)} examples; they count from 0"
+            )
+    classes, inverse = torch.unique(labels.detach().cpu(), return_inverse=True)
+    counts = [torch.bincount(inverse[client], minlength=len(classes)) for client in indices]
+    return torch.stack(counts), tuple(classes.tolist())
+
+
+def is_class_label(labels: Tensor) -> bool:
+    """Return whether ``labels`` holds one integer (or bool) per example."""
+    return labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex()
+
+
+def _abbreviate(items: list[Any], limit: int) -> list[Any]:
+    """Leave out the middle of more than ``limit`` items."""
+    if len(items) <= limit:
+        return items
+    gap = ["…"] * len(items[0]) if isinstance(items[0], list) else "…"
+    return [*items[: limit - 4], gap, *items[-3:]]
+
+
+def _align(table: list[list[str]]) -> str:
+    """Format a text table whose inner columns are equally wide; bars set off the first and the last."""
+    width = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    inner = max([3, *(w + 1 for w in width[1:-1])])
+    lines = []
+    for row in table:
+        cells = "".join(cell.rjust(inner) for cell in row[1:-1])
+        middle = f"{cells} | " if cells else ""
+        lines.append(f"{row[0].rjust(width[0])} |{'' if cells else ' '}{middle}{row[-1].rjust(width[-1])}")
+    return "\n".join(lines)
+
+
+class Partition(ABC):
+    """Base class of partitions: rules that deal the examples of one data set out to clients.
+
+    For your own, subclass it and implement :meth:`deal`, or :meth:`LabelPartition.deal_classes` if it needs labels.
+
+    Attributes:
+        labels: where the labels come from if the data set does not say (see :class:`LabelPartition`); None here.
+    """
+
+    labels: LabelSource = None
+
+    def split(self, labels: Tensor | ArrayLike | None, seed: int, num_examples: int | None = None) -> Split:
+        """Deal the examples out. The same arguments give the same split (with one version of NumPy).
+
+        Args:
+            labels: class label of every example, shape (num_examples,); None if the partition needs none.
+            seed: seed of the federation; the draws are from its stream ``"partition"``.
+            num_examples: number of examples, needed only without labels.
+
+        Raises:
+            PartitionError: labels are missing or no integers, or the partition is impossible with these examples.
+        """
+        check_at_least("seed", seed, -LARGEST, error=PartitionError)
+        if num_examples is not None:
+            check_at_least("num_examples", num_examples, 0, error=PartitionError)
+        labels = None if labels is None else as_labels(labels)
+        if labels is not None and num_examples not in (None, len(labels)):
+            raise PartitionError(
+                f"num_examples is {num_examples}, but there are {len(labels)} labels; pass one label per example"
+            )
+        total = num_examples if labels is None else len(labels)
+        dealt = self.deal(labels, total, np.random.default_rng(derive_seed(seed, "partition")))
+        for client, indices in enumerate(dealt):
+            if len(indices) == 0:
+                raise PartitionError(
+                    f"client {client} of {len(dealt)} would get none of the {total} examples, but each needs at least "
+                    "one; use fewer clients or more data"
+                )
+        return Split.from_indices(dealt, labels)
+
+    @abstractmethod
+    def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> Sequence[Array]:
+        """Return the index arrays of all clients, pairwise disjoint, in any order.
+
+        Args:
+            labels: shape (num_examples,), or None if unknown.
+            num_examples: number of examples to deal, None if unknown.
+            generator: the only source of randomness.
+        """
+
+
+class LabelPartition(Partition):
+    """Base class of partitions that need integer labels, because they deal by class.
+
+    Attributes:
+        labels: where the class of every example is found, for data sets of dicts, graphs or sequences: the name of a
+            column (an attribute of the data set, or a key or an attribute of its examples, which are then all read
+            once); one integer per example; or a function of the data set that returns these. None: the data set's
+            attribute ``targets``, ``labels`` or ``y``, or the last tensor of a ``TensorDataset``.
+    """
+
+    def __post_init__(self) -> None:
+        """Bring ``labels`` into a form that compares and hashes."""
+        if self.labels is not None and not isinstance(self.labels, str) and not callable(self.labels):
+            object.__setattr__(self, "labels", tuple(as_labels(self.labels).tolist()))
+
+    def split(self, labels: Tensor | ArrayLike | None, seed: int, num_examples: int | None = None) -> Split:
+        """See :meth:`Partition.split`; without ``labels`` by those that the partition was given."""
+        return super().split(self.labels if labels is None and isinstance(self.labels, tuple) else labels, seed,
+                             num_examples)
+
+    def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> Sequence[Array]:
+        """Check the labels and call :meth:`deal_classes`."""
+        if labels is None:
+            raise PartitionError(
+                f"{type(self).__name__} deals by label, but the labels are unknown (None); give labels= a column's "
+                "name, one integer per example or a function of the data set; or use IIDPartition"
+            )
+        if not is_class_label(labels):
+            raise PartitionError(
+                f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}, but {type(self).__name__} needs "
+                "one integer class per example; bin a continuous target into classes first, or use IIDPartition"
+            )
+        return self.deal_classes(labels.detach().cpu().numpy(), generator)
+
+    @abstractmethod
+    def deal_classes(self, labels: Array, generator: np.random.Generator) -> Sequence[Array]:
+        """Return the index arrays of all clients, given the integer label of every example, shape (num_examples,)."""
+
+
+def as_labels(labels: Tensor | ArrayLike) -> Tensor:
+    """Return labels (a list, an array or a tensor) as a tensor; raise PartitionError if they are no numbers."""
+    try:
+        values = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise PartitionError(
+            f"labels of type {type(labels).__name__} cannot be read as numbers ({error}); give one integer per example"
+        ) from None
+    check_tensor("labels", values, error=PartitionError)
+    if values.ndim == 0:
+        raise PartitionError(f"labels={shown(labels)}: give one integer per example")
+    return values
+
+
+def check_clients(clients: int) -> None:
+    """Raise PartitionError unless ``clients`` is a whole number of at least 1."""
+    check_at_least("clients", clients, 1, error=PartitionError)
+
+
+def check_enough(clients: int, num_examples: int | None) -> int:
+    """Return the number of examples; raise PartitionError if it is unknown or less than the number of clients."""
+    if num_examples is None:
+        raise PartitionError("neither labels nor num_examples were given; pass one of them")
+    check_at_least("num_examples", num_examples, 0, error=PartitionError)
+    if clients > num_examples:
+        raise PartitionError(
+            f"{clients} clients cannot share {num_examples} examples, since each needs at least one; "
+            "use fewer clients or more data"
+        )
+    return num_examples

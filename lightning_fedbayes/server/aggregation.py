@@ -1,0 +1,529 @@
+"""Aggregation of one round: client updates in, the fused posterior and its diagnostics out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.core.errors import FusionError, check_kind
+from lightning_fedbayes.core.exchange import ALONE, Collective, Reduction, merge_statistics
+from lightning_fedbayes.core.exchange.reduction import Statistics
+from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
+from lightning_fedbayes.core.posterior import MOST_AT_ONCE, PIECE, GaussianPosterior, is_zero
+from lightning_fedbayes.fusion import FusionAccumulator, FusionRule, RuleState, SumRule
+from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
+from lightning_fedbayes.fusion.averages import add_disagreement
+from lightning_fedbayes.fusion.distributed import fuse_distributed
+from lightning_fedbayes.fusion.rule import add
+from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, Guard, Limits
+from lightning_fedbayes.server.weighting import (
+    PER_CLIENT,
+    ClientFacts,
+    CohortWeights,
+    client_weights,
+    effective_clients,
+    normalised,
+)
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """Result of the aggregation of a round.
+
+    Args:
+        posterior: the new global posterior.
+        buffers: the new global buffers, name → tensor of the buffer's dtype.
+        weights: client → normalised weight ω, or the reliability that the rule infers.
+        metrics: diagnostics of the fusion, name → value.
+        inferred: True if the weights are reliabilities that the rule has inferred.
+        excluded: client → why the rule left it out.
+        state: the rule's state for the next round.
+        outlying: clients whose updates stand out, so that they count only in part, see
+            :mod:`lightning_fedbayes.server.guard`.
+    """
+
+    posterior: GaussianPosterior
+    buffers: dict[str, Tensor]
+    weights: dict[int, float]
+    metrics: dict[str, float]
+    inferred: bool
+    excluded: dict[int, str]
+    state: RuleState
+    outlying: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """Clients that one process has admitted, as far as the other processes must know them before the fusion.
+
+    Args:
+        clients: their numbers, in the order in which they came.
+        weights: their weights, not normalised; empty where the weighting compares clients.
+        facts: the clients' facts for such a weighting; otherwise empty.
+        error: the reason why a weight cannot be computed.
+        sizes: the sizes of their updates, see :mod:`lightning_fedbayes.server.guard`, shape (clients, 4, tensors); None
+            where nothing guards the round.
+    """
+
+    clients: tuple[int, ...]
+    weights: tuple[float, ...] = ()
+    facts: tuple[ClientFacts, ...] = ()
+    error: FusionError | None = None
+    sizes: Tensor | None = None
+
+
+class Aggregation:
+    """Collects the updates of a round and fuses them.
+
+    With a sum-type rule and weights that look at one client at a time nothing is kept but sums.
+
+    Args:
+        rule: the fusion rule.
+        weighting: a name, or a function of all clients' facts (see :mod:`lightning_fedbayes.server.weighting`).
+        previous: the global posterior that the clients started from.
+        buffers: the global buffers that the clients started from; None takes the first client's as the model of all.
+        state: the rule's state after earlier rounds; None for the initial one.
+        collective: the processes, each of which adds clients of its own; with several, ``buffers`` must be given.
+        guard: refuses impossible variances and, unless the rule is robust by itself, bounds what one client can do;
+            None: neither.
+    """
+
+    def __init__(
+        self,
+        rule: FusionRule,
+        weighting: str | CohortWeights,
+        previous: GaussianPosterior,
+        buffers: Mapping[str, Tensor] | None = None,
+        state: RuleState | None = None,
+        collective: Collective = ALONE,
+        guard: Guard | None = None,
+    ) -> None:
+        check_kind("rule", rule, FusionRule, "give a rule object, such as get_rule('conflation')", error=FusionError)
+        check_kind("previous", previous, GaussianPosterior, "give the global posterior", error=FusionError)
+        check_mapping("buffers", {} if buffers is None else buffers, Tensor)
+        self.rule = rule
+        self.guard = guard
+        self.state = rule.init() if state is None else state
+        self.weighting = weighting
+        self.previous = previous
+        self.collective = collective
+        self._streams = isinstance(rule, SumRule) and isinstance(weighting, str) and weighting in PER_CLIENT
+        self._accumulator = FusionAccumulator(rule, previous, relative=collective.size == 1)
+        self._clips = guard is not None and not rule.resists
+        points = previous.is_point_mass if guard is None else guard.is_deterministic
+        self._by_pieces = points and previous.num_parameters > PIECE  # no client is copied into one vector
+        waiting = 2 * FEWEST * previous.num_parameters
+        self._is_small = waiting <= MOST_AT_ONCE and not self._by_pieces
+        self._group = max(2 * FEWEST, MOST_MEASURED // max(1, previous.num_parameters)) if self._is_small else FEWEST
+        self._held: list[ClientUpdate] = []
+        self._unmeasured = 0  # of those held, the last ones
+        self._weights: dict[int, float] = {}
+        self._rows: dict[int, int] = {}  # client that is measured → its row in the sizes
+        self._sizes = torch.empty(0)  # shape (clients, 4, tensors)
+        self._limits: Limits | None = None
+        self._num_judged, self._judge_at = 0, FEWEST  # clients that the limits know; that they are to know next
+        self._buffers: dict[str, Tensor] = {}
+        self._previous_buffers = buffers
+        borrows = self._by_pieces and guard is not None and collective.size == 1
+        self._disagreement = _Disagreement(borrows)
+
+    def __len__(self) -> int:
+        """Number of clients that this process has admitted."""
+        return len(self._weights) if self._streams else len(self._held)
+
+    def add(self, update: ClientUpdate) -> None:
+        """Admit one client's update.
+
+        Raises:
+            FusionError: names or shapes are not those of the global model, a value is not finite, or a variance is not
+                possible. The round is as it was before.
+        """
+        check_kind("update", update, ClientUpdate, "give a ClientUpdate", error=FusionError)
+        who = f"client {update.client}"
+        check_structure(update.posterior, self.previous, who)
+        if update.posterior.names != self.previous.names:
+            update = replace(update, posterior=update.posterior.ordered(self.previous.names))
+        posterior = update.posterior
+        if not self._by_pieces:
+            posterior = posterior.flattened()
+        check_finite(posterior, who)
+        self._check_buffers(update.buffers, who)
+        if self.guard is not None:
+            self.guard.check(posterior, who)
+        if self._streams:
+            self._weights[update.client] = self._weight(update)
+        if self._streams and not self._clips:
+            self._fuse([(update, posterior, self._weights[update.client])])
+        else:
+            posterior = posterior if self._streams else posterior.clone()
+            buffers = {name: value.clone() for name, value in update.buffers.items()}
+            self._held.append(_with(update, posterior, buffers))
+            self._unmeasured += 1
+        is_large = not self._is_small
+        at_once = is_large and (self._limits is not None or not self._by_pieces)
+        if self._streams and self._unmeasured == (1 if at_once else self._group):
+            self._judge()
+        if self._streams and is_large and self._held and self._held[-1].client == update.client:
+            self._held[-1] = replace(self._held[-1], posterior=update.posterior.clone())  # half of the memory
+        if self._previous_buffers is None:
+            self._previous_buffers = dict(update.buffers)
+
+    def _judge(self) -> None:
+        """Measure the clients that came since the last call, and add those that need no longer wait.
+
+        The limits are set anew at 7 clients of this process (small networks: 14 or more), 14, 28, … A client that
+        passes is then at most ``max_influence`` times as large as an honest one, as long as less than half of the
+        clients so far are bad. Without outliers the sums are added up in the order of arrival.
+        """
+        assert self.guard is not None
+        if self._unmeasured:
+            recent = self._held[len(self._held) - self._unmeasured :]
+            if self._by_pieces:
+                sizes = self.guard.shifts([update.posterior for update in recent])
+            else:
+                sizes = self.guard.sizes([update.posterior.flatten() for update in recent])
+            self._sizes = torch.cat([self._sizes, sizes]) if self._rows else sizes
+            self._rows.update((update.client, row) for row, update in enumerate(recent, start=len(self._rows)))
+            self._unmeasured = 0
+        if self._streams:
+            if self._limits is not None:
+                self._release()
+            if len(self._rows) >= self._judge_at:
+                self._num_judged, self._judge_at = len(self._rows), 2 * len(self._rows)
+                self._limits = self.guard.limits(self._sizes, list(self._weights.values()))
+                self._release()
+
+    def _release(self) -> None:
+        """Add the clients that wait and are within the limits that are known so far."""
+        held, self._held = self._held, []
+        ready = []
+        for update, suspect in zip(held, self._suspects(held, self._weights)):
+            if suspect:
+                self._held.append(update)
+            else:
+                ready.append((update, update.posterior, self._weights[update.client]))
+        self._fuse(ready)
+
+    def _suspects(self, updates: Sequence[ClientUpdate], weights: Mapping[int, float]) -> list[bool]:
+        """Return for each client whether a size of its update is above its limit, or no limits are known yet."""
+        if not self._clips or not updates:
+            return [False] * len(updates)
+        if self._limits is None:
+            return [True] * len(updates)
+        limits = self._limits.of(weights[update.client] for update in updates)
+        rows = [self._rows[update.client] for update in updates]
+        return (self._sizes[rows] > limits).flatten(1).any(1).tolist()
+
+    def _check_buffers(self, buffers: Mapping[str, Tensor], who: str) -> None:
+        """Raise FusionError unless ``buffers`` have the structure of those before and are finite wherever those are.
+
+        Infinite entries are allowed where the global buffer has them: a mask of minus infinities is a buffer, too.
+        """
+        like = buffers if self._previous_buffers is None else self._previous_buffers
+        if not like and not buffers:
+            return
+        wrong = [name for name in sorted(like.keys() | buffers.keys()) if not _alike(like.get(name), buffers.get(name))]
+        if wrong:
+            raise FusionError(
+                f"{who}: buffers {', '.join(wrong)} are not those of the clients before (names, shapes or dtypes "
+                "differ); all clients must train the same network"
+            )
+        for name, value in buffers.items():
+            known = torch.isfinite(like[name]) if self._previous_buffers is not None else torch.tensor(True)
+            if bool((~torch.isfinite(value) & known.to(value.device)).any()):
+                raise FusionError(f"{who}: buffer '{name}' is not finite")
+
+    def admitted(self) -> Admitted:
+        """Return what the other processes must know of this one's clients before :meth:`finish`."""
+        if self._clips:
+            self._judge()
+        sizes = self._sizes if self._rows else None
+        if self._streams:
+            return Admitted(tuple(self._weights), tuple(self._weights.values()), sizes=sizes)
+        clients = tuple(update.client for update in self._held)
+        if not self.rule.uses_weights:
+            return Admitted(clients, (1.0,) * len(clients), sizes=sizes)
+        facts = [ClientFacts.of(update, self.previous) for update in self._held]
+        if isinstance(self.weighting, str) and self.weighting in PER_CLIENT:
+            one = PER_CLIENT[self.weighting]
+            try:
+                return Admitted(clients, tuple(one(fact) for fact in facts), sizes=sizes)
+            except FusionError as error:
+                return Admitted(clients, error=error)
+        if self.collective.size > 1:
+            before = self.previous.to("cpu")
+            facts = [replace(fact, posterior=fact.posterior.to("cpu"), previous=before) for fact in facts]
+        return Admitted(clients, facts=tuple(facts), sizes=sizes)
+
+    def finish(self, everyone: Sequence[Admitted] | None = None) -> Aggregate:
+        """Fuse the clients of all processes; the result is the same in each.
+
+        Args:
+            everyone: the :meth:`admitted` clients of each process; None: they are exchanged now.
+
+        Raises:
+            FusionError: the weights cannot be used, or the rule cannot fuse these posteriors.
+        """
+        everyone = self.collective.all_gather(self.admitted()) if everyone is None else everyone
+        weights = dict(sorted(self._weights_of(everyone).items()))
+        outlying = self._fuse_held(weights, everyone)
+        several = self.collective.size > 1
+        total = sum(weights.values()) if several else self._accumulator.total
+        self._accumulator.check_not_empty(total)
+        if isinstance(self.rule, SumRule) and not several:
+            fused = self._accumulator.result(self.state, weights)
+            shares = shares_of(weights, {})
+            apart, buffers = self._merge(shares)
+        elif isinstance(self.rule, SumRule):
+            shares = shares_of(weights, {})
+            sums = Reduction(self._accumulator.statistics, self.previous.num_parameters, self.rule.merge)
+            apart, buffers, merged = self._merge(shares, sums)
+            fused = self._accumulator.finish(merged, self.state, weights)
+        else:
+            cohort = self._accumulator.cohort(total)
+            fused = fuse_distributed(self.rule, cohort, self._accumulator.like, self.state, self.collective)
+            shares = shares_of(weights, fused.reliability)
+            apart, buffers = self._merge(shares)
+        check_finite(fused.posterior, "the fused posterior")
+        return Aggregate(
+            fused.posterior,
+            buffers=self._average_buffers(buffers, sum(weights.values()) if self._streams else 1.0),
+            weights=shares,
+            metrics={
+                **self._diagnostics(fused.posterior, shares, self._disagreement_of(apart)),
+                **fused.figures,
+                **({"outlying_clients": float(len(outlying))} if self._clips else {}),
+            },
+            inferred=bool(fused.reliability),
+            excluded=fused.excluded,
+            state=fused.state,
+            outlying=outlying,
+        )
+
+    def _fuse_held(self, weights: Mapping[int, float], everyone: Sequence[Admitted]) -> tuple[int, ...]:
+        """Add the clients that had to wait until all were known, in the order of arrival, clipped where needed.
+
+        Returns: the clients of all processes that stand out.
+        """
+        outlying: tuple[int, ...] = ()
+        if self._clips and (self._held or self.collective.size > 1):
+            assert self.guard is not None
+            sizes = torch.cat([each.sizes for each in everyone if each.sizes is not None])
+            clients = [client for each in everyone for client in each.clients]
+            ordered = [weights[client] for client in clients]
+            if self._limits is None or self._num_judged < len(clients):
+                self._limits = self.guard.limits(sizes, ordered)
+            beyond = (sizes > self._limits.of(ordered)).flatten(1).any(1).tolist()
+            outlying = tuple(sorted(client for client, is_beyond in zip(clients, beyond, strict=True) if is_beyond))
+        ready = []
+        for update in self._held:
+            posterior, weight, suspect = update.posterior, weights[update.client], update.client in outlying
+            if suspect:
+                assert self.guard is not None
+                assert self._limits is not None
+                limits, sizes = self._limits.of([weight])[0], self._sizes[self._rows[update.client]]
+                mean, variance = self.guard.clip(*posterior.flatten(), limits, sizes)
+                sums = isinstance(self.rule, SumRule)  # for which the vectors are enough
+                posterior = posterior.with_flat(mean, variance) if sums else posterior.unflatten(mean, variance)
+            ready.append((update, posterior, weight))
+            if suspect or len(ready) == FEWEST:  # few clipped vectors are held at once
+                self._fuse(ready)
+                ready = []
+        self._fuse(ready)
+        return outlying
+
+    def _merge(self, shares: Mapping[int, float], *others: Reduction) -> list[Statistics]:
+        """Merge what all processes know of the clients' disagreement, their buffers, and ``others``."""
+        for update in () if self._streams else self._held:
+            self._add_buffers(update, shares[update.client])
+        merged = merge_statistics(
+            [self._disagreement_reduction(), self._buffers_reduction(), *others], self.collective
+        )
+        if self.collective.size > 1:
+            device = self.previous.flatten()[0].device
+            merged[2:] = [{name: value.to(device) for name, value in sums.items()} for sums in merged[2:]]
+        return merged
+
+    def _disagreement_of(self, apart: Statistics) -> float:
+        """Return the weighted variance of the clients' means, averaged over the parameters."""
+        between_and_within = float(apart.get("disagreement", 0.0)) + float(apart["within"])
+        return between_and_within / float(apart["weight"]) / max(1, self.previous.num_parameters)
+
+    def _disagreement_reduction(self) -> Reduction:
+        """Return the sums behind :meth:`_disagreement_of`."""
+        own = self._disagreement.statistics(self.collective.size > 1)
+        return Reduction(own, self.previous.num_parameters, merge_disagreement, totals_only=True)
+
+    def _buffers_reduction(self) -> Reduction:
+        """Return the weighted sums of all buffers as one flat vector; in one process, as they are."""
+        own = self._buffers
+        if self.collective.size > 1:
+            like = self._previous_buffers or {}
+            flat = [_as_real(own.get(name, torch.zeros_like(value))).flatten() for name, value in like.items()]
+            own = {"buffers": torch.cat(flat)} if flat else {}
+        return Reduction(own, len(own.get("buffers", ())), add_statistics)
+
+    def _average_buffers(self, sums: Statistics, total: float) -> dict[str, Tensor]:
+        """Return the averages of the buffers, in the dtypes of the global ones, from :meth:`_buffers_reduction`."""
+        if self.collective.size == 1:
+            return {name: self._average(name, value / total) for name, value in sums.items()}
+        averaged, start = {}, 0
+        for name, value in (self._previous_buffers or {}).items():
+            stop = start + value.numel() * (2 if value.is_complex() else 1)
+            summed = sums["buffers"][start:stop] if "buffers" in sums else torch.zeros(stop - start)
+            average = torch.view_as_complex(summed.view(-1, 2)) if value.is_complex() else summed
+            averaged[name] = self._average(name, average.view(value.shape) / total).to(value.device)
+            start = stop
+        return averaged
+
+    def _weights_of(self, everyone: Sequence[Admitted]) -> dict[int, float]:
+        """Return the weights of all clients; normalised where updates were held back until all were known."""
+        for each in everyone:
+            if each.error is not None:
+                raise each.error
+        clients = [client for each in everyone for client in each.clients]
+        values = [weight for each in everyone for weight in each.weights]
+        facts = sorted((fact for each in everyone for fact in each.facts), key=lambda fact: fact.client)
+        if facts:
+            return dict(zip([fact.client for fact in facts], client_weights(self.weighting, facts), strict=True))
+        if values and not self._streams and self.rule.uses_weights:
+            values = normalised(values, self.weighting, len(clients))
+        return dict(zip(clients, values, strict=True))
+
+    def _average(self, name: str, value: Tensor) -> Tensor:
+        """Return an averaged buffer in its own dtype, integers rounded."""
+        assert self._previous_buffers is not None
+        dtype = self._previous_buffers[name].dtype
+        return (value if dtype.is_floating_point or dtype.is_complex else value.round()).to(dtype)
+
+    def _weight(self, update: ClientUpdate) -> float:
+        """Return the weight ω, not normalised, of one client."""
+        if not self.rule.uses_weights:
+            return 1.0
+        assert isinstance(self.weighting, str)
+        return PER_CLIENT[self.weighting](ClientFacts.of(update, self.previous))
+
+    def _fuse(self, clients: Sequence[tuple[ClientUpdate, GaussianPosterior, float]]) -> None:
+        """Add admitted clients to all running sums: of each its update, its posterior as the guard left it, its weight.
+
+        A large network with variances is summed up client by client, so that one flat vector is held at a time.
+        """
+        if not self._by_pieces and not self._is_small and len(clients) > 1:  # one flat vector at a time
+            for each in clients:
+                self._fuse([each])
+            return
+        if not self._by_pieces:
+            clients = [(update, posterior.flattened(), weight) for update, posterior, weight in clients]
+        self._accumulator.add_checked(
+            [(update.client, posterior, weight) for update, posterior, weight in clients], self._disagreement.add
+        )
+        for update, _, weight in clients:
+            self._weights[update.client] = weight
+            if self._streams:
+                self._add_buffers(update, weight)
+
+    def _add_buffers(self, update: ClientUpdate, weight: float) -> None:
+        """Add a client's buffers to the running sums."""
+        if weight == 0:
+            return
+        for name, value in update.buffers.items():
+            term = value.to(torch.complex128 if value.is_complex() else torch.float64) * weight
+            self._buffers[name] = self._buffers[name] + term if name in self._buffers else term
+
+    def _diagnostics(
+        self, posterior: GaussianPosterior, shares: dict[int, float], disagreement: float
+    ) -> dict[str, float]:
+        """Return the diagnostics of a fusion, as they are logged."""
+        metrics = {"effective_clients": effective_clients(list(shares.values())), "disagreement": disagreement}
+        variances = [value.detach().flatten() for value in posterior.variance.values() if not is_zero(value)]
+        if variances:
+            flat = torch.cat([value.to(torch.float64) for value in variances])
+            metrics["posterior_variance"] = float(flat.mean())
+        return metrics
+
+
+def _with(update: ClientUpdate, posterior: GaussianPosterior, buffers: dict[str, Tensor]) -> ClientUpdate:
+    """Return a checked update with other tensors of the same structure; it is not checked again."""
+    copy = object.__new__(ClientUpdate)
+    vars(copy).update(vars(update), posterior=posterior, buffers=buffers)
+    return copy
+
+
+class _Disagreement:
+    """Running mean of the clients' means, and the disagreement Σω‖μ_k − μ‖² as one number, by West's recursion.
+
+    Args:
+        borrows: take the mean from the rule's sums where they contain it. False where other processes have clients, or
+            where sums that contain it may cease to.
+    """
+
+    def __init__(self, borrows: bool) -> None:
+        self._borrows = borrows
+        self._weights: list[float] = []  # of each piece, as all lists here
+        self._means: list[Tensor] = []
+        self._within: list[Tensor] = []
+
+    def add(self, place: int, mean: Tensor, weight: float, known: tuple[Tensor, Tensor] | None) -> None:
+        """Add a client's piece number ``place``; see :data:`~lightning_fedbayes.fusion.accumulator.Watch`."""
+        if place == len(self._weights):
+            self._weights.append(weight)
+            self._within.append(mean.new_zeros(()))
+            if not self._borrows or known is None:
+                self._means.append(mean.clone())
+            return
+        before, after = self._weights[place], self._weights[place] + weight
+        self._weights[place] = after
+        if self._means:
+            step = mean - self._means[place]
+            self._means[place].add_(step, alpha=weight / after)
+            spread = before * weight / after
+        else:  # the distance to the mean with this client is shorter by before / after
+            assert known is not None
+            step = torch.sub(mean, known[0], alpha=1 / float(known[1]))
+            spread = weight * after / before
+        self._within[place].add_(torch.dot(step, step), alpha=spread)
+
+    def statistics(self, with_mean: bool) -> Statistics:
+        """Return weight and disagreement of these clients, and their mean where other processes have others."""
+        if not self._weights:
+            return {}
+        within = torch.stack(self._within).sum()
+        sums = {"weight": within.new_tensor(self._weights[0]), "within": within}
+        return {**sums, "mean": torch.cat(self._means)} if with_mean else sums
+
+
+def shares_of(weights: Mapping[int, float], reliability: Mapping[int, float]) -> dict[int, float]:
+    """Return each client's share of the fusion: its normalised weight, or its reliability if the rule infers one."""
+    if reliability:
+        return {client: reliability.get(client, 0.0) for client in weights}
+    total = sum(weights.values())
+    return {client: weight / total for client, weight in weights.items()}
+
+
+def merge_disagreement(statistics: Statistics, other: Statistics) -> None:
+    """Merge the disagreement of another process's clients into ``statistics``, in place."""
+    add_disagreement(statistics, other["mean"], other["weight"])
+    add(statistics, "within", other["within"])
+
+
+def add_statistics(statistics: Statistics, other: Statistics) -> None:
+    """Add every sum of ``other`` to ``statistics``, in place."""
+    for name, value in other.items():
+        add(statistics, name, value)
+
+
+def _as_real(buffer: Tensor) -> Tensor:
+    """Return ``buffer`` on the CPU in double precision, real and imaginary parts as two numbers."""
+    if buffer.is_complex():
+        return torch.view_as_real(buffer.to("cpu", torch.complex128))
+    return buffer.to("cpu", torch.float64)
+
+
+def _alike(first: Tensor | None, second: Tensor | None) -> bool:
+    """Return True if both tensors are there, dense, and agree in shape and dtype."""
+    if first is None or second is None or second.is_meta or second.layout != torch.strided:
+        return False
+    return (first.shape, first.dtype) == (second.shape, second.dtype)

@@ -1,0 +1,258 @@
+r"""Guard of a round: no single client moves the global posterior much further than the others do.
+
+Sizes of a client's update against the global posterior :math:`N(\mu_o, \sigma_o^2)` of the round, one per tensor:
+
+* shift :math:`\|\mu - \mu_o\|`, by which averages move;
+* pull :math:`\|(\mu - \mu_o)\,\sigma_o^2 / \sigma^2\|`, by which products of densities move;
+* sureness :math:`\max \sigma_o^2 / \sigma^2` and vagueness :math:`\max \sigma^2 / \sigma_o^2` over the entries.
+
+A size is too large if it exceeds a multiple of the clients' weighted median. Sizes are numbers, so the guard streams.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.core.errors import FusionError, check_number
+from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, flatten, is_zero
+
+MOST_CHANGE = 1e12
+"""Factor by which a variance may change in one round: of σ a million. The most that honest clients did was
+2.6e8 (initial σ 1e-4, Adam at rate 0.1, 20 local epochs)."""
+FEWEST = 7
+"""Least number of clients whose median says what is usual: three bad ones are a minority among them, while fewer honest
+clients, of few batches each, may differ by more than ``max_influence``. So many wait for one another before any is
+added to sums. Of small networks twice as many wait, or :data:`MOST_MEASURED` entries of them, and are measured
+together, which takes a fraction of the time."""
+MOST_MEASURED = 2**16
+"""Entries of all clients that are measured at once: more would not stay in the cache."""
+
+
+def check_influence(max_influence: float | None) -> None:
+    """Raise FederationError unless ``max_influence`` is None or a number of at least 1."""
+    if max_influence is not None:
+        why = "a client may count as this multiple of the median client; None turns the guard off"
+        check_number("max_influence", max_influence, "[1, inf)", why=why)
+
+
+def probabilistic_names(posterior: GaussianPosterior) -> frozenset[str]:
+    """Return the names of the tensors that have a variance."""
+    return frozenset(name for name, value in posterior.variance.items() if not is_zero(value) and bool(value.any()))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest sizes of an update that are allowed.
+
+    Args:
+        sizes: those of a client of mean weight, shape (4, tensors).
+        weight: the mean weight.
+    """
+
+    sizes: Tensor
+    weight: float
+
+    def of(self, weights: Iterable[float]) -> Tensor:
+        """Return the limits of clients, shape (clients, 4, tensors).
+
+        What counts is size times weight, so a light client may be larger.
+        """
+        factors = [max(1.0, self.weight / weight) if weight > 0 else math.inf for weight in weights]
+        limits = self.sizes * torch.tensor(factors, dtype=torch.float64)[:, None, None]
+        return limits.nan_to_num_(nan=math.inf, posinf=math.inf)
+
+
+class Guard:
+    """Measures updates against the global posterior of a round, refuses impossible variances and clips sizes.
+
+    Args:
+        previous: the global posterior that the clients started from.
+        probabilistic: names of the tensors to which the network gives a variance.
+        max_influence: multiple of the median size that is allowed, at least 1.
+    """
+
+    def __init__(self, previous: GaussianPosterior, probabilistic: Collection[str], max_influence: float) -> None:
+        self.previous = previous
+        self.probabilistic = probabilistic
+        self.max_influence = max_influence
+        self._deterministic = [name for name in previous.names if name not in probabilistic]
+        self._lengths = [value.numel() for value in previous.mean.values()]
+        self._numels = torch.tensor([n for n in self._lengths if n], dtype=torch.float64)
+        self._is_point_mass = previous.is_point_mass
+        if self._is_point_mass:
+            return
+        self._mean, variance = previous.flatten()
+        known = variance > 0
+        if self._deterministic:
+            random = [torch.full((n,), name in probabilistic) for name, n in zip(previous.names, self._lengths)]
+            known &= torch.cat(random).to(variance.device)
+        self._is_point_mass = not bool(known.any())
+        self._unknown = None if bool(known.all()) else ~known
+        self._variance = torch.where(known, variance, 1.0)
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        """The means of a deterministic network as one vector, which a large one seldom needs."""
+        return self.previous.flatten()[0]
+
+    @property
+    def is_deterministic(self) -> bool:
+        """True if the network has no variances, so that sizes follow from the means alone."""
+        return self._is_point_mass
+
+    def check(self, posterior: GaussianPosterior, who: str) -> None:
+        """Refuse variances that no training gives.
+
+        Args:
+            posterior: the client's, all values finite, its parameters in the order of the global one's.
+            who: the client, for the message.
+
+        Raises:
+            FusionError: a variance where the network has none; none where it has one; or a variance that is
+                :data:`MOST_CHANGE` times larger or smaller than the global one.
+        """
+        for name in self._deterministic if not posterior.is_point_mass else ():
+            value = posterior.variance[name]
+            if not is_zero(value) and bool(value.any()):
+                raise FusionError(
+                    f"{who}: '{name}' has a variance (maximum {float(value.max()):.3g}), but it is deterministic in "
+                    "the global model; all clients must train the same network"
+                )
+        if self._is_point_mass:
+            return
+        _, variance = posterior.flatten()
+        ratio = self._ratio(variance)
+        least, most = ratio.aminmax()
+        if float(least) * MOST_CHANGE >= 1 and float(most) <= MOST_CHANGE:
+            return
+        parts = zip(self.previous.names, *(each.split(self._lengths) for each in (ratio, variance, self._variance)))
+        for name, change, sent, before in parts:
+            far = (change * MOST_CHANGE < 1) | (change > MOST_CHANGE)
+            if bool(far.any()):
+                raise FusionError(
+                    f"{who}: a variance of '{name}' is {float(sent[far][0]):.3g}, where the global posterior has "
+                    f"{float(before[far][0]):.3g}; it may change by a factor of {MOST_CHANGE:g} in a round. Check the "
+                    "client's training, or turn the guard off by max_influence=None"
+                )
+
+    def sizes(self, clients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return shift, pull, sureness and vagueness of every tensor, shape (clients, 4, tensors), float64, on the CPU.
+
+        Args:
+            clients: mean and variance of each, shape (P,), float64.
+        """
+        at_once = max(1, MOST_MEASURED // max(1, sum(self._lengths)))
+        groups = (clients[start : start + at_once] for start in range(0, len(clients), at_once))
+        return torch.cat([self._sizes(*map(list, zip(*group))) for group in groups]).cpu()
+
+    def _sizes(self, means: list[Tensor], variances: list[Tensor]) -> Tensor:
+        """Return the sizes of a group of clients from their means and variances, shape (P,) each."""
+        if self._is_point_mass:  # tensor by tensor: a vector of all differences would not stay in the cache
+            pairs = zip(self._parts(_rows(means)), self._parts(self._mean[None]))
+            shift = torch.stack([torch.linalg.vector_norm(part - before, dim=1) for part, before in pairs], 1)
+            return torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)], 1)
+        difference = _rows(means) - self._mean
+        shift = self._norms(difference)
+        ratio = self._ratio(_rows(variances))
+        parts = self._parts(ratio)
+        least, most = (torch.stack([extreme(part, 1) for part in parts], 1) for extreme in (torch.amin, torch.amax))
+        return torch.stack([shift, self._norms(difference.div_(ratio)), 1 / least, most], 1)
+
+    def shifts(self, clients: Sequence[GaussianPosterior]) -> Tensor:
+        """Return :meth:`sizes` of clients of a deterministic network, block by block: of no client a copy is made."""
+        lengths = []
+        for name, value in self.previous.mean.items():
+            parts = [each.mean[name].detach().reshape(-1).split(PIECE) for each in (self.previous, *clients)]
+            dtype = torch.promote_types(value.dtype, torch.float32)  # a difference is exact to half a unit there
+            squares = []
+            for before, *blocks in zip(*parts) if value.numel() else ():
+                steps = [flatten([block.to(dtype) - before.to(dtype)], torch.float64) for block in blocks]
+                squares.append(torch.stack([torch.dot(step, step) for step in steps]))
+            if squares:
+                lengths.append(sum(squares[1:], squares[0]).sqrt())
+        shift = torch.stack(lengths, 1)
+        return torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)], 1).cpu()
+
+    def limits(self, sizes: Tensor, weights: Sequence[float]) -> Limits:
+        r"""Return the largest sizes that are allowed.
+
+        They are ``max_influence`` times the weighted medians over the clients. Lengths may be
+        :math:`1 + 2 / \sqrt n` times as large for a tensor of n entries, since those of short vectors scatter, and a
+        tensor that most clients leave alone may move as far per entry as the whole network does. Nothing is bounded
+        if the median client has not moved, or if there are fewer than :data:`FEWEST` clients.
+
+        Args:
+            sizes: of all clients, shape (clients, 4, tensors).
+            weights: of the clients, none negative.
+        """
+        weight = sum(weights) / len(weights)
+        if len(sizes) < FEWEST:
+            return Limits(torch.full_like(sizes[0], math.inf), weight)
+        medians = weighted_median(sizes, weights)
+        shifts = medians[:2]
+        if not bool(shifts.all()):
+            whole = weighted_median(torch.linalg.vector_norm(sizes[:, :2], dim=2), weights)[:, None]
+            typical = torch.where(whole > 0, whole * (self._numels / self._numels.sum()).sqrt(), math.inf)
+            torch.where(shifts > 0, shifts, typical, out=shifts)
+        shifts *= 1 + 2 / self._numels.sqrt()
+        return Limits(self.max_influence * medians, weight)
+
+    def clip(self, mean: Tensor, variance: Tensor, limits: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and variance with every size within its limit; entries that are within stay as they are.
+
+        Variances are brought to the nearest allowed value, entry by entry; then each tensor's update is shortened.
+
+        Args:
+            mean, variance: of the client, shape (P,), float64; they are not changed.
+            limits, sizes: of this client, shape (4, tensors).
+        """
+        limits, sizes = limits.to(mean.device), sizes.to(mean.device)
+        lengths = self._numels.to(mean.device, torch.int64)
+        if bool((sizes[2:] > limits[2:]).any()):
+            ratio = self._ratio(variance)
+            bounded = torch.minimum(
+                torch.maximum(ratio, (1 / limits[2]).repeat_interleave(lengths)), limits[3].repeat_interleave(lengths)
+            )
+            variance = torch.where(bounded == ratio, variance, self._variance * bounded)
+            sizes = self.sizes([(mean, variance)])[0].to(mean.device)
+        kept = torch.where(sizes > limits, limits / sizes, 1.0)[:2].amin(0).repeat_interleave(lengths)
+        return torch.where(kept < 1, self._mean + kept * (mean - self._mean), mean), variance
+
+    def _ratio(self, variance: Tensor) -> Tensor:
+        """Return σ² / σ_o², a new vector; 1 where the network or the global posterior has no variance."""
+        ratio = variance / self._variance
+        return ratio if self._unknown is None else ratio.masked_fill_(self._unknown, 1.0)
+
+    def _norms(self, rows: Tensor) -> Tensor:
+        """Return the norms of each tensor's part of ``rows``, shape (clients, P) → (clients, tensors)."""
+        return torch.stack([torch.linalg.vector_norm(part, dim=1) for part in self._parts(rows)], 1)
+
+    def _parts(self, rows: Tensor) -> list[Tensor]:
+        """Return each tensor's part of ``rows``, shape (clients, P); empty tensors have none."""
+        return [part for part in rows.split(self._lengths, 1) if part.shape[1]]
+
+
+def _rows(vectors: list[Tensor]) -> Tensor:
+    """Return vectors of equal length as the rows of a matrix; one alone is not copied."""
+    return torch.stack(vectors) if len(vectors) > 1 else vectors[0][None]
+
+
+def weighted_median(values: Tensor, weights: Sequence[float]) -> Tensor:
+    """Return the lower weighted median over the first dimension.
+
+    >>> weighted_median(torch.tensor([5.0, 1.0, 9.0]), [1, 1, 1])
+    tensor(5.)
+    >>> weighted_median(torch.tensor([5.0, 1.0, 9.0]), [1, 1, 2])
+    tensor(5.)
+    """
+    shares = torch.as_tensor(weights, dtype=torch.float64)
+    shares = shares / shares.sum() if float(shares.sum()) > 0 else torch.full_like(shares, 1 / len(shares))
+    ordered, order = values.sort(0)
+    below = (shares[order].cumsum(0) < 0.5 - 1e-12).sum(0, keepdim=True)
+    return ordered.gather(0, below).squeeze(0)

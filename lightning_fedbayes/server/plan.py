@@ -1,0 +1,183 @@
+"""Plan of a round: which clients train, and on which batches, from (seed, round, client) alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.core.errors import LARGEST, FederationError, check_at_least, check_number, is_whole, shown
+from lightning_fedbayes.core.seeding import generator
+
+Fraction = float | Literal["turns"]
+"""Share of the clients in a round, or one client after the other."""
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Rule by which each client's examples become batches.
+
+    Args:
+        batch_size: examples per batch.
+        shuffle: a new order in every local epoch; otherwise the data set's own.
+        drop_last: leave out a last batch that is not full.
+        local_epochs: passes over a client's data per round, E.
+        fraction: share of the clients that take part in a round, C in (0, 1], or "turns": one after the other.
+        seed: where all orders and cohorts come from.
+        limit: most batches of each client in a local epoch: a number (int), or a share of them (float), rounded down.
+    """
+
+    batch_size: int
+    shuffle: bool = True
+    drop_last: bool = False
+    local_epochs: int = 1
+    fraction: Fraction = 1.0
+    seed: int = 0
+    limit: int | float = 1.0
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """Cohort of a round, and how many batches each of its clients trains for.
+
+    Args:
+        round: the round's number, from 0.
+        cohort: the clients, ascending.
+        starts: the number of batches before each client's first one, and of all: shape (cohort + 1,). A server that
+            leaves training to others needs none.
+        local_epochs: passes of each client over its batches.
+
+    Raises:
+        FederationError: a number of another kind.
+    """
+
+    round: int
+    cohort: tuple[int, ...]
+    starts: tuple[int, ...] = (0,)
+    local_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        check_at_least("round", self.round, -1)  # before the first
+        for name, values in (("cohort", self.cohort), ("starts", self.starts)):
+            if not isinstance(values, tuple) or not all(map(is_whole, values)):
+                raise FederationError(f"{name}={shown(values)}: give a tuple of whole numbers, such as (0, 1, 2)")
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of the whole round."""
+        return self.starts[-1]
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Client → its number of batches."""
+        return {client: end - start for client, (start, end) in zip(self.cohort, itertools.pairwise(self.starts))}
+
+
+def plan_round(round: int, sizes: Sequence[int], batching: Batching) -> RoundPlan:
+    """The plan of ``round`` for clients of these ``sizes`` (numbers of examples)."""
+    cohort = choose_cohort(round, len(sizes), batching.fraction, batching.seed)
+    starts = [0]
+    for client in cohort:
+        starts.append(starts[-1] + batching.local_epochs * batches_per_epoch(sizes[client], batching))
+    return RoundPlan(round, cohort, tuple(starts), batching.local_epochs)
+
+
+def share_of(plan: RoundPlan, rank: int, count: int) -> RoundPlan:
+    """The clients of ``plan`` that process ``rank`` of ``count`` trains; there may be none.
+
+    The longest client goes to the process with the least to do, then the next longest: no process has more than 4/3 of
+    what the best split would give the busiest (Graham 1969).
+
+    >>> plan = RoundPlan(0, cohort=(0, 1, 2), starts=(0, 5, 7, 10))
+    >>> share_of(plan, 0, 2).cohort, share_of(plan, 1, 2).cohort
+    ((0,), (1, 2))
+    """
+    if count == 1:
+        return plan
+    lengths, work = plan.lengths, [0] * count
+    own = []
+    for client in sorted(plan.cohort, key=lambda client: (-lengths[client], client)):
+        process = work.index(min(work))
+        work[process] += lengths[client]
+        if process == rank:
+            own.append(client)
+    cohort = tuple(sorted(own))
+    starts = (0, *itertools.accumulate(lengths[client] for client in cohort))
+    return RoundPlan(plan.round, cohort, starts, plan.local_epochs)
+
+
+def cohort_size(clients: int, fraction: Fraction) -> int:
+    """Number of clients in a round, max(⌊C·K + ½⌋, 1); 1 where they take turns."""
+    return 1 if isinstance(fraction, str) else max(int(fraction * clients + 0.5), 1)
+
+
+def check_fraction(fraction: Fraction) -> None:
+    """Raise FederationError unless the share of clients in a round lies in (0, 1], or is "turns"."""
+    if not (isinstance(fraction, str) and fraction == "turns"):
+        why = "it is the share of clients in a round; 'turns' takes one client after the other"
+        check_number("fraction", fraction, "(0, 1]", why=why)
+
+
+def choose_cohort(round: int, clients: int, fraction: Fraction, seed: int) -> tuple[int, ...]:
+    """:func:`cohort_size` of K clients, drawn without replacement, ascending; "turns": number ``round`` modulo K.
+
+    >>> choose_cohort(0, clients=4, fraction=1.0, seed=0)
+    (0, 1, 2, 3)
+    >>> [choose_cohort(round, clients=2, fraction="turns", seed=0) for round in range(3)]
+    [(0,), (1,), (0,)]
+    """
+    check_at_least("round", round, 0)
+    check_at_least("clients", clients, 1)
+    check_fraction(fraction)
+    check_at_least("seed", seed, -LARGEST)
+    if fraction == "turns":
+        return (round % clients,)
+    size = cohort_size(clients, fraction)
+    if size >= clients:
+        return tuple(range(clients))
+    chosen = torch.randperm(clients, generator=generator(seed, "cohort", round))[:size]
+    return tuple(sorted(chosen.tolist()))
+
+
+def batches_per_epoch(size: int, batching: Batching) -> int:
+    """Batches in one pass over ``size`` examples.
+
+    >>> [batches_per_epoch(10, Batching(batch_size=4, limit=limit)) for limit in (1.0, 0.8, 1)]
+    [3, 2, 1]
+    """
+    count = size // batching.batch_size if batching.drop_last else -(-size // batching.batch_size)
+    return min(count, batching.limit) if isinstance(batching.limit, int) else int(count * batching.limit)
+
+
+def client_order(round: int, client: int, size: int, batching: Batching) -> list[Tensor]:
+    """The order of a client's examples in each local epoch: E permutations of shape (n_k,)."""
+    if not batching.shuffle:
+        return [torch.arange(size)] * batching.local_epochs
+    draws = generator(batching.seed, "order", round, client)
+    return [torch.randperm(size, generator=draws) for _ in range(batching.local_epochs)]
+
+
+def client_batches(round: int, client: int, size: int, batching: Batching) -> list[Tensor]:
+    """The example numbers of each of a client's batches in a round, all local epochs in a row."""
+    count = batches_per_epoch(size, batching)
+    orders = client_order(round, client, size, batching)
+    return [indices for order in orders for indices in order.split(batching.batch_size)[:count]]
+
+
+def check_batches(names: Sequence[str], sizes: Sequence[int], batching: Batching) -> None:
+    """Raise FederationError for a client that would never have a batch."""
+    idle = [f"{n} ({s})" for n, s in zip(names, sizes, strict=True) if batches_per_epoch(s, batching) == 0]
+    if idle and batching.limit != 1.0:
+        raise FederationError(
+            f"limit_train_batches={batching.limit} leaves no batch to the clients {', '.join(idle)} (their numbers of "
+            "examples in brackets); give a number of batches of each client, or a larger share"
+        )
+    if idle:
+        raise FederationError(
+            f"clients with fewer examples than one batch of {batching.batch_size}, and drop_last=True: "
+            f"{', '.join(idle)}; they would never train. Use drop_last=False or a smaller batch"
+        )

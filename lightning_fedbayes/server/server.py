@@ -1,0 +1,392 @@
+"""The server of a federation: it begins a round, admits the clients' updates, and finishes the round by fusing them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, check_kind, sendable
+from lightning_fedbayes.core.exchange import ALONE, Collective
+from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, check_mapping
+from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_posterior
+from lightning_fedbayes.fusion import FusionRule, RuleState, get_rule
+from lightning_fedbayes.fusion.auto import AutoFusion, names_of
+from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation
+from lightning_fedbayes.server.guard import Guard, check_influence, probabilistic_names
+from lightning_fedbayes.server.plan import RoundPlan
+from lightning_fedbayes.server.weighting import CohortWeights, check_probabilistic, check_weighting
+
+HELD_OUT_LOSS = "held_out_loss/"
+"""Prefix of the figures of a round that hold a candidate's loss on held-out data."""
+
+Scorer = Callable[[Aggregate, "Sequence[Any]"], float]
+"""Loss of a candidate on held-out data, of (its result, the notes of all processes)."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """Result of a round.
+
+    Args:
+        round: its number, from 0.
+        posterior: the global posterior after it: the fused one, or the old one if the round came to nothing.
+        buffers: the global buffers after it.
+        aggregate: everything that the fusion gave; None if the round came to nothing.
+        refusal: the reason why the rule could not fuse the updates; None if it could, or if there were too few.
+        outcomes: one per client of the cohort that was heard of.
+        figures: diagnostics, counts, time and traffic, name → value: the round's row of the history, whose
+            "round" counts from 1.
+        notes: the note of each process (see :meth:`Server.finish`).
+    """
+
+    round: int
+    posterior: GaussianPosterior
+    buffers: Mapping[str, Tensor]
+    aggregate: Aggregate | None
+    refusal: FusionError | None
+    outcomes: tuple[ClientOutcome, ...]
+    figures: dict[str, float]
+    notes: tuple[Any, ...] = ()
+
+    @property
+    def success(self) -> bool:
+        """True if the updates were fused."""
+        return self.aggregate is not None
+
+    @property
+    def weights(self) -> dict[int, float]:
+        """Client → its share of the fusion: its weight, or the reliability that the rule infers; empty without one."""
+        return {} if self.aggregate is None else self.aggregate.weights
+
+    @property
+    def excluded(self) -> dict[int, str]:
+        """Client → why the rule left it out of the fusion."""
+        return {} if self.aggregate is None else self.aggregate.excluded
+
+
+@dataclass(frozen=True)
+class ProcessReport:
+    """Report of one process to the others at the end of its clients' training: outcomes, admitted clients, a note."""
+
+    outcomes: Sequence[ClientOutcome]
+    admitted: Mapping[str, Admitted]
+    count: int
+    note: Any
+
+
+class Server:
+    """Holds the global posterior, and makes a new one of the clients' updates in every round.
+
+    ::
+
+        server = Server(posterior, fusion="reverse_kl_barycenter")
+        for round in range(10):
+            server.begin(RoundPlan(round, cohort=(0, 1, 2)))
+            for client in (0, 1, 2):
+                server.admit(ClientUpdate(client, num_examples, posterior_of(client)))
+            result = server.finish()
+
+    It knows neither Lightning nor any other way to train: whoever drives it trains the clients of the cohort from
+    ``server.posterior`` and brings their updates. The callback and Flower's strategy drive the same one. A rule that
+    draws random numbers draws from torch's global generator: seed it before :meth:`finish`.
+
+    Args:
+        posterior: the global posterior to start from.
+        buffers: the global buffers to start from (BatchNorm's statistics), name → tensor.
+        fusion: name of a fusion rule, a rule object, or an :class:`~lightning_fedbayes.AutoFusion`.
+        weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
+        min_clients: quorum: fewer valid updates than this leave the global posterior as it was.
+        max_failed_rounds: after this many rounds in a row that came to nothing :meth:`finish` raises.
+        collective: the processes that share the clients of a round; each has a server, and all hold the same posterior.
+
+    Attributes:
+        posterior, buffers: the global model after the last round.
+        rounds: number of the round after the last finished one.
+        failed_rounds: number of rounds in a row, up to the last, that came to nothing.
+        history: one dict of figures per finished round, in order; its "round" counts from 1.
+        accepted: client → number of rounds that were done when its last update counted; missing if none has.
+
+    Raises:
+        FusionError, FederationError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        posterior: GaussianPosterior,
+        buffers: Mapping[str, Tensor] | None = None,
+        *,
+        fusion: str | FusionRule | AutoFusion = "reverse_kl_barycenter",
+        weighting: str | CohortWeights = "train_size",
+        min_clients: int = 1,
+        max_failed_rounds: int = 3,
+        max_influence: float | None = 2.0,
+        collective: Collective = ALONE,
+    ) -> None:
+        check_posterior(posterior, "posterior")
+        check_mapping("buffers", {} if buffers is None else buffers, Tensor)
+        check_weighting(weighting)
+        check_probabilistic(weighting, posterior)
+        check_at_least("min_clients", min_clients, 1)
+        check_at_least("max_failed_rounds", max_failed_rounds, 1)
+        check_influence(max_influence)
+        self.posterior = posterior
+        self.buffers: Mapping[str, Tensor] = {} if buffers is None else buffers
+        self.rules = candidates(fusion)
+        self.weighting = weighting
+        self.min_clients = min_clients
+        self.max_failed_rounds = max_failed_rounds
+        self.max_influence = max_influence
+        self.collective = collective
+        self.rounds = 0
+        self.failed_rounds = 0
+        self.history: list[dict[str, float]] = []
+        self.accepted: dict[int, int] = {}
+        self._rule_states: dict[str, RuleState] = {name: rule.init() for name, rule in self.rules.items()}
+        self._probabilistic = probabilistic_names(posterior)
+        self._plan: RoundPlan | None = None
+        self._aggregations: dict[str, Aggregation] = {}
+        self._outcomes: dict[int, ClientOutcome] = {}
+
+    @property
+    def rule_states(self) -> dict[str, RuleState]:
+        """The state of each rule, by its name."""
+        return dict(self._rule_states)
+
+    @property
+    def rule_state(self) -> RuleState:
+        """State of the only rule after the rounds so far; empty before the first."""
+        (state,) = self._rule_states.values()
+        return state
+
+    # -- a round -------------------------------------------------------------------------------------------------------
+
+    def begin(self, plan: RoundPlan) -> None:
+        """Begin the round of ``plan``; an unfinished one is forgotten."""
+        check_kind("plan", plan, RoundPlan, "give a RoundPlan(round, cohort)")
+        self._plan = plan
+        self._outcomes = {}
+        self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
+        previous, bound = self.posterior, self.max_influence
+        if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else nobody needs it as one vector
+            previous = previous.flattened()
+        guard = None if bound is None else Guard(previous, self._probabilistic, bound)
+        self._aggregations = {
+            name: Aggregation(
+                rule, self.weighting, previous, self.buffers, self._rule_states[name], self.collective, guard
+            )
+            for name, rule in self.rules.items()
+        }
+
+    def admit(self, update: ClientUpdate | ClientFailure) -> ClientOutcome:
+        """Take in what came of a client; an update that cannot be used is left out of the round.
+
+        It cannot be used if its names, shapes or buffers are not those of the global model, if a value is not finite,
+        or if its client is not in the cohort or has sent one already. ``outcome.error`` says why. The tensors are read
+        here: they may be overwritten afterwards.
+        """
+        check_kind("update", update, ClientUpdate | ClientFailure, "give a ClientUpdate or a ClientFailure")
+        if self._plan is None:
+            raise FederationError("no round has begun: call begin(RoundPlan(round, cohort)) before admit")
+        error = update.error if isinstance(update, ClientFailure) else None
+        if update.client not in self._plan.cohort or update.client in self._outcomes:
+            known = "has been heard in this round" if update.client in self._outcomes else "is not in the cohort"
+            refusal = FusionError(f"client {update.client} {known}; a client of the cohort sends one update in a round")
+            return ClientOutcome(update.client, refusal, update.seconds, update.num_examples)
+        if isinstance(update, ClientUpdate):
+            try:
+                for aggregation in self._aggregations.values():
+                    aggregation.add(update)
+            except FusionError as refusal:
+                error = refusal
+        metrics = update.metrics if isinstance(update, ClientUpdate) else {}
+        size = update.num_bytes if isinstance(update, ClientUpdate) and error is None else 0
+        outcome = ClientOutcome(update.client, error, update.seconds, update.num_examples, size, metrics)
+        self._outcomes[update.client] = outcome
+        return outcome
+
+    def finish(self, score: Scorer | None = None, note: Any = None) -> RoundResult:
+        """Fuse the round's updates; keep the old posterior if there are too few or the rule cannot fuse them.
+
+        Processes that share the clients exchange here: once the outcomes of their clients, then what the fusion needs.
+
+        Args:
+            score: loss of a candidate on held-out data; needed where the rule is an ``AutoFusion``.
+            note: anything that this process has to tell the others; see :attr:`RoundResult.notes`.
+
+        Raises:
+            FederationError: as many rounds in a row as ``max_failed_rounds`` came to nothing. The state is that after
+                the round.
+        """
+        if self._plan is None:
+            raise FederationError("no round has begun: call begin(RoundPlan(round, cohort)) before finish")
+        reports = self.collective.all_gather(self._report(note))
+        outcomes = tuple(outcome for report in reports for outcome in report.outcomes)
+        if self.collective.size > 1:
+            outcomes = tuple(sorted(outcomes, key=lambda outcome: outcome.client))
+        notes = tuple(report.note for report in reports)
+        aggregate, refusal, losses = None, None, {}
+        if sum(report.count for report in reports) >= self.min_clients:
+            try:
+                aggregate, losses = self._aggregate([report.admitted for report in reports], score, notes)
+            except FusionError as error:
+                refusal = error
+        if aggregate is not None:
+            fused = aggregate.posterior
+            self.posterior = fused.marked(fused.linearised or self.posterior.linearised)
+            self.buffers = {**self.buffers, **aggregate.buffers}
+        self.rounds = self._plan.round + 1
+        self.failed_rounds = 0 if aggregate is not None else self.failed_rounds + 1
+        valid = [outcome for outcome in outcomes if outcome.error is None]
+        if aggregate is not None:
+            self.accepted |= {outcome.client: self.rounds for outcome in valid}
+        figures = {
+            "round": float(self.rounds),
+            **({} if aggregate is None else aggregate.metrics),
+            **{f"{HELD_OUT_LOSS}{name}": loss for name, loss in losses.items()},
+            **self._figures(outcomes, valid, 0 if aggregate is None else len(aggregate.excluded)),
+        }
+        self.history.append(figures)
+        round, self._plan, self._aggregations = self._plan.round, None, {}
+        if self.failed_rounds >= self.max_failed_rounds:
+            raise self._too_many_failures(refusal, outcomes)
+        return RoundResult(round, self.posterior, self.buffers, aggregate, refusal, outcomes, figures, notes)
+
+    def _report(self, note: Any) -> ProcessReport:
+        """Return what the other processes must know of this one's clients."""
+        outcomes = list(self._outcomes.values())
+        if self.collective.size > 1:
+            outcomes = [replace(each, error=each.error and sendable(each.error)) for each in outcomes]
+        admitted = {name: aggregation.admitted() for name, aggregation in self._aggregations.items()}
+        return ProcessReport(outcomes, admitted, len(next(iter(self._aggregations.values()))), note)
+
+    def _aggregate(
+        self, admitted: Sequence[Mapping[str, Admitted]], score: Scorer | None, notes: Sequence[Any]
+    ) -> tuple[Aggregate, dict[str, float]]:
+        """Fuse by the rule; of several candidates, by the one whose result has the least loss on held-out data.
+
+        Returns: the result, and every candidate's loss; none where there is one rule.
+
+        Raises:
+            FusionError: the rule, or every candidate, failed; or no candidate has a finite loss.
+        """
+        results: dict[str, Aggregate] = {}
+        losses: dict[str, float] = {}
+        states = dict(self._rule_states)
+        reason = "no candidate has a finite loss on the validation data"
+        for name, aggregation in self._aggregations.items():
+            try:
+                results[name] = aggregation.finish([each[name] for each in admitted])
+            except FusionError as error:
+                if len(self.rules) == 1:
+                    raise
+                reason = str(error)
+                continue
+            states[name] = results[name].state
+            if len(self.rules) > 1:
+                assert score is not None, "an AutoFusion needs finish(score=...)"
+                losses[name] = score(results[name], notes)
+        best = next(iter(results), "")
+        if len(self.rules) > 1:
+            losses = self.collective.broadcast(losses)
+            finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+            if not finite:
+                raise FusionError(f"fusion='auto': none of {', '.join(self.rules)} can be used: {reason}")
+            best = min(finite, key=lambda name: finite[name])
+        self._rule_states = states
+        return results[best], losses
+
+    def _figures(
+        self, outcomes: Sequence[ClientOutcome], valid: Sequence[ClientOutcome], excluded: int
+    ) -> dict[str, float]:
+        """Return counts, time and traffic of the round."""
+        figures = {
+            "valid_clients": float(len(valid)),
+            "failed_clients": float(len(outcomes) - len(valid)),
+            "excluded_clients": float(excluded),
+            "failed_rounds": float(self.failed_rounds),
+            "seconds": time.perf_counter() - self._start,
+            "megabytes_down": self.posterior.num_bytes * len(outcomes) / 1e6,
+            "megabytes_up": sum(outcome.num_bytes for outcome in valid) / 1e6,
+        }
+        if self.collective.size > 1:
+            figures["megabytes_between_processes"] = (self.collective.bytes_sent - self._bytes_before) / 1e6
+        measured = [outcome for outcome in valid if "train_loss" in outcome.metrics]
+        examples = sum(outcome.num_examples for outcome in measured)
+        if examples:
+            total = sum(outcome.metrics["train_loss"] * outcome.num_examples for outcome in measured)
+            figures["train_loss"] = total / examples
+        spent = [outcome.metrics["privacy/epsilon"] for outcome in outcomes if "privacy/epsilon" in outcome.metrics]
+        if spent:  # over Flower, where each client keeps its own account
+            figures["privacy/epsilon"] = max(spent)
+        return figures
+
+    def _too_many_failures(
+        self, refusal: FusionError | None, outcomes: Sequence[ClientOutcome]
+    ) -> FederationError:
+        """Return the error that ends a run whose rounds come to nothing, with the reason of the last one."""
+        failed = [outcome.error for outcome in outcomes if outcome.error is not None]
+        cause = refusal or (failed[0] if failed else FusionError("no client was heard of"))
+        too_few = f"had fewer than min_clients={self.min_clients} valid updates"
+        error = FederationError(
+            f"{self.failed_rounds} rounds in a row {'could not be fused' if refusal else too_few}; the global "
+            "posterior of the last good round is kept. "
+            f"{'The rule says' if refusal else 'The first failure of this round was'} {type(cause).__name__}: {cause}"
+        )
+        error.__cause__ = cause
+        return error
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last finished round: tensors, numbers, strings, and dicts and lists of them."""
+        return {
+            "rounds": self.rounds,
+            "posterior": self.posterior.state_dict(),
+            "buffers": dict(self.buffers),
+            "failed_rounds": self.failed_rounds,
+            "history": list(self.history),
+            "accepted": dict(self.accepted),
+            "rule_states": dict(self._rule_states),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave. A rule that the stored federation did not have starts anew.
+
+        Raises:
+            FederationError, PosteriorError: it is no such state; the message says which part is wrong.
+        """
+        check_state(state)
+        device = next(iter(self.posterior.mean.values())).device
+        stored = GaussianPosterior.from_state_dict(state["posterior"]).to(device)
+        self.posterior = stored.marked(stored.linearised or self.posterior.linearised)
+        self.buffers = {name: value.to(device) for name, value in state["buffers"].items()}
+        self.failed_rounds = state["failed_rounds"]
+        self.rounds = state["rounds"]
+        self.history = list(state["history"])
+        self.accepted = dict(state["accepted"])
+        known = {name: stored for name, stored in state["rule_states"].items() if name in self.rules}
+        self._rule_states = {**self._rule_states, **known}
+
+
+def candidates(fusion: str | FusionRule | AutoFusion) -> dict[str, FusionRule]:
+    """Return the rule, by its name with its arguments; of an ``AutoFusion``, all candidates."""
+    if isinstance(fusion, AutoFusion):
+        return dict(zip(fusion.names, fusion.rules, strict=True))
+    rule = get_rule(fusion)
+    return {next(names_of([rule])): rule}
+
+
+def check_state(state: Any) -> None:
+    """Raise FederationError unless ``state`` has the parts of :meth:`Server.state_dict`."""
+    check_kind("state", state, Mapping, "give what Server.state_dict() returned")
+    kinds = {"posterior": Mapping, "buffers": Mapping, "history": list, "accepted": Mapping, "rule_states": Mapping}
+    for name, kind in kinds.items():
+        check_kind(f"state['{name}']", state.get(name), kind, "give what Server.state_dict() returned")
+    for name in ("rounds", "failed_rounds"):
+        check_at_least(f"state['{name}']", state.get(name), 0)
+    check_mapping("state['buffers']", state["buffers"], Tensor)

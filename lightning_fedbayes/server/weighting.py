@@ -1,0 +1,207 @@
+"""Client weights: facts about the clients in, one weight per client out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.core.errors import FusionError, check_choice, check_kind
+from lightning_fedbayes.core.messages import ClientUpdate
+from lightning_fedbayes.core.posterior import GaussianPosterior, gaussian_kl
+from lightning_fedbayes.fusion.accumulator import as_weights
+
+SMALLEST_DISTANCE = 1e-8
+"""Distances (KL in nats, or squared L2) below this count as this: the bound that keeps 1/distance finite."""
+
+
+@dataclass(frozen=True)
+class ClientFacts:
+    """Facts about one client, from which its weight follows.
+
+    Args:
+        client: the client's number.
+        num_examples: its number of training examples.
+        posterior: the posterior that it sent.
+        previous: the global posterior that it started from.
+        metrics: figures of its training, name → value.
+    """
+
+    client: int
+    num_examples: int
+    posterior: GaussianPosterior
+    previous: GaussianPosterior
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, update: ClientUpdate, previous: GaussianPosterior) -> ClientFacts:
+        """Return the facts that follow from a client's update."""
+        return cls(update.client, update.num_examples, update.posterior, previous, update.metrics)
+
+
+ClientWeight = Callable[[ClientFacts], float]
+CohortWeights = Callable[[Sequence[ClientFacts]], "Sequence[float] | Tensor"]
+
+
+def equal(facts: ClientFacts) -> float:
+    r"""The same weight for every client, :math:`\gamma_k = 1`.
+
+    When to use it: client sizes are unknown, or not to be trusted. Source: [FBDL] eq. (18).
+    """
+    return 1.0
+
+
+def train_size(facts: ClientFacts) -> float:
+    r"""The number of training examples, :math:`\gamma_k = n_k`.
+
+    When to use it: the default of federated averaging. Source: [FBDL] eq. (19).
+    """
+    return float(facts.num_examples)
+
+
+def distance(facts: ClientFacts) -> float:
+    r"""Closeness to the previous global posterior q_g, :math:`\gamma_k = 1 / KL(q_g \| q_k)`.
+
+    Summed over the probabilistic parameters. A KL below :data:`SMALLEST_DISTANCE` counts as that.
+    When to use it: clients that drift far shall count less. Source: [FBDL] eq. (21).
+
+    Raises:
+        FusionError: the network has no probabilistic parameter.
+    """
+    check_probabilistic("distance", facts.posterior)
+    mean, variance = facts.posterior.flatten()
+    previous_mean, previous_variance = facts.previous.flatten()
+    random = variance > 0  # the global posterior of some rules has a spread where clients have none
+    kl = gaussian_kl(previous_mean[random], previous_variance[random], mean[random], variance[random])
+    return 1 / max(float(kl), SMALLEST_DISTANCE)
+
+
+def distance_l2(facts: ClientFacts) -> float:
+    r"""As :func:`distance` for deterministic networks, :math:`\gamma_k = 1 / \|\mu_k - \mu_g\|^2`.
+
+    Source: [FBDL] §2.6.4, which names the L2 norm for deterministic models.
+    """
+    mean, _ = facts.posterior.flatten()
+    previous, _ = facts.previous.flatten()
+    return 1 / max(float((mean - previous).square().sum()), SMALLEST_DISTANCE)
+
+
+def max_discrepancy(facts: Sequence[ClientFacts]) -> Tensor:
+    r"""Closeness to the nearest other client, :math:`\gamma_k = \max_{j \ne k} 1 / KL(q_k \| q_j)`.
+
+    Summed over the probabilistic parameters. A KL below :data:`SMALLEST_DISTANCE` counts as that. One client alone
+    gets weight 1. When to use it: outliers shall count less. Source: [FBDL] eq. (20).
+
+    Raises:
+        FusionError: the network has no probabilistic parameter.
+    """
+    check_probabilistic("max_discrepancy", facts[0].posterior)
+    flat = [each.posterior.flatten() for each in facts]
+    return _closeness(flat, lambda q, p: gaussian_kl(*q, *p))
+
+
+def max_discrepancy_l2(facts: Sequence[ClientFacts]) -> Tensor:
+    r"""As :func:`max_discrepancy` for deterministic networks, :math:`\gamma_k = \max_{j\ne k} 1/\|\mu_k - \mu_j\|^2`.
+
+    Source: [FBDL] §2.6.3, which names the L2 norm for deterministic models.
+    """
+    return _closeness([each.posterior.flatten() for each in facts], lambda q, p: (q[0] - p[0]).square().sum())
+
+
+def _closeness(flat: Sequence[tuple[Tensor, Tensor]], divergence: Callable[..., Tensor]) -> Tensor:
+    """1 / distance to the nearest other client, shape (clients,)."""
+    if len(flat) == 1:
+        return torch.ones(1, dtype=torch.float64)
+    nearest_other = [
+        min(float(divergence(q, p)) for j, p in enumerate(flat) if j != k) for k, q in enumerate(flat)
+    ]
+    return 1 / torch.tensor(nearest_other, dtype=torch.float64).clamp_min(SMALLEST_DISTANCE)
+
+
+PER_CLIENT: dict[str, ClientWeight] = {
+    "equal": equal,
+    "train_size": train_size,
+    "distance": distance,
+    "distance_l2": distance_l2,
+}
+"""Weightings that look at one client at a time, so that posteriors stream."""
+
+PER_COHORT: dict[str, CohortWeights] = {
+    "max_discrepancy": max_discrepancy,
+    "max_discrepancy_l2": max_discrepancy_l2,
+}
+"""Weightings that compare the clients of a round, so that all their posteriors are held."""
+
+OF_DISTRIBUTIONS = ("distance", "max_discrepancy")
+"""Weightings by KL divergence, which point masses do not have."""
+
+
+def client_weights(weighting: str | CohortWeights, facts: Sequence[ClientFacts]) -> list[float]:
+    """The weights of a round's clients, normalised to sum to 1.
+
+    Args:
+        weighting: a name of :data:`PER_CLIENT` or :data:`PER_COHORT`, or a function of all clients' facts.
+        facts: one per client.
+
+    Raises:
+        FusionError: unknown name, or weights of the wrong number, negative, not finite, or all 0.
+    """
+    check_weighting(weighting)
+    check_kind("facts", facts, Sequence, "give the ClientFacts of every client", error=FusionError)
+    for each in facts:
+        check_kind("facts", each, ClientFacts, "give the ClientFacts of every client", error=FusionError)
+    if callable(weighting):
+        values = weighting(facts)
+    elif weighting in PER_COHORT:
+        values = PER_COHORT[weighting](facts)
+    else:
+        values = [PER_CLIENT[weighting](each) for each in facts]
+    return normalised(values, weighting, len(facts))
+
+
+def normalised(values: Sequence[float] | Tensor, weighting: str | CohortWeights, count: int) -> list[float]:
+    """Check the weights that ``weighting`` gave for ``count`` clients, and scale them to sum to 1."""
+    name = weighting if isinstance(weighting, str) else getattr(weighting, "__name__", "your function")
+    weights = as_weights(values, f"weighting {name}: ")
+    if len(weights) != count:
+        raise FusionError(f"weighting {name} gave {len(weights)} weights for {count} clients; give one per client")
+    if not bool(weights.sum() > 0):
+        raise FusionError(f"weighting {name} gave only zeros; at least one client needs a positive weight")
+    return (weights / weights.sum()).tolist()
+
+
+def check_weighting(weighting: str | CohortWeights) -> None:
+    """Raise FusionError, with the nearest name, unless ``weighting`` is known or a function."""
+    known = isinstance(weighting, str) and (weighting in PER_CLIENT or weighting in PER_COHORT)
+    if not callable(weighting) and not known:
+        check_choice("weighting", weighting, [*PER_CLIENT, *PER_COHORT], error=FusionError)
+
+
+def check_probabilistic(weighting: str | CohortWeights, posterior: GaussianPosterior) -> None:
+    """Raise FusionError if ``weighting`` compares distributions and all parameters are deterministic.
+
+    Args:
+        weighting: a name, or a function, which may do as it likes.
+        posterior: of the network, parameters of any shape; those with variance 0 are deterministic.
+
+    Source: [FBDL] §2.6.3 and §2.6.4, which name the L2 norm for deterministic models.
+    """
+    if callable(weighting) or weighting not in OF_DISTRIBUTIONS:
+        return
+    if not any(bool((variance > 0).any()) for variance in posterior.variance.values()):
+        raise FusionError(
+            f"weighting '{weighting}' compares probabilistic parameters and this network has none; use "
+            f"'{weighting}_l2'"
+        )
+
+
+def effective_clients(weights: Sequence[float]) -> float:
+    r"""Kish's effective number of clients, :math:`(\sum\omega)^2 / \sum\omega^2`: K for equal weights, 1 for one.
+
+    >>> effective_clients([0.5, 0.5]), effective_clients([1.0, 0.0])
+    (2.0, 1.0)
+    """
+    values = as_weights(weights)
+    return float(values.sum() ** 2 / values.square().sum())

@@ -1,0 +1,358 @@
+r"""Gaussian posteriors of networks that train as they always do: by the curvature of the loss, or by the path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fedbayes.core.errors import (
+    FederationError,
+    check_choice,
+    check_kind,
+    check_number,
+    check_strings,
+    nearest,
+)
+from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
+from lightning_fedbayes.layers import evaluation_mode
+from lightning_fedbayes.layers.posterior_view import gaussian_parameters
+from lightning_fedbayes.sources.curvature.evidence import chosen_precision
+
+Task = Literal["classification", "regression"]
+Curvature = Literal["ggn", "empirical"]
+
+ENTRIES = 2**24
+"""Most entries of the Jacobians that are held at once."""
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Laplace:
+    r"""Diagonal Laplace approximation of the posterior, in one pass over the training data.
+
+    .. math:: q(\theta) = N\left(\hat\theta, \left(\tfrac1\tau \sum_i F_i + s^{-2}\right)^{-1}\right)
+
+    with :math:`\hat\theta` where training has ended, and :math:`F_i` the diagonal of the generalised Gauss-Newton
+    matrix of example i, which for these likelihoods is the Fisher information
+    :math:`E_{y \sim p(y \mid x_i, \hat\theta)} (\nabla \log p(y \mid x_i))^2`, or of the empirical Fisher, the same
+    at the label :math:`y_i`.
+
+    ::
+
+        posterior = fb.Laplace().posterior(model, train_dataloader)
+        predictive = fb.PosteriorPredictive(model, posterior)  # of the linearised network
+
+    Clients that have the same network send their part of the sum, and the result is that of the pooled data::
+
+        laplace = fb.Laplace(prior_std=None)
+        sites = [laplace.site(model, loader) for loader in loaders]  # at each client
+        posterior = laplace.fuse(model, sites)                       # at the server
+
+    Under ``FederatedBayes(posterior=fb.Laplace())`` every client takes the pass after its local training, and its loss
+    gains the prior, or what the rule makes of it. The information is that at the end of its training; by sites, whose
+    posterior is that of the global model, at the global model that it has received, once there is one.
+
+    When to use it: for a network that has been trained already, or with an optimizer that is to stay. On its own,
+    training should end at a maximum of the posterior: with a weight decay of :math:`\tau / n s^2`.
+
+    Args:
+        task: "classification": ``forward`` gives logits, and batches are (inputs, classes); "regression": it gives
+            means under Gaussian noise, and batches are (inputs, targets).
+        curvature: "ggn", or "empirical", which takes one backward pass per example in place of one per output.
+        prior_std: s > 0 of the prior N(0, s²). None: :meth:`posterior` and :meth:`fuse` choose it by the evidence
+            (:func:`~lightning_fedbayes.sources.curvature.evidence.chosen_precision`).
+        noise_std: standard deviation of the observation noise, for regression.
+        temperature: :math:`\tau` > 0; 1 is Bayes. Where clients fit few examples perfectly, their curvature is next to
+            nothing and the posterior as wide as the prior; held-out data choose a smaller one.
+        parameters: patterns (``fnmatch``) of the parameters that get a posterior; the others are point masses. By
+            default all that require gradients.
+
+    Raises:
+        FederationError: an argument is out of range.
+
+    Source: MacKay 1992; Daxberger et al. 2021.
+    """
+
+    task: Task = "classification"
+    curvature: Curvature = "ggn"
+    prior_std: float | None = 1.0
+    noise_std: float = 1.0
+    temperature: float = 1.0
+    parameters: Sequence[str] = ("*",)
+
+    def __post_init__(self) -> None:
+        check_choice("task", self.task, get_args(Task))
+        check_choice("curvature", self.curvature, get_args(Curvature))
+        if self.prior_std is not None:
+            check_number("prior_std", self.prior_std, "(0, 1e19)", why="it is a standard deviation")
+        check_number("noise_std", self.noise_std, "(0, inf)", why="it is a standard deviation")
+        check_number("temperature", self.temperature, "(0, inf)")
+        object.__setattr__(self, "parameters", check_strings("parameters", self.parameters, "give patterns of names"))
+
+    def posterior(self, module: nn.Module, batches: Iterable[Any]) -> GaussianPosterior:
+        """Return the posterior of a trained ``module``, with copies of its parameters as means.
+
+        Args:
+            module: whose ``forward`` gives logits or means; it runs in evaluation mode.
+            batches: of the training data, such as a DataLoader.
+
+        Raises:
+            FederationError: no parameter matches, or a batch is not (inputs, targets).
+        """
+        return self.fuse(module, [self.site(module, batches)])
+
+    def site(self, module: nn.Module, batches: Iterable[Any]) -> Tensors:
+        r"""Return what a client sends to :meth:`fuse`: its :math:`\sum_i F_i / \tau`, by name.
+
+        Args:
+            module: the same at all clients.
+            batches: of the client's training data.
+
+        Raises:
+            FederationError: see :meth:`posterior`.
+        """
+        check_kind("module", module, nn.Module, "give a torch.nn.Module")
+        return self.information(module, chosen_parameters(module, self.parameters), batches)[0]
+
+    def fuse(self, module: nn.Module, sites: Sequence[Mapping[str, Tensor]]) -> GaussianPosterior:
+        """Return the posterior of the pooled data of all clients, with copies of the module's parameters as means.
+
+        Args:
+            module: that the clients had.
+            sites: what :meth:`site` has returned, of every client.
+
+        Raises:
+            FederationError: there is no site, or one of another network, or with a value that is no information.
+        """
+        if not sites:
+            raise FederationError("fuse: no site; give what site() has returned, of every client")
+        mean = {name: p.detach().clone() for name, p in module.named_parameters()}
+        chosen = chosen_parameters(module, self.parameters)
+        for number, site in enumerate(sites):
+            _check_site(number, site, chosen)
+        total = {name: torch.stack([site[name].to(p) for site in sites]).sum(0) for name, p in chosen.items()}
+        if self.prior_std is None:
+            precision = chosen_precision(total.values(), chosen.values())
+        else:
+            precision = self.prior_std**-2
+        variance = {
+            name: (total[name] + precision).reciprocal() if name in total else zeros_like(value)
+            for name, value in mean.items()
+        }
+        return GaussianPosterior(mean, variance, linearised=True)
+
+    def fixed_prior_std(self, who: str) -> float:
+        """Return s.
+
+        Args:
+            who: needs it.
+
+        Raises:
+            FederationError: it is to be chosen.
+        """
+        if self.prior_std is None:
+            raise FederationError(
+                f"Laplace(prior_std=None): {who} needs the prior from the start, and only posterior() and fuse() "
+                "choose it: give prior_std=1.0, and take the posterior of the trained network by them"
+            )
+        return self.prior_std
+
+    def information(
+        self, module: nn.Module, parameters: Mapping[str, Tensor], batches: Iterable[Any],
+        others: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensors, int]:
+        r"""Return :math:`\sum_i F_i / \tau` at ``parameters``, by name, and the number of examples.
+
+        Args:
+            module: runs in evaluation mode.
+            parameters: name → value.
+            batches: (inputs, targets).
+            others: values in place of the module's own other parameters and buffers.
+        """
+        values = {name: p.detach() for name, p in parameters.items()}
+        total, count = {name: torch.zeros_like(value) for name, value in values.items()}, 0
+        with evaluation_mode(module):
+            for batch in batches:
+                inputs, targets = self.unpacked(batch)
+                count += len(targets)
+                for name, each in self._of_batch(module, values, inputs, targets, others or {}).items():
+                    total[name] += each
+        return {name: each / self.temperature for name, each in total.items()}, count
+
+    @staticmethod
+    def unpacked(batch: Any) -> tuple[Any, Tensor]:
+        """Return inputs and targets of a batch."""
+        if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+            raise FederationError("Laplace: a batch has to be (inputs, targets): give such a collate_fn")
+        return batch[0], batch[1]
+
+    def _check(self, output: Tensor, target: Tensor) -> None:
+        """Raise FederationError unless the likelihood is one of an example's ``output`` and ``target``."""
+        if self.task == "classification" and (output.dim() != 1 or target.dim() or target.is_floating_point()):
+            raise FederationError(
+                f"Laplace(task='classification'): an output of shape {tuple(output.shape)} and a target of shape "
+                f"{tuple(target.shape)} and {target.dtype} per example; it takes logits (classes,) and one class. For "
+                "means and real targets give task='regression'; other losses have no likelihood here"
+            )
+        if self.task == "regression" and output.numel() != target.numel():
+            raise FederationError(
+                f"Laplace(task='regression'): {output.numel()} outputs and {target.numel()} targets per example; it "
+                "takes one mean per target. For logits give task='classification'"
+            )
+
+    def terms(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return functions of one example whose squared gradients, added up, are its information: shape (terms,).
+
+        Args:
+            output: of the module for one example.
+            target: of the example.
+
+        Raises:
+            FederationError: there is no likelihood for such shapes.
+        """
+        self._check(output, target)
+        if self.task == "classification":
+            logs = F.log_softmax(output, -1)
+            if self.curvature == "empirical":
+                return logs.gather(-1, target.reshape(1))
+            return logs * logs.detach().exp().sqrt()
+        if self.curvature == "empirical":
+            return -((output.reshape(-1) - target.reshape(-1)) ** 2).sum().reshape(1) / (2 * self.noise_std**2)
+        return output.reshape(-1) / self.noise_std
+
+    def _of_batch(
+        self, module: nn.Module, values: Tensors, inputs: Any, targets: Tensor, others: Mapping[str, Tensor]
+    ) -> Tensors:
+        """Return the sum of the information over the examples of a batch."""
+
+        def terms(values: Tensors, example: Any, target: Tensor) -> Tensor:
+            return self.terms(output_of_one(module, {**others, **values}, example), target)
+
+        def squared(example: Any, target: Tensor) -> Tensors:
+            jacobians = torch.func.jacrev(terms)(values, example, target)
+            return {name: each.square().sum(0) for name, each in jacobians.items()}
+
+        with torch.no_grad():
+            outputs = len(terms(values, apply_to_collection(inputs, Tensor, lambda tensor: tensor[0]), targets[0]))
+        size = sum(value.numel() for value in values.values())
+        try:
+            each = torch.func.vmap(squared, chunk_size=max(1, ENTRIES // (size * outputs)))(inputs, targets)
+        except (RuntimeError, ValueError):  # an error of the network itself shows below
+            return one_by_one(terms, values, inputs, targets)
+        return {name: value.sum(0) for name, value in each.items()}
+
+
+@dataclass(frozen=True)
+class SWAG:
+    r"""Diagonal SWAG: the mean and the variance of the weights along the path of training.
+
+    .. math:: q(\theta) = N\left(\bar\theta,\ c\,\overline{(\theta_t - \bar\theta)^2} + \epsilon^2\right)
+
+    over the steps t of the last part of a client's local training; the mean becomes the client's. Give
+    ``FederatedBayes(posterior=fb.SWAG())``.
+
+    When to use it: with SGD at a constant learning rate, whose noise makes the path wander about the optimum, and
+    several local epochs. It costs one pass over the parameters per step and no gradient. It has no prior, so there are
+    no sites; BatchNorm's statistics are those of the last weights, not of the mean.
+
+    Args:
+        start: share of the local steps that is left out, in [0, 1).
+        scale: c > 0.
+        min_std: :math:`\epsilon` > 0.
+        parameters: see :class:`Laplace`.
+
+    Raises:
+        FederationError: an argument is out of range.
+
+    Source: Maddox et al. 2019, the diagonal part.
+    """
+
+    start: float = 0.5
+    scale: float = 1.0
+    min_std: float = 1e-3
+    parameters: Sequence[str] = ("*",)
+
+    def __post_init__(self) -> None:
+        check_number("start", self.start, "[0, 1)", why="it is the share of steps that is left out")
+        check_number("scale", self.scale, "(0, inf)")
+        check_number("min_std", self.min_std, "(0, inf)", why="it is a standard deviation")
+        object.__setattr__(self, "parameters", check_strings("parameters", self.parameters, "give patterns of names"))
+
+
+Source = Laplace | SWAG
+"""Source of the posterior of parameters outside of Bayesian layers."""
+
+
+def chosen_parameters(module: nn.Module, patterns: Sequence[str]) -> Tensors:
+    """Return the parameters of ``module`` that get a posterior, by name: those that match, but for Bayesian layers'.
+
+    Raises:
+        FederationError: a pattern matches no parameter that requires gradients.
+    """
+    own = {id(p) for each in gaussian_parameters(module).values() for p in (each.mean, each.rho)}
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    found: Tensors = {}
+    for pattern in patterns:
+        matching = {name: p for name, p in trained.items() if fnmatchcase(name, pattern)}
+        if not matching:
+            raise FederationError(
+                f"parameters pattern '{pattern}' matches no parameter that requires gradients: "
+                f"{nearest(pattern, trained)}"
+            )
+        found |= {name: p for name, p in matching.items() if id(p) not in own}
+    return found
+
+
+def _check_site(number: int, site: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Raise FederationError unless a client's ``site`` is information of the ``parameters``."""
+    shapes = {name: tuple(value.shape) for name, value in site.items()}
+    wanted = {name: tuple(p.shape) for name, p in parameters.items()}
+    if shapes != wanted:
+        name = next(iter(dict(shapes.items() ^ wanted.items())))
+        raise FederationError(
+            f"sites[{number}]: '{name}' is {shapes.get(name, 'missing')}, and that of the module is "
+            f"{wanted.get(name, 'missing')}: all clients have to take site() of this module"
+        )
+    for name, value in site.items():
+        if not bool((torch.isfinite(value) & (value >= 0)).all()):
+            raise FederationError(
+                f"sites[{number}]['{name}'] is negative or not finite, and information is a sum of squares: leave this "
+                "client out"
+            )
+
+
+def output_of_one(module: nn.Module, values: Mapping[str, Tensor], example: Any) -> Tensor:
+    """Return the output for one example, without the dimension of the batch.
+
+    Args:
+        module: its ``forward`` gives a tensor, or a tuple that begins with one.
+        values: in place of its own parameters and buffers, by name.
+        example: inputs without the dimension of the batch.
+    """
+    alone = apply_to_collection(example, Tensor, lambda tensor: tensor.unsqueeze(0))
+    one = torch.func.functional_call(module, dict(values), (alone,))
+    return (one[0] if isinstance(one, tuple) else one).squeeze(0)
+
+
+def one_by_one(terms: Callable[..., Tensor], values: Tensors, inputs: Any, targets: Tensor) -> Tensors:
+    """Return the sum over the examples of the squared gradients of ``terms``, for networks that do not vectorize."""
+    total = {name: torch.zeros_like(value) for name, value in values.items()}
+    for number, target in enumerate(targets):
+        leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+        with torch.enable_grad():
+            example = apply_to_collection(inputs, Tensor, lambda tensor, number=number: tensor[number])
+            outputs = terms(leaves, example, target)
+        for output in outputs:
+            gradients = torch.autograd.grad(output, list(leaves.values()), retain_graph=True, allow_unused=True)
+            for name, gradient in zip(leaves, gradients):
+                if gradient is not None:
+                    total[name] += gradient.square()
+    return total

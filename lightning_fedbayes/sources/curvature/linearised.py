@@ -1,0 +1,165 @@
+r"""Outputs of a network that is linearised at the mean of its posterior: their mean, covariance and draws."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.layers import mean_only
+from lightning_fedbayes.layers.posterior_view import parameter_paths
+from lightning_fedbayes.sources.curvature.diagonal import ENTRIES, output_of_one
+from lightning_fedbayes.sources.curvature.kronecker_posterior import KroneckerPosterior, joined
+
+Tensors = dict[str, Tensor]
+
+
+def linearised_outputs(
+    network: nn.Module, posterior: GaussianPosterior | KroneckerPosterior, inputs: Any, vectorized: bool = True
+) -> tuple[Tensor, Tensor]:
+    r"""Return mean and covariance of the outputs of the network linearised at the mean of its posterior.
+
+    .. math:: f(x) \sim N\left(f(x; \hat\theta),\ J \Sigma J^\top\right), \qquad
+              J = \nabla_\theta f(x; \theta) \big|_{\hat\theta}
+
+    with :math:`\hat\theta` and :math:`\Sigma` the mean and the covariance of the posterior.
+
+    When to use it: for Laplace posteriors. Their variances are those of this linear model; the network itself, at
+    parameters drawn from them, is far from its mean.
+
+    Args:
+        network: maps inputs to a tensor, or a tuple that begins with one, each example by itself; in evaluation mode.
+            Its own noise is off.
+        posterior: of its parameters; others, and those of variance 0, are fixed.
+        inputs: a batch: a tensor of shape (batch, \*), or a collection of such.
+        vectorized: all examples of a chunk in one pass, by ``torch.func.vmap``; otherwise one after the other. The
+            Jacobians of a chunk have at most :data:`~lightning_fedbayes.sources.curvature.diagonal.ENTRIES` entries, or
+            are those of one example.
+
+    Returns: the means, shape (batch, \*outputs), and the covariances between the O outputs of an example, shape (batch,
+    O, O).
+
+    Source: Immer, Korzepa and Bauer 2021.
+    """
+    paths = parameter_paths(network)
+    names = {name: paths[name] for name in _random_names(posterior)}
+    buffers = posterior.buffers if isinstance(posterior, KroneckerPosterior) else {}
+    with torch.inference_mode(False), torch.no_grad(), mean_only(network):
+        inputs = apply_to_collection(inputs, Tensor, _differentiable)
+        values = {paths[name]: _differentiable(value) for name, value in posterior.mean.items()}
+        fixed = {**buffers, **{path: value for path, value in values.items() if path not in names.values()}}
+
+        def output(parameters: Tensors, example: Any) -> tuple[Tensor, Tensor]:
+            found = output_of_one(network, {**fixed, **parameters}, example)
+            return found.reshape(-1), found
+
+        if not names:  # a point mass
+            found = torch.func.functional_call(network, fixed, (inputs,))
+            mean = found[0] if isinstance(found, tuple) else found
+            return mean, mean.new_zeros(len(mean), *2 * [mean[0].numel()])
+        at = {path: values[path] for path in names.values()}
+        size = sum(value.numel() for value in at.values())
+        means, covariances = [], []
+        start, chunk = 0, 1  # the first example says how many outputs there are
+        while start < _length(inputs):
+            part = apply_to_collection(inputs, Tensor, lambda tensor: tensor[start : start + chunk])  # noqa: B023
+            mean, jacobian = (_jacobians if vectorized else _jacobians_one_by_one)(output, at, part)
+            means.append(mean)
+            flat = mean.reshape(len(mean), -1)
+            by_name = {name: jacobian[path] for name, path in names.items()}
+            covariances.append(_covariance(posterior, by_name, flat))
+            start, chunk = start + chunk, max(1, ENTRIES // max(1, size * flat.shape[1]))
+    return torch.cat(means), torch.cat(covariances)
+
+
+def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
+    r"""Return draws from :math:`N(f, C)`, shape (draws, batch, \*outputs), spread evenly.
+
+    Each is a draw from that distribution, and their averages are unbiased. Together they are one scrambled Sobol
+    sequence, the same for all examples, so that averages over 256 draws are as exact as over 1,000 independent ones.
+
+    Args:
+        mean: f, shape (batch, \*outputs).
+        covariance: C, positive semidefinite, shape (batch, O, O).
+        draws: number of draws.
+    """
+    values, vectors = torch.linalg.eigh(covariance.to(torch.promote_types(covariance.dtype, torch.float32)))
+    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    seed = int(torch.randint(2**31, ()))
+    uniform = torch.quasirandom.SobolEngine(root.shape[-1], scramble=True, seed=seed).draw(draws, dtype=torch.float64)
+    noise = torch.special.ndtri(uniform + 0.5**31).to(root)  # half a step, away from 0 and 1
+    return mean + torch.einsum("nij,sj->sni", root, noise).reshape(draws, *mean.shape).to(mean)
+
+
+def _random_names(posterior: GaussianPosterior | KroneckerPosterior) -> list[str]:
+    """Return the names of the parameters that are no point masses."""
+    if isinstance(posterior, GaussianPosterior):
+        return [name for name in posterior.names if not is_zero(posterior.variance[name])]
+    layers = [f"{layer}." if layer else "" for layer in posterior.terms]
+    own = [f"{prefix}{part}" for prefix in layers for part in ("weight", "bias")]
+    return [name for name in own if name in posterior.mean]
+
+
+def _covariance(
+    posterior: GaussianPosterior | KroneckerPosterior, jacobians: Mapping[str, Tensor], mean: Tensor
+) -> Tensor:
+    r"""Return :math:`J \Sigma J^\top`, shape (batch, O, O), like ``mean``, shape (batch, O).
+
+    Args:
+        posterior: with the covariance :math:`\Sigma`.
+        jacobians: name → J, shape (batch, O, \*shape); overwritten.
+        mean: of the outputs.
+    """
+    total = mean.new_zeros(*mean.shape, mean.shape[1])
+    if isinstance(posterior, GaussianPosterior):
+        for name, jacobian in jacobians.items():
+            scaled = jacobian.mul_(posterior.variance[name].sqrt()).flatten(2)
+            total += scaled @ scaled.mT
+        return total
+    for layer, system in posterior.systems.items():
+        total += system.covariance(joined(layer, jacobians, leading=2)).to(total)
+    return total
+
+
+def _jacobians(output: Callable[..., tuple[Tensor, Tensor]], at: Tensors, inputs: Any) -> tuple[Tensor, Tensors]:
+    r"""Return outputs, shape (batch, \*outputs), and their Jacobians, path → (batch, O, \*shape)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but correct
+        jacobians, outputs = torch.func.vmap(torch.func.jacrev(output, has_aux=True), in_dims=(None, 0))(at, inputs)
+    return outputs, jacobians
+
+
+def _jacobians_one_by_one(
+    output: Callable[..., tuple[Tensor, Tensor]], at: Tensors, inputs: Any
+) -> tuple[Tensor, Tensors]:
+    """As :func:`_jacobians`, for networks that do not vectorize."""
+    outputs, rows = [], []
+    for number in range(_length(inputs)):
+        example = apply_to_collection(inputs, Tensor, lambda tensor: tensor[number])  # noqa: B023
+        leaves = {path: value.detach().clone().requires_grad_() for path, value in at.items()}
+        with torch.enable_grad():
+            flat, found = output(leaves, example)
+            gradients = [
+                torch.autograd.grad(each, list(leaves.values()), retain_graph=True, materialize_grads=True)
+                for each in flat
+            ]
+        outputs.append(found.detach())
+        rows.append([torch.stack(each) for each in zip(*gradients)])
+    return torch.stack(outputs), {path: torch.stack(each) for path, each in zip(at, zip(*rows))}
+
+
+def _length(inputs: Any) -> int:
+    """Return the number of examples of a batch."""
+    lengths: list[int] = []
+    apply_to_collection(inputs, Tensor, lambda tensor: lengths.append(len(tensor)))
+    return lengths[0]
+
+
+def _differentiable(tensor: Tensor) -> Tensor:
+    """Return a tensor that derivatives may be taken with, outside of inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor.detach()

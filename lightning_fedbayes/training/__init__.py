@@ -1,7 +1,0 @@
-"""Training of the clients of a round: engines, resident model, batches, and the rounds of a federation."""
-
-from lightning_fedbayes.training.federation import Federation
-from lightning_fedbayes.training.loader import FederatedLoader, federated_loader
-from lightning_fedbayes.training.setup import make_federation
-
-__all__ = ["FederatedLoader", "Federation", "federated_loader", "make_federation"]

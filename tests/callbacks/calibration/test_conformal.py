@@ -1,0 +1,383 @@
+"""Conformal sets and intervals: the sketch against exact quantiles, and coverage against its guarantee."""
+
+import math
+import warnings
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from torch.utils.data import TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.callbacks.calibration import (
+    FederatedConformal,
+    FederatedTemperature,
+    ScoreSketch,
+    all_class_scores,
+    class_scores,
+    interval_scores,
+    mixed_threshold,
+    predictions_of,
+)
+from lightning_fedbayes.core.errors import FedBayesError
+
+LEVELS = st.sampled_from([0.05, 0.5, 0.8, 0.9, 0.95, 0.99])
+
+
+def exact(scores, level):
+    """The ⌈(n + 1) level⌉-th smallest score; infinity if there are too few."""
+    rank = math.ceil((len(scores) + 1) * level - 1e-9)
+    return math.inf if rank > len(scores) else float(sorted(scores.tolist())[rank - 1])
+
+
+def predictive(examples=50, classes=5, seed=0, sharpness=2.0):
+    random = torch.Generator().manual_seed(seed)
+    probs = (sharpness * torch.randn(examples, classes, generator=random)).softmax(-1)
+    return probs, torch.multinomial(probs, 1, generator=random).flatten()
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_by_their_definition():
+    probs, targets = predictive()
+    rows = range(len(targets))
+    assert torch.allclose(class_scores(probs, targets), 1 - probs[rows, targets].double())
+    expected = [float(p[p >= p[y]].double().sum()) for p, y in zip(probs, targets)]
+    assert class_scores(probs, targets, "aps").tolist() == pytest.approx(expected, abs=1e-6)
+    share = torch.rand(len(targets), 1, generator=torch.Generator().manual_seed(3)).flatten()
+    random = class_scores(probs, targets, "aps", torch.Generator().manual_seed(3))
+    expected = torch.tensor(expected) - (1 - share) * probs[rows, targets]
+    assert torch.allclose(random, expected.double(), atol=1e-6)
+
+
+def test_randomised_scores_of_the_true_distribution_are_uniform():
+    """With classes drawn from the predictive, randomised APS is its probability integral transform."""
+    probs, targets = predictive(20_000)
+    scores = class_scores(probs, targets, "aps", torch.Generator().manual_seed(0))
+    grid = torch.linspace(0.05, 0.95, 19).double()
+    shares = (scores.unsqueeze(1) <= grid).double().mean(0)
+    assert torch.allclose(shares, grid, atol=4 * 0.5 / 20_000**0.5)
+
+
+def test_interval_scores_have_the_unit_of_the_standard_deviation():
+    mean, std, targets = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.5]), torch.tensor([-2.0, 2.5])
+    assert interval_scores(mean, std, targets).tolist() == [2.0, 3.0]
+    assert torch.allclose(interval_scores(3 * mean, 3 * std, 3 * targets), interval_scores(mean, std, targets))
+
+
+# -- sketch ------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    scores=st.lists(st.floats(0, 1), min_size=1, max_size=80), level=LEVELS,
+    bins=st.sampled_from([1, 2, 10, 49, 1000, 1024]),
+)
+@settings(max_examples=300, deadline=None)
+def test_threshold_is_never_below_the_quantile_and_above_it_by_at_most_a_cell(scores, level, bins):
+    scores = torch.tensor(scores, dtype=torch.float64)
+    sketched, quantile = ScoreSketch.of(scores, bins).threshold(level), exact(scores, level)
+    assert math.isinf(sketched) == math.isinf(quantile)
+    if math.isfinite(quantile):
+        assert quantile <= sketched <= quantile + 1 / bins + 1e-12
+
+
+@given(
+    scores=st.lists(st.floats(0, 1e6), min_size=1, max_size=80), level=LEVELS, bins=st.sampled_from([1, 10, 1024])
+)
+@settings(max_examples=300, deadline=None)
+def test_the_half_line_has_the_same_bound_in_its_own_scale(scores, level, bins):
+    scores = torch.tensor(scores, dtype=torch.float64)
+    sketched, quantile = ScoreSketch.of(scores, bins, "half_line").threshold(level), exact(scores, level)
+    if math.isinf(quantile) or math.isinf(sketched):
+        assert math.isinf(sketched)
+        assert quantile >= (bins - 1) * (1 - 1e-9)
+    else:
+        assert quantile <= sketched * (1 + 1e-9)
+        assert sketched / (1 + sketched) <= quantile / (1 + quantile) + 1 / bins + 1e-9
+
+
+@given(
+    parts=st.lists(st.lists(st.floats(0, 1), max_size=20), min_size=1, max_size=6), grid=st.sampled_from(
+        ["unit", "half_line"])
+)
+@settings(deadline=None)
+def test_sketches_merge_to_that_of_the_pooled_scores(parts, grid):
+    merged, *others = [ScoreSketch.of(torch.tensor(part, dtype=torch.float64), 16, grid) for part in parts]
+    for other in others:
+        merged += other
+    pooled = torch.tensor([score for part in parts for score in part], dtype=torch.float64)
+    assert torch.equal(merged.counts, ScoreSketch.of(pooled, 16, grid).counts)
+    assert merged.num_examples == len(pooled)
+
+
+def test_noise_has_the_ratio_that_privacy_allows():
+    """Discrete Laplace: P(k) / P(k + 1) = exp(ε), and it falls alike on both sides."""
+    epsilon, cells = 0.7, 200_000
+    counts = torch.full((cells,), 1000)
+    noise = ScoreSketch(counts).noisy(epsilon, seed=1).counts - counts
+    shares = [(noise == k).double().mean().item() for k in range(-3, 4)]
+    center = (1 - math.exp(-epsilon)) / (1 + math.exp(-epsilon))
+    assert shares == pytest.approx([center * math.exp(-epsilon * abs(k)) for k in range(-3, 4)], abs=5e-3)
+    assert torch.equal(ScoreSketch(counts).noisy(epsilon, seed=1).counts, counts + noise)
+    assert not torch.equal(ScoreSketch(counts).noisy(epsilon, seed=2).counts, counts + noise)
+    assert (ScoreSketch(torch.zeros(1000, dtype=torch.int64)).noisy(0.1, seed=0).counts >= 0).all()
+
+
+def test_much_noise_still_gives_a_threshold_nearby():
+    scores = torch.rand(20_000, generator=torch.Generator().manual_seed(0))
+    noisy = ScoreSketch.of(scores, bins=64).noisy(epsilon=1.0, seed=5)
+    assert noisy.threshold(0.9) == pytest.approx(0.9, abs=2 / 64)
+
+
+def test_a_mixture_lies_between_its_parts():
+    low, high = ScoreSketch.of(torch.linspace(0, 0.4, 99)), ScoreSketch.of(torch.linspace(0.5, 1, 99))
+    thresholds = [mixed_threshold(low, high, w, 0.9) for w in (1.0, 0.75, 0.5, 0.25, 0.0)]
+    assert thresholds == sorted(thresholds)
+    assert thresholds[0] == low.threshold(0.9)
+    assert thresholds[-1] == high.threshold(0.9)
+    assert mixed_threshold(low, high, 0.5, 0.4) < 0.4 < 0.5 < mixed_threshold(low, high, 0.5, 0.6)
+
+
+# -- sets and intervals ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["lac", "aps"])
+@given(seed=st.integers(0, 999), level=LEVELS, random=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_label_is_in_the_set_if_and_only_if_its_score_is_at_most_the_threshold(kind, seed, level, random):
+    probs, targets = predictive(60, seed=seed)
+
+    def draws():
+        return torch.Generator().manual_seed(seed) if random and kind == "aps" else None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        conformal = FederatedConformal(level, kind=kind).fit({"a": class_scores(probs, targets, kind, draws())})
+    sets = conformal.sets(probs, generator=draws())
+    assert torch.equal(sets, all_class_scores(probs, kind, draws()) <= conformal.threshold)
+    for label in range(5):
+        scores = class_scores(probs, torch.full((60,), label), kind, draws())
+        assert torch.equal(sets[:, label], scores <= conformal.threshold)
+    if kind == "aps" and not random:  # a set holds the most probable classes
+        assert all(p[s].min() >= p[~s].max() for p, s in zip(probs, sets) if s.any() and not s.all())
+
+
+def test_a_score_on_the_threshold_is_in_the_set():
+    conformal = FederatedConformal(0.5, bins=4).fit({"a": torch.tensor([0.3, 0.3])})
+    assert conformal.threshold == 0.5
+    assert conformal.sets(torch.tensor([[0.5, 0.5], [0.51, 0.49]])).tolist() == [[True, True], [True, False]]
+
+
+def test_intervals_hold_the_targets_whose_score_is_at_most_the_threshold():
+    random = torch.Generator().manual_seed(0)
+    mean, std = torch.randn(500, generator=random), torch.rand(500, generator=random) + 0.1
+    targets = mean + 2 * std * torch.randn(500, generator=random)
+    conformal = FederatedConformal(0.8, kind="interval")
+    scores = interval_scores(mean, std, targets)
+    ends = conformal.fit({"a": scores[:200], "b": scores[200:]}).intervals(mean, std)
+    inside = (ends[:, 0] <= targets) & (targets <= ends[:, 1])
+    assert torch.equal(inside, scores <= conformal.threshold)
+    assert ends.shape == (500, 2)
+    assert inside.double().mean() >= 0.8
+
+
+@pytest.mark.parametrize(("examples", "level"), [(9, 0.9), (25, 0.8), (100, 0.9)])
+def test_coverage_in_expectation_is_that_of_the_theorem(examples, level):
+    """Exchangeable scores without ties: ⌈(n + 1) level⌉ / (n + 1), here with the mass of one cell."""
+    random, bins, trials = torch.Generator().manual_seed(examples), 4096, 4000
+    scores = torch.rand(trials, examples, generator=random, dtype=torch.float64)
+    thresholds = [ScoreSketch.of(row, bins).threshold(level) for row in scores]
+    coverage = torch.tensor(thresholds).clamp(0, 1)  # of a uniform score
+    expected = math.ceil((examples + 1) * level - 1e-9) / (examples + 1)
+    error = 4 * float(coverage.std()) / trials**0.5
+    assert expected - error <= float(coverage.mean()) <= expected + 1 / bins + error
+    assert level - error <= float(coverage.mean()) <= level + 1 / (examples + 1) + 1 / bins + error
+
+
+def test_too_few_examples_give_the_whole_and_a_warning_that_names_the_client():
+    few, many = torch.linspace(0, 1, 8), torch.linspace(0, 1, 50)
+    conformal = FederatedConformal(per_client=True)
+    with pytest.warns(UserWarning, match="client south: 8 held-out examples, and a level of 0.9 needs 9") as caught:
+        conformal.fit({"north": many, "south": few})
+    assert len(caught) == 1
+    assert math.isinf(conformal.thresholds["south"])
+    assert conformal.sets(torch.tensor([[1.0, 0.0]]), "south").all()
+    assert not conformal.sets(torch.tensor([[1.0, 0.0]]), "north").all()
+    assert FederatedConformal().fit({"a": torch.linspace(0, 0.9, 9)}).threshold < 1
+    intervals = FederatedConformal(kind="interval")
+    with pytest.warns(UserWarning, match="all clients: 8 held-out .*every interval is the whole line"):
+        intervals.fit({"south": few})
+    assert intervals.intervals(torch.zeros(1), torch.ones(1)).tolist() == [[-math.inf, math.inf]]
+    with pytest.warns(UserWarning, match="lies beyond the sketch, which ends at 1023"):
+        intervals.fit({"south": torch.full((100,), 5000.0)})
+
+
+def test_shrinkage_moves_a_client_to_the_pooled_threshold():
+    clients = {"easy": torch.linspace(0, 0.2, 200), "hard": torch.linspace(0, 1, 40)}
+    own = FederatedConformal(per_client=True).fit(clients)
+    assert own.thresholds == {name: ScoreSketch.of(scores).threshold(0.9) for name, scores in clients.items()}
+    hard = [own.thresholds["hard"]]
+    for shrinkage in (20.0, 200.0, 1e12):
+        hard.append(FederatedConformal(per_client=True, shrinkage=shrinkage).fit(clients).thresholds["hard"])
+    assert hard == sorted(hard, reverse=True)
+    assert hard[-1] == pytest.approx(own.threshold, abs=1 / 1024)
+
+
+def test_scores_and_sketches_are_one_thing():
+    scores = torch.rand(30, generator=torch.Generator().manual_seed(0))
+    conformal = FederatedConformal(bins=50)
+    threshold = conformal.fit({"a": scores[:10], "b": scores[10:]}).threshold
+    assert conformal.fit({"a": conformal.sketch(scores[:10]), "b": scores[10:]}).threshold == threshold
+
+
+# -- digits ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def digits(noise=0.0):
+    """Probabilities of a classifier that has seen a few digits, for all others, and their classes."""
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    images, labels = images[order] / 16, labels[order]
+    model = LogisticRegression(C=0.05, max_iter=500).fit(images[:150], labels[:150])
+    noisy = images[150:] + noise * np.random.default_rng(1).normal(size=images[150:].shape)
+    return torch.tensor(model.predict_proba(noisy)), torch.tensor(labels[150:])
+
+
+def split_of(targets, seed, calibration=0.5):
+    """Ten Dirichlet clients, and half of each client's examples, at random, for calibration."""
+    owners = fb.DirichletPartition(10, alpha=0.5, min_examples=20).split(targets, seed).indices
+    random = torch.Generator().manual_seed(seed)
+    mixed = [own[torch.randperm(len(own), generator=random)] for own in owners]
+    return [(own[: int(calibration * len(own))], own[int(calibration * len(own)) :]) for own in mixed]
+
+
+@pytest.mark.parametrize("kind", ["lac", "aps"])
+def test_pooled_coverage_on_digits_over_two_hundred_splits(kind):
+    probs, targets = digits()
+    scores, coverage = class_scores(probs, targets, kind), []
+    for seed in range(200):
+        split = split_of(targets, seed)
+        conformal = FederatedConformal(kind=kind).fit({str(k): scores[cal] for k, (cal, _) in enumerate(split)})
+        test = torch.cat([test for _, test in split])
+        coverage.append(conformal.sets(probs[test])[range(len(test)), targets[test]].double().mean().item())
+    assert 0.895 <= np.mean(coverage) <= 0.915
+
+
+def test_per_client_thresholds_help_the_client_that_the_pooled_one_fails():
+    """Client 0 has a worse camera."""
+    (clean, targets), (noisy, _) = digits(), digits(noise=0.5)
+    pooled, own = [], []
+    for seed in range(200):
+        split = split_of(targets, seed)
+        probs = clean.clone()
+        worse = torch.cat(split[0])
+        probs[worse] = noisy[worse]
+        scores = class_scores(probs, targets)
+        conformal = FederatedConformal(per_client=True).fit({str(k): scores[cal] for k, (cal, _) in enumerate(split)})
+        for found, name in ((pooled, False), (own, True)):
+            found.append([
+                conformal.sets(probs[test], str(k) if name else None)[range(len(test)), targets[test]].double().mean()
+                for k, (_, test) in enumerate(split)
+            ])
+    pooled, own = np.mean(pooled, 0), np.mean(own, 0)
+    assert pooled.min() < 0.85
+    assert own.min() >= 0.85
+
+
+# -- from modules ------------------------------------------------------------------------------------------------------
+
+
+def test_from_a_posterior_with_a_temperature():
+    probs, targets = predictive(400, 3)
+    network = torch.nn.Linear(3, 3)
+    torch.nn.init.eye_(network.weight)
+    torch.nn.init.zeros_(network.bias)
+    module = fb.PosteriorPredictive(network, fb.read_posterior(network).clone(), samples=2)
+    data = fb.ClientDatasets({"a": TensorDataset(3 * probs.log(), targets)})
+    temperature = FederatedTemperature().fit_from(module, data).temperature
+    assert temperature == pytest.approx(3, rel=0.15)
+    conformal = FederatedConformal().fit_from(module, data, temperature=temperature)
+    logits, _ = predictions_of(module, data)["a"]
+    scores = class_scores((logits / temperature).softmax(-1).mean(0), targets)
+    assert conformal.threshold == FederatedConformal().fit({"a": scores}).threshold
+    with pytest.warns(UserWarning, match="400 of its 400 calibration examples were trained on"):
+        FederatedConformal().fit_from(module, data, trained_on=data)
+
+
+def test_from_a_regressor():
+    torch.manual_seed(0)
+    inputs = torch.randn(300, 2)
+    network = torch.nn.Linear(2, 1)
+    targets = network(inputs).detach() + 2 * torch.randn(300, 1)
+    module = fb.PosteriorPredictive(
+        network, fb.read_posterior(network).clone(), samples=2, task="regression", noise_std=4.0)
+    data = {"a": TensorDataset(inputs[:100], targets[:100]), "b": TensorDataset(inputs[100:], targets[100:])}
+    conformal = FederatedConformal(kind="interval").fit_from(module, data, batch_size=64)
+    assert conformal.threshold == pytest.approx(2 / 4 * 1.645, rel=0.15)
+    with pytest.raises(FedBayesError, match=r"Linear\.predict_step gives no mean"):
+        FederatedConformal(kind="interval").fit_from(network, data)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: class_scores(torch.zeros(2, 3), torch.tensor([0, 1])), "probs are no probabilities"),
+        (lambda: class_scores(torch.full((2, 2), 0.5), torch.tensor([0, 2])), "targets run from 0 to 2"),
+        (lambda: class_scores(torch.full((2, 2), 0.5), torch.zeros(2)), "targets are of shape"),
+        (lambda: class_scores(torch.full((2, 2), 0.5), torch.tensor([0, 1]), "acp"), "kind='acp': did you mean"),
+        (lambda: class_scores(torch.full((2, 2), 0.5), torch.tensor([0, 1]), "lac", torch.Generator()), "to draw"),
+        (lambda: interval_scores(torch.zeros(2), torch.zeros(2), torch.zeros(2)), "a std is not above 0"),
+        (lambda: interval_scores(torch.zeros(2), torch.ones(2, 1), torch.zeros(2)), "shapes differ"),
+        (lambda: ScoreSketch.of(torch.tensor([1.5])), r"not all finite and in \[0, 1\]"),
+        (lambda: ScoreSketch.of(torch.tensor([math.nan]), grid="half_line"), r"in \[0, inf\]"),
+        (lambda: ScoreSketch(torch.tensor([1, -1])), "counts hold -1"),
+        (lambda: ScoreSketch(torch.zeros(2)), "give a vector of int64"),
+        (lambda: ScoreSketch.of(torch.rand(2)) + ScoreSketch.of(torch.rand(2), 8), "1024 cells .* and 8"),
+        (lambda: ScoreSketch.of(torch.rand(2)).noisy(0.0, 1), "epsilon=0.0"),
+        (lambda: FederatedConformal(level=1.0), "level=1.0"),
+        (lambda: FederatedConformal(shrinkage=-1.0), "shrinkage=-1.0"),
+        (lambda: FederatedConformal().fit({}), "give a dict"),
+        (lambda: FederatedConformal().fit({"a": torch.rand(9), "b": torch.rand(0)}), "client b has no held-out"),
+        (lambda: FederatedConformal().fit({"a": ScoreSketch.of(torch.rand(9), 8)}), "client a: sketches differ"),
+        (lambda: FederatedConformal().sets(torch.full((1, 2), 0.5)), "call fit"),
+        (lambda: FederatedConformal().intervals(torch.zeros(1), torch.ones(1)), "has no intervals"),
+        (lambda: FederatedConformal(kind="interval").sets(torch.full((1, 2), 0.5)), "has no sets"),
+        (lambda: FederatedConformal().fit({"a": torch.rand(20)}).threshold_of("a"), "give per_client=True"),
+        (lambda: FederatedConformal(per_client=True).fit({"a": torch.rand(20)}).threshold_of("b"), "no client 'b'"),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(FedBayesError, match=message):
+        call()
+
+
+def test_each_client_is_scored_by_its_own_threshold():
+    class Network(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    random = torch.Generator().manual_seed(0)
+    sharp, vague = (scale * torch.randn(300, 4, generator=random) for scale in (6.0, 1.0))
+    datasets = {
+        name: TensorDataset(logits, torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0])
+        for name, logits in (("sharp", sharp), ("vague", vague))
+    }
+    conformal = FederatedConformal(0.8, per_client=True).fit_from(Network(), datasets, temperature=1.5)
+    scores = conformal.evaluate(Network(), datasets)
+    for number, (name, data) in enumerate(datasets.items()):
+        logits, y = data.tensors
+        probs = (logits.double() / 1.5).softmax(1)
+        inside = 1 - probs <= conformal.thresholds[name]
+        assert float(scores.values["coverage"][number]) == pytest.approx(float(inside[range(300), y].double().mean()))
+        assert float(scores.values["set_size"][number]) == pytest.approx(float(inside.sum(1).double().mean()))
+    assert conformal.thresholds["sharp"] < conformal.threshold < conformal.thresholds["vague"]

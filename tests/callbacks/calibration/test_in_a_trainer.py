@@ -1,0 +1,276 @@
+"""Temperature and conformal sets as callbacks of a Trainer: what is found, kept, scored, used and refused."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FedBayesError
+from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, parameters, trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the temperature ends at its limit"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
+
+
+def clients(*sizes):
+    return fb.ClientDatasets({f"c{number}": blobs(size, seed=size) for number, size in enumerate(sizes)})
+
+
+def batches(data, size=8):
+    return DataLoader(data, batch_size=size)
+
+
+def both(**options):
+    return [fb.FederatedTemperature(), fb.FederatedConformal(0.8, **options)]
+
+
+def fitted(callbacks, module=None, rounds=2, val=None, **options):
+    """A module after some rounds, with the Trainer that has trained it."""
+    module = bayesian(learning_rate=0.03) if module is None else module
+    val = batches(clients(30, 40)) if val is None else val
+    made = federate(module, fb.FederatedBayes(seed=3), rounds, loader(clients(40, 30)), val, callbacks=callbacks,
+                    **options)
+    return module, made
+
+
+def regressor():
+    torch.manual_seed(0)
+    return fb.HybridBayesianRegressor(torch.nn.Linear(3, 1), bayesian_last=1, samples=3)
+
+
+def regression(*sizes):
+    random = torch.Generator().manual_seed(0)
+    parts = {}
+    for number, size in enumerate(sizes):
+        x = torch.randn(size, 3, generator=random)
+        parts[f"c{number}"] = TensorDataset(x, x.sum(1) + torch.randn(size, generator=random))
+    return fb.ClientDatasets(parts)
+
+
+def test_a_fit_finds_what_the_same_weights_give_on_their_own():
+    scaling, conformal = both(per_client=True)
+    module, made = fitted([scaling, conformal])
+    held_out = clients(30, 40)
+    alone = fb.FederatedTemperature().fit_from(module, held_out, batch_size=8, seed=3)
+    sets = fb.FederatedConformal(0.8, per_client=True)
+    sets.fit_from(module, held_out, temperature=alone.temperature, batch_size=8, seed=3)
+    assert scaling.temperature == alone.temperature != 1
+    assert (conformal.threshold, conformal.thresholds) == (sets.threshold, sets.thresholds)
+    assert list(conformal.thresholds) == ["c0", "c1"]
+    figures = made.callback_metrics
+    assert float(figures["val/scaled/temperature"]) == pytest.approx(alone.temperature)
+    assert float(figures["val/lac_80/threshold"]) == pytest.approx(sets.threshold)
+    assert float(figures["val/lac_80/threshold_largest"]) == pytest.approx(max(sets.thresholds.values()))
+
+
+def test_training_is_not_changed():
+    (with_them, _), (without, _) = fitted(both()), fitted([])
+    assert_equal(parameters(with_them), parameters(without))
+
+
+def test_a_checkpoint_holds_the_calibration_of_its_own_weights(tmp_path):
+    saver = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+    module, _ = fitted([*both(), saver], rounds=3, enable_checkpointing=True)
+    found = []
+    for epoch in range(3):
+        scaling, conformal = both()
+        made = trainer(1, [scaling, conformal], logger=CSVLogger(tmp_path))
+        tested = made.test(module, batches(clients(20, 25)), ckpt_path=tmp_path / f"epoch={epoch}.ckpt", verbose=False)
+        alone = fb.FederatedTemperature().fit_from(module, clients(30, 40), batch_size=8, seed=3)
+        assert scaling.temperature == alone.temperature
+        expected = scaling.evaluate(module, clients(20, 25), batch_size=8)
+        assert tested[0]["test/scaled/nll"] == pytest.approx(expected.mean("nll"))
+        assert tested[0]["test/scaled/ece_worst"] == pytest.approx(expected.worst("ece"))
+        covered = conformal.evaluate(module, clients(20, 25), batch_size=8)
+        assert tested[0]["test/lac_80/coverage"] == pytest.approx(covered.mean("coverage"))
+        assert tested[0]["test/lac_80/set_size"] == pytest.approx(covered.mean("set_size"))
+        found.append(scaling.temperature)
+    assert len(set(found)) == 3
+    assert (tmp_path / "lightning_logs" / "version_0" / "test_lac_80.csv").read_text().startswith("client,examples,cov")
+
+
+def test_on_their_own_from_a_checkpoint(tmp_path):
+    module, made = fitted([], enable_checkpointing=True, default_root_dir=tmp_path)
+    path, later = made.checkpoint_callback.best_model_path, clients(35, 45)
+    scaling, conformal = both()
+    trainer(1, [scaling, conformal]).validate(module, batches(later), ckpt_path=path, verbose=False)
+    alone = fb.FederatedTemperature().fit_from(module, later, batch_size=8)
+    assert scaling.temperature == alone.temperature
+    assert conformal.temperature == alone.temperature
+    assert math.isfinite(conformal.threshold)
+
+
+def test_predictions_are_scaled_and_have_their_sets():
+    scaling, conformal = both()
+    module, _ = fitted([scaling, conformal])
+    examples = batches(blobs(20))
+    torch.manual_seed(5)
+    predicted = trainer(1, [scaling, conformal]).predict(module, examples)
+    torch.manual_seed(5)
+    plain = trainer(1).predict(module, examples)
+    torch.manual_seed(5)
+    for each, unscaled, found, (x, _) in zip(predicted, plain, conformal.predictions, examples, strict=True):
+        with torch.no_grad():
+            probs = (module.sample(x) / scaling.temperature).softmax(-1).mean(0)
+        assert torch.equal(each.probs, probs)
+        assert not torch.equal(each.probs, unscaled.probs)
+        assert torch.equal(each.label, probs.argmax(-1))
+        assert torch.equal(found, conformal.sets(probs))
+    assert "sample" not in vars(module)
+
+
+def test_predictions_scaled_otherwise_than_the_thresholds_are_refused():
+    scaling, conformal = both()
+    module, _ = fitted([scaling, conformal])
+    with pytest.raises(FedBayesError, match="thresholds are of logits scaled by T = "):
+        trainer(1, [conformal]).predict(module, batches(blobs(20)))
+    with pytest.raises(FedBayesError, match="there is no temperature yet"):
+        trainer(1, [fb.FederatedTemperature()]).predict(module, batches(blobs(20)))
+    with pytest.raises(FedBayesError, match="there is no threshold yet"):
+        trainer(1, [fb.FederatedConformal()]).predict(module, batches(blobs(20)))
+    with pytest.raises(FedBayesError, match=r"Plain has no sample\(inputs\)"):
+        trainer(1, [scaling]).predict(Plain(), batches(blobs(20)))
+
+
+def test_intervals_of_a_regressor():
+    conformal, held_out = fb.FederatedConformal(0.8, kind="interval"), regression(30, 40)
+    module = regressor()
+    federate(module, fb.FederatedBayes(), 2, loader(regression(40, 30)), batches(held_out), callbacks=[conformal])
+    alone = fb.FederatedConformal(0.8, kind="interval").fit_from(module, held_out, batch_size=8)
+    assert conformal.threshold == alone.threshold
+    tested = trainer(1, [conformal]).test(module, batches(regression(50, 60)), verbose=False)[0]
+    expected = conformal.evaluate(module, regression(50, 60), batch_size=8)
+    assert tested["test/interval_80/coverage"] == pytest.approx(expected.mean("coverage"))
+    assert tested["test/interval_80/width"] == pytest.approx(expected.mean("width"))
+    predicted = trainer(1, [conformal]).predict(module, batches(held_out))
+    assert [tuple(each.shape) for each in conformal.predictions] == [(*each.mean.shape, 2) for each in predicted]
+    ends = conformal.predictions[0]
+    middle, half = ends.mean(-1), (ends[..., 1] - ends[..., 0]) / 2
+    torch.testing.assert_close(middle, predicted[0].mean.double())
+    torch.testing.assert_close(half, conformal.threshold * predicted[0].variance.sqrt().double())
+
+
+@pytest.mark.parametrize(("val", "names"), [
+    (lambda: batches(blobs(30)), ["all"]),
+    (lambda: batches(ConcatDataset([blobs(30), blobs(20)])), ["0", "1"]),
+    (lambda: [batches(blobs(30)), batches(blobs(20)), batches(blobs(25))], ["0", "1", "2"]),
+])
+def test_other_validation_data(val, names):
+    conformal = fb.FederatedConformal(0.8, per_client=True)
+    module = bayesian()
+    trainer(1, [conformal]).validate(module, val(), verbose=False)
+    assert list(conformal.thresholds) == names
+    tested = trainer(1, [conformal]).test(module, val(), verbose=False)[0]
+    assert ("test/lac_80/coverage_worst" in tested) == (len(names) > 1)
+    assert "test/lac_80/coverage" in tested
+
+
+def test_the_users_own_module_is_calibrated_by_its_forward_or_its_posterior():
+    module, scaling = Plain(), fb.FederatedTemperature()
+    fitted([scaling], module)
+    assert scaling.temperature == fb.FederatedTemperature().fit_from(module, clients(30, 40)).temperature
+    module, scaling = Plain(), fb.FederatedTemperature()
+    callback = fb.FederatedBayes(fusion="gaussian_fit", seed=3)
+    federate(module, callback, 2, loader(clients(40, 30)), batches(clients(30, 40)),
+             callbacks=[fb.UncertaintyReport(5), scaling])
+    drawn = fb.PosteriorPredictive(module, callback.posterior, 5)
+    alone = fb.FederatedTemperature().fit_from(drawn, clients(30, 40), batch_size=8, seed=3)
+    assert scaling.temperature == alone.temperature
+
+
+# -- privacy -----------------------------------------------------------------------------------------------------------
+
+PRIVATE = [lambda: fb.FederatedBayes(privacy=fb.UpdatePrivacy(1.0, 1.0)), lambda: fb.ExamplePrivacy(1.0, 1.0)]
+
+
+@pytest.mark.parametrize("private", PRIVATE)
+def test_exact_sums_and_counts_are_refused_beside_privacy(private):
+    for callback, remedy in ((fb.FederatedTemperature(), "exact sums"), (fb.FederatedConformal(), "epsilon=")):
+        with pytest.raises(FedBayesError, match=remedy):
+            trainer(1, [private(), callback]).validate(bayesian(), batches(clients(30, 40)), verbose=False)
+
+
+def test_noisy_thresholds_are_taken_once_after_the_last_round():
+    times = []
+
+    class Counts(fb.FederatedConformal):
+        def fit(self, clients, **options):
+            times.append(len(clients))
+            return super().fit(clients, **options)
+
+    conformal = Counts(0.8, epsilon=2.0, bins=16)
+    module, callback = bayesian(), fb.FederatedBayes(privacy=fb.UpdatePrivacy(1.0, 1.0), seed=3)
+    held_out = batches(clients(60, 70))
+    made = federate(module, callback, 3, loader(clients(40, 30)), held_out, callbacks=[conformal])
+    assert times == [2]
+    assert float(made.callback_metrics["val/lac_80/epsilon"]) == 2.0
+    exact = fb.FederatedConformal(0.8, bins=16).fit_from(module, clients(60, 70), batch_size=8, seed=3)
+    assert conformal.threshold != exact.threshold or conformal.threshold == pytest.approx(exact.threshold, abs=0.5)
+    again = fb.FederatedConformal(0.8, bins=16, epsilon=2.0)
+    assert again.fit_from(module, clients(60, 70), batch_size=8, seed=3).threshold == conformal.threshold
+
+
+def test_training_that_ends_early_says_that_noisy_thresholds_are_missing():
+    class Stops(fb.UncertaintyReport):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.should_stop = trainer.current_epoch == 1
+
+    conformal = fb.FederatedConformal(epsilon=2.0)
+    with pytest.warns(UserWarning, match="no thresholds of these weights: training has ended early"):
+        fitted([Stops(), conformal], rounds=5)
+    assert conformal.threshold is None
+
+
+# -- what does not go --------------------------------------------------------------------------------------------------
+
+
+def test_sets_before_the_temperature_are_refused_before_training():
+    scaling, conformal = both()
+    with pytest.raises(FedBayesError, match="put FederatedTemperature first"):
+        fitted([conformal, scaling])
+
+
+def test_a_mistake_costs_no_fit_but_is_the_error_of_a_validation():
+    scaling = fb.FederatedTemperature()
+    module = regressor()
+    held_out = batches(regression(30, 40))
+    with pytest.warns(UserWarning, match="FederatedTemperature does nothing: .*calibrate it by FederatedConf"):
+        federate(module, fb.FederatedBayes(), 1, loader(regression(40, 30)), held_out, callbacks=[scaling])
+    assert scaling.temperature is None
+    with pytest.raises(FedBayesError, match="calibrate it by FederatedConformal"):
+        trainer(1, [scaling]).validate(module, held_out, verbose=False)
+    with pytest.warns(UserWarning, match="FederatedConformal does nothing: there is no threshold yet"):
+        trainer(1, [fb.FederatedConformal()]).test(bayesian(), batches(clients(9, 9)), verbose=False)
+
+
+def test_validation_examples_that_are_trained_on_are_named_once():
+    data = clients(40, 30)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        federate(bayesian(), fb.FederatedBayes(), 3, loader(data), batches(data), callbacks=[fb.FederatedTemperature()])
+    found = [str(each.message) for each in said if "calibration examples were trained on" in str(each.message)]
+    assert len(found) == 2
+    assert found[0].startswith("client c0: 40 of its 40")
+
+
+def test_one_class_few_examples_and_a_client_without_any():
+    one_class = TensorDataset(torch.randn(20, 6), torch.ones(20, dtype=torch.int64))
+    few = TensorDataset(torch.randn(3, 6), torch.tensor([0, 1, 2]))
+    scaling, conformal = both(per_client=True)
+    with pytest.warns(UserWarning, match="client few: 3 held-out examples, and a level of 0.8 needs 4"):
+        trainer(1, [scaling, conformal]).validate(
+            bayesian(), batches(fb.ClientDatasets({"one": one_class, "few": few})), verbose=False)
+    assert scaling.temperature > 0
+    assert conformal.thresholds["few"] == math.inf
+    none = fb.ClientDatasets({"one": one_class, "none": TensorDataset(torch.randn(0, 6), torch.zeros(0).long())})
+    with pytest.raises(FedBayesError, match="client none has no held-out example"):
+        trainer(1, [conformal]).validate(bayesian(), batches(none), verbose=False)

@@ -1,0 +1,243 @@
+"""Federated temperature against autograd, pooled temperature scaling and closed forms."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize_scalar
+from torch.nn import functional as F
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.callbacks.calibration import (
+    FederatedTemperature,
+    TemperatureMessage,
+    TemperatureSearch,
+    predictions_of,
+    temperature_message,
+)
+from lightning_fedbayes.core.errors import FedBayesError
+
+
+def draw(seed=0, examples=400, classes=6, true=2.0, scale=4.0, draws=None):
+    """Logits whose best temperature is about ``true``, and classes drawn from it."""
+    random = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(examples, classes, generator=random, dtype=torch.float64)
+    targets = torch.multinomial((logits / true).softmax(-1), 1, generator=random).flatten()
+    if draws is not None:
+        logits = logits + scale / 3 * torch.randn(draws, examples, classes, generator=random, dtype=torch.float64)
+    return logits, targets
+
+
+def nll(logits, targets, log_t):
+    """Sum of the NLL of the mean over draws, as plainly as it is defined."""
+    draws = logits if logits.ndim == 3 else logits.unsqueeze(0)
+    probs = (draws / torch.as_tensor(log_t, dtype=torch.float64).exp()).softmax(-1).mean(0)
+    return F.nll_loss(probs.log(), targets, reduction="sum")
+
+
+def pooled(logits, targets):
+    """Pooled temperature scaling by scipy."""
+    found = minimize_scalar(
+        lambda u: float(nll(logits, targets, u)), bounds=(-6, 6), method="bounded", options={"xatol": 1e-12}
+    )
+    return math.exp(found.x)
+
+
+def dealt(logits, targets, clients, seed=1):
+    """The examples, dealt to clients at random."""
+    owner = torch.randint(clients, targets.shape, generator=torch.Generator().manual_seed(seed))
+    return {str(k): (logits[..., owner == k, :], targets[owner == k]) for k in range(clients)}
+
+
+@pytest.mark.parametrize("draws", [None, 5])
+@pytest.mark.parametrize("log_t", [-1.0, 0.0, 0.7])
+def test_message_holds_the_loss_and_its_derivatives(draws, log_t):
+    logits, targets = draw(draws=draws)
+    u = torch.tensor(log_t, dtype=torch.float64, requires_grad=True)
+    loss = nll(logits, targets, u)
+    (first,) = torch.autograd.grad(loss, u, create_graph=True)
+    (second,) = torch.autograd.grad(first, u)
+    message = temperature_message(logits, targets, math.exp(log_t))
+    expected = (first.item(), second.item(), loss.item(), len(targets))
+    found = (message.gradient, message.curvature, message.loss, message.num_examples)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_small_losses_keep_their_digits():
+    message = temperature_message(torch.tensor([[60.0, 0.0]]), torch.tensor([0]), 1.0)
+    assert message.loss == pytest.approx(math.exp(-60), rel=1e-9)
+    assert message.gradient == pytest.approx(60 * math.exp(-60), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("true", "scale", "draws"),
+    [(1.0, 3.0, None), (1.5, 5.0, None), (3.0, 8.0, None), (0.5, 2.0, None), (2.0, 6.0, 7), (0.5, 2.0, 7)],
+)
+def test_equals_pooled_temperature_scaling_in_five_exchanges(true, scale, draws):
+    logits, targets = draw(true=true, scale=scale, draws=draws)
+    scaling = FederatedTemperature().fit(dealt(logits, targets, 7))
+    assert scaling.temperature == pytest.approx(pooled(logits, targets), rel=1e-6)
+    assert scaling.exchanges <= 5
+    left = temperature_message(logits, targets, scaling.temperature)
+    assert abs(left.gradient / left.curvature) < 1e-9
+
+
+@given(seed=st.integers(0, 999), true=st.floats(0.2, 20), scale=st.floats(1, 20), clients=st.integers(2, 9))
+@settings(max_examples=40, deadline=None)
+def test_the_answer_does_not_depend_on_the_dealing(seed, true, scale, clients):
+    logits, targets = draw(seed, 200, 4, true, scale)
+    targets[:80] = logits[:80].argmax(-1)  # some are correct and some are not: a finite T is best
+    targets[60:80] = (targets[60:80] + 1) % 4
+    one = FederatedTemperature().fit({"all": (logits, targets)})
+    many = FederatedTemperature().fit(dealt(logits, targets, clients, seed))
+    assert many.temperature == pytest.approx(one.temperature, rel=1e-9)
+    assert one.temperature == pytest.approx(pooled(logits, targets), rel=1e-6)
+
+
+@pytest.mark.parametrize("unit", [0.02, 50.0])
+def test_temperature_has_the_unit_of_the_logits(unit):
+    logits, targets = draw()
+    base = FederatedTemperature().fit({"a": (logits, targets)}).temperature
+    scaled = FederatedTemperature().fit({"a": (unit * logits, targets)}).temperature
+    assert scaled == pytest.approx(unit * base, rel=1e-8)
+
+
+def test_two_classes_have_a_closed_form():
+    logits = torch.tensor([[3.0, 0.0]]).expand(10, 2)
+    targets = torch.tensor([0] * 8 + [1] * 2)
+    assert FederatedTemperature().fit({"a": (logits, targets)}).temperature == pytest.approx(3 / math.log(4), rel=1e-9)
+
+
+def test_every_exchange_that_is_kept_lowers_the_loss():
+    logits, targets = draw(true=15.0, scale=40.0)
+    search, kept = TemperatureSearch(), []
+    while not search.done:
+        search = search.after(temperature_message(logits, targets, search.temperature))
+        kept.append(search.best[1])
+    assert kept == sorted(kept, reverse=True)
+    with pytest.raises(FedBayesError, match="the search is done"):
+        search.after(temperature_message(logits, targets, 1.0))
+
+
+def test_a_step_that_raises_the_loss_is_halved():
+    search = TemperatureSearch().after(TemperatureMessage(1.0, 1.0, 10.0, 1))
+    assert search.temperature == pytest.approx(math.exp(-1))
+    assert search.after(TemperatureMessage(0.0, 1.0, 11.0, 1)).temperature == pytest.approx(math.exp(-0.5))
+
+
+@pytest.mark.parametrize(("target", "limit"), [("argmax", 1e-3), ("argmin", 1e3)])
+def test_without_a_finite_optimum_it_ends_at_a_limit_and_warns(target, limit):
+    logits, _ = draw()
+    with pytest.warns(UserWarning, match="ends at its limit"):
+        scaling = FederatedTemperature().fit({"a": (logits, getattr(logits, target)(-1))})
+    assert scaling.temperature == pytest.approx(limit)
+    assert scaling.exchanges <= 20
+
+
+def test_a_far_limit_is_reached_at_once():
+    """All margins are 2: Newton alone would gain 2 / T = 1 in each exchange, 1,999 exchanges."""
+    with pytest.warns(UserWarning, match="T = 0.001"):
+        scaling = FederatedTemperature().fit({"a": (torch.tensor([[2.0, 0.0]]), torch.tensor([0]))})
+    assert scaling.exchanges <= 10
+
+
+def test_a_flat_loss_leaves_the_logits_alone():
+    with pytest.warns(UserWarning, match="does not depend on the temperature"):
+        scaling = FederatedTemperature().fit({"a": (torch.zeros(4, 3), torch.tensor([0, 1, 2, 0]))})
+    assert scaling.temperature == 1.0
+
+
+def test_scaling_divides_the_logits():
+    logits, _ = draw()
+    with pytest.raises(FedBayesError, match="no temperature yet"):
+        FederatedTemperature()(logits)
+    scaling = FederatedTemperature(2.0)
+    assert torch.equal(scaling(logits), logits / 2)
+    assert torch.equal(scaling(logits).argmax(-1), logits.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("logits", "targets", "message"),
+    [
+        (torch.zeros(4), torch.zeros(4), "A regressor has none"),
+        (torch.zeros(4, 1), torch.zeros(4), "A regressor has none"),
+        (torch.zeros(4, 2), torch.zeros(4), "targets are of torch.float32"),
+        (torch.zeros(4, 2), torch.tensor([0, 1, 2, 0]), "targets run from 0 to 2"),
+        (torch.zeros(4, 2), torch.tensor([0, 1, -1, 0]), "targets run from -1"),
+        (torch.tensor([[math.nan, 0.0]]), torch.tensor([0]), "1 of 2 entries are not finite"),
+        (torch.zeros(4, 2), torch.zeros(3, dtype=torch.long), "one class for each"),
+        (torch.zeros(0, 2), torch.zeros(0, dtype=torch.long), "no held-out example"),
+    ],
+)
+def test_bad_examples_are_refused_by_the_name_of_the_client(logits, targets, message):
+    with pytest.raises(FedBayesError, match=f"client south: .*{message}"):
+        FederatedTemperature().fit({"north": draw(), "south": (logits, targets)})
+
+
+def test_bad_messages_and_clients_are_refused():
+    with pytest.raises(FedBayesError, match="gradient=nan"):
+        TemperatureMessage(math.nan, 1.0, 1.0, 1)
+    with pytest.raises(FedBayesError, match="num_examples=0"):
+        TemperatureMessage(1.0, 1.0, 1.0, 0)
+    with pytest.raises(FedBayesError, match="give a dict"):
+        FederatedTemperature().fit({})
+    with pytest.raises(FedBayesError, match="client a: 3 is no pair"):
+        FederatedTemperature().fit({"a": 3})
+
+
+# -- from modules ------------------------------------------------------------------------------------------------------
+
+
+def federation(classes=3):
+    """A linear network, and three clients whose targets it predicts with too much confidence."""
+    torch.manual_seed(0)
+    network = torch.nn.Linear(4, classes)
+    inputs = torch.randn(300, 4)
+    targets = torch.multinomial((network(inputs) / 1.5).softmax(-1), 1).flatten()
+    return network, TensorDataset(inputs, targets)
+
+
+def clients_of(data):
+    return fb.ClientDatasets({name: Subset(data, range(k, len(data), 3)) for k, name in enumerate("abc")})
+
+
+def test_fit_from_a_plain_module_is_fit_on_its_logits():
+    network, data = federation()
+    network.train()
+    scaling = FederatedTemperature().fit_from(network, clients_of(data), batch_size=7)
+    expected = FederatedTemperature().fit({"all": (network(data.tensors[0]).detach(), data.tensors[1])})
+    assert scaling.temperature == pytest.approx(expected.temperature, rel=1e-6)
+    assert network.training
+
+
+def test_draws_of_a_posterior_are_gathered():
+    network, data = federation()
+    predictive = fb.PosteriorPredictive(network, fb.read_posterior(network).clone(), samples=3)
+    found = predictions_of(predictive, clients_of(data), batch_size=40)
+    assert {name: tuple(logits.shape) for name, (logits, _) in found.items()} == dict.fromkeys("abc", (3, 100, 3))
+    assert torch.allclose(found["b"][0][1], network(data.tensors[0][1::3]))
+    assert torch.equal(found["b"][1], data.tensors[1][1::3])
+    same = FederatedTemperature().fit_from(network, {"all": data}).temperature
+    assert FederatedTemperature().fit_from(predictive, clients_of(data)).temperature == pytest.approx(same, rel=1e-6)
+
+
+def test_a_regressor_and_empty_data_are_refused():
+    data = TensorDataset(torch.zeros(4, 2), torch.zeros(4))
+    with pytest.raises(FedBayesError, match="A regressor has none"):
+        FederatedTemperature().fit_from(torch.nn.Linear(2, 1), {"a": data})
+    with pytest.raises(FedBayesError, match="is calibrated by"):
+        FederatedTemperature().fit_from(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Flatten(0)), {"a": data})
+    with pytest.raises(FedBayesError, match="client b has no held-out example"):
+        FederatedTemperature().fit_from(torch.nn.Linear(2, 2), {"a": data, "b": Subset(data, [])})
+
+
+def test_examples_that_were_trained_on_are_found():
+    network, data = federation()
+    train = ConcatDataset([Subset(data, range(0, 100)), Subset(Subset(data, range(100, 300)), range(50))])
+    apart = {"a": Subset(data, range(150, 300))}
+    FederatedTemperature().fit_from(network, apart, trained_on=train)  # warnings are errors
+    with pytest.warns(UserWarning, match="client a: 15 of its 60 calibration examples were trained on"):
+        FederatedTemperature().fit_from(network, {"a": Subset(data, range(135, 195))}, trained_on=train)

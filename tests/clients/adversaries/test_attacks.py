@@ -1,0 +1,207 @@
+"""Closed forms and invariances of every attack."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.clients.adversaries import HonestMoments, Knowledge, flip_labels, largest_unnoticed_shift
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.posterior import is_zero
+
+UPDATE_ATTACKS = (
+    fb.GaussianVector(0.5), fb.SignFlip(0.5), fb.ScaledUpdate(0.5), fb.RandomUpdate(0.5), fb.ALittleIsEnough(0.5),
+    fb.InnerProductManipulation(0.5), fb.NotANumber(0.5),
+)
+
+
+def vector(seed: int, size: int = 10) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def posterior(size: int = 10) -> fb.GaussianPosterior:
+    """A Bayesian and a deterministic parameter of different dtypes; means are ``vector(1)`` up to single precision."""
+    first, second = vector(1, size).split([size - 4, 4])
+    mean = {"w": first.float(), "b": second.view(2, 2)}
+    point = fb.GaussianPosterior.point_mass(mean)
+    return fb.GaussianPosterior(mean, {"w": torch.full((size - 4,), 0.25), "b": point.variance["b"]})
+
+
+def knowledge(honest: int = 0, seed: int = 0, cohort: int = 12, adversaries: int = 3, size: int = 10) -> Knowledge:
+    moments = HonestMoments(vector(0, size))
+    for client in range(honest):
+        moments.add(vector(100 + client, size))
+    return Knowledge(vector(0, size), torch.Generator().manual_seed(seed), moments, cohort, adversaries)
+
+
+def falsify(attack, **known) -> Tensor:
+    return attack.falsify(vector(1), knowledge(**known))
+
+
+@pytest.mark.parametrize("attack", UPDATE_ATTACKS, ids=repr)
+def test_structure_stays_that_of_the_client(attack):
+    honest = posterior()
+    before = honest.clone()
+    sent = attack.send(honest, knowledge(honest=4))
+    assert sent.names == honest.names
+    assert sent.num_bytes == honest.num_bytes
+    assert is_zero(sent.variance["b"])
+    for name, mean in honest.mean.items():
+        assert sent.mean[name].shape == mean.shape
+        assert sent.mean[name].dtype == mean.dtype
+        assert torch.equal(mean, before.mean[name]), "the client's own tensors are untouched"
+        assert not torch.equal(sent.mean[name], mean)
+    if not isinstance(attack, fb.NotANumber):
+        assert torch.equal(sent.variance["w"], honest.variance["w"])
+
+
+def test_sign_flip_reflects_the_update():
+    update = vector(1) - vector(0)
+    torch.testing.assert_close(falsify(fb.SignFlip(0.5)) - vector(0), -update)
+    torch.testing.assert_close(falsify(fb.SignFlip(0.5, scale=3.0)) - vector(0), -3 * update)
+    twice = fb.SignFlip(0.5).falsify(falsify(fb.SignFlip(0.5)), knowledge())
+    torch.testing.assert_close(twice, vector(1))
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.0, 1.0, 10.0])
+def test_scaled_update_scales(factor):
+    sent = falsify(fb.ScaledUpdate(0.5, factor=factor))
+    torch.testing.assert_close(sent - vector(0), factor * (vector(1) - vector(0)))
+
+
+def test_random_update_has_honest_length_and_no_direction():
+    update = vector(1) - vector(0)
+    sent = torch.stack([falsify(fb.RandomUpdate(0.5), seed=seed) - vector(0) for seed in range(4000)])
+    torch.testing.assert_close(sent.norm(dim=1), update.norm().expand(4000))
+    # a uniform direction has mean 0 and covariance ‖u‖²/P · I
+    second = sent.T @ sent / 4000
+    assert sent.mean(0).abs().max() < 4 * update.norm() / math.sqrt(10 * 4000)
+    torch.testing.assert_close(second, update.norm() ** 2 / 10 * torch.eye(10, dtype=torch.float64), rtol=0, atol=0.2)
+
+
+@pytest.mark.parametrize("std", [0.1, 1.0, 5.0])
+def test_gaussian_vector_has_its_moments_and_ignores_the_model(std):
+    size = 40_000
+    known = knowledge(seed=3, size=size)
+    sent = fb.GaussianVector(0.5, std=std).falsify(vector(1, size), known)
+    assert abs(sent.mean()) < 4 * std / math.sqrt(size)
+    assert sent.std() == pytest.approx(std, rel=4 / math.sqrt(2 * size))
+    other = fb.GaussianVector(0.5, std=std).falsify(vector(2, size) + 7, knowledge(seed=3, size=size))
+    assert torch.equal(sent, other)
+
+
+@pytest.mark.parametrize("attack", [fb.GaussianVector(0.5), fb.RandomUpdate(0.5)], ids=repr)
+def test_draws_come_from_the_generator_alone(attack):
+    state = torch.random.get_rng_state()
+    assert torch.equal(falsify(attack, seed=1), falsify(attack, seed=1))
+    assert not torch.equal(falsify(attack, seed=1), falsify(attack, seed=2))
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_not_a_number_sends_nan_but_keeps_deterministic_variances():
+    sent = fb.NotANumber(0.5).send(posterior(), knowledge())
+    assert all(mean.isnan().all() for mean in sent.mean.values())
+    assert sent.variance["w"].isnan().all()
+    assert not sent.variance["b"].any()
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-6, 1e6])
+def test_a_false_variance_leaves_means_and_point_masses_alone(factor):
+    honest = posterior()
+    sent = fb.FalseVariance(0.5, factor=factor).send(honest, knowledge())
+    torch.testing.assert_close(sent.variance["w"], factor * honest.variance["w"])
+    assert is_zero(sent.variance["b"])
+    assert all(torch.equal(sent.mean[name], mean) for name, mean in honest.mean.items())
+
+
+def test_a_negative_variance_is_no_attack():
+    with pytest.raises(FederationError, match=r"FalseVariance: factor=-1\.0: give a finite number of at least 0"):
+        fb.FalseVariance(0.5, factor=-1.0)
+
+
+@pytest.mark.parametrize("z", [-1.0, 0.0, 2.5])
+def test_a_little_is_enough_shifts_the_honest_mean(z):
+    honest = torch.stack([vector(100 + client) for client in range(5)])
+    expected = honest.mean(0) - z * honest.std(0, correction=0)
+    torch.testing.assert_close(falsify(fb.ALittleIsEnough(0.5, z=z), honest=5), expected)
+
+
+def test_a_little_is_enough_takes_the_largest_unnoticed_shift():
+    """n = 12 and m = 3: s = 7 − 3 = 4 of 9."""
+    z = NormalDist().inv_cdf(5 / 9)
+    expected = falsify(fb.ALittleIsEnough(0.5, z=z), honest=5)
+    torch.testing.assert_close(falsify(fb.ALittleIsEnough(0.5), honest=5), expected)
+
+
+@pytest.mark.parametrize(
+    ("cohort", "adversaries", "quantile"),
+    [(51, 12, 25 / 39), (10, 3, 4 / 7), (10, 1, 4 / 9), (4, 1, 1 / 3), (10, 5, 4 / 5), (10, 6, 3 / 4), (10, 8, 1 / 2)],
+)
+def test_largest_unnoticed_shift(cohort, adversaries, quantile):
+    """The last three are a majority, or one short of it: one honest supporter."""
+    assert NormalDist().cdf(largest_unnoticed_shift(cohort, adversaries)) == pytest.approx(quantile)
+
+
+@given(cohort=st.integers(1, 200), share=st.floats(0, 1))
+@settings(deadline=None)
+def test_the_largest_unnoticed_shift_is_finite(cohort, share):
+    assert math.isfinite(largest_unnoticed_shift(cohort, max(round(share * cohort), 1)))
+
+
+def test_inner_product_manipulation_reverses_the_mean_honest_update():
+    updates = torch.stack([vector(100 + client) - vector(0) for client in range(5)])
+    sent = falsify(fb.InnerProductManipulation(0.5, epsilon=0.5), honest=5)
+    torch.testing.assert_close(sent - vector(0), -0.5 * updates.mean(0))
+
+
+def test_inner_product_of_an_average_turns_negative_at_the_documented_strength():
+    """n = 8, m = 3: ε m > n − m from ε = 5/3 on."""
+    honest = torch.stack([vector(100 + client) - vector(0) for client in range(5)])
+    for epsilon, sign in ((1.6, 1), (1.7, -1)):
+        sent = falsify(fb.InnerProductManipulation(0.5, epsilon=epsilon), honest=5) - vector(0)
+        fused = (honest.sum(0) + 3 * sent) / 8
+        assert torch.sign(fused @ honest.mean(0)) == sign
+
+
+@pytest.mark.parametrize("attack", [fb.ALittleIsEnough(0.5), fb.InnerProductManipulation(0.5)], ids=repr)
+def test_without_an_honest_client_the_own_update_is_sent(attack):
+    honest = posterior()
+    assert attack.send(honest, knowledge(honest=0)) is honest
+
+
+@given(
+    classes=st.lists(st.integers(-50, 50), min_size=1, max_size=8, unique=True).map(sorted),
+    picks=st.lists(st.integers(0, 7), max_size=20),
+)
+@settings(deadline=None)
+def test_flipping_labels_is_an_involution_that_reverses_their_order(classes, picks):
+    labels = torch.tensor([classes[pick % len(classes)] for pick in picks], dtype=torch.int32)
+    flipped = flip_labels(labels, classes)
+    assert flipped.dtype == labels.dtype
+    assert flipped.tolist() == [classes[-1 - classes.index(label)] for label in labels.tolist()]
+    assert torch.equal(flip_labels(flipped, classes), labels)
+
+
+def test_labels_without_gaps_become_the_last_minus_themselves():
+    labels = torch.arange(10)
+    assert torch.equal(flip_labels(labels, range(10)), 9 - labels)
+
+
+@pytest.mark.parametrize(
+    ("attack", "options"),
+    [
+        (fb.GaussianVector, {"std": 0.0}), (fb.GaussianVector, {"std": float("inf")}), (fb.SignFlip, {"scale": -1.0}),
+        (fb.ScaledUpdate, {"factor": float("nan")}), (fb.ALittleIsEnough, {"z": float("inf")}),
+        (fb.InnerProductManipulation, {"epsilon": 0.0}),
+    ],
+)
+def test_invalid_strengths_are_refused(attack, options):
+    with pytest.raises(FederationError, match=f"{next(iter(options))}=.*give a finite number"):
+        attack(0.5, **options)

@@ -1,0 +1,93 @@
+"""What the fusion rule is where nothing is said: sites where they go, else an average, with the reason."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.clients import default, federation
+from lightning_fedbayes.fusion import Sites
+from lightning_fedbayes.layers import LinearReparameterization
+from tests.federations import Plain, bayesian, federate
+
+
+def unlike_priors() -> Plain:
+    layers = LinearReparameterization(6, 4, prior_std=0.5), LinearReparameterization(4, 3)
+    return Plain(torch.nn.Sequential(*layers))
+
+
+AVERAGES = {
+    "prior": (bayesian, {"prior": "global"}, "prior='global' is given"),
+    "proximal": (bayesian, {"proximal": 0.1}, "proximal=0.1 is given"),
+    "weighting": (bayesian, {"weighting": "max_discrepancy"}, "weighting='max_discrepancy' is given"),
+    "adversaries": (bayesian, {"adversaries": fb.SignFlip([0])}, "sites trust their clients"),
+    "one client": (Plain, {"partition": fb.IIDPartition(1)}, "one client is ordinary training"),
+    "Laplace": (Plain, {"posterior": fb.Laplace()}, "neither of Bayesian layers nor of IVON"),
+    "published IVON": (partial(Plain, optimizer=partial(fb.IVON, curvature="ivon")), {}, "nor of IVON by squares"),
+    "no prior": (partial(Plain, optimizer=partial(fb.IVON, prior_std=float("inf"))), {}, "share one normal prior"),
+    "point masses": (Plain, {}, "no layer is Bayesian"),
+    "priors": (unlike_priors, {}, "not all parameters share one normal prior"),
+}
+
+
+@pytest.mark.parametrize(("make", "options", "says"), AVERAGES.values(), ids=AVERAGES)
+def test_where_sites_do_not_go_clients_are_averaged(make, options, says, caplog):
+    made = fb.FederatedBayes(options.pop("partition", None) or fb.IIDPartition(3), **options)
+    with caplog.at_level(logging.INFO):
+        federate(make(), made, 1)
+    assert sum(says in line and "'reverse_kl_barycenter'" in line for line in caplog.messages) == 1
+    assert made.described()["fusion"] == "reverse_kl_barycenter"
+
+
+def test_a_callback_that_takes_single_gradients_has_an_average():
+    pytest.importorskip("opacus")
+    made = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(bayesian(), made, 1, callbacks=[fb.ExamplePrivacy()])
+    assert made.described()["fusion"] == "reverse_kl_barycenter"
+
+
+def test_more_than_the_memory_is_averaged(monkeypatch):
+    monkeypatch.setattr(default, "MOST_KEPT", 1000)
+    made = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(bayesian(), made, 1)
+    assert made.described()["fusion"] == "reverse_kl_barycenter"
+
+
+@pytest.mark.parametrize("make", [
+    partial(bayesian, prior_std=0.5), partial(Plain, optimizer=partial(fb.IVON, prior_std=0.5)),
+], ids=["layers", "IVON"])
+def test_elsewhere_it_is_sites_with_the_prior_of_the_posterior(make, caplog):
+    modules = [make() for _ in range(2)]
+    federations = [fb.FederatedBayes(fb.IIDPartition(3), **each) for each in ({}, {"fusion": Sites(prior_std=0.5)})]
+    with caplog.at_level(logging.INFO):
+        for module, made in zip(modules, federations):
+            federate(module, made, 2)
+    assert sum("Fusion: sites" in line for line in caplog.messages) == 1
+    for name, value in modules[0].state_dict().items():
+        assert torch.equal(value, modules[1].state_dict()[name]), name
+    assert repr(federations[0]) == repr(federations[1])
+
+
+def test_another_fit_chooses_anew():
+    made = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(bayesian(), made, 1)
+    assert made.described()["fusion"] == "sites"
+    federate(Plain(), made, 1)
+    assert made.described()["fusion"] == "reverse_kl_barycenter"
+
+
+@pytest.mark.parametrize(("options", "told"), [
+    ({"fusion": "rklb"}, 1), ({"fusion": "ivar_vb"}, 1), ({"fusion": "fedavgm"}, 1), ({"fusion": "conflation"}, 0),
+    ({"fusion": "gaussian_fit"}, 0), ({"fusion": "sites"}, 0), ({"fusion": "rklb", "prior": "global"}, 0),
+    ({"fusion": "rklb", "partition": fb.IIDPartition(1)}, 0),
+], ids=str)
+def test_an_average_under_a_fixed_prior_says_once_where_it_goes(options, told, caplog, monkeypatch):
+    monkeypatch.setattr(federation, "LATE", 1)
+    made = fb.FederatedBayes(**{"partition": fb.IIDPartition(3), **options})
+    with caplog.at_level(logging.INFO):
+        federate(bayesian(), made, 4)
+    assert sum("σ goes to the prior's" in line for line in caplog.messages) == told

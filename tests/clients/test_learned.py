@@ -1,0 +1,323 @@
+"""IVON in a federation: its posterior is fused, kept, resumed and limited as that of Bayesian layers is."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.clients.learned import natural_prior
+from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior
+from lightning_fedbayes.sources.ivon_state import first_state
+from tests.federations import FEATURES, Plain, blobs, federate, loader, network, trainer
+
+SIZES = fb.SizesPartition([40, 25, 13, 12])
+
+
+ENGINES = ("sequential", "vectorized")
+
+
+class Own(Plain):
+    """A user's module with IVON."""
+
+    def __init__(self, net=None, **options):
+        super().__init__(net)
+        self.options = {"lr": 0.01, **options}
+
+    def configure_optimizers(self):
+        return fb.IVON(self.parameters(), **self.options)
+
+
+@pytest.fixture
+def no_noise(monkeypatch):
+    """All draws at the mean."""
+    monkeypatch.setattr(torch, "randn_like", torch.zeros_like)
+
+
+def run(engine, rounds=3, module=None, options=None, **settings):
+    federation = fb.FederatedBayes(settings.pop("partition", SIZES), engine=engine, seed=1, **settings)
+    made = federate(Own() if module is None else module, federation, rounds, loader(), **(options or {}))
+    return federation, made
+
+
+@pytest.mark.parametrize("keep", ["reset", "keep"])
+@pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "sites"])
+@pytest.mark.parametrize("settings", [{}, {"prior": "global"}, {"clients_at_once": 3}, {"local_parameters": ["*2*"]}])
+def test_both_engines_give_the_same_posterior_without_noise(no_noise, fusion, keep, settings):
+    if fusion == "sites" and "prior" in settings:
+        pytest.skip("sites have their own prior")
+    options = {"fusion": fusion, "optimizer_state": keep, "local_epochs": 2, **settings}
+    one, _ = run("sequential", options={"gradient_clip_val": 0.5}, **options)
+    other, _ = run("vectorized", options={"gradient_clip_val": 0.5}, **options)
+    assert one.posterior.names == other.posterior.names
+    for name in one.posterior.names:
+        assert torch.allclose(one.posterior.mean[name], other.posterior.mean[name], atol=2e-6)
+        assert torch.allclose(one.posterior.variance[name], other.posterior.variance[name], rtol=1e-4)
+        assert one.posterior.variance[name].all()
+
+
+def test_both_engines_have_the_same_distribution_with_noise():
+    """The unit of a tensor's curvature has noise that its entries share, and an average over them keeps."""
+    first, second = (run(engine, 6, fusion="sites", local_epochs=5)[0].posterior for engine in ENGINES)
+    for name in first.names:
+        ratio = first.variance[name].log() - second.variance[name].log()
+        assert ratio.abs().mean() < 0.25
+        assert ((first.mean[name] - second.mean[name]).abs() < 5 * first.variance[name].sqrt()).all()
+
+
+class Location(L.LightningModule):
+    """Mean of Gaussian data of unit variance; the pooled posterior is known."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(2))
+        self.options = options
+
+    def training_step(self, batch, batch_idx):
+        return ((batch[0] - self.mean) ** 2).sum(1).mean() / 2
+
+    def configure_optimizers(self):
+        return fb.IVON(self.parameters(), **self.options)
+
+
+@pytest.fixture
+def pairs_of_draws(monkeypatch):
+    """Draws at one standard deviation above and below the mean, in turn: exact for a quadratic loss."""
+    state = {"sign": -1.0}
+
+    def drawn(like):
+        return torch.full_like(like, state["sign"])
+
+    sampled = fb.IVON.sampled
+
+    def turn(self):
+        state["sign"] = -state["sign"]
+        return sampled(self)
+
+    monkeypatch.setattr(torch, "randn_like", drawn)
+    monkeypatch.setattr(fb.IVON, "sampled", turn)
+
+
+@pytest.mark.usefixtures("pairs_of_draws")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("fusion", [fb.Sites(prior_std=0.2), fb.Sites(1.0, 0.3, prior_std=0.2)])
+def test_sites_end_at_the_posterior_of_the_pooled_data(engine, fusion):
+    random = torch.Generator().manual_seed(0)
+    sizes, centres = (30, 60, 120), (-1.0, 0.5, 2.0)
+    parts = {f"c{k}": TensorDataset(centre + torch.randn(size, 2, generator=random))
+             for k, (size, centre) in enumerate(zip(sizes, centres))}
+    data = torch.cat([part.tensors[0] for part in parts.values()])
+    options = {"lr": 0.5, "curvature": "ivon"}  # whose estimate of a quadratic has no noise at such pairs of draws
+    module = Location(prior_std=0.2, betas=(0.0, 0.5), samples=2, **options)
+    federation = fb.FederatedBayes(fusion=fusion, local_epochs=30, engine=engine)
+    trainer(40, [federation]).fit(module, DataLoader(fb.ClientDatasets(parts), batch_size=200))
+    precision = len(data) + 0.2**-2
+    found = federation.posterior
+    assert torch.allclose(found.variance["mean"], torch.full((2,), 1 / precision), rtol=1e-3)
+    assert ((found.mean["mean"] - data.sum(0) / precision).abs() < 1e-2 * precision**-0.5).all()
+
+
+def test_a_first_round_begins_at_the_optimizer_s_own_curvature_and_a_later_one_at_the_global_posterior():
+    module = Own(hessian_init=2.0)
+    federation, _ = run("sequential", 1, module, local_epochs=1)
+    learned = federation.federation.engine.model.learned
+    group = fb.IVON([torch.zeros(1, requires_grad=True)], hessian_init=2.0).param_groups[0]
+    later = learned.start({}, 40)
+    for name, number in ((n, i) for i, n in enumerate(federation.posterior.names)):
+        assert torch.allclose(later[number]["precision"], 1 / federation.posterior.variance[name])
+    fresh = fb.FederatedBayes(SIZES, engine="sequential")
+    federate(Own(lr=0.0, betas=(0.9, 0.0)), fresh, 1, loader())
+    states = learned.start({}, 40, local={f"{name} (variance)": torch.full_like(v, 1 / (2 + 1))
+                                          for name, v in learned.variances.items()})
+    expected = first_state(torch.zeros(1), group, 40)["precision"]
+    assert all(torch.allclose(state["precision"], expected) for state in states.values())
+
+
+def test_a_precision_falls_anew_in_every_round_of_a_client_that_keeps_its_state():
+    """By a half in the first step, a quarter in the second: rounds of few steps widen a posterior, too."""
+    module = Own(hessian_init=100.0)
+    federation, _ = run("sequential", 1, module, local_epochs=1)
+    learned, optimizer = federation.federation.engine.model.learned, module.optimizers(use_pl_optimizer=False)
+    parameters = [*module.parameters()]
+    kept = {n: {"step": torch.tensor(40.0), "square": torch.full_like(p, 1e-9)} for n, p in enumerate(parameters)}
+    states = learned.start(kept, 40)
+    optimizer.state.update(dict(zip(parameters, states.values(), strict=True)))
+    for factor in (1 / 2, 3 / 4, 5 / 6):
+        before = [state["precision"].clone() for state in states.values()]
+        with optimizer.sampled():
+            for p in parameters:
+                p.grad = torch.full_like(p, 1e-9)
+        optimizer.step()
+        for state, precision in zip(states.values(), before, strict=True):
+            torch.testing.assert_close(state["precision"], factor * precision)
+
+
+def test_a_cavity_and_a_prior_are_what_the_optimizer_reads():
+    like = torch.zeros(3)
+    normal = natural_prior(NormalPrior(torch.full((3,), 2.0), torch.full((3,), 0.5)), like)
+    assert torch.allclose(normal["prior_precision"], torch.full((3,), 4.0))
+    assert torch.allclose(normal["prior_shift"], torch.full((3,), 8.0))
+    fields = [torch.rand(3) + i for i in range(5)]
+    cavity = CavityPrior(*fields)
+    found = natural_prior(cavity, like)
+    at = torch.randn(3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(cavity.kl(at, torch.ones(3)), at)
+    assert torch.allclose(found["prior_precision"] * at - found["prior_shift"], gradient, atol=1e-5)
+    assert torch.equal(found["prior_weight"], cavity.step)
+
+
+def test_what_never_leaves_a_client_keeps_its_variance():
+    federation, _ = run("vectorized", local_parameters=["*2*"], local_epochs=30)
+    names = federation.posterior.names
+    assert names
+    assert not any("2" in name for name in names)
+    kept = federation.federation.engine.state_dict()[0]["local"]
+    variances = [value for name, value in kept.items() if name.endswith("(variance)")]
+    assert len(variances) == 2
+    assert all((value > 0).all() and value.std() > 0 for value in variances)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "sites"])
+def test_resumes_bit_by_bit(tmp_path, engine, fusion):
+    whole, _ = run(engine, 4, fusion=fusion)
+    _, half = run(engine, 2, fusion=fusion)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    rest = fb.FederatedBayes(SIZES, engine=engine, seed=1, fusion=fusion)
+    federate(Own(), rest, 4, loader(), ckpt_path=tmp_path / "half.ckpt")
+    for name in whole.posterior.names:
+        assert torch.equal(whole.posterior.mean[name], rest.posterior.mean[name])
+        assert torch.equal(whole.posterior.variance[name], rest.posterior.variance[name])
+
+
+def test_a_head_of_bayesian_layers_above_ivon():
+    class Head(Plain):
+        def __init__(self):
+            super().__init__(fb.bayesianize(network(), last=1))
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + fb.kl_divergence(self) / 30
+
+        def configure_optimizers(self):
+            head = {"params": self.net[2].parameters(), "posterior": False, "lr": 1e-2}
+            return fb.IVON([{"params": self.net[0].parameters()}, head])
+
+    for fusion in ("reverse_kl_barycenter", "sites"):
+        found = [run(engine, 2, Head(), fusion=fusion)[0].posterior for engine in ENGINES]
+        assert found[0].names == found[1].names
+        assert all(bool(v.all()) for each in found for v in each.variance.values())
+        assert len(found[0].names) == 4
+
+
+def test_the_library_says_which_engine_it_chose(caplog):
+    with caplog.at_level("INFO"):
+        federation, _ = run("auto")
+    assert "Engine: vectorized, 4 clients at once." in caplog.text
+    assert federation.federation.engine.name == "vectorized"
+
+
+def test_several_draws_per_step_narrow_the_noise_of_the_posterior():
+    spreads = []
+    for samples in (1, 16):
+        torch.manual_seed(0)
+        posteriors = [run("vectorized", 1, Own(lr=0.1, samples=samples, curvature="ivon"), local_epochs=2)[0].posterior
+                      for _ in range(1)]
+        spreads.append(float(posteriors[0].variance["net.0.weight"].log().std()))
+    assert spreads[1] < 0.6 * spreads[0]
+
+
+class Frozen(Own):
+    def __init__(self):
+        super().__init__()
+        self.net[0].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_frozen_parameter_is_a_point_mass(engine):
+    module = Frozen()
+    before = module.net[0].weight.detach().clone()
+    federation, _ = run(engine, 2, module)
+    assert torch.allclose(federation.posterior.mean["net.0.weight"], before)
+    assert not federation.posterior.variance["net.0.weight"].any()
+    assert federation.posterior.variance["net.2.weight"].all()
+
+
+class Thaw(L.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.net[0].weight.requires_grad_(trainer.current_epoch > 0)
+
+
+class Manual(Own):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Layers(Own):
+    def __init__(self):
+        super().__init__(fb.bayesianize(network(), last=1))
+
+
+class Two(Own):
+    def configure_optimizers(self):
+        return [fb.IVON(self.parameters()), torch.optim.SGD(self.parameters(), 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "options", "message"),
+    [
+        (Own, {}, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2 with fb.IVON"),
+        (Own, {"fusion": fb.Sites(renyi=0.5)}, {}, "renyi= needs Bayesian layers"),
+        (Own, {"fusion": fb.Sites(prior_std=2.0)}, {}, "fb.Sites"),
+        (lambda: Own(prior_std=float("inf")), {"fusion": "sites"}, {}, "no prior"),
+        (Layers, {}, {}, "is a parameter of a Bayesian layer.*posterior=False"),
+        (Manual, {}, {}, "automatic_optimization is False"),
+        (Frozen, {"engine": "sequential", "fusion": "rklb"}, {"callbacks": [Thaw()]}, "was frozen when the fit began"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_remedy(module, settings, options, message):
+    with pytest.raises(fb.FedBayesError, match=message):
+        run(settings.pop("engine", "auto"), module=module(), options=options, **settings)
+
+
+def test_a_second_optimizer_is_refused_as_lightning_does():
+    with pytest.raises(RuntimeError, match="multiple optimizers is only supported with manual optimization"):
+        run("sequential", module=Two())
+
+
+@pytest.mark.parametrize("attack", [fb.SignFlip(clients=[0]), fb.FalseVariance(clients=[0])])
+def test_attacks_and_clipping_see_the_learned_variance(attack):
+    federation, _ = run("vectorized", adversaries=attack)
+    assert all(bool(v.isfinite().all() and v.all()) for v in federation.posterior.variance.values())
+
+
+def test_updates_with_privacy_keep_a_posterior():
+    pytest.importorskip("opacus")
+    privacy = fb.UpdatePrivacy(clip=1.0, noise_multiplier=0.01)
+    federation, _ = run("vectorized", 2, privacy=privacy)
+    assert all(bool(v.all() and v.isfinite().all()) for v in federation.posterior.variance.values())
+
+
+def test_the_report_draws_from_the_posterior_of_an_unchanged_network():
+    report = fb.UncertaintyReport(samples=10)
+    federation = fb.FederatedBayes(SIZES, fusion="sites", local_epochs=5, seed=1)
+    made = federate(Own(lr=0.05), federation, 12, loader(), loader(shuffle=False), callbacks=[report])
+    metrics = made.callback_metrics
+    assert metrics["val/retained_area_epistemic"] > 0.3
+    assert 0 < metrics["val/worst_client_accuracy"] <= 1
+    assert federation.history[-1]["sites/elbo"] > federation.history[0]["sites/elbo"]
+
+
+def test_the_module_s_hooks_and_predictions_work_after_training():
+    federation, made = run("auto", 20, Own(lr=0.05), local_epochs=5)
+    predictive = fb.PosteriorPredictive(made.lightning_module, federation.posterior, samples=20)
+    inputs, targets = blobs(60, seed=9).tensors
+    prediction = predictive.predict_step(inputs)
+    assert float((prediction.label == targets).float().mean()) > 0.8
+    assert prediction.probs.shape == (60, 3)
+    assert (prediction.epistemic > 0).all()
+    assert inputs.shape[1] == FEATURES
+    assert isinstance(prediction.entropy, Tensor)

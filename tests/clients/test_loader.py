@@ -1,0 +1,341 @@
+"""The round's batches: the user's data in the plan's order, whatever loads them."""
+
+import random
+import weakref
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from lightning_fedbayes import FederationError
+from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader, batching_of, tensors_of
+from lightning_fedbayes.data import Clients
+from lightning_fedbayes.server.plan import Batching, batches_per_epoch, plan_round
+
+
+class Tensors(Dataset):
+    """The examples of a TensorDataset, one at a time."""
+
+    def __init__(self, *tensors):
+        self.data = TensorDataset(*tensors)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+
+class Noisy(Tensors):
+    """Random transforms from all three generators."""
+
+    def __getitem__(self, index):
+        return *super().__getitem__(index), torch.rand(2), np.random.rand(), random.random()
+
+
+class Broken(Tensors):
+    """An example that cannot be read."""
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise OSError(f"example {index} is lost")
+        return super().__getitem__(index)
+
+
+class ReadError(Exception):
+    """An error that cannot be pickled as it is: its constructor takes more than the message."""
+
+    def __init__(self, path, code):
+        super().__init__(f"{path}: {code}")
+
+
+class BrokenBadly(Tensors):
+    def __getitem__(self, index):
+        raise ReadError("data.bin", 5)
+
+
+class BrokenLocally(Tensors):
+    def __getitem__(self, index):
+        class Local(Exception):
+            pass
+
+        raise Local("an error of a class that other processes do not know")
+
+
+def data(size, start=0):
+    """Examples that are their own numbers."""
+    numbers = torch.arange(start, start + size)
+    return numbers.float().view(-1, 1).repeat(1, 2), numbers
+
+
+def clients_of_sizes(sizes, kind=TensorDataset):
+    starts = np.cumsum([0, *sizes])
+    parts = tuple(kind(*data(size, int(start))) for size, start in zip(sizes, starts))
+    return Clients(tuple(map(str, range(len(sizes)))), parts)
+
+
+def federated(clients, batching, round=0, **options):
+    """The federation's loader, and the plan that it follows."""
+    plan = plan_round(round, clients.sizes, batching)
+    user = DataLoader(clients.datasets[0], batch_size=batching.batch_size, **options)
+    return FederatedLoader(user, clients, batching, lambda: plan), plan
+
+
+def batches_of(*arguments, **options):
+    loader, plan = federated(*arguments, **options)
+    batches = list(loader)
+    assert len(batches) == len(loader) == plan.num_batches
+    return batches
+
+
+def assert_same_batches(first, second):
+    assert len(first) == len(second) > 0
+    for a, b in zip(first, second):
+        assert type(a) is type(b)
+        assert len(a) == len(b)
+        for x, y in zip(a, b):
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
+
+
+class TestOrder:
+    @given(
+        sizes=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+        batch_size=st.integers(1, 7),
+        shuffle=st.booleans(),
+        drop_last=st.booleans(),
+        epochs=st.integers(1, 3),
+        round=st.integers(0, 5),
+        kind=st.sampled_from([TensorDataset, Tensors]),
+    )
+    @settings(deadline=None, max_examples=60)
+    def test_every_example_comes_once_per_local_epoch(self, sizes, batch_size, shuffle, drop_last, epochs, round, kind):
+        batching = Batching(batch_size, shuffle, drop_last, epochs, seed=3)
+        clients = clients_of_sizes(sizes, kind)
+        batches = batches_of(clients, batching, round=round)
+        starts = np.cumsum([0, *sizes])
+        rest = iter(batches)
+        for client, size in enumerate(sizes):
+            own = list(range(starts[client], starts[client] + size))
+            count = batches_per_epoch(size, batching)
+            for _ in range(epochs):
+                epoch = [next(rest) for _ in range(count)]
+                seen = [number for _, numbers in epoch for number in numbers.tolist()]
+                assert len(set(seen)) == len(seen)
+                assert set(seen) <= set(own)
+                assert len(seen) == (count * batch_size if drop_last else size)
+                assert [len(numbers) for _, numbers in epoch[:-1]] == [batch_size] * max(count - 1, 0)
+                if not shuffle:
+                    assert seen == own[: len(seen)]
+                for inputs, numbers in epoch:
+                    assert torch.equal(inputs[:, 0], numbers.float())
+        assert next(rest, None) is None
+
+    def test_only_the_cohort_trains(self):
+        clients, batching = clients_of_sizes([6] * 6), Batching(4, fraction=0.5)
+        loader, plan = federated(clients, batching)
+        numbers = Counter(number // 6 for _, batch in loader for number in batch.tolist())
+        assert numbers == dict.fromkeys(plan.cohort, 6)
+        assert len(plan.cohort) == 3
+
+    def test_next_round_has_another_order(self):
+        clients, batching = clients_of_sizes([30]), Batching(30)
+        [[_, first]], [[_, second]] = (batches_of(clients, batching, round=round) for round in (0, 1))
+        assert not torch.equal(first, second)
+
+    @pytest.mark.parametrize("kind", [TensorDataset, Tensors])
+    def test_loader_follows_the_current_plan(self, kind):
+        """One loader for the whole fit; the plan changes under it."""
+        clients, batching, now = clients_of_sizes([5, 7, 9], kind), Batching(4, fraction=0.4), [0]
+        loader = FederatedLoader(DataLoader(clients.datasets[0], batch_size=4), clients, batching,
+                                 lambda: plan_round(now[0], clients.sizes, batching))
+        for round in (0, 1, 2, 1):
+            now[0] = round
+            assert_same_batches(list(loader), batches_of(clients, batching, round=round))
+
+
+class TestWaysOfLoading:
+    @pytest.mark.parametrize("drop_last", [False, True])
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_in_memory_equals_one_by_one(self, drop_last, workers):
+        sizes, batching = [7, 12, 5], Batching(4, drop_last=drop_last, local_epochs=2, seed=1)
+        fast = batches_of(clients_of_sizes(sizes), batching)
+        slow = batches_of(clients_of_sizes(sizes, Tensors), batching, num_workers=workers)
+        assert_same_batches(fast, slow)
+
+    def test_in_memory_goes_through_nested_subsets(self):
+        whole = TensorDataset(*data(40))
+        outer = Subset(whole, list(range(39, 9, -1)))
+        parts = (Subset(outer, [0, 5, 7, 9, 11]), Subset(outer, [1, 2, 3]), Subset(whole, [5, 6, 7, 8]))
+        clients = Clients(("a", "b", "c"), parts)
+        batching = Batching(2, local_epochs=2)
+        batches = batches_of(clients, batching)
+        assert federated(clients, batching)[0]._loader is None
+        slow = Clients(clients.names, tuple(Tensors(*map(torch.stack, zip(*part))) for part in parts))
+        assert_same_batches(batches, batches_of(slow, batching))
+
+    @pytest.mark.parametrize(("workers", "start"), [(2, "fork"), (1, "spawn")])
+    def test_random_transforms_do_not_depend_on_the_workers(self, workers, start):
+        sizes, batching = [7, 5], Batching(4, local_epochs=2)
+        clients = clients_of_sizes(sizes, Noisy)
+        alone = batches_of(clients, batching)
+        many = batches_of(clients, batching, num_workers=workers, multiprocessing_context=start)
+        assert_same_batches(alone, many)
+        draws = torch.cat([batch[2].flatten() for batch in alone])
+        assert len(draws.unique()) == len(draws), "local epochs and clients must draw afresh"
+
+    def test_random_transforms_differ_from_round_to_round(self):
+        clients, batching = clients_of_sizes([6], Noisy), Batching(6, shuffle=False)
+        first, second = (batches_of(clients, batching, round=round)[0] for round in (0, 1))
+        assert all(not torch.equal(a, b) for a, b in zip(first[2:], second[2:]))
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_random_collate_does_not_depend_on_the_workers(self, workers):
+        """Mixup and random padding live in collate functions."""
+        clients, batching = clients_of_sizes([7, 5], Tensors), Batching(4, local_epochs=2)
+        batches = batches_of(clients, batching, num_workers=workers, collate_fn=collate_with_noise)
+        assert_same_batches(batches, batches_of(clients, batching, collate_fn=collate_with_noise))
+
+    @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"collate_fn": lambda rows: [torch.rand(len(rows))]}],
+                             ids=["plain", "workers", "collate"])
+    @pytest.mark.parametrize("kind", [TensorDataset, Noisy])
+    def test_global_generators_stay_as_they_are(self, kind, options):
+        before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+        batches_of(clients_of_sizes([7, 5], kind), Batching(4), **options)
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert np.array_equal(np.random.get_state()[1], before[1])
+        assert random.getstate() == before[2]
+
+    def test_users_collate_function_is_used(self):
+        def collate(examples):
+            return {"numbers": torch.stack([number for _, number in examples])}
+
+        for kind in (TensorDataset, Tensors):
+            batches = batches_of(clients_of_sizes([5], kind), Batching(5, shuffle=False), collate_fn=collate)
+            assert batches[0]["numbers"].tolist() == list(range(5))
+
+    def test_persistent_workers_serve_every_round(self):
+        clients, batching, now = clients_of_sizes([7, 5], Noisy), Batching(4), [0]
+        user = DataLoader(clients.datasets[0], batch_size=4, num_workers=2, persistent_workers=True)
+        loader = FederatedLoader(user, clients, batching, lambda: plan_round(now[0], clients.sizes, batching))
+        for round in (0, 1, 2):
+            now[0] = round
+            assert_same_batches(list(loader), batches_of(clients, batching, round=round))
+
+
+    def test_loader_is_freed_without_the_garbage_collector(self):
+        """Persistent workers that only the collector frees are waited for, five seconds each."""
+        loader, _ = federated(clients_of_sizes([5], Tensors), Batching(4))
+        freed = weakref.ref(loader)
+        del loader
+        assert freed() is None
+
+
+def collate_with_noise(examples):
+    inputs, _ = zip(*examples)
+    return [torch.stack(inputs) + torch.rand(()), torch.tensor([np.random.rand(), random.random()])]
+
+
+class TestFailures:
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_example_that_raises_fails_its_batch_only(self, workers):
+        clients, batching = clients_of_sizes([6, 4], Broken), Batching(2, shuffle=False)
+        batches = batches_of(clients, batching, num_workers=workers)
+        failed = [isinstance(batch, FailedBatch) for batch in batches]
+        assert failed == [False, True, False, False, True]
+        assert isinstance(batches[1].error, OSError)
+        assert "example 3 is lost" in str(batches[1].error)
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_collate_that_raises_fails_the_batch(self, workers):
+        clients = clients_of_sizes([4], Tensors)
+        batches = batches_of(clients, Batching(2), num_workers=workers, collate_fn=broken_collate)
+        assert all(isinstance(batch, FailedBatch) for batch in batches)
+        assert "no batch" in str(batches[0].error)
+
+    @pytest.mark.parametrize(("kind", "words"), [(BrokenBadly, "data.bin: 5"), (BrokenLocally, "other processes")])
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_errors_that_cannot_be_pickled_reach_the_round(self, kind, words, workers):
+        clients = clients_of_sizes([4], kind)
+        batches = batches_of(clients, Batching(2), num_workers=workers, timeout=5 * workers)
+        assert all(isinstance(batch, FailedBatch) for batch in batches)
+        assert all(words in str(batch.error) for batch in batches)
+
+    def test_generators_are_restored_after_a_failure(self):
+        before = torch.get_rng_state()
+        batches_of(clients_of_sizes([6], Broken), Batching(2))
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def broken_collate(examples):
+    raise RuntimeError("no batch")
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(1)
+
+
+class Backwards(SequentialSampler):
+    def __iter__(self):
+        return reversed(range(len(self.data_source)))
+
+
+class TestSettings:
+    @pytest.mark.parametrize("shuffle", [False, True])
+    @pytest.mark.parametrize("drop_last", [False, True])
+    def test_settings_are_taken_over(self, shuffle, drop_last):
+        loader = DataLoader(TensorDataset(*data(10)), batch_size=3, shuffle=shuffle, drop_last=drop_last)
+        batching = batching_of(loader, local_epochs=4, fraction=0.5, seed=7)
+        assert batching == Batching(3, shuffle, drop_last, 4, 0.5, 7)
+
+    @pytest.mark.parametrize(
+        ("loader", "words"),
+        [
+            (lambda d: [DataLoader(d)], r"a list; give one torch DataLoader.*ClientDatasets"),
+            (lambda d: {"a": DataLoader(d)}, "a dict; give one torch DataLoader"),
+            (lambda d: None, "NoneType; give one torch DataLoader"),
+            (lambda d: DataLoader(Stream()), "Stream is iterable.*map-style data set"),
+            (lambda d: DataLoader(d, batch_sampler=BatchSampler(RandomSampler(d), 3, True)), "batch sampler of"),
+            (lambda d: DataLoader(d, batch_sampler=[[0, 1], [2, 3]]), "batch sampler of its own.*give batch_size="),
+            (lambda d: DataLoader(d, batch_size=None), "batch_size="),
+            (lambda d: DataLoader(d, sampler=Backwards(d)), "a Backwards; .*shuffle=True or False"),
+            (lambda d: DataLoader(d, sampler=WeightedRandomSampler([1.0] * 10, 10)), "a WeightedRandomSampler"),
+            (lambda d: DataLoader(d, sampler=RandomSampler(d, replacement=True)), "RandomSampler.*shuffle="),
+            (lambda d: DataLoader(d, sampler=RandomSampler(d, num_samples=3)), "RandomSampler.*shuffle="),
+        ],
+    )
+    def test_loaders_that_cannot_be_dealt_out_name_the_remedy(self, loader, words):
+        loader = loader(TensorDataset(*data(10)))
+        with pytest.raises(FederationError, match=words):
+            batching_of(loader, local_epochs=1, fraction=1.0, seed=0)
+
+    def test_tensors_of_memory_only(self):
+        tensors = data(5)
+        whole = TensorDataset(*tensors)
+        assert tensors_of(whole) == (tensors, None)
+        assert tensors_of(Tensors(*tensors)) is None
+        assert tensors_of(Subset(Tensors(*tensors), [0])) is None
+
+        class Flipped(TensorDataset):
+            def __getitem__(self, index):
+                return tuple(-tensor for tensor in super().__getitem__(index))
+
+        assert tensors_of(Flipped(*tensors)) is None
+        found, rows = tensors_of(Subset(Subset(whole, [4, 2, 0]), [2, 1]))
+        assert found == tensors
+        assert rows.tolist() == [0, 2]

@@ -1,0 +1,310 @@
+"""Metrics that training_step feeds: both engines log the same, or the vectorized one is refused with the reason."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.aggregation import MaxMetric, MeanMetric, SumMetric
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+    MulticlassPrecision,
+)
+from torchmetrics.wrappers import Running
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.clients.vectorized import step
+from tests.federations import CLASSES, Plain, assert_equal, federate, parameters
+
+PARTITION = fb.SizesPartition((1, 7, 30, 8, 44))
+EPOCH = {"on_step": False, "on_epoch": True}
+
+
+class Fed(Plain):
+    """Feeds ``self.metric`` by a function of (module, logits, labels, loss)."""
+
+    def __init__(self, metric, feed, at_end=None):
+        super().__init__(lr=0.5)  # it soon tells the classes apart
+        self.metric, self.feed, self.at_end = metric, feed, at_end
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        changed = self.feed(self, logits, batch[1], loss)
+        return loss if changed is None else changed
+
+    def on_train_epoch_end(self):
+        if self.at_end is not None:
+            self.at_end(self)
+
+
+def accuracy() -> MulticlassAccuracy:
+    return MulticlassAccuracy(CLASSES, average="micro")
+
+
+def collection() -> MetricCollection:
+    return MetricCollection({"f1": MulticlassF1Score(CLASSES), "accuracy": accuracy(),
+                             "precision": MulticlassPrecision(CLASSES, average="micro")}, prefix="train/")
+
+
+def calls_and_logs(module, logits, labels, loss, **options):
+    module.metric(logits, labels)
+    module.log("value", module.metric, **(options or EPOCH))
+
+
+def updates_and_logs(module, logits, labels, loss):
+    module.metric.update(logits, target=labels)
+    module.log("value", module.metric, **EPOCH)
+
+
+def writes_afterwards(module, logits, labels, loss):
+    updates_and_logs(module, logits, labels, loss)
+    logits.detach().zero_()
+
+
+def logs_what_it_returns(module, logits, labels, loss):
+    module.log("value", module.metric(logits, labels), **EPOCH)
+
+
+def of_the_loss(module, logits, labels, loss):
+    module.metric(loss)
+    module.log("value", module.metric, **EPOCH)
+
+
+def weighted(module, logits, labels, loss):
+    module.metric.update(loss, len(labels))
+    module.log("value", module.metric, **EPOCH)
+
+
+def twice(module, logits, labels, loss):
+    module.metric.update(loss)
+    module.metric.update(2 * loss)
+    module.log("value", module.metric, **EPOCH)
+
+
+def logs_members(module, logits, labels, loss):
+    module.metric(logits, labels)
+    module.log_dict(module.metric, **EPOCH)
+
+
+def logs_by_class(module, logits, labels, loss):
+    assert isinstance(module.metric, nn.Module)
+    if isinstance(module.metric, MetricCollection):
+        module.metric.update(logits, labels)
+        for name, each in module.metric.items(keep_base=True):
+            module.log(f"own/{name}", each, **EPOCH)
+
+
+def logs_values(module, logits, labels, loss):
+    module.log_dict(module.metric(logits, labels), **EPOCH)
+
+
+def only_updates(module, logits, labels, loss):
+    module.metric.update(logits, labels)
+
+
+def computes_and_resets(module):
+    computed = module.metric.compute()
+    module.log_dict(computed if isinstance(computed, dict) else {"value": computed.float().flatten()[0]})
+    module.metric.reset()
+
+
+def in_a_dict(module, logits, labels, loss):
+    module.metric["of_training"](logits, labels)
+    module.log("value", module.metric["of_training"], **EPOCH)
+
+
+class Deep(nn.Module):
+    """A metric two modules deep."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_training = accuracy()
+
+    def __getitem__(self, name):
+        return getattr(self, name)
+
+
+SAME = {
+    "called": (accuracy, calls_and_logs), "updated": (accuracy, updates_and_logs),
+    "written into afterwards": (accuracy, writes_afterwards), "its value": (accuracy, logs_what_it_returns),
+    "mean": (MeanMetric, of_the_loss), "sum": (SumMetric, of_the_loss), "maximum": (MaxMetric, of_the_loss),
+    "weighted mean": (MeanMetric, weighted), "twice in a step": (MeanMetric, twice),
+    "states that grow": (lambda: MulticlassAUROC(CLASSES), updates_and_logs),
+    "collection": (collection, logs_members), "by class": (collection, logs_by_class),
+    "values of a collection": (collection, logs_values),
+    "end of the epoch": (accuracy, only_updates, computes_and_resets),
+    "a matrix": (lambda: MulticlassConfusionMatrix(CLASSES), only_updates, computes_and_resets),
+    "collection, end of the epoch": (collection, only_updates, computes_and_resets),
+    "module of metrics": (lambda: nn.ModuleDict({"of_training": accuracy()}), in_a_dict),
+    "in a layer": (Deep, in_a_dict),
+}
+
+
+def run(engine, metric, *functions, rounds=2, partition=PARTITION, **options):
+    """The module, the federation and what the Trainer has logged."""
+    module, federation = Fed(metric(), *functions), fb.FederatedBayes(partition, engine=engine)
+    made = federate(module, federation, rounds, **options)
+    assert federation.federation.engine.name == engine
+    return module, federation, {name: float(value) for name, value in made.callback_metrics.items()}
+
+
+def test_both_engines_log_the_same():
+    for name, case in SAME.items():
+        (one, first, logged), (other, second, also) = (run(engine, *case) for engine in ("sequential", "vectorized"))
+        for path, value in one.state_dict().items():
+            torch.testing.assert_close(other.state_dict()[path], value, rtol=1e-6, atol=1e-6, msg=name)
+        own = [key for key in logged if not key.startswith("federation/") and key != "round"]
+        assert own, name
+        assert logged.keys() == also.keys(), name
+        assert [also[key] for key in own] == pytest.approx([logged[key] for key in own], rel=1e-6), name
+        for before, after in zip(first.history, second.history, strict=True):
+            assert before.keys() == after.keys(), name
+            assert after == pytest.approx({**before, "seconds": after["seconds"]}, rel=1e-5, abs=1e-7), name
+
+
+def test_metrics_are_fed_without_private_names_of_torch(monkeypatch):
+    monkeypatch.setattr(step, "has_vmap_primitives", lambda: False)
+    logged = [run(engine, collection, logs_members)[2] for engine in ("sequential", "vectorized")]
+    assert logged[1]["train/f1"] == pytest.approx(logged[0]["train/f1"], rel=1e-6)
+
+
+def test_a_metric_counts_every_example_of_every_client():
+    seen = []
+    module, _, _ = run("vectorized", accuracy, only_updates, lambda module: seen.append(
+        int(module.metric.tp + module.metric.fn)) or module.metric.reset())
+    assert seen == [90, 90]
+    assert isinstance(module.metric, MulticlassAccuracy)
+
+
+def test_a_value_of_a_step_is_the_mean_over_its_clients_as_for_tensors():
+    class Both(L.Callback):
+        steps: tuple = ()
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            logged = trainer.callback_metrics
+            self.steps += ((float(logged["metric_step"]), float(logged["tensor_step"])),)
+
+    def feed(module, logits, labels, loss):
+        module.metric(logits, labels)
+        module.log("metric", module.metric, on_step=True, on_epoch=True)
+        module.log("tensor", (logits.argmax(-1) == labels).float().mean(), on_step=True, on_epoch=True)
+
+    callback = Both()
+    _, _, logged = run("vectorized", accuracy, feed, callbacks=[callback], partition=fb.IIDPartition(3))
+    assert len(callback.steps) == 2
+    for of_metric, of_tensor in callback.steps:
+        assert of_metric == pytest.approx(of_tensor)
+    assert {"metric", "metric_step", "metric_epoch"} <= logged.keys()
+
+
+class Discounted(Metric):
+    def __init__(self, reduction):
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx=reduction)
+
+    def update(self, value):
+        self.total = 0.9 * self.total + value.detach()
+
+    def compute(self):
+        return self.total
+
+
+class Remembers(Discounted):
+    def update(self, value):
+        self.total, self.last = self.total + value.detach(), value.detach()
+
+
+class Wrapped(Discounted):
+    def __init__(self):
+        super().__init__("sum")
+        self.hidden = nn.Parameter(torch.zeros(2))
+
+
+def hooked() -> MeanMetric:
+    made = MeanMetric()
+    made.register_forward_hook(lambda *_: None)
+    return made
+
+
+def in_step(function):
+    def feed(module, logits, labels, loss):
+        module.metric.update(logits, labels)
+        return function(module, logits, labels, loss)
+
+    return feed
+
+
+REFUSED = {
+    "mean of states": (lambda: Discounted("mean"), of_the_loss, "self.metric may depend on the order"),
+    "no reduction": (lambda: Discounted(None), of_the_loss, "self.metric may depend on the order"),
+    "attribute": (lambda: Remembers("sum"), of_the_loss, "changes its attribute last, which is no state"),
+    "wrapper": (lambda: Running(MeanMetric(), 3), of_the_loss, "is made of other modules"),
+    "parameters": (Wrapped, of_the_loss, "is made of other modules"),
+    "hook": (hooked, of_the_loss, "has a hook"),
+    "compute": (accuracy, in_step(lambda m, z, y, loss: m.log("x", m.metric.compute())), "uses self.metric.compute"),
+    "reset": (accuracy, in_step(lambda m, z, y, loss: m.metric.reset()), "uses self.metric.reset"),
+    "state": (accuracy, in_step(lambda m, z, y, loss: m.log("x", m.metric.tp.sum().float())), "uses self.metric.tp"),
+    "items": (accuracy, in_step(lambda m, z, y, loss: m.metric.items()), "uses self.metric.items"),
+    "value in the loss": (accuracy, lambda m, z, y, loss: loss * m.metric(z, y), "computes with what self.metric"),
+    "value in a branch": (accuracy, lambda m, z, y, loss: loss if m.metric(z, y) else 2 * loss, "computes with what"),
+    "value by torch": (accuracy, lambda m, z, y, loss: torch.maximum(loss, m.metric(z, y)), "not BatchValue"),
+    "value returned": (accuracy, lambda m, z, y, loss: {"loss": loss, "x": m.metric(z, y)}, "computes with what"),
+    "a number": (accuracy, lambda m, z, y, loss: m.log("x", float(m.metric(z, y))), "computes with what"),
+    "several values": (lambda: MulticlassConfusionMatrix(CLASSES), logs_what_it_returns, "cannot run for several"),
+    "in a list": (lambda: [Discounted("sum")], lambda m, z, y, loss: m.metric[0].update(loss), "changes self.metric."),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_differ_is_refused_and_auto_trains_as_sequential_does(case):
+    metric, feed, reason = REFUSED[case]
+    with pytest.raises(fb.FederationError, match="engine='vectorized' cannot be used") as refusal:
+        run("vectorized", metric, feed, rounds=1)
+    assert reason in str(refusal.value)
+    if case == "several values":  # which no engine takes
+        return
+    results = []
+    for engine in ("auto", "sequential"):
+        module, federation = Fed(metric(), feed), fb.FederatedBayes(PARTITION, engine=engine)
+        federate(module, federation, 1)
+        assert federation.federation.engine.name == "sequential"
+        results.append(parameters(module))
+    assert_equal(*results)
+
+
+def test_a_metric_that_no_step_feeds_is_left_alone():
+    run("vectorized", lambda: Running(MeanMetric(), 3), lambda module, logits, labels, loss: None)
+
+
+def test_a_client_whose_values_a_metric_refuses_fails_alone():
+    class Picky(SumMetric):
+        def update(self, value):
+            if value == 8:
+                raise ValueError("eight")
+            super().update(value)
+
+    def feed(module, logits, labels, loss):
+        module.metric.update(module.size)
+        module.log("value", module.metric, **EPOCH)
+
+    class Sized(Fed):
+        def on_client_start(self, client):
+            self.size = client.num_examples
+
+    totals = []
+    for engine in ("sequential", "vectorized"):
+        module = Sized(Picky(), feed)
+        federation = fb.FederatedBayes(PARTITION, engine=engine, min_clients=4)
+        made = federate(module, federation, 1)
+        assert federation.history[0]["failed_clients"] == 1
+        totals.append((float(made.callback_metrics["value"]), parameters(module)))
+    assert totals[0][0] == totals[1][0] == 1 + 7 + 30 * 4 + 44 * 6  # batches of 8
+    for name, value in totals[0][1].items():
+        torch.testing.assert_close(totals[1][1][name], value)

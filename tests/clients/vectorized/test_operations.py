@@ -1,0 +1,346 @@
+"""Operations on stacks against vmap of the functions that they replace, gradients included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+
+from lightning_fedbayes.clients.vectorized.operations import (
+    CrossEntropy,
+    GaussianParameters,
+    JointDraws,
+    StackedOperations,
+    mean_cross_entropy,
+    mean_squared_error,
+)
+from lightning_fedbayes.core.private_torch import to_client_view, to_stack, vmap_level
+from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, ScaleMixturePrior
+from lightning_fedbayes.layers.functional import softplus_std
+from lightning_fedbayes.layers.kl import gaussian_kl_sum
+
+from .modules import Divergence
+
+CLIENTS = 4
+
+
+def operations_for(level: int, module: nn.Module | None = None, tensors=None, views=None) -> StackedOperations:
+    """The operations of a step of ``module``, whose stacked parameters are ``tensors``."""
+    gaussians = GaussianParameters(module or nn.Module())
+    return StackedOperations(level, gaussians, JointDraws(gaussians, tensors or {}, views or {}))
+
+
+def both_ways(function, *stacks: Tensor):
+    """Output and gradients by ``torch.func.vmap``, and inside :class:`StackedOperations`."""
+    results = []
+    for stacked in (False, True):
+        inputs = [s.clone().requires_grad_() if s.is_floating_point() else s for s in stacks]
+        if stacked:
+            with vmap_level(CLIENTS) as level, operations_for(level):
+                output = to_stack(function(*(to_client_view(each, level) for each in inputs)), level, CLIENTS)
+        else:
+            output = torch.func.vmap(function)(*inputs)
+        weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+        (output * weights).sum().backward()
+        results.append([output.detach(), *(each.grad for each in inputs if each.is_floating_point())])
+    return results
+
+
+def assert_agree(function, *stacks: Tensor) -> None:
+    for expected, actual in zip(*both_ways(function, *stacks), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def spy(monkeypatch, function) -> list:
+    """Record for each call of ``function`` whether its stacked form applied."""
+    original, applied = StackedOperations.replacements[function], []
+
+    def wrapped(*args, **kwargs):
+        result = original(*args, **kwargs)
+        applied.append(result is not None)
+        return result
+
+    monkeypatch.setitem(StackedOperations.replacements, function, wrapped)
+    return applied
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (3, 2), (1, 3, 2), (0,)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(lead, bias, monkeypatch):
+    applied = spy(monkeypatch, F.linear)
+    stacks = [torch.randn(CLIENTS, *lead, 5), torch.randn(CLIENTS, 6, 5), torch.randn(CLIENTS, 6)]
+    if bias:
+        assert_agree(lambda x, w, b: F.linear(x, w, b), *stacks)
+    else:
+        assert_agree(lambda x, w: F.linear(x, w), *stacks[:2])
+    assert applied == [True]
+
+
+def test_linear_with_what_clients_share(monkeypatch):
+    applied = spy(monkeypatch, F.linear)
+    shared = torch.randn(6, 5)
+    assert_agree(lambda x: F.linear(x, shared), torch.randn(CLIENTS, 3, 5))
+    assert_agree(lambda w: F.linear(shared, w), torch.randn(CLIENTS, 4, 5))
+    assert_agree(lambda x, w: F.linear(x, w, shared[:, 0]), torch.randn(CLIENTS, 3, 5), torch.randn(CLIENTS, 6, 5))
+    assert applied == [False] * 3
+
+
+def test_linear_inside_another_transform(monkeypatch):
+    applied = spy(monkeypatch, F.linear)
+
+    def jacobian(x, w):
+        return torch.func.jacrev(lambda z: F.linear(z, w).tanh())(x)
+
+    assert_agree(jacobian, torch.randn(CLIENTS, 5), torch.randn(CLIENTS, 6, 5))
+    assert_agree(
+        lambda x, w: torch.func.vmap(lambda z: F.linear(z, w))(x), torch.randn(CLIENTS, 3, 5),
+        torch.randn(CLIENTS, 6, 5),
+    )
+    assert not any(applied)
+
+
+RECURRENT = {
+    "one layer": {}, "batch first": {"batch_first": True}, "two layers": {"num_layers": 2, "dropout": 0.0},
+    "both directions": {"bidirectional": True, "num_layers": 2}, "no bias": {"bias": False, "bidirectional": True},
+    "dropout of one layer": {"dropout": 0.5},
+}
+KINDS = {torch.gru: nn.GRU, torch.lstm: nn.LSTM, torch.rnn_tanh: nn.RNN, torch.rnn_relu: nn.RNN}
+
+
+@pytest.mark.filterwarnings("ignore:dropout option adds dropout")
+@pytest.mark.parametrize("has_start", [False, True])
+@pytest.mark.parametrize("options", RECURRENT.values(), ids=RECURRENT)
+@pytest.mark.parametrize("function", KINDS, ids=lambda each: each.__name__)
+def test_recurrent_layers_are_those_of_torch_gradients_included(function, options, has_start, monkeypatch):
+    applied = spy(monkeypatch, function)
+    kind = {"nonlinearity": function.__name__[4:]} if KINDS[function] is nn.RNN else {}
+    clients = [KINDS[function](3, 4, **kind, **options) for _ in range(CLIENTS)]
+    names = [name for name, _ in clients[0].named_parameters()]
+    weights = [torch.stack([getattr(each, name).detach() for each in clients]).requires_grad_() for name in names]
+    x = torch.randn(CLIENTS, 2, 5, 3, requires_grad=True)  # two sequences of five, or five of two
+    states = options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
+    start = torch.randn(CLIENTS, states, 2 if options.get("batch_first") else 5, 4) if has_start else None
+
+    def flat(result):
+        output, last = result
+        return [output, *([last] if isinstance(last, Tensor) else last)]
+
+    def hidden(h):
+        return None if h is None else (h, 2 * h) if function is torch.lstm else h
+
+    expected = [flat(each(x[i], hidden(None if start is None else start[i]))) for i, each in enumerate(clients)]
+    expected = [torch.stack(each) for each in zip(*expected)]
+    with vmap_level(CLIENTS) as level, operations_for(level):
+        views = [to_client_view(each, level) for each in weights]
+        h = None if start is None else to_client_view(start, level)
+        monkeypatch.setattr(clients[0], "_flat_weights", views)
+        monkeypatch.setattr(clients[0], "_flat_weight_refs", [None] * len(views))
+        outputs = [to_stack(each, level, CLIENTS) for each in flat(clients[0](to_client_view(x, level), hidden(h)))]
+    assert applied == [True]
+    for output, known in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, known, rtol=1e-6, atol=1e-6)
+    gradients = torch.autograd.grad(sum(each.sin().sum() for each in outputs), [x, *weights])
+    own = [getattr(each, name) for name in names for each in clients]
+    known = torch.autograd.grad(sum(each.sin().sum() for each in expected), [x, *own])
+    stacked = [known[0], *(torch.stack(known[i : i + CLIENTS]) for i in range(1, len(known), CLIENTS))]
+    for gradient, each in zip(gradients, stacked, strict=True):
+        torch.testing.assert_close(gradient, each, rtol=1e-5, atol=2e-6)
+
+
+def test_an_lstm_cell():
+    x, h, c, w, u, b = (torch.randn(CLIENTS, *s) for s in ((5, 3), (5, 4), (5, 4), (16, 3), (16, 4), (16,)))
+    with vmap_level(CLIENTS) as level, operations_for(level):
+        x_, h_, c_, w_, u_, b_ = (to_client_view(each, level) for each in (x, h, c, w, u, b))
+        outputs = [to_stack(each, level, CLIENTS) for each in torch.lstm_cell(x_, (h_, c_), w_, u_, b_, 2 * b_)]
+    expected = [torch.lstm_cell(x[i], (h[i], c[i]), w[i], u[i], b[i], 2 * b[i]) for i in range(CLIENTS)]
+    for output, known in zip(outputs, zip(*expected), strict=True):
+        torch.testing.assert_close(output, torch.stack(known))
+
+
+def test_data_of_a_clients_tensor_is_written_into_without_gradient():
+    weights = torch.ones(CLIENTS, 3, requires_grad=True)
+    shared = torch.ones(3, requires_grad=True)
+    with vmap_level(CLIENTS) as level, operations_for(level):
+        view = to_client_view(weights, level)
+        view.data.normal_()
+        assert not view.data.requires_grad
+        assert shared.data.data_ptr() == shared.data_ptr()
+        shared.data.zero_()
+    assert len(weights.detach().unique()) == 3 * CLIENTS
+    assert not shared.any()
+
+
+def test_cross_entropy(monkeypatch):
+    applied = spy(monkeypatch, F.cross_entropy)
+    logits, labels = torch.randn(CLIENTS, 7, 3), torch.randint(0, 3, (CLIENTS, 7))
+    labels[1, :4] = -100
+    labels[2, 0] = 1
+    assert_agree(lambda z, y: F.cross_entropy(z, y), logits, labels)
+    assert_agree(lambda z, y: F.cross_entropy(z, y, ignore_index=1), logits, labels.clamp_min(0))
+    assert_agree(lambda z, y: nn.CrossEntropyLoss()(z, y), logits, labels)
+    assert applied == [True] * 3
+
+
+def test_cross_entropy_of_other_kinds(monkeypatch):
+    applied = spy(monkeypatch, F.cross_entropy)
+    logits, labels = torch.randn(CLIENTS, 7, 3), torch.randint(0, 3, (CLIENTS, 7))
+    weights = torch.tensor([0.2, 1.0, 3.0])
+    assert_agree(lambda z, y: F.cross_entropy(z, y, weights), logits, labels)
+    assert_agree(lambda z, y: F.cross_entropy(z, y, reduction="sum"), logits, labels)
+    assert_agree(lambda z, y: F.cross_entropy(z, y, reduction="none"), logits, labels)
+    assert_agree(lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1), logits, labels)
+    assert_agree(lambda z, p: F.cross_entropy(z, p), logits, torch.randn(CLIENTS, 7, 3).softmax(-1))
+    pixels = torch.randn(CLIENTS, 7, 3, 2), torch.randint(0, 3, (CLIENTS, 7, 2))
+    assert_agree(lambda z, y: F.cross_entropy(z, y), *pixels)
+    assert_agree(lambda z, y: F.cross_entropy(z[0], y[0]), logits, labels)
+    shared = labels[0]
+    assert_agree(lambda z: F.cross_entropy(z, shared), logits)
+    assert not any(applied)
+
+
+def test_squared_error(monkeypatch):
+    applied = spy(monkeypatch, F.mse_loss)
+    outputs, targets = torch.randn(CLIENTS, 5, 2), torch.randn(CLIENTS, 5, 2)
+    assert_agree(lambda x, y: F.mse_loss(x, y), outputs, targets)
+    assert_agree(lambda x, y: nn.MSELoss()(x, y), outputs, targets)
+    assert applied == [True] * 2
+    shared = targets[0]
+    assert_agree(lambda x: F.mse_loss(x, shared), outputs)
+    assert_agree(lambda x, y: F.mse_loss(x, y, reduction="sum"), outputs, targets)
+    assert_agree(lambda x, y: F.mse_loss(x, y, reduction="none"), outputs, targets)
+    assert not any(applied[2:])
+
+
+def test_half_precision_keeps_its_dtype():
+    logits, labels = torch.randn(CLIENTS, 7, 3, dtype=torch.bfloat16), torch.randint(0, 3, (CLIENTS, 7))
+    with vmap_level(CLIENTS) as level, operations_for(level):
+        views = to_client_view(logits, level)
+        assert F.cross_entropy(views, to_client_view(labels, level)).dtype == torch.bfloat16
+        assert F.mse_loss(views, views).dtype == torch.bfloat16
+
+
+def test_a_client_without_a_label_has_no_loss():
+    logits, labels = torch.randn(CLIENTS, 2, 3), torch.full((CLIENTS, 2), -100)
+    labels[0] = 1
+    with vmap_level(CLIENTS) as level, operations_for(level):
+        loss = to_stack(F.cross_entropy(to_client_view(logits, level), to_client_view(labels, level)), level, CLIENTS)
+    assert loss.isnan().tolist() == [False, True, True, True]
+
+
+class Network(nn.Module):
+    def __init__(self, *priors) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LinearReparameterization(3, 2, prior=prior) for prior in priors)
+
+
+PRIORS = {
+    "one": (NormalPrior(0.3, 0.7),),
+    "joined": (NormalPrior(0.3, 0.7), NormalPrior(0.3, 0.7)),
+    "two": (NormalPrior(), NormalPrior(0.0, 0.5)),
+    "tensor": (NormalPrior(torch.zeros(()), torch.ones(())), NormalPrior()),
+}
+
+
+@pytest.mark.parametrize("priors", PRIORS)
+def test_kl_of_a_network_is_that_of_each_client(priors):
+    """Against the closed form, client by client, whether σ was asked for before or not."""
+    network = Network(*PRIORS[priors])
+    names = [name for name, _ in network.named_parameters()]
+    stacks = {name: torch.randn(CLIENTS, *p.shape) for name, p in network.named_parameters()}
+    for before in (False, True):
+        inputs = {name: stack.clone().requires_grad_() for name, stack in stacks.items()}
+        with vmap_level(CLIENTS) as level, operations_for(level):
+            views = {name: to_client_view(each, level) for name, each in inputs.items()}
+            if before:
+                for name in names:
+                    if "rho" in name:
+                        softplus_std(views[name])
+            given = {f"inner.{name}": tensor for name, tensor in views.items()}
+            divergence = torch.func.functional_call(Divergence(network), given, ())
+            divergence = to_stack(divergence, level, CLIENTS)
+        divergence.sum().backward()
+        for client in range(CLIENTS):
+            alone = {name: stack[client].clone().requires_grad_() for name, stack in stacks.items()}
+            expected = torch.zeros(())
+            for i, prior in enumerate(PRIORS[priors]):
+                for name in ("weight", "bias"):
+                    mean, rho = alone[f"layers.{i}.mu_{name}"], alone[f"layers.{i}.rho_{name}"]
+                    expected = expected + gaussian_kl_sum(mean, softplus_std(rho), prior.mean, prior.std)
+            expected.backward()
+            torch.testing.assert_close(divergence[client].detach(), expected.detach())
+            for name, each in alone.items():
+                torch.testing.assert_close(inputs[name].grad[client], each.grad, msg=name)
+
+
+def test_a_prior_without_closed_form_draws_for_every_client():
+    network = Network(ScaleMixturePrior(0.5, 1.0, 0.1))
+    stacks = {f"inner.{name}": p.detach().expand(CLIENTS, *p.shape) for name, p in network.named_parameters()}
+    with vmap_level(CLIENTS) as level, operations_for(level):
+        views = {name: to_client_view(each, level) for name, each in stacks.items()}
+        divergence = to_stack(torch.func.functional_call(Divergence(network), views, ()), level, CLIENTS)
+    assert len(divergence.unique()) == CLIENTS
+
+
+@pytest.mark.parametrize("classes", [1, 2, 10])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_cross_entropy_is_that_of_torch(classes, scale):
+    """Also where a probability is 0 in float32."""
+    logits, labels = scale * torch.randn(3, 7, classes), torch.randint(0, classes, (3, 7))
+    first, second = (logits.clone().requires_grad_() for _ in range(2))
+    found = mean_cross_entropy(first, labels, -100)
+    expected = torch.stack([F.cross_entropy(z, y) for z, y in zip(second, labels)])
+    torch.testing.assert_close(found, expected)
+    weights = torch.tensor([1.0, -2.0, 0.5])
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(first.grad, second.grad)
+
+
+def test_impossible_classes_and_logits_that_are_not_finite():
+    logits = torch.tensor([[[0.0, -torch.inf], [1.0, 2.0]], [[0.0, torch.nan], [1.0, 2.0]]])
+    labels = torch.zeros(2, 2, dtype=torch.int64)
+    expected = torch.stack([F.cross_entropy(z, y) for z, y in zip(logits, labels)])
+    torch.testing.assert_close(mean_cross_entropy(logits, labels, -100), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("label", [10, -1])
+def test_a_label_that_is_no_class_is_refused(label):
+    labels = torch.zeros(2, 3, dtype=torch.int64)
+    labels[1, 1] = label
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        mean_cross_entropy(torch.randn(2, 3, 10), labels, -100)
+
+
+@pytest.mark.parametrize("ignored", [-100, -1, 0, 2])
+def test_ignored_labels_do_not_count(ignored):
+    """Also where the ignored label is a class; the last client has nothing else."""
+    logits, labels = torch.randn(3, 7, 3, requires_grad=True), torch.randint(0, 3, (3, 7))
+    labels[0, 2:4], labels[2] = ignored, ignored
+    expected = torch.stack([F.cross_entropy(z, y, ignore_index=ignored) for z, y in zip(logits, labels)])
+    found = mean_cross_entropy(logits, labels, ignored)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    ours, theirs = (torch.autograd.grad(loss[:2].sum(), logits)[0] for loss in (found, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_derivatives():
+    logits, labels = torch.randn(3, 4, dtype=torch.float64).requires_grad_(), torch.tensor([0, 3, 1])
+    assert gradcheck(lambda z: CrossEntropy.apply(z, labels), [logits])
+    assert gradgradcheck(lambda z: CrossEntropy.apply(z, labels), [logits])
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 5), (3, 5, 2), (3, 1, 1)])
+def test_squared_error_is_that_of_torch(shape):
+    outputs, targets = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    expected = torch.stack([F.mse_loss(x, y) for x, y in zip(outputs, targets)])
+    found = mean_squared_error(outputs, targets)
+    torch.testing.assert_close(found, expected)
+    ours, theirs = (torch.autograd.grad(loss.square().sum(), outputs)[0] for loss in (found, expected))
+    torch.testing.assert_close(ours, theirs)

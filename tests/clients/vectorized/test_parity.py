@@ -1,0 +1,372 @@
+"""The vectorized engine against the sequential one: the same numbers without noise, the same distribution with it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from bayesian_torch import layers as bt
+from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn, get_kl_loss
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.clients.vectorized import step
+from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer
+from lightning_fedbayes.layers import LinearFlipout, LinearLocalReparameterization, LinearReparameterization
+from tests.federations import CLASSES, FEATURES, Plain, bayesian, blobs, federate, loader, network, parameters
+
+from .modules import Convolutional, Late, Logging, Padded, PerClient, SkipsShort, images, words
+
+PARTITIONS = [
+    fb.IIDPartition(4),
+    fb.DirichletPartition(5, alpha=0.5),
+    fb.ClassPartition(3, classes_per_client=2),
+    fb.SizesPartition((1, 7, 30, 8, 44)),
+]
+
+
+def both(make, partition, rounds: int = 2, train=None, options=None, **settings):
+    """The module and the federation after the same run by either engine."""
+    results = []
+    for engine in ("sequential", "vectorized"):
+        module = make()
+        federation = fb.FederatedBayes(partition, engine=engine, **settings)
+        made = federate(module, federation, rounds, loader(batch_size=4) if train is None else train, **(options or {}))
+        assert federation.federation.engine.name == engine
+        assert federation.history[-1]["failed_clients"] == 0
+        results.append((module, federation, made))
+    return results
+
+
+def assert_same(results, tolerance: float = 1e-5) -> None:
+    (first, one, _), (second, other, _) = results
+    for name, value in first.state_dict().items():
+        torch.testing.assert_close(second.state_dict()[name], value, rtol=tolerance, atol=tolerance, msg=name)
+    for before, after in zip(one.history, other.history, strict=True):
+        assert before.keys() == after.keys()
+        for name in before.keys() - {"seconds"}:
+            assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-7), name
+
+
+@pytest.mark.parametrize("local_epochs", [1, 3])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("partition", PARTITIONS, ids=lambda each: type(each).__name__)
+def test_deterministic_networks_end_equal(partition, optimizer, local_epochs):
+    assert_same(both(lambda: Plain(optimizer=optimizer, lr=0.05), partition, local_epochs=local_epochs))
+
+
+class Momentum(Plain):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(
+            [{"params": self.net[0].parameters(), "lr": 0.1}, {"params": self.net[2].parameters(), "lr": 0.01}],
+            momentum=0.9, weight_decay=0.01, nesterov=True,
+        )
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+OPTIMIZERS = ["Adadelta", "Adagrad", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_elementwise_optimizer_ends_equal(name):
+    assert_same(both(lambda: Plain(optimizer=getattr(torch.optim, name), lr=0.01), PARTITIONS[1], local_epochs=2), 1e-4)
+
+
+SETTINGS = {
+    "kept momentum": {"optimizer_state": "keep"},
+    "one at a time": {"clients_at_once": 1},
+    "three at a time": {"clients_at_once": 3, "local_epochs": 2},
+    "a third of the clients": {"fraction": 0.34},
+    "one client after the other": {"fraction": "turns"},
+    "personal head": {"local_parameters": ["net.2.*"]},
+    "proximal": {"proximal": 0.5, "local_epochs": 2, "local_parameters": ["net.2.*"]},
+    "drawn together": {"fusion": "conflation", "weighting": "max_discrepancy_l2"},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_both_engines_agree_under_every_setting_of_the_federation(setting):
+    assert_same(both(Momentum, PARTITIONS[3], rounds=3, **SETTINGS[setting]))
+
+
+@pytest.mark.parametrize("optimizer_state", ["reset", "keep"])
+def test_kept_states_of_adam_may_differ_in_their_number_of_steps(optimizer_state):
+    results = both(
+        lambda: Plain(optimizer=torch.optim.Adam, lr=0.01), PARTITIONS[1], rounds=4, fraction=0.6, local_epochs=2,
+        optimizer_state=optimizer_state,
+    )
+    assert_same(results)
+
+
+def test_clients_with_unlike_numbers_of_kept_steps_step_together(monkeypatch):
+    """A round takes the steps of the longest client, 12, not those of all clients together, 23."""
+    sizes = []
+    step_of = StackedOptimizer.step
+    monkeypatch.setattr(StackedOptimizer, "step", lambda self: (sizes.append(len(self._selected)), step_of(self)))
+    federation = fb.FederatedBayes(fb.SizesPartition((48, 32, 12)), engine="vectorized", optimizer_state="keep")
+    federate(Plain(optimizer=torch.optim.Adam), federation, 3, loader(blobs(92), batch_size=4))
+    assert sizes == ([3] * 3 + [2] * 5 + [1] * 4) * 3
+
+
+@pytest.mark.parametrize("buffers", ["average", "local", "frozen"])
+def test_batch_norm_keeps_statistics_of_every_client(buffers):
+    sizes = fb.SizesPartition((50, 28, 12))
+    assert_same(both(lambda: Plain(network(batch_norm=True)), sizes, rounds=3, buffers=buffers))
+
+
+@pytest.mark.parametrize("options", [
+    {"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    {"precision": "64-true"}, {"precision": "bf16-true"},
+], ids=str)
+def test_options_of_the_trainer(options):
+    tolerance = {"64-true": 1e-12, "bf16-true": 2e-2}.get(options.get("precision"), 1e-5)
+    results = both(Plain, PARTITIONS[1], options=options)
+    for (name, first), second in zip(results[0][0].named_parameters(), results[1][0].parameters()):
+        torch.testing.assert_close(second, first, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def test_mixed_precision_agrees_to_its_rounding():
+    results = both(Plain, PARTITIONS[1], options={"precision": "bf16-mixed"})
+    for (name, first), second in zip(results[0][0].named_parameters(), results[1][0].parameters()):
+        torch.testing.assert_close(second, first, rtol=2e-2, atol=2e-2, msg=name)
+
+
+@pytest.mark.parametrize("optimizer_state", ["reset", "keep"])
+def test_networks_of_all_sorts_of_parameters(optimizer_state):
+    class Adam(Convolutional):
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    results = both(Adam, fb.SizesPartition((27, 20, 13)), rounds=3, train=loader(images()),
+                   optimizer_state=optimizer_state)
+    assert_same(results)
+
+
+class Slow(Dataset):
+    """Examples one at a time, with a random transform: not tensors in memory."""
+
+    def __init__(self, examples: int) -> None:
+        self.inner = blobs(examples)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self.inner[index]
+        return x + 0.1 * torch.randn(FEATURES), y
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_that_are_loaded_one_by_one(workers):
+    train = loader(fb.ClientDatasets({"a": Slow(30), "b": Slow(18), "c": Slow(9)}), num_workers=workers)
+    assert_same(both(Plain, None, train=train, local_epochs=2))
+
+
+def test_separate_data_sets_in_memory():
+    train = loader(fb.ClientDatasets({"a": blobs(30), "b": blobs(18, seed=1), "c": blobs(9, seed=2)}))
+    assert_same(both(Plain, None, train=train))
+
+
+def test_padded_batches_of_different_lengths_train_in_parts():
+    def collate(examples):
+        """Sequences cut to a length that depends on the batch."""
+        length = 2 + int(sum(y for _, y in examples)) % 3
+        return torch.stack([x[:length].mean(0, keepdim=True).expand(FEATURES) for x, _ in examples]).unsqueeze(
+            1).expand(-1, length, -1), torch.stack([y for _, y in examples])
+
+    class Sequence(Plain):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return nn.functional.cross_entropy(self(x).mean(1), y)
+
+    assert_same(both(Sequence, PARTITIONS[0], train=loader(collate_fn=collate, batch_size=5)))
+
+
+def test_what_a_client_is_told_reaches_its_own_step():
+    """A proximal term, as FedProx has it, and a personal head: the anchor is the client's own start."""
+    assert_same(both(PerClient, PARTITIONS[1], rounds=3, local_parameters=["net.2.*"]))
+
+
+def test_the_padding_row_of_an_embedding_stays():
+    results = both(Padded, fb.SizesPartition((30, 20, 10)), train=loader(words()))
+    assert_same(results)
+    assert not results[1][0].net[0].weight[0].any()
+
+
+def test_a_buffer_may_change_later_than_in_the_first_step():
+    assert_same(both(Late, fb.SizesPartition((40, 20, 8)), rounds=3))
+
+
+@pytest.mark.parametrize("optimizer_state", ["reset", "keep"])
+def test_clients_that_skip_a_step_keep_their_own_number_of_steps(optimizer_state):
+    make = partial(SkipsShort, optimizer=torch.optim.Adam, lr=0.01)
+    assert_same(both(make, fb.SizesPartition((50, 26, 14)), rounds=3, local_epochs=3, optimizer_state=optimizer_state))
+
+
+class TwoPasses(L.LightningModule):
+    """Looks at the network without gradient before it trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = LinearReparameterization(FEATURES, CLASSES, posterior_rho_init=-30.0)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        with torch.no_grad():
+            self.layer(x)
+        return nn.functional.cross_entropy(self.layer(x), y) + 0.01 * self.layer.kl_loss()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_pass_without_gradient_takes_none_from_the_next():
+    results = both(TwoPasses, PARTITIONS[3], fusion="rklb")
+    assert_same(results, 1e-4)
+    assert (results[1][0].layer.rho_weight.detach() + 30).abs().min() > 1e-3
+
+
+def test_logged_values_agree():
+    class Outputs(L.Callback):
+        sees_stacks = True
+        seen: dict
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.seen = outputs
+
+    outputs = Outputs()
+    (_, _, first), (_, _, second) = both(Logging, PARTITIONS[1], options={"callbacks": [outputs]})
+    for name in ("mean", "greatest", "constant"):
+        torch.testing.assert_close(second.callback_metrics[name], first.callback_metrics[name], rtol=1e-5, atol=1e-6)
+    assert "default" in second.callback_metrics
+    assert outputs.seen["note"] == "kept"
+    assert outputs.seen["logits"].dim() == 3
+
+
+def test_a_client_with_a_hybrid_network_logs_its_own_elbo():
+    (_, _, first), (_, _, second) = both(
+        lambda: bayesian(posterior_std=1e-6, learning_rate=1e-6), PARTITIONS[1], rounds=1)
+    for name in ("train/nll", "train/kl", "train/kl_factor"):
+        torch.testing.assert_close(second.callback_metrics[name], first.callback_metrics[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_robust_loss_trains_at_once():
+    def make():
+        torch.manual_seed(0)
+        return fb.HybridBayesianClassifier(network(), bayesian_last=0, robustness=0.8, learning_rate=0.01)
+
+    results = both(make, PARTITIONS[1], local_epochs=2)
+    assert_same(results)
+    torch.testing.assert_close(*(trainer.callback_metrics["train/nll"] for _, _, trainer in results))
+
+
+@pytest.mark.parametrize("estimator", ["reparameterization", "local_reparameterization", "flipout"])
+@pytest.mark.parametrize("kind", ["classifier", "regressor", "learnt noise"])
+def test_the_ready_modules_train_at_once(kind, estimator):
+    torch.manual_seed(0)
+    options = {"bayesian_last": 2, "estimator": estimator, "warmup_rounds": 3}
+    x, y = blobs().tensors
+    if kind == "classifier":
+        module, train = fb.HybridBayesianClassifier(network(), **options), loader()
+    else:
+        net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
+        module = fb.HybridBayesianRegressor(net, noise="learnt" if kind == "learnt noise" else "fixed", **options)
+        train = loader(TensorDataset(x, y.float().unsqueeze(1)))
+    federation = fb.FederatedBayes(PARTITIONS[3])
+    federate(module, federation, 2, train)
+    assert federation.federation.engine.name == "vectorized"
+    assert federation.history[-1]["failed_clients"] == 0
+
+
+class Noisy(L.LightningModule):
+    """One Bayesian layer and dropout."""
+
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = layer(FEATURES, CLASSES, posterior_rho_init=0.0)
+        self.dropout = nn.Dropout(0.2)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self.layer(self.dropout(x)), y) + 0.01 * self.layer.kl_loss()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+class Converted(bt.LinearReparameterization):
+    """As ``dnn_to_bnn`` leaves it: the output alone."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.dnn_to_bnn_flag = True
+
+
+@pytest.mark.parametrize("kind", ["Reparameterization", "Flipout"])
+def test_networks_of_bayesian_torch_end_equal_where_their_noise_vanishes(kind):
+    class WithKL(Plain):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 1e-3 * get_kl_loss(self.net)
+
+    def make():
+        net = network()
+        dnn_to_bnn(net, {"prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -16.0,
+                         "type": kind, "moped_enable": False, "moped_delta": 0.5})
+        return WithKL(net, lr=0.02)
+
+    assert_same(both(make, PARTITIONS[3], rounds=3, fusion="weighted_average"))
+
+
+@pytest.mark.parametrize(
+    "layer", [LinearReparameterization, LinearLocalReparameterization, LinearFlipout, Converted]
+)
+@pytest.mark.parametrize("primitives", [True, False])
+def test_noise_is_independent_between_clients_and_has_the_same_moments(layer, primitives, monkeypatch):
+    """200 clients with the same data in the same order: what they send differs by their noise alone."""
+    if not primitives:
+        monkeypatch.setattr(step, "has_vmap_primitives", lambda: False)
+    clients = 200
+    data = blobs(12)
+    moments = []
+    for engine in ("sequential", "vectorized"):
+        sent: list[Tensor] = []
+
+        def record(facts, sent=sent):
+            sent.extend(torch.cat([each.posterior.flatten()[0], each.posterior.flatten()[1]]) for each in facts)
+            return [1.0] * len(facts)
+
+        federation = fb.FederatedBayes(engine=engine, weighting=record)
+        train = loader(fb.ClientDatasets({str(i): data for i in range(clients)}), batch_size=4, shuffle=False)
+        federate(Noisy(layer), federation, 1, train)
+        moments.append(torch.stack(sent).double())
+    first, second = moments
+    scale = ((first.var(0) + second.var(0)) / clients).sqrt()
+    z = (first.mean(0) - second.mean(0)) / scale.clamp_min(1e-9)
+    assert z.abs().max() < 5
+    assert 0.5 < z.square().mean() < 2
+    spread = (second.std(0) / first.std(0)).log()  # standard error about sqrt(1/400 + 1/400) = 0.07
+    assert spread.abs().max() < 0.4
+    assert spread.square().mean().sqrt() < 0.12
+    # noise shared by the clients would leave no spread at all; noise shared by two halves, a correlation
+    left, right = second[: clients // 2], second[clients // 2 :]
+    left, right = left - left.mean(0), right - right.mean(0)
+    correlation = (left * right).mean(0) / (left.std(0) * right.std(0))
+    assert correlation.square().mean().sqrt() < 0.2
+
+
+def test_vectorized_runs_are_reproducible_with_noise():
+    runs = [parameters(both_engine()) for both_engine in [lambda: _vectorized(0), lambda: _vectorized(0)]]
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    other = parameters(_vectorized(1))
+    assert not all(torch.equal(runs[0][name], other[name]) for name in other)
+
+
+def _vectorized(seed: int) -> L.LightningModule:
+    module = bayesian(posterior_std=0.5)
+    federate(module, fb.FederatedBayes(PARTITIONS[1], engine="vectorized", seed=seed))
+    return module

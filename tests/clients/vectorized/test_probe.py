@@ -1,0 +1,342 @@
+"""The probe names what cannot be trained as a stack, before training."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.clients.vectorized.optimizer import check_elementwise, counts_by_row
+from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader, network, parameters
+
+
+class Metric(Plain):
+    def __init__(self):
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.accuracy(self(batch[0]), batch[1])
+
+
+class Branch(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * 2 if loss > 0.5 else loss
+
+
+class Keeps(Plain):
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss
+
+
+class Counts(Plain):
+    steps = 0
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Mixup(Plain):
+    def training_step(self, batch, batch_idx):
+        share = np.random.beta(0.4, 0.4)
+        return super().training_step(batch, batch_idx) * (1 + share)
+
+
+class Coin(Plain):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * random.random()
+
+
+class AfterBackward(Plain):
+    def on_after_backward(self):
+        pass
+
+
+class Names(Plain):
+    def on_client_start(self, client):
+        self.weight = {"0": 1.0, "1": 2.0}[client.name]
+
+
+class NormedSGD(torch.optim.SGD):
+    """Steps by the gradient over its norm, taken over each whole tensor."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= parameter.grad.norm()
+        return super().step(closure)
+
+
+class Recurrent(Plain):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(4, CLASSES))
+        self.lstm = nn.LSTM(2, 4, 2, batch_first=True, dropout=0.1)
+
+    def forward(self, x):
+        return self.net(self.lstm(x.view(-1, 3, 2))[0][:, -1])
+
+
+class FromOptimizer(Plain):
+    def training_step(self, batch, batch_idx):
+        held = self.optimizers().param_groups[0]["params"]
+        return super().training_step(batch, batch_idx) + 0.05 * sum(p.square().sum() for p in held)
+
+
+class KeepsParameters(Plain):
+    def __init__(self):
+        super().__init__()
+        self.decay = list(self.net.parameters())
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 0.05 * sum(p.square().sum() for p in self.decay)
+
+
+class InPlace(Plain):
+    def __init__(self):
+        super().__init__()
+        self.seen = {"steps": {"all": 0}, "sum": torch.zeros(())}
+
+    def training_step(self, batch, batch_idx):
+        self.seen["steps"]["all"] += 1
+        return super().training_step(batch, batch_idx)
+
+
+class TensorInPlace(Plain):
+    def __init__(self):
+        super().__init__()
+        self.count = torch.zeros(())
+
+    def training_step(self, batch, batch_idx):
+        self.count += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Rate(Plain):
+    def training_step(self, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] *= 0.99
+        return super().training_step(batch, batch_idx)
+
+
+class ClipsInside(torch.optim.SGD):
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+class Late(torch.optim.SGD):
+    """Normalises from its fourth step on."""
+
+    taken = 0
+
+    def step(self, closure=None):
+        self.taken += 1
+        if self.taken > 3:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad /= parameter.grad.norm()
+        return super().step(closure)
+
+
+def backward_hook() -> Plain:
+    module = Plain()
+    module.net[0].register_full_backward_hook(lambda layer, inputs, outputs: tuple(2 * each for each in inputs))
+    return module
+
+
+class Vector(Plain):
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none")
+
+
+def hooked() -> Plain:
+    module = Plain()
+    module.net[0].weight.register_hook(lambda gradient: gradient * 2)
+    return module
+
+
+class GradientNorms(L.Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        pass
+
+
+REFUSED = {
+    "metric": (Metric, {}, "computes with what self.accuracy returns of a batch"),
+    "branch": (Branch, {}, "decides by the value of a tensor: use torch.where, at line"),
+    "keeps a tensor": (Keeps, {}, "changes self.losses"),
+    "counts": (Counts, {}, "changes self.steps"),
+    "numpy": (Mixup, {}, "draws from Python's or NumPy's generator"),
+    "python": (Coin, {}, "draws from Python's or NumPy's generator"),
+    "hook": (AfterBackward, {}, "AfterBackward has a hook on_after_backward"),
+    "callback": (Plain, {"callbacks": [GradientNorms()]}, "GradientNorms has a hook on_before_optimizer_step"),
+    "name": (Names, {}, "reads the client's name"),
+    "optimizer": (lambda: Plain(optimizer=NormedSGD), {}, "NormedSGD does not treat every entry"),
+    "parameter hook": (hooked, {}, "net.0.weight has a hook"),
+    "backward hook": (backward_hook, {}, "net.0 has a backward hook"),
+    "parameters of the optimizer": (FromOptimizer, {}, "reads parameters from elsewhere"),
+    "kept parameters": (KeepsParameters, {}, "keeps the parameter net.0.weight elsewhere"),
+    "nested container": (InPlace, {}, "changes self.seen"),
+    "tensor in place": (TensorInPlace, {}, "changes self.count"),
+    "rate": (Rate, {}, "changes the optimizer's options"),
+    "clipping optimizer": (lambda: Plain(optimizer=ClipsInside), {}, "ClipsInside does not treat every entry"),
+    "late optimizer": (lambda: Plain(optimizer=Late), {}, "Late"),
+    "lstm": (Recurrent, {}, "runs a recurrent layer with dropout between layers"),
+    "vector loss": (Vector, {}, "must be one number"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_stacked_is_named_and_auto_goes_one_by_one(case, caplog):
+    make, options, reason = REFUSED[case]
+    with pytest.raises(fb.FederationError, match="engine='vectorized' cannot be used") as refusal:
+        federate(make(), fb.FederatedBayes(fb.IIDPartition(2), engine="vectorized"), 1, **options)
+    assert reason in str(refusal.value)
+    if case == "vector loss":  # which no engine takes
+        return
+    results = []
+    for engine in ("auto", "sequential"):
+        module, federation = make(), fb.FederatedBayes(fb.IIDPartition(2), engine=engine)
+        with caplog.at_level(logging.INFO):
+            federate(module, federation, 1, **options)
+        assert federation.federation.engine.name == "sequential"
+        assert federation.described()["engine"] == "sequential"
+        results.append(module)
+    lines = [line for line in caplog.messages if line.startswith("Engine: sequential, because")]
+    assert len(lines) == 1
+    assert reason in lines[0]
+    assert_equal(parameters(results[0]), parameters(results[1]))
+    if case == "keeps a tensor":
+        assert len(results[0].losses) == len(results[1].losses)
+        assert torch.equal(torch.stack(results[0].losses), torch.stack(results[1].losses))
+    if case == "counts":
+        assert results[0].steps == results[1].steps
+
+
+def test_a_trainer_of_the_twin_package_is_named(caplog):
+    twin = pytest.importorskip("pytorch_lightning")
+
+    class Own(twin.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    made = twin.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[federation],
+    )
+    with caplog.at_level(logging.INFO):
+        made.fit(Own(), loader())
+    assert federation.history[0]["valid_clients"] == 3
+    assert any("sequential, because the Trainer is of the package pytorch_lightning" in m for m in caplog.messages)
+
+
+def test_auto_says_what_it_took_and_stays_alone_with_one_client_or_long_steps(caplog):
+    wide = nn.Sequential(nn.Linear(FEATURES, 2000), nn.ReLU(), nn.Linear(2000, 2000), nn.Linear(2000, CLASSES))
+    for module, clients, line in (
+        (Plain(), 3, "Engine: vectorized, 3 clients at once."),
+        (Plain(), 1, "Engine: sequential, because a round has one client."),
+        (Plain(wide), 3, "Engine: sequential, because a step is long"),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            federate(module, fb.FederatedBayes(fb.IIDPartition(clients)), 1)
+        assert sum(message.startswith(line) for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("kind", "times", "clients", "engine"), [
+    (nn.LSTM, 12, 3, "vectorized"), (nn.LSTM, 13, 3, "sequential"), (nn.LSTM, 13, 4, "vectorized"),
+    (nn.GRU, 40, 3, "vectorized"),
+])
+def test_auto_stacks_an_lstm_of_at_most_four_steps_in_time_per_client(kind, times, clients, engine, caplog):
+    class Sequences(Plain):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__(nn.Linear(4, CLASSES))
+            self.layer = kind(FEATURES, 4)
+
+        def forward(self, x):
+            return self.net(self.layer(x.expand(times, -1, -1))[1][0].view(-1, 4))
+
+    federation = fb.FederatedBayes(fb.IIDPartition(clients))
+    with caplog.at_level(logging.INFO):
+        federate(Sequences(), federation, 1)
+    assert federation.federation.engine.name == engine
+    said = f"recurrent layers take {times} steps in time, and for {clients} clients torch's own are faster"
+    assert (engine == "sequential") == any(said in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("clients_at_once", [0, -3])
+def test_a_stack_holds_at_least_one_client(clients_at_once):
+    with pytest.raises(fb.FederationError, match="clients_at_once"):
+        fb.FederatedBayes(fb.IIDPartition(2), clients_at_once=clients_at_once)
+
+
+ELEMENTWISE = {
+    "SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}, "AdamW": {}, "NAdam": {}, "RMSprop": {"centered": True},
+    "Adagrad": {}, "Rprop": {},
+}
+STACKED = {
+    "SGD": {"momentum_buffer"}, "Adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+    "AdamW": {"exp_avg", "exp_avg_sq"}, "NAdam": {"exp_avg", "exp_avg_sq"},
+    "RMSprop": {"square_avg", "grad_avg"}, "Adagrad": {"sum"}, "Rprop": {"prev", "step_size"},
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizers_are_recognised_and_not_changed(name):
+    parameters = [nn.Parameter(torch.randn(20, 30)), nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 3))]
+    optimizer = getattr(torch.optim, name)(parameters, lr=0.1, **ELEMENTWISE[name])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = copy.deepcopy([p.detach() for p in parameters])
+    assert check_elementwise(optimizer) == STACKED[name]
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters))
+    assert not any("exp_avg" in state for state in optimizer.state.values())
+    assert optimizer.param_groups[0]["params"][0] is parameters[0]
+    assert scheduler.last_epoch == 0
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_numbers_of_steps_may_differ_between_clients_where_torch_computes_with_tensors(name):
+    parameters = [nn.Parameter(torch.randn(20, 30)), nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 3))]
+    optimizer = getattr(torch.optim, name)(parameters, lr=0.1, **ELEMENTWISE[name])
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    has = name in ("Adam", "AdamW", "RMSprop", "Rprop")  # the others have no such number, or take its value
+    assert counts_by_row(optimizer, check_elementwise(optimizer)) == ({"step"} if has else set())
+    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == options
+    assert not any("exp_avg" in state for state in optimizer.state.values())
+
+
+def test_a_number_of_steps_that_all_rows_would_share_is_noticed(monkeypatch):
+    optimizer = torch.optim.Adam([nn.Parameter(torch.randn(20, 30))])
+    keys = check_elementwise(optimizer)
+    monkeypatch.setattr(torch.Tensor, "reshape", lambda self, shape: self[:1].expand(shape))  # the first client's
+    assert counts_by_row(optimizer, keys) == set()
+
+
+def test_optimizers_that_look_at_whole_tensors_are_refused():
+    parameters = [nn.Parameter(torch.randn(20, 30)), nn.Parameter(torch.randn(30))]
+    with pytest.raises(fb.FederationError, match="Adafactor"):
+        check_elementwise(torch.optim.Adafactor(parameters))

@@ -1,0 +1,182 @@
+"""Partitions with label skew: the promised classes, proportions and sizes."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fedbayes.core.errors import PartitionError
+from lightning_fedbayes.data.partition import ClassPartition, DirichletPartition
+from lightning_fedbayes.data.partition.label_skew import (
+    deal_by_proportions,
+    deal_distinct,
+    draw_proportions,
+    split_labels,
+)
+from tests.data.partition.labels import balanced, labels_with_gaps, seeds
+
+
+@given(labels_with_gaps, st.integers(1, 6), st.integers(1, 5), seeds)
+@settings(deadline=None, max_examples=200)
+def test_class_partition_gives_every_client_exactly_m_classes(labels, clients, per_client, seed):
+    sizes = labels.unique(return_counts=True)[1]
+    partition = ClassPartition(clients, per_client)
+    possible = per_client <= len(sizes) <= clients * per_client <= sizes.clamp_max(clients).sum()
+    if not possible:
+        with pytest.raises(PartitionError, match="classes"):
+            partition.split(labels, seed)
+        return
+    split = partition.split(labels, seed)
+    assert ((split.counts > 0).sum(1) == per_client).all()
+    assert torch.equal(torch.cat(split.indices).sort().values, torch.arange(len(labels)))
+    for column in split.counts.T:
+        shards = column[column > 0]
+        assert shards.max() - shards.min() <= 1
+    if (smaller := int(split.counts.max()) - 1) > 0:  # no cut gives a smaller largest shard
+        needed = -(-sizes // smaller)
+        assert needed.sum() > clients * per_client or needed.max() > clients
+
+
+def test_class_partition_of_equal_classes_gives_the_shards_of_the_source():
+    counts = ClassPartition(10, 2).split(balanced(10, 50), seed=3).counts
+    assert counts[counts > 0].tolist() == [25] * 20
+    assert (counts > 0).sum(0).tolist() == [2] * 10
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 10_000))
+@settings(deadline=None)
+def test_deal_distinct_never_gets_stuck(clients, per_client, seed):
+    generator = np.random.default_rng(seed)
+    shards = np.ones(per_client, int) * clients  # as tight as can be, then loosened by random moves to new classes
+    shards = np.concatenate([shards, np.zeros(3, int)])
+    for _ in range(10):
+        a, b = generator.integers(len(shards), size=2)
+        if a != b and shards[a] > 0 and shards[b] < clients:
+            shards[a], shards[b] = shards[a] - 1, shards[b] + 1
+    held = deal_distinct(shards, clients, per_client, generator)
+    assert all(len(set(h.tolist())) == per_client for h in held.values())
+    assert np.array_equal(np.bincount(np.concatenate(list(held.values())), minlength=len(shards)), shards)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 2.0])
+def test_split_labels_has_dirichlet_moments(alpha):
+    """Without the balance cap each label's shares are Dir(α): mean 1/K, variance (1/K)(1 − 1/K)/(Kα + 1)."""
+    clients, draws, generator = 4, 8000, np.random.default_rng(0)
+    supply = np.full(draws, 10_000)  # one "label" per draw
+    shares = split_labels(clients, alpha, supply, False, generator) / 10_000
+    variance = (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)
+    assert np.allclose(shares.mean(1), 1 / clients, atol=5 * np.sqrt(variance / draws))
+    assert np.allclose(shares.var(1), variance, rtol=0.1)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 2.0])
+def test_clients_with_ample_data_have_dirichlet_multinomial_moments(alpha):
+    """Supply never runs out: shares have the mean f and variance f(1 − f)/(αC + 1)·(1 + (αC)/n) of the compound."""
+    clients, size, supply, generator = 6000, 500, np.array([4, 3, 1]) * 6000 * 500, np.random.default_rng(1)
+    counts = deal_by_proportions(draw_proportions(clients, alpha, supply, generator), size, supply, generator)
+    shares, f, total = counts / size, supply / supply.sum(), alpha * 3
+    variance = f * (1 - f) / (total + 1) * (1 + total / size)
+    assert (counts.sum(1) == size).all()
+    assert (np.abs(shares.mean(0) - f) < 5 * np.sqrt(variance / clients)).all()
+    assert np.allclose(shares.var(0), variance, rtol=0.1)
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 0.5, 100.0])
+def test_dealing_without_replacement_uses_up_the_data_and_prefers_no_client(alpha):
+    supply, clients, generator = np.array([50, 30, 20]), 5, np.random.default_rng(2)
+    deals = np.stack([
+        deal_by_proportions(draw_proportions(clients, alpha, supply, generator), 20, supply, generator)
+        for _ in range(2000)
+    ])
+    assert (deals.sum(1) == supply).all()
+    assert (deals.sum(2) == 20).all()
+    error = deals.std(0) / np.sqrt(len(deals))
+    assert (np.abs(deals.mean(0) - supply / clients) < 5 * error + 1e-9).all()
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_labels_prefer_no_client_even_when_they_are_few(balance):
+    generator = np.random.default_rng(3)
+    deals = np.stack([split_labels(4, 50.0, np.array([3, 2, 7]), balance, generator) for _ in range(4000)])
+    error = deals.std(0) / np.sqrt(len(deals))
+    assert (np.abs(deals.mean(0) - np.array([3, 2, 7]) / 4) < 5 * error).all()
+
+
+@pytest.mark.parametrize("per", ["label", "client"])
+@pytest.mark.parametrize("alpha", [1e9, 1e300])
+def test_large_alpha_gives_equal_proportions(per, alpha):
+    labels = torch.cat([torch.zeros(4000), torch.ones(2000)]).long()
+    counts = DirichletPartition(5, alpha, per=per).split(labels, 0).counts.double()
+    expected = torch.tensor([4000 / 5, 2000 / 5], dtype=torch.float64)
+    slack = 2 if per == "label" else 5 * (1200 * 2 / 9) ** 0.5
+    assert (counts - expected).abs().max() <= slack
+
+
+def test_small_alpha_gives_each_client_little_more_than_one_class():
+    top = DirichletPartition(10, 1e-3, per="client").split(balanced(10, 100), 0).counts.max(1).values
+    assert top.double().mean() > 50  # 10 under IID; clients that share a favourite must take leftovers
+    counts = split_labels(10, 1e-4, np.full(10, 100), False, np.random.default_rng(0))
+    assert ((counts > 0).sum(0) <= 2).all()  # a label goes to (nearly) one client
+
+
+def test_clients_with_distinct_favourites_get_exactly_them():
+    counts = deal_by_proportions(np.eye(4), 25, np.full(4, 25), np.random.default_rng(0))
+    assert np.array_equal(counts, 25 * np.eye(4))
+
+
+def test_a_client_whose_classes_ran_out_takes_from_the_rest():
+    both_want_zero = np.array([[1.0, 0.0], [1.0, 0.0]])
+    counts = deal_by_proportions(both_want_zero, 10, np.array([10, 10]), np.random.default_rng(0))
+    assert counts.sum(0).tolist() == [10, 10]
+    assert counts.sum(1).tolist() == [10, 10]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_min_examples_is_respected(seed):
+    labels = balanced(10, 60)
+    assert min(DirichletPartition(10, 0.3).split(labels, seed).sizes) >= 10
+    assert min(DirichletPartition(10, 0.3, min_examples=25).split(labels, seed).sizes) >= 25
+
+
+def test_default_minimum_is_at_most_half_an_equal_share():
+    assert min(DirichletPartition(4, 0.5).split(balanced(4, 5), 0).sizes) >= 2
+
+
+@given(seeds, st.integers(2, 6), st.floats(0.1, 2))
+@settings(deadline=None)
+def test_balance_closes_clients_that_hold_an_equal_share(seed, clients, alpha):
+    supply = np.array([30, 50, 20, 40])
+    counts = split_labels(clients, alpha, supply, True, np.random.default_rng(seed))
+    before = np.cumsum(counts, axis=1)[:, :-1]
+    assert (counts[:, 1:][before * clients >= supply.sum()] == 0).all()
+    assert np.array_equal(counts.sum(0), supply)
+
+
+def test_balance_makes_sizes_more_even():
+    def spread(balance):
+        return np.mean([np.std(DirichletPartition(10, 0.3, balance=balance, min_examples=1)
+                               .split(balanced(), seed).sizes) for seed in range(30)])
+    assert spread(True) < 0.8 * spread(False)
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: DirichletPartition(3, 0.0), "alpha=0.0.*above 0"),
+        (lambda: DirichletPartition(3, float("inf")), "IIDPartition"),
+        (lambda: DirichletPartition(3, float("nan")), "alpha=nan"),
+        (lambda: DirichletPartition(3, 1.0, per="clients"), "did you mean 'client'"),
+        (lambda: DirichletPartition(3, 1.0, min_examples=0), "min_examples=0"),
+        (lambda: DirichletPartition(3, 1.0).split(None, 0, 10), "labels are unknown.*labels="),
+        (lambda: DirichletPartition(3, 1.0, min_examples=50).split(balanced(2, 50), 0), "50 × 3.*100.*lower"),
+        (lambda: DirichletPartition(30, 1e-3).split(balanced(3, 200), 0), "1000 draws.*raise alpha.*per='client'"),
+        (lambda: ClassPartition(3, 0), "classes_per_client=0"),
+        (lambda: ClassPartition(3, 5).split(balanced(4, 9), 0), "5.*4 classes"),
+        (lambda: ClassPartition(3, 2).split(balanced(10, 9), 0), "only 6 of the 10.*raise clients"),
+        (lambda: ClassPartition(9, 2).split(balanced(2, 5), 0), "need 18 shards.*only 10"),
+    ],
+)
+def test_errors_name_value_rule_and_remedy(build, says):
+    with pytest.raises(PartitionError, match=says):
+        build()

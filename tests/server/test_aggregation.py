@@ -1,0 +1,259 @@
+"""One round on the server, with its updates kept or streamed."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fedbayes import FusionError, GaussianPosterior, fuse
+from lightning_fedbayes.core.messages import ClientUpdate
+from lightning_fedbayes.fusion import FusionRule, Preaggregation, ReliabilityRule, available_fusions, get_rule
+from lightning_fedbayes.server.aggregation import Aggregation
+from lightning_fedbayes.server.weighting import PER_CLIENT, PER_COHORT, ClientFacts, client_weights
+
+RULES = [  # those that report no shares of their own
+    name for name in available_fusions()
+    if name != "first_client" and not isinstance(get_rule(name), ReliabilityRule | Preaggregation)
+]
+SHAPES = {"body": (3,), "head": (2, 2)}
+PREVIOUS = GaussianPosterior({n: torch.zeros(s) for n, s in SHAPES.items()},
+                             {n: torch.full(s, 50.0) for n, s in SHAPES.items()})
+
+
+def update(client, num_examples=10, mean=None, buffers=None, **metrics):
+    """An update whose values follow from the client's number."""
+    draws = torch.Generator().manual_seed(client)
+    means = {n: torch.randn(s, generator=draws) if mean is None else torch.full(s, mean) for n, s in SHAPES.items()}
+    variances = {n: torch.rand(s, generator=draws) + 0.1 for n, s in SHAPES.items()}
+    if buffers is None:
+        buffers = {"running_mean": torch.randn(4, generator=draws), "num_batches_tracked": torch.tensor(client + 3)}
+    return ClientUpdate(client, num_examples, GaussianPosterior(means, variances), buffers, metrics)
+
+
+def run(rule, weighting, updates, previous=PREVIOUS):
+    fusion = Aggregation(get_rule(rule), weighting, previous)
+    for each in updates:
+        fusion.add(each)
+    assert len(fusion) == len(updates)
+    return fusion.finish()
+
+
+def by_name(name):
+    """The weighting ``name`` as a function, for which updates are kept instead of streamed."""
+    return lambda facts: client_weights(name, facts)
+
+
+class Kept(FusionRule):
+    """A sum-type rule that is given all clients side by side."""
+
+    def __init__(self, rule):
+        self.rule = get_rule(rule)
+        self.uses_weights = self.rule.uses_weights
+
+    def fuse(self, posteriors, weights, previous):
+        return self.rule.fuse(posteriors, weights, previous)
+
+
+def assert_same(first, second, **tolerance):
+    assert first.weights == pytest.approx(second.weights)
+    for name in first.metrics.keys() & second.metrics.keys():  # a rule may have figures of its own
+        assert first.metrics[name] == pytest.approx(second.metrics[name])
+    assert {"effective_clients", "disagreement"} <= first.metrics.keys() & second.metrics.keys()
+    assert first.buffers.keys() == second.buffers.keys()
+    pairs = [(first.buffers, second.buffers), (first.posterior.mean, second.posterior.mean),
+             (first.posterior.variance, second.posterior.variance)]
+    for a, b in pairs:
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], **tolerance)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("weighting", sorted(PER_CLIENT))
+@given(sizes=st.lists(st.integers(1, 500), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=5)
+def test_streaming_equals_keeping(rule, weighting, sizes):
+    updates = [update(client, size) for client, size in enumerate(sizes)]
+    streamed = run(rule, weighting, updates)
+    assert_same(streamed, run(rule, by_name(weighting), updates))
+    assert_same(streamed, run(Kept(rule), weighting, updates))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("weighting", sorted([*PER_CLIENT, *PER_COHORT]))
+def test_round_is_fuse_with_its_weights(rule, weighting):
+    updates = [update(client, 10 * client + 1) for client in (0, 4, 2)]
+    result = run(rule, weighting, updates)
+    facts = [ClientFacts(u.client, u.num_examples, u.posterior, PREVIOUS, u.metrics) for u in updates]
+    weights = client_weights(weighting, facts) if get_rule(rule).uses_weights else [1 / 3] * 3
+    expected = fuse(rule, [u.posterior for u in updates], weights, PREVIOUS)
+    assert result.weights == pytest.approx(dict(zip((0, 4, 2), weights)))
+    for name in SHAPES:
+        torch.testing.assert_close(result.posterior.mean[name], expected.mean[name])
+        torch.testing.assert_close(result.posterior.variance[name], expected.variance[name])
+
+
+@pytest.mark.parametrize("weighting", ["train_size", by_name("train_size")], ids=["streamed", "kept"])
+def test_posteriors_may_change_after_they_were_added(weighting):
+    """They are views of the resident network's parameters."""
+    updates = [update(client, client + 1) for client in range(3)]
+    expected = run("nwa", weighting, updates)
+    fusion = Aggregation(get_rule("nwa"), weighting, PREVIOUS)
+    resident = update(0)
+    for each in updates:
+        for name in SHAPES:
+            resident.posterior.mean[name].copy_(each.posterior.mean[name])
+            resident.posterior.variance[name].copy_(each.posterior.variance[name])
+        fusion.add(ClientUpdate(each.client, each.num_examples, resident.posterior, each.buffers))
+    assert_same(fusion.finish(), expected)
+
+
+def test_metrics_reach_the_weighting():
+    def by_loss(facts):
+        assert [each.client for each in facts] == [0, 1]
+        assert all(each.previous is PREVIOUS for each in facts)
+        return [1 / each.metrics["loss"] for each in facts]
+
+    assert run("nwa", by_loss, [update(0, loss=1.0), update(1, loss=4.0)]).weights == {0: 0.8, 1: 0.2}
+
+
+@pytest.mark.parametrize("weighting", ["train_size", by_name("train_size")], ids=["streamed", "kept"])
+class TestBuffers:
+    def buffers_of(self, weighting, *sent, sizes=(1, 3)):
+        updates = [update(k, n, buffers=buffers) for k, (n, buffers) in enumerate(zip(sizes, sent, strict=True))]
+        return run("nwa", weighting, updates).buffers
+
+    def test_floats_are_averaged_with_the_weights(self, weighting):
+        fused = self.buffers_of(weighting, {"b": torch.tensor([0.0, 4.0])}, {"b": torch.tensor([8.0, 4.0])})
+        assert fused["b"].tolist() == [6.0, 4.0]
+
+    def test_integers_stay_integers(self, weighting):
+        fused = self.buffers_of(weighting, {"n": torch.tensor(10)}, {"n": torch.tensor(15)})
+        assert fused["n"].item() == 14  # 13.75
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8])
+    def test_dtype_is_kept(self, weighting, dtype):
+        fused = self.buffers_of(weighting, *[{"b": torch.ones(2, dtype=dtype)}] * 2)
+        assert fused["b"].dtype == dtype
+
+    def test_client_of_weight_zero_has_no_say(self, weighting):
+        fused = self.buffers_of(weighting, {"b": torch.tensor(1.0)}, {"b": torch.tensor(9.0)}, sizes=(2, 0))
+        assert fused["b"].item() == 1
+
+    def test_none_sent_none_fused(self, weighting):
+        assert self.buffers_of(weighting, {}, {}) == {}
+
+
+def spoiled(kind):
+    """An update of client 7 that cannot be admitted, and words of the reason."""
+    good = update(7)
+    mean, variance, buffers = dict(good.posterior.mean), dict(good.posterior.variance), dict(good.buffers)
+    match kind:
+        case "nan mean":
+            mean["head"] = mean["head"] * math.nan
+            words = "mean of 'head' is not finite at 4 of 4"
+        case "infinite variance":
+            variance["body"] = variance["body"] / 0
+            words = "variance of 'body' is not finite at 3 of 3"
+        case "missing name":
+            del mean["head"], variance["head"]
+            words = "head.*same network"
+        case "more names":
+            mean["tail"], variance["tail"] = mean["head"], variance["head"]
+            words = "tail.*same network"
+        case "wrong shape":
+            mean["head"], variance["head"] = mean["head"].view(4), variance["head"].view(4)
+            words = r"'head' has shape \(2, 2\).*\(4,\)"
+        case "nan buffer":
+            buffers["running_mean"] = buffers["running_mean"] * math.nan
+            words = "buffer 'running_mean' is not finite"
+        case "buffer of another shape":
+            buffers["running_mean"] = torch.zeros(5)
+            words = "running_mean"
+        case "buffer that would broadcast":
+            buffers["running_mean"] = torch.zeros(1)
+            words = "running_mean"
+        case "missing buffer":
+            del buffers["running_mean"]
+            words = "running_mean"
+        case "more buffers":
+            buffers["other"] = torch.zeros(1)
+            words = "other"
+    return ClientUpdate(7, 10, GaussianPosterior(mean, variance), buffers), rf"client 7.*{words}|{words}.*client 7"
+
+
+SPOILED = ("nan mean", "infinite variance", "missing name", "more names", "wrong shape", "nan buffer",
+           "buffer of another shape", "buffer that would broadcast", "missing buffer", "more buffers")
+
+
+@pytest.mark.parametrize("weighting", ["train_size", by_name("train_size")], ids=["streamed", "kept"])
+@pytest.mark.parametrize("kind", SPOILED)
+def test_inadmissible_update_leaves_the_round_unchanged(weighting, kind):
+    bad, words = spoiled(kind)
+    fusion = Aggregation(get_rule("reverse_kl_barycenter"), weighting, PREVIOUS)
+    fusion.add(update(0))
+    with pytest.raises(FusionError, match=words):
+        fusion.add(bad)
+    assert len(fusion) == 1
+    fusion.add(update(1))
+    assert_same(fusion.finish(), run("reverse_kl_barycenter", weighting, [update(0), update(1)]))
+
+
+def test_weighting_that_cannot_score_a_client_leaves_the_round_unchanged():
+    fusion = Aggregation(get_rule("nwa"), "distance", PREVIOUS)
+    fusion.add(update(0))
+    point = GaussianPosterior.point_mass(update(1).posterior.mean)
+    with pytest.raises(FusionError, match="'distance_l2'"):
+        fusion.add(ClientUpdate(1, 10, point, update(1).buffers))
+    assert_same(fusion.finish(), run("nwa", "distance", [update(0)]))
+
+
+@pytest.mark.parametrize("weighting", ["train_size", by_name("train_size")], ids=["streamed", "kept"])
+def test_round_without_updates(weighting):
+    with pytest.raises(FusionError, match=r"nothing to fuse.*at least one client"):
+        Aggregation(get_rule("nwa"), weighting, PREVIOUS).finish()
+
+
+@pytest.mark.parametrize("weighting", ["train_size", lambda facts: [0.0, 0.0]], ids=["streamed", "kept"])
+def test_round_without_weight(weighting):
+    with pytest.raises(FusionError, match="positive weight"):
+        run("nwa", weighting, [update(0, 0), update(1, 0)])
+
+
+def test_rule_that_needs_a_prior_refuses_what_is_vaguer():
+    vague = GaussianPosterior(PREVIOUS.mean, {n: 1e3 * v for n, v in PREVIOUS.variance.items()})
+    with pytest.raises(FusionError, match="dwc: fused precision is not positive"):
+        run("dwc", "equal", [ClientUpdate(k, 10, vague) for k in range(2)])
+
+
+class TestDiagnostics:
+    def test_effective_clients(self):
+        assert run("nwa", "train_size", [update(0, 80), update(1, 20)]).metrics["effective_clients"] == pytest.approx(
+            1 / 0.68
+        )
+        assert run("conflation", "train_size", [update(0, 80), update(1, 20)]).metrics["effective_clients"] == 2
+
+    def test_disagreement_is_the_weighted_variance_of_means(self):
+        """Weights 1/4 and 3/4 at distance 4: 1/4 · 3/4 · 16 = 3 in every parameter."""
+        metrics = run("nwa", "train_size", [update(0, 1, mean=1.0), update(1, 3, mean=5.0)]).metrics
+        assert metrics["disagreement"] == pytest.approx(3.0)
+        assert run("nwa", "equal", [update(0), update(0)][:1]).metrics["disagreement"] == 0
+
+    def test_posterior_variance_is_the_mean_over_probabilistic_tensors(self):
+        means = {"a": torch.zeros(2), "b": torch.zeros(100)}
+        hybrid = GaussianPosterior(means, {"a": torch.tensor([1.0, 3.0]), "b": torch.zeros(()).expand(100)})
+        result = run("nwa", "equal", [ClientUpdate(k, 1, hybrid) for k in range(2)], previous=hybrid)
+        assert result.metrics["posterior_variance"] == pytest.approx(2.0)
+
+    def test_deterministic_network_has_no_posterior_variance(self):
+        point = GaussianPosterior.point_mass(PREVIOUS.mean)
+        result = run("nwa", "equal", [ClientUpdate(k, 1, point) for k in range(2)], previous=point)
+        assert set(result.metrics) == {"effective_clients", "disagreement"}
+
+
+def test_bytes_of_an_update():
+    posterior = GaussianPosterior({"a": torch.zeros(3), "b": torch.zeros(5)},
+                                  {"a": torch.ones(3), "b": torch.zeros(()).expand(5)})
+    sent = ClientUpdate(0, 1, posterior, {"n": torch.tensor(1), "m": torch.zeros(2)})
+    assert sent.num_bytes == (3 + 5 + 3) * 4 + 8 + 2 * 4

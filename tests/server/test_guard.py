@@ -1,0 +1,256 @@
+"""The guard of a round: impossible variances are refused, and no client counts as much more than the median one."""
+
+import math
+import re
+
+import pytest
+import torch
+
+import lightning_fedbayes as fb
+from lightning_fedbayes import ClientUpdate, GaussianPosterior, RoundPlan, Server
+from lightning_fedbayes.core.errors import FederationError
+
+SHAPES = {"body": (40,), "head": (20,)}
+START = GaussianPosterior({n: torch.zeros(s) for n, s in SHAPES.items()},
+                          {"body": torch.full((40,), 0.01), "head": torch.zeros(20)})
+DIRECTION = {n: torch.randn(s, generator=torch.Generator().manual_seed(len(n))) for n, s in SHAPES.items()}
+SUMS = ("reverse_kl_barycenter", "conflation", "weighted_conflation", "weighted_average", "weighted_sum", "linear_pool",
+        "wasserstein_barycenter", "log_variance_average")
+
+
+def honest(client, examples=10):
+    """An update along a common direction, with noise; variances shrink by a little."""
+    draws = torch.Generator().manual_seed(100 + client)
+    mean = {n: DIRECTION[n] + 0.1 * torch.randn(s, generator=draws) for n, s in SHAPES.items()}
+    body = 0.009 * (1 + 0.1 * torch.rand(40, generator=draws))
+    return ClientUpdate(client, examples, GaussianPosterior(mean, {"body": body, "head": torch.zeros(20)}))
+
+
+def lie(client, mean=1.0, variance=1.0, examples=10):
+    """An honest update with means and variances multiplied."""
+    q = honest(client).posterior
+    return ClientUpdate(client, examples, GaussianPosterior({n: m * mean for n, m in q.mean.items()},
+                                                            {n: v * variance for n, v in q.variance.items()}))
+
+
+def fuse(rule, updates, start=START, **options):
+    server = Server(start, fusion=rule, **options)
+    server.begin(RoundPlan(0, tuple(update.client for update in updates)))
+    outcomes = [server.admit(update) for update in updates]
+    return server.finish().posterior, outcomes
+
+
+def length(posterior, name):
+    return float((posterior.mean[name] @ DIRECTION[name]) / (DIRECTION[name] @ DIRECTION[name]))
+
+
+IMPOSSIBLE = {
+    "none": (0.0, "variance of 'body' is 0, where the global posterior has 0.01.*factor of 1e.12.*max_influence=None"),
+    "tiny": (1e-20, "variance of 'body' is 9.*e-23"),
+    "huge": (1e20, "variance of 'body' is 9"),
+}
+
+
+@pytest.mark.parametrize(("factor", "says"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+@pytest.mark.parametrize("rule", ["reverse_kl_barycenter", "coordinate_median", "ivar_vb"])
+def test_an_impossible_variance_is_refused_and_the_others_are_fused(rule, factor, says):
+    others = [honest(k) for k in range(4)]
+    fused, outcomes = fuse(rule, [*others, lie(4, variance=factor)])
+    assert [outcome.error is None for outcome in outcomes] == [True] * 4 + [False]
+    assert re.search(says, str(outcomes[4].error))
+    expected, _ = fuse(rule, others)
+    assert torch.equal(fused.mean["body"], expected.mean["body"])
+
+
+def test_a_variance_where_the_network_has_none_is_refused():
+    sent = honest(2).posterior
+    sent = GaussianPosterior(sent.mean, {**sent.variance, "head": torch.full((20,), 0.1)})
+    _, outcomes = fuse("reverse_kl_barycenter", [honest(0), honest(1), ClientUpdate(2, 10, sent)])
+    assert "'head' has a variance" in str(outcomes[2].error)
+    assert "deterministic in the global model" in str(outcomes[2].error)
+
+
+@pytest.mark.parametrize("rule", ["gaussian_fit", "linear_pool"])
+def test_a_deterministic_network_whose_fusion_has_a_variance_goes_on(rule):
+    start = GaussianPosterior.point_mass(START.mean)
+    server = Server(start, fusion=rule)
+    for number in range(2):
+        server.begin(RoundPlan(number, (0, 1, 2)))
+        outcomes = [
+            server.admit(ClientUpdate(k, 10, GaussianPosterior.point_mass(honest(k).posterior.mean))) for k in range(3)
+        ]
+        assert all(outcome.error is None for outcome in outcomes)
+        assert bool(server.finish().posterior.variance["body"].any())
+
+
+@pytest.mark.parametrize("rule", SUMS)
+@pytest.mark.parametrize("sizes", [[10] * 10, [600, 200, 100, 50, 50, 30, 30, 20, 20, 10]], ids=["equal", "skewed"])
+def test_honest_clients_are_fused_bit_for_bit(rule, sizes):
+    updates = [honest(k, size) for k, size in enumerate(sizes)]
+    guarded, _ = fuse(rule, updates)
+    plain, _ = fuse(rule, updates, max_influence=None)
+    for name in SHAPES:
+        assert torch.equal(guarded.mean[name], plain.mean[name])
+        assert torch.equal(guarded.variance[name], plain.variance[name])
+
+
+LIES = {f"mean × {m:g}, variance × {v:g}": (m, v) for m in (1.0, -1.0, -10.0, 1e30) for v in (1e-9, 1.0, 1e9)}
+
+
+@pytest.mark.parametrize(("mean", "variance"), LIES.values(), ids=LIES)
+@pytest.mark.parametrize("rule", SUMS)
+@pytest.mark.parametrize("place", [0, 9])
+def test_one_client_of_ten_moves_no_sum_far(rule, mean, variance, place):
+    """9 honest updates of length 1, one of at most 2 · (1 + 2/√n) against them, at a share of at most 2.2 / 11.2."""
+    updates = [honest(k) for k in range(10)]
+    updates[place] = lie(place, mean, variance)
+    fused, outcomes = fuse(rule, updates)
+    assert all(outcome.error is None for outcome in outcomes)
+    expected, _ = fuse(rule, [update for update in updates if update.client != place])
+    for name in SHAPES:
+        assert 0.4 < length(fused, name) < 1.6
+        assert float((fused.mean[name] - expected.mean[name]).norm() / expected.mean[name].norm()) < 0.6
+    if rule != "linear_pool":  # whose variance contains the clients' disagreement
+        ratio = fused.variance["body"] / expected.variance["body"]
+        assert 0.5 < float(ratio.min()) <= float(ratio.max()) < 1.5
+    unguarded, _ = fuse(rule, updates, max_influence=None)
+    if mean == -10 and variance == 1:
+        assert length(unguarded, "body") < 0.1, "without the guard the bound above is broken"
+
+
+def test_a_longer_update_is_clipped_to_twice_the_median_one():
+    """The closed form: K = 7 of lengths 1 and one of 100 under equal weights."""
+    start = GaussianPosterior.point_mass({"w": torch.zeros(10_000, dtype=torch.float64)})
+    step = torch.ones(10_000, dtype=torch.float64)
+    sent = [GaussianPosterior.point_mass({"w": step * size}) for size in (1, 1, 1, 1, 1, 1, 100)]
+    updates = [ClientUpdate(k, 10, posterior) for k, posterior in enumerate(sent)]
+    fused, _ = fuse("weighted_average", updates, start)
+    allowed = 2 * (1 + 2 / math.sqrt(10_000))
+    torch.testing.assert_close(fused.mean["w"], step * (6 + allowed) / 7)
+    fewer, _ = fuse("weighted_average", updates[1:], start)
+    torch.testing.assert_close(fewer.mean["w"], step * 105 / 6)  # six clients are too few to judge one
+
+
+@pytest.mark.parametrize("place", [0, 9])
+def test_clients_that_stand_out_are_named(place):
+    updates = [honest(k) for k in range(10)]
+    server = Server(START, fusion="weighted_average")
+    for bad, outlying in ((False, ()), (True, (place,))):
+        server.begin(RoundPlan(0, tuple(range(10))))
+        for update in updates:
+            server.admit(lie(place, -10.0) if bad and update.client == place else update)
+        result = server.finish()
+        assert result.aggregate is not None
+        assert result.aggregate.outlying == outlying
+        assert result.figures["outlying_clients"] == len(outlying)
+        server = Server(START, fusion="weighted_average")
+
+
+def test_the_order_of_arrival_does_not_matter_to_what_is_clipped():
+    updates = [lie(0, -1e6, 1e-6), *(honest(k) for k in range(1, 20))]
+    first, _ = fuse("reverse_kl_barycenter", updates)
+    last, _ = fuse("reverse_kl_barycenter", [*updates[10:], *updates[:10]])
+    torch.testing.assert_close(first.mean["body"], last.mean["body"], rtol=1e-5, atol=1e-6)
+
+
+def test_clients_kept_for_a_weighting_of_cohorts_are_clipped_too():
+    updates = [lie(0, -1e6), *(honest(k) for k in range(1, 10))]
+    streamed, _ = fuse("weighted_average", updates)
+    kept, _ = fuse("weighted_average", updates, weighting=lambda facts: [1.0] * len(facts))
+    for name in SHAPES:
+        torch.testing.assert_close(streamed.mean[name], kept.mean[name])
+
+
+def test_a_federation_that_does_not_move_is_left_alone():
+    still = [ClientUpdate(k, 10, START) for k in range(3)]
+    fused, _ = fuse("weighted_average", [*still, honest(3)])
+    torch.testing.assert_close(fused.mean["head"], honest(3).posterior.mean["head"] / 4)
+
+
+@pytest.mark.parametrize("wrong", [0.5, -1.0, math.nan, "much"])
+def test_a_bound_below_one_is_refused(wrong):
+    with pytest.raises(FederationError, match=r"max_influence=.*None turns the guard off"):
+        Server(START, max_influence=wrong)
+    with pytest.raises(FederationError, match="max_influence"):
+        fb.FederatedBayes(fb.IIDPartition(2), max_influence=wrong)
+
+
+@pytest.mark.parametrize("count", [6, 20])
+@pytest.mark.parametrize("attacked", [(), (0, 9)])
+def test_a_large_network_is_judged_like_a_small_one(monkeypatch, count, attacked):
+    """A large client is measured at once, and a copy of it waits; small ones are measured in groups."""
+    updates = [lie(k, -1e6) if k in attacked else honest(k) for k in range(count)]
+    expected, _ = fuse("linear_pool", updates)
+    monkeypatch.setattr("lightning_fedbayes.server.aggregation.MOST_AT_ONCE", 10)
+    fused, _ = fuse("linear_pool", updates)
+    for name in SHAPES:
+        assert torch.equal(fused.mean[name], expected.mean[name])
+        assert torch.equal(fused.variance[name], expected.variance[name])
+
+
+@pytest.mark.parametrize("at_once", [10, 2**22])
+def test_clients_that_wait_may_change_after_they_were_admitted(monkeypatch, at_once):
+    monkeypatch.setattr("lightning_fedbayes.server.aggregation.MOST_AT_ONCE", at_once)
+    expected, _ = fuse("linear_pool", [honest(k) for k in range(10)])
+    server = Server(START, fusion="linear_pool")
+    server.begin(RoundPlan(0, tuple(range(10))))
+    for k in range(10):
+        update = honest(k)
+        server.admit(update)
+        for tensor in (*update.posterior.mean.values(), update.posterior.variance["body"]):
+            tensor.fill_(7.0)
+    fused = server.finish().posterior
+    for name in SHAPES:
+        assert torch.equal(fused.mean[name], expected.mean[name])
+        assert torch.equal(fused.variance[name], expected.variance[name])
+
+
+WIDE = {"body": (300, 500), "bias": (7,), "empty": (0,), "head": (140_000,)}
+DETERMINISTIC = GaussianPosterior.point_mass({n: torch.ones(s) for n, s in WIDE.items()})
+
+
+def wide(client, factor=1.0):
+    """An update of a large deterministic network."""
+    draws = torch.Generator().manual_seed(client)
+    mean = {n: 1 + factor * (1 + torch.randn(s, generator=draws)) for n, s in WIDE.items()}
+    return ClientUpdate(client, 10 + client, GaussianPosterior.point_mass(mean))
+
+
+def result_of(updates, rule):
+    """The result of a round whose clients overwrite their tensors once they are admitted."""
+    server = Server(DETERMINISTIC, fusion=rule)
+    server.begin(RoundPlan(0, tuple(update.client for update in updates)))
+    for update in updates:
+        assert server.admit(update).error is None
+        for tensor in update.posterior.mean.values():
+            tensor.fill_(7.0)
+    return server.finish()
+
+
+@pytest.mark.parametrize("count", [5, 17])
+@pytest.mark.parametrize("attacked", [(), (0, 9)])
+@pytest.mark.parametrize("rule", ["reverse_kl_barycenter", "conflation", "weighted_average", "linear_pool"])
+def test_a_large_deterministic_network_is_fused_in_pieces_as_in_one_vector(monkeypatch, rule, attacked, count):
+    def updates():
+        return [wide(k, -50.0 if k in attacked else 1.0) for k in range(count)]
+
+    result = result_of(updates(), rule)
+    monkeypatch.setattr("lightning_fedbayes.server.aggregation.PIECE", 10**9)  # each client is copied into one vector
+    expected = result_of(updates(), rule)
+    assert result.figures["disagreement"] == pytest.approx(expected.figures["disagreement"], rel=1e-9)
+    assert result.figures["outlying_clients"] == expected.figures["outlying_clients"]
+    assert (result.figures["outlying_clients"] > 0) == (count == 17 and bool(attacked))
+    for name in WIDE:
+        torch.testing.assert_close(result.posterior.mean[name], expected.posterior.mean[name], rtol=1e-7, atol=1e-7)
+        if not attacked:
+            assert torch.equal(result.posterior.mean[name], expected.posterior.mean[name])
+            assert torch.equal(result.posterior.variance[name], expected.posterior.variance[name])
+
+
+@pytest.mark.parametrize("rule", ["reverse_kl_barycenter", "gaussian_fit", "weighted_average", "coordinate_median"])
+def test_disagreement_of_a_large_deterministic_network_is_the_variance_of_its_means(rule):
+    result = result_of([wide(k) for k in range(9)], rule)
+    means = torch.stack([torch.cat([m.flatten() for m in wide(k).posterior.mean.values()]) for k in range(9)]).double()
+    weights = torch.tensor([result.weights[k] for k in range(9)], dtype=torch.float64)
+    spread = weights @ (means - weights @ means).square()
+    assert result.figures["disagreement"] == pytest.approx(float(spread.mean()), rel=1e-12)

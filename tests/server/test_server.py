@@ -1,0 +1,162 @@
+"""The server by itself, driven by hand: no Trainer, no engine."""
+
+import math
+
+import pytest
+import torch
+
+import lightning_fedbayes as fb
+from lightning_fedbayes import ClientFailure, ClientUpdate, GaussianPosterior, RoundPlan, Server
+from lightning_fedbayes.core.errors import FederationError, FusionError
+from tests.federations import Plain, federate
+
+START = GaussianPosterior({"w": torch.zeros(3)}, {"w": torch.ones(3)})
+
+
+def update(client, value=None, variance=0.5, examples=10, **options):
+    mean = torch.full((3,), float(client if value is None else value))
+    return ClientUpdate(client, examples, GaussianPosterior({"w": mean}, {"w": torch.full((3,), variance)}), **options)
+
+
+def round_of(server, *updates, number=0, cohort=(0, 1, 2), **options):
+    server.begin(RoundPlan(number, cohort))
+    outcomes = [server.admit(each) for each in updates]
+    return server.finish(**options), outcomes
+
+
+def assert_same(first, second):
+    assert torch.equal(first.mean["w"], second.mean["w"])
+    assert torch.equal(first.variance["w"], second.variance["w"])
+
+
+def test_fedavg_is_the_mean_weighted_by_examples():
+    server = Server(START, fusion="weighted_average")
+    result, _ = round_of(server, update(0, examples=10), update(1, examples=10), update(2, examples=20))
+    torch.testing.assert_close(server.posterior.mean["w"], torch.full((3,), 1.25))
+    assert result.posterior is server.posterior
+    assert result.weights == {0: 0.25, 1: 0.25, 2: 0.5}
+    assert result.success
+    assert server.rounds == 1
+    assert server.accepted == {0: 1, 1: 1, 2: 1}
+
+
+UNUSABLE = {
+    "failed": (lambda: ClientFailure(2, RuntimeError("the disk is full")), "the disk is full"),
+    "not finite": (lambda: update(2, value=math.nan), "mean of 'w' is not finite"),
+    "of another network": (
+        lambda: ClientUpdate(2, 10, GaussianPosterior.point_mass({"v": torch.zeros(3)})), "different parameters"
+    ),
+    "of a stranger": (lambda: update(7), "client 7 is not in the cohort"),
+    "a second one": (lambda: update(1, value=9.0), "client 1 has been heard"),
+}
+
+
+@pytest.mark.parametrize(("make", "says"), UNUSABLE.values(), ids=UNUSABLE)
+@pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "coordinate_median"])
+def test_an_unusable_update_is_left_out_and_the_result_is_that_of_the_others_alone(make, says, fusion):
+    server, others = Server(START, fusion=fusion), Server(START, fusion=fusion)
+    result, outcomes = round_of(server, update(0), update(1), make())
+    assert [outcome.error is None for outcome in outcomes] == [True, True, False]
+    assert says in str(outcomes[2].error)
+    expected, _ = round_of(others, update(0), update(1))
+    assert_same(result.posterior, expected.posterior)
+    assert result.weights == expected.weights
+    assert result.figures["valid_clients"] == 2
+
+
+@pytest.mark.parametrize("fusion", ["weighted_average", "geometric_median", "coordinate_median"])
+def test_tensors_of_an_update_may_be_overwritten_once_admitted(fusion):
+    def with_buffer(client):
+        return update(client, buffers={"mean": torch.full((2,), float(client))})
+
+    begun = {"mean": torch.zeros(2)}
+    server, untouched = Server(START, begun, fusion=fusion), Server(START, begun, fusion=fusion)
+    expected, _ = round_of(untouched, *map(with_buffer, range(3)))
+    server.begin(RoundPlan(0, (0, 1, 2)))
+    for client in range(3):
+        sent = with_buffer(client)
+        server.admit(sent)
+        sent.posterior.mean["w"].fill_(99.0)
+        sent.buffers["mean"].fill_(99.0)
+    result = server.finish()
+    assert_same(result.posterior, expected.posterior)
+    assert torch.equal(result.buffers["mean"], expected.buffers["mean"])
+
+
+def test_fewer_clients_than_the_quorum_leave_the_posterior():
+    server = Server(START, min_clients=2)
+    result, _ = round_of(server, update(0), ClientFailure(1, RuntimeError("gone")))
+    assert not result.success
+    assert server.posterior is START
+    assert (server.failed_rounds, server.rounds, server.accepted) == (1, 1, {})
+    result, _ = round_of(server, update(0), update(1), number=1)
+    assert result.success
+    assert [row["failed_rounds"] for row in server.history] == [1, 0]
+
+
+def test_a_rule_that_cannot_fuse_leaves_the_posterior_and_says_why():
+    server = Server(START, fusion="dwc")
+    result, _ = round_of(server, update(0, variance=5.0), update(1, variance=5.0))
+    assert isinstance(result.refusal, FusionError)
+    assert "precision is not positive" in str(result.refusal)
+    assert server.posterior is START
+
+
+def test_too_many_failed_rounds_raise_and_the_state_is_that_after_the_round():
+    server = Server(START, max_failed_rounds=2)
+    round_of(server)
+    with pytest.raises(FederationError, match=r"2 rounds in a row .*The first failure.*the disk is full"):
+        round_of(server, ClientFailure(0, RuntimeError("the disk is full")), number=1)
+    assert (server.rounds, server.failed_rounds, len(server.history)) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("fusion", ["ivar_vb", fb.AutoFusion(["ivar_vb", "linear_pool"])])
+def test_a_restored_server_goes_on_as_the_first_would_have(fusion, tmp_path):
+    def some(number):
+        return [update(client, value=client + number * (client == 2)) for client in range(3)]
+
+    def loss(candidate, notes):
+        return float(candidate.posterior.mean["w"].sum())
+
+    whole = Server(START, fusion=fusion)
+    for number in range(3):
+        round_of(whole, *some(number), number=number, score=loss)
+    first, again = Server(START, fusion=fusion), Server(START, fusion=fusion)
+    for number in range(2):
+        round_of(first, *some(number), number=number, score=loss)
+    torch.save(first.state_dict(), tmp_path / "server.pt")
+    again.load_state_dict(torch.load(tmp_path / "server.pt", weights_only=True))
+    round_of(again, *some(2), number=2, score=loss)
+    assert_same(again.posterior, whole.posterior)
+    assert again.accepted == whole.accepted
+    assert [row["round"] for row in again.history] == [1, 2, 3]
+
+
+def test_of_several_rules_the_one_of_the_least_finite_loss_is_taken():
+    fusion = fb.AutoFusion(["weighted_average", "weighted_sum", "linear_pool"])
+    losses = {"weighted_average": math.nan, "weighted_sum": 2.0, "linear_pool": 1.0}
+    server, order = Server(START, fusion=fusion), iter(losses.values())
+    result, _ = round_of(server, update(0), update(2), score=lambda candidate, notes: next(order))
+    expected = fb.fuse("linear_pool", [update(0).posterior, update(2).posterior])
+    assert_same(result.posterior, expected)
+    held_out = {name: value for name, value in result.figures.items() if name.startswith("held_out_loss/")}
+    assert {name.removeprefix("held_out_loss/") for name in held_out} == set(losses)
+
+
+def test_figures_of_a_round():
+    server = Server(START, fusion="weighted_average")
+    result, _ = round_of(
+        server, update(0, metrics={"train_loss": 1.0}), update(1, examples=30, metrics={"train_loss": 2.0}),
+        ClientFailure(2, RuntimeError("gone")),
+    )
+    figures = result.figures
+    assert figures["train_loss"] == pytest.approx(1.75)
+    assert (figures["round"], figures["valid_clients"], figures["failed_clients"]) == (1, 2, 1)
+    assert figures["megabytes_up"] == pytest.approx(2 * 6 * 4 / 1e6)
+    assert server.history == [figures]
+
+
+def test_the_callback_drives_this_server():
+    callback = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(Plain(), callback, rounds=1)
+    assert type(callback.federation.server) is Server

@@ -1,0 +1,200 @@
+"""Client facts in, client weights out."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fedbayes import FusionError, GaussianPosterior
+from lightning_fedbayes.server.weighting import (
+    PER_CLIENT,
+    PER_COHORT,
+    SMALLEST_DISTANCE,
+    ClientFacts,
+    check_weighting,
+    client_weights,
+    effective_clients,
+)
+
+NAMES = sorted([*PER_CLIENT, *PER_COHORT])
+
+
+def normal(mean, variance=1.0):
+    """A posterior with one parameter."""
+    mean = torch.tensor(mean, dtype=torch.float64)
+    return GaussianPosterior({"w": mean}, {"w": torch.tensor(variance, dtype=torch.float64).expand(mean.shape)})
+
+
+def facts_of(posteriors, sizes=None, previous=None):
+    sizes = sizes or [1] * len(posteriors)
+    previous = previous or normal([0.0] * posteriors[0].num_parameters)
+    return [ClientFacts(k, n, q, previous) for k, (n, q) in enumerate(zip(sizes, posteriors, strict=True))]
+
+
+def shares(*values):
+    return pytest.approx([value / sum(values) for value in values])
+
+
+def test_equal():
+    assert client_weights("equal", facts_of([normal([1.0])] * 4, [1, 2, 3, 4])) == [0.25] * 4
+
+
+def test_train_size():
+    assert client_weights("train_size", facts_of([normal([1.0])] * 3, [10, 30, 60])) == shares(10, 30, 60)
+
+
+def test_train_size_of_a_client_without_examples_is_zero():
+    assert client_weights("train_size", facts_of([normal([1.0])] * 2, [0, 5])) == [0, 1]
+
+
+def kl(m, v, n, w):
+    """KL(N(m, v)‖N(n, w)) by hand."""
+    return 0.5 * (math.log(w / v) + (v + (m - n) ** 2) / w - 1)
+
+
+def test_distance_is_from_the_previous_global_posterior_to_the_client():
+    """KL(q_g‖q_k), which is not KL(q_k‖q_g) where variances differ."""
+    clients = [normal([1.0], [4.0]), normal([3.0], [0.25])]
+    expected = [1 / kl(0.0, 2.0, 1.0, 4.0), 1 / kl(0.0, 2.0, 3.0, 0.25)]
+    assert client_weights("distance", facts_of(clients, previous=normal([0.0], [2.0]))) == shares(*expected)
+
+
+def test_distance_sums_over_all_parameters():
+    clients = [normal([1.0, 2.0]), normal([3.0, 0.0])]
+    assert client_weights("distance", facts_of(clients)) == shares(1 / (5 / 2), 1 / (9 / 2))
+
+
+def test_max_discrepancy_is_the_largest_reciprocal():
+    clients = [normal([0.0], [1.0]), normal([1.0], [2.0]), normal([5.0], [0.5])]
+    parameters = [(0.0, 1.0), (1.0, 2.0), (5.0, 0.5)]
+    expected = [max(1 / kl(*parameters[k], *parameters[j]) for j in range(3) if j != k) for k in range(3)]
+    assert client_weights("max_discrepancy", facts_of(clients)) == shares(*expected)
+
+
+def test_distance_l2():
+    clients = [GaussianPosterior.point_mass(normal(mean).mean) for mean in ([1.0, 2.0], [0.0, 3.0])]
+    assert client_weights("distance_l2", facts_of(clients)) == shares(1 / 5, 1 / 9)
+
+
+def test_max_discrepancy_l2():
+    clients = [GaussianPosterior.point_mass(normal(mean).mean) for mean in ([0.0], [1.0], [4.0])]
+    assert client_weights("max_discrepancy_l2", facts_of(clients)) == shares(1, 1, 1 / 9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_identical_posteriors_have_equal_finite_weights(name):
+    same = [normal([1.0, 2.0], [1.0, 0.5])] * 3
+    assert client_weights(name, facts_of(same, previous=same[0])) == shares(1, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["distance", "distance_l2"])
+def test_weight_of_a_client_that_did_not_move_is_bounded(name):
+    [still, moved] = facts_of([normal([0.0]), normal([1.0])])
+    assert PER_CLIENT[name](still) == 1 / SMALLEST_DISTANCE
+    assert client_weights(name, [still, moved])[0] < 1
+
+
+@pytest.mark.parametrize("name", ["max_discrepancy", "max_discrepancy_l2"])
+def test_weight_of_a_pair_of_twins_is_bounded(name):
+    values = PER_COHORT[name](facts_of([normal([1.0]), normal([1.0]), normal([3.0])]))
+    assert values[:2].tolist() == [1 / SMALLEST_DISTANCE] * 2
+    assert values[2] == pytest.approx(1 / 2 if name == "max_discrepancy" else 1 / 4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_client_has_all_the_weight(name):
+    assert client_weights(name, facts_of([normal([1.0])])) == [1.0]
+
+
+@pytest.mark.parametrize("name", ["distance", "max_discrepancy"])
+def test_deterministic_networks_are_sent_to_the_l2_form(name):
+    point = [GaussianPosterior.point_mass(normal([float(k)]).mean) for k in range(2)]
+    with pytest.raises(FusionError, match=rf"'{name}' compares probabilistic parameters.*none.*'{name}_l2'"):
+        client_weights(name, facts_of(point, previous=GaussianPosterior.point_mass(normal([0.0]).mean)))
+
+
+@pytest.mark.parametrize("name", ["distance", "max_discrepancy"])
+def test_deterministic_parameters_of_a_hybrid_network_do_not_count(name):
+    hybrid = [normal([float(k), 100.0 * k], [1.0, 0.0]) for k in (1, 2, 4)]
+    probabilistic = [normal([float(k)]) for k in (1, 2, 4)]
+    weights = client_weights(name, facts_of(hybrid, previous=normal([0.0, 0.0], [1.0, 0.0])))
+    assert weights == pytest.approx(client_weights(name, facts_of(probabilistic)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data(), count=st.integers(1, 5))
+@settings(deadline=None, max_examples=30)
+def test_weights_sum_to_one_and_follow_the_clients(name, data, count):
+    numbers = st.lists(st.floats(-10, 10), min_size=count, max_size=count)
+    means, spreads = data.draw(numbers), data.draw(numbers)
+    sizes = data.draw(st.lists(st.integers(1, 1000), min_size=count, max_size=count))
+    order = data.draw(st.permutations(range(count)))
+    facts = facts_of([normal([m], [math.exp(s)]) for m, s in zip(means, spreads)], sizes)
+    weights = client_weights(name, facts)
+    assert sum(weights) == pytest.approx(1)
+    assert all(0 <= weight <= 1 for weight in weights)
+    assert client_weights(name, [facts[k] for k in order]) == pytest.approx([weights[k] for k in order])
+
+
+def test_function_of_all_facts():
+    facts = [ClientFacts(k, n, normal([0.0]), normal([0.0]), {"loss": loss})
+             for k, (n, loss) in enumerate([(10, 2.0), (20, 0.5)])]
+
+    def by_loss(cohort):
+        return [each.num_examples / each.metrics["loss"] for each in cohort]
+
+    assert client_weights(by_loss, facts) == shares(5, 40)
+    assert client_weights(lambda cohort: torch.tensor([1, 3]), facts) == shares(1, 3)
+    assert client_weights(lambda cohort: [0.0, 2.0], facts) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([1.0], "gave 1 weights for 2 clients; give one per client"),
+        ([1.0, 1.0, 1.0], "gave 3 weights for 2 clients"),
+        ([1.0, -1.0], r"weights must be finite and at least 0, got -1\.0 among \[1\.0, -1\.0\]"),
+        ([1.0, math.nan], "must be finite.*nan"),
+        ([1.0, math.inf], "must be finite.*inf"),
+        ([0.0, 0.0], "only zeros; at least one client needs a positive weight"),
+        (None, "weights"),
+        ({0: 1.0, 1: 2.0}, "weights"),
+        (["a", "b"], "weights"),
+    ],
+    ids=str,
+)
+def test_functions_that_give_no_weights_are_named(values, words):
+    def mine(cohort):
+        return values
+
+    with pytest.raises(FusionError, match=f"weighting mine.*{words}"):
+        client_weights(mine, facts_of([normal([0.0])] * 2))
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("train_sizes", "train_size"), ("equals", "equal"),
+                                              ("max_discrepency", "max_discrepancy")])
+def test_unknown_name_gets_the_nearest(wrong, right):
+    with pytest.raises(FusionError, match=rf"weighting='{wrong}': did you mean '{right}'\?.*distance_l2"):
+        client_weights(wrong, facts_of([normal([0.0])]))
+
+
+@pytest.mark.parametrize("wrong", [None, 3, [0.5, 0.5], {"a": 1.0}], ids=repr)
+def test_what_is_neither_name_nor_function_is_refused(wrong):
+    with pytest.raises(FusionError, match=r"weighting=.*give one of"):
+        check_weighting(wrong)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=10))
+@settings(deadline=None)
+def test_effective_number_of_clients_is_between_one_and_all(weights):
+    effective = effective_clients(weights)
+    assert 1 - 1e-9 <= effective <= len(weights) + 1e-9
+    assert effective == pytest.approx(effective_clients([7 * weight for weight in weights]))
+    assert effective == pytest.approx(effective_clients([*weights, 0.0]))
+
+
+@pytest.mark.parametrize(("weights", "expected"), [([1, 1, 1, 1], 4), ([1, 0, 0], 1), ([0.8, 0.2], 1 / 0.68)])
+def test_effective_number_of_clients(weights, expected):
+    assert effective_clients(weights) == pytest.approx(expected)

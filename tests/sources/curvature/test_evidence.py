@@ -1,0 +1,73 @@
+"""The prior that the evidence chooses: closed forms, laplace-torch, linear regression, bounds."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.sources.curvature.evidence import LARGEST, chosen_precision
+
+
+@pytest.mark.parametrize("information", [0.01, 3.0, 1e4])
+def test_alike_information_has_a_closed_form(information):
+    """With F alike for all P parameters a‖θ‖² = P F / (F + a), a quadratic equation."""
+    torch.manual_seed(0)
+    mean = torch.randn(3, 7)
+    size = float(mean.double().square().sum())
+    exact = (-information + math.sqrt(information**2 + 4 * information * 21 / size)) / 2
+    assert chosen_precision([torch.full((3, 7), information)], [mean]) == pytest.approx(exact, rel=1e-6)
+
+
+def test_nothing_to_learn_from_gives_a_bound():
+    zero, one = torch.zeros(4), torch.ones(4)
+    assert chosen_precision([zero], [one]) == pytest.approx(1 / LARGEST)  # as wide as can be
+    assert chosen_precision([one], [zero]) == pytest.approx(LARGEST)
+    assert chosen_precision([one * 1e30], [one * 1e30]) == pytest.approx(1 / LARGEST)
+
+
+def test_is_the_maximum_of_the_evidence_of_laplace_torch():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("laplace")
+        from laplace import DiagLaplace
+        from laplace.curvature import AsdlGGN
+
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        x, y = torch.randn(40, 5), torch.randint(0, 3, (40,))
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=16)
+        peer = DiagLaplace(module, "classification", backend=AsdlGGN)
+        peer.fit(data)
+    laplace = fb.Laplace(prior_std=None)
+    information = laplace.site(module, data)
+    precision = chosen_precision(information.values(), module.parameters())
+
+    def evidence(factor):
+        return float(peer.log_marginal_likelihood(prior_precision=torch.tensor(factor * precision)))
+
+    assert abs(evidence(1.01) - evidence(0.99)) < 2e-4  # its slope there is 0
+    assert evidence(1.0) > max(evidence(0.5), evidence(0.9), evidence(1.1), evidence(2.0))
+    found = laplace.posterior(module, data).variance
+    for name, each in information.items():
+        assert torch.allclose(1 / found[name], each + precision, rtol=1e-5)
+
+
+def test_training_and_choosing_in_turn_end_at_the_evidence_of_a_linear_regression():
+    r"""With orthogonal inputs of one length, :math:`\hat w_j \sim N(0, s^2 + 1/F)`: s² = mean ŵ² − 1/F."""
+    torch.manual_seed(0)
+    noise, x = 0.5, torch.linalg.qr(torch.randn(50, 12))[0] * 3
+    weights = 0.7 * torch.randn(12)
+    y = x @ weights[:, None] + noise * torch.randn(50, 1)
+    information, least_squares = 9 / noise**2, x.T @ y / 9
+    wanted = float(least_squares.square().mean()) - 1 / information
+    module, std = nn.Linear(12, 1, bias=False), 3.0
+    for _ in range(200):
+        with torch.no_grad():  # the mode under N(0, std²)
+            module.weight.copy_((information / (information + std**-2) * least_squares).T)
+        found = fb.Laplace("regression", prior_std=None, noise_std=noise).posterior(module, [(x, y)])
+        std = float((1 / found.variance["weight"] - information).mean()) ** -0.5
+    assert std**2 == pytest.approx(wanted, rel=1e-3)
+    assert abs(std - 0.7) < 0.2
