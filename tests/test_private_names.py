@@ -22,7 +22,7 @@ PRIVATE = {
         r"\b(?:trainer|loop|fit_loop|epoch_loop|connector)\._[a-z]\w*",
         r"\b(?:fit_loop|epoch_loop|automatic_optimization|optim_progress|val_loop|epoch_progress)\b",
     ),
-    "private_torch.py": (
+    "core/private_torch.py": (
         r"\btorch(?:\.\w+)*\._[a-zA-Z]\w*",  # torch._C, torch.utils._pytree
         r"\bfrom torch[\w.]* import .*\b_[a-zA-Z]\w*",
         r"\._version\b",
@@ -55,12 +55,12 @@ def test_private_names_stand_in_their_own_file(home):
 @pytest.mark.parametrize(
     ("home", "text", "count"),
     [
-        ("private_torch.py", "from torch._C import _functorch", 2),
-        ("private_torch.py", "from torch.utils._pytree import tree_map", 1),
-        ("private_torch.py", "from torch.utils import _pytree", 1),
-        ("private_torch.py", "import torch\ntorch._C._functorch.is_batchedtensor(x)", 1),
-        ("private_torch.py", "tensor._version + parameter._backward_hooks + optimizer._optimizer_step_post_hooks", 3),
-        ("private_torch.py", "from torch.distributed import PrefixStore\ntorch.func.vmap(f)\nmodule._parameters", 0),
+        ("core/private_torch.py", "from torch._C import _functorch", 2),
+        ("core/private_torch.py", "from torch.utils._pytree import tree_map", 1),
+        ("core/private_torch.py", "from torch.utils import _pytree", 1),
+        ("core/private_torch.py", "import torch\ntorch._C._functorch.is_batchedtensor(x)", 1),
+        ("core/private_torch.py", "tensor._version + parameter._backward_hooks + optimizer._optimizer_step_post_hooks", 3),
+        ("core/private_torch.py", "from torch.distributed import PrefixStore\ntorch.func.vmap(f)\nmodule._parameters", 0),
         ("trainer/", "from lightning.pytorch.trainer.call import _call_strategy_hook", 1),
         ("trainer/", "from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher", 1),
         ("trainer/", 'vars(module)["_current_fx_name"] = "training_step"', 1),

@@ -10,21 +10,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import (
-    adversaries,
-    aggregation,
-    calibration,
-    data,
-    fusion,
-    layers,
-    metrics,
-    modules,
-    plan,
-    weighting,
-)
+from lightning_fedbayes import data, fusion, layers, metrics, modules
+from lightning_fedbayes.callbacks import calibration
+from lightning_fedbayes.clients import adversaries
 from lightning_fedbayes.data import ClientDatasets, clients_of, labels_of
 from lightning_fedbayes.data.partition.base import Split, counts_table
 from lightning_fedbayes.metrics import functional
+from lightning_fedbayes.server import aggregation, plan, weighting
 
 LABELS = torch.arange(60) % 3
 PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1]])
