@@ -11,6 +11,7 @@ import lightning_fedbayes
 
 PACKAGE = Path(lightning_fedbayes.__file__).parent
 
+TORCH = "core/private_torch.py"
 PRIVATE = {
     "trainer/": (
         r"\b(?:from|import) lightning[\w.]*\._\w+",
@@ -22,7 +23,7 @@ PRIVATE = {
         r"\b(?:trainer|loop|fit_loop|epoch_loop|connector)\._[a-z]\w*",
         r"\b(?:fit_loop|epoch_loop|automatic_optimization|optim_progress|val_loop|epoch_progress)\b",
     ),
-    "core/private_torch.py": (
+    TORCH: (
         r"\btorch(?:\.\w+)*\._[a-zA-Z]\w*",  # torch._C, torch.utils._pytree
         r"\bfrom torch[\w.]* import .*\b_[a-zA-Z]\w*",
         r"\._version\b",
@@ -55,12 +56,12 @@ def test_private_names_stand_in_their_own_file(home):
 @pytest.mark.parametrize(
     ("home", "text", "count"),
     [
-        ("core/private_torch.py", "from torch._C import _functorch", 2),
-        ("core/private_torch.py", "from torch.utils._pytree import tree_map", 1),
-        ("core/private_torch.py", "from torch.utils import _pytree", 1),
-        ("core/private_torch.py", "import torch\ntorch._C._functorch.is_batchedtensor(x)", 1),
-        ("core/private_torch.py", "tensor._version + parameter._backward_hooks + optimizer._optimizer_step_post_hooks", 3),
-        ("core/private_torch.py", "from torch.distributed import PrefixStore\ntorch.func.vmap(f)\nmodule._parameters", 0),
+        (TORCH, "from torch._C import _functorch", 2),
+        (TORCH, "from torch.utils._pytree import tree_map", 1),
+        (TORCH, "from torch.utils import _pytree", 1),
+        (TORCH, "import torch\ntorch._C._functorch.is_batchedtensor(x)", 1),
+        (TORCH, "tensor._version + parameter._backward_hooks + optimizer._optimizer_step_post_hooks", 3),
+        (TORCH, "from torch.distributed import PrefixStore\ntorch.func.vmap(f)\nmodule._parameters", 0),
         ("trainer/", "from lightning.pytorch.trainer.call import _call_strategy_hook", 1),
         ("trainer/", "from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher", 1),
         ("trainer/", 'vars(module)["_current_fx_name"] = "training_step"', 1),
