@@ -267,8 +267,11 @@ class RoundSites:
             for name, value in self.base.mean.items()
         ])
         own = (site["precision"].to(like), site["shift"].to(like)) if "precision" in site else None
+        solution = self.rule.natural_of(trained, like)
+        large = [(1 / value.square().mean()).expand(value.numel()) for value in trained.mean.values()]
+        start = torch.minimum(solution[0], torch.cat(large).to(like))
         precision, shift = self.rule.changed(
-            self._natural, own, self.rule.natural_of(trained, like), self.fields(site)[2], self.share, self.round, found
+            self._natural, own, solution, self.fields(site)[2], self.share, self.round, found, start
         )
         mean = shift / precision
         if not bool(mean.isfinite().all()):

@@ -95,8 +95,9 @@ class Sites(StatefulSumRule):
               F_k = w_r B\,\overline{g^2} + (1 - w_r)\,\overline{g_i^2}, \qquad w_r = \min(1, 20 / r)
 
     with :math:`\gamma_r = 0.5` before round 20 and 0.3 from there on. A client's first site begins at
-    :math:`\Lambda(q_k) / K` in the place of :math:`\Lambda_k` (from round 20 on at the measured precision), the width
-    of the layers themselves: so σ widens from round to round, where wide draws at once would take an untrained network
+    :math:`\min(\Lambda(q_k), 1 / \overline{\mu^2}) / K` in the place of :math:`\Lambda_k`, with the mean of the squared
+    means of a tensor (from round 20 on at the measured precision): σ is at first as large as the weights, or as the
+    layers have it, and then widens from round to round, where wide draws at once would take an untrained network
     apart. :math:`\tau / n_k` is the factor of the KL divergence in the client's loss, and g the gradient of the mean
     loss of a batch of B examples. Both terms estimate the diagonal of the empirical Fisher information; the first
     counts the square of a client's own mean gradient B times. Layers whose single examples cannot be told apart, as
@@ -239,7 +240,7 @@ class Sites(StatefulSumRule):
 
     def changed(
         self, base: Natural, site: Natural | None, trained: Natural, steps: Tensor, share: float, round: int,
-        measured: Tensor | None = None,
+        measured: Tensor | None = None, start: Tensor | None = None,
     ) -> Natural:
         r"""Return :math:`\lambda + \Delta_k`, what a client sends.
 
@@ -251,13 +252,15 @@ class Sites(StatefulSumRule):
             share: 1 / K.
             round: from 0; 0 where local training is without noise, so that the damping stays.
             measured: precision of the data, shape (P,), NaN where it is not known and :math:`\Lambda(q_k)` counts.
+            start: K times the precision that a first site begins with, shape (P,); None: :math:`\Lambda(q_k)`.
         """
         scale = steps * self.damping_in(round, share)
         old, own = torch.zeros_like(steps) if site is None else site[0], trained[0]
         wanted = old + scale * (own - base[0])
         if measured is not None:
             early = round < SETTLING
-            before = old if site is not None else share * own if early else measured
+            first = share * (own if start is None else start) if early else measured
+            before = first if site is None else old
             known = torch.lerp(measured, before, EARLY_MEMORY if early else MEMORY)
             wanted = torch.where(measured.isnan(), wanted, known)
             counts = (base[0] + (wanted - old) / scale).maximum(LEAST_PART * base[0])

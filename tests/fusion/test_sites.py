@@ -313,5 +313,6 @@ def test_a_first_site_begins_at_the_layers_own_width(round, site, wanted):
     """Of σ₀ = 1/20 and four clients; the data's precision is 12."""
     one, base = torch.ones(1, dtype=torch.float64), 100.0
     own = None if site is None else (site * one, 0 * one)
-    sent, _ = Sites().changed((base * one, 0 * one), own, (400 * one, 0 * one), one, 0.25, round, 12 * one)
-    assert float(sent - base) == pytest.approx(wanted - (site or 0.0))
+    for trained, start in ((400 * one, None), (900 * one, 400 * one)):
+        sent, _ = Sites().changed((base * one, 0 * one), own, (trained, 0 * one), one, 0.25, round, 12 * one, start)
+        assert float(sent - base) == pytest.approx(wanted - (site or 0.0))
