@@ -448,18 +448,20 @@ def test_the_widths_that_layers_begin_with_are_forgotten(engine):
     assert float((widths[0][0] / pooled).log().abs().max()) < 0.7
 
 
-def test_draws_do_not_take_an_untrained_network_apart():
-    """Four layers at a KL weight of 1: sites as wide as measured at once leave it at chance after five rounds."""
+@pytest.mark.parametrize("start", [0.001, 0.02])
+def test_draws_do_not_take_an_untrained_network_apart(start):
+    """After round 1 no σ is far above the weights, whatever is measured: half of Λ is at least 1 over their square."""
     L.seed_everything(0, verbose=False)
     module = fb.HybridBayesianClassifier(
-        mlp(64, 10, [50, 50, 50]), bayesian_last=4, estimator="local_reparameterization", learning_rate=0.01,
-        kl_weight=1.0, posterior_std=0.05,
+        mlp(64, 10, [50, 50, 50]), bayesian_last=4, learning_rate=0.01, kl_weight=1.0, posterior_std=start
     )
     federation = fb.FederatedBayes(fb.DirichletPartition(10, alpha=0.5), fusion="sites", local_epochs=2)
     digits = fb.DigitsDataModule()
     digits.setup()
-    trainer = federate(module, federation, 5, digits.train_dataloader(), digits.val_dataloader())
-    assert float(trainer.callback_metrics["val/accuracy"]) > 0.4
+    federate(module, federation, 1, digits.train_dataloader())
+    for name, mean in federation.posterior.mean.items():
+        width, weights = federation.posterior.variance[name].max().sqrt(), mean.square().mean().sqrt()
+        assert 0.5 * weights < width < 2 * weights, name
 
 
 class Peer(Plain):
