@@ -311,16 +311,31 @@ def chosen_parameters(module: nn.Module, patterns: Sequence[str]) -> Tensors:
     return found
 
 
+def check_shapes(
+    part: str, own: Mapping[str, Tensor], wanted: Mapping[str, Tensor], whose: str, rule: str
+) -> None:
+    """Raise FederationError unless both have the same names and shapes.
+
+    Args:
+        part: what ``own`` is, in words.
+        own: name → tensor, of one client.
+        wanted: name → tensor, of all.
+        whose: what ``wanted`` is of.
+        rule: what all clients have to do.
+    """
+    shapes, expected = ({name: tuple(value.shape) for name, value in each.items()} for each in (own, wanted))
+    if shapes != expected:
+        name = next(iter(dict(shapes.items() ^ expected.items())))
+        raise FederationError(
+            f"{part}: '{name}' is {shapes.get(name, 'missing')}, and that of {whose} is "
+            f"{expected.get(name, 'missing')}: {rule}"
+        )
+
+
 def _check_site(number: int, site: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
     """Raise FederationError unless a client's ``site`` is information of the ``parameters``."""
-    shapes = {name: tuple(value.shape) for name, value in site.items()}
-    wanted = {name: tuple(p.shape) for name, p in parameters.items()}
-    if shapes != wanted:
-        name = next(iter(dict(shapes.items() ^ wanted.items())))
-        raise FederationError(
-            f"sites[{number}]: '{name}' is {shapes.get(name, 'missing')}, and that of the module is "
-            f"{wanted.get(name, 'missing')}: all clients have to take site() of this module"
-        )
+    rule = "all clients have to take site() of this module"
+    check_shapes(f"sites[{number}]", site, parameters, "the module", rule)
     for name, value in site.items():
         if not bool((torch.isfinite(value) & (value >= 0)).all()):
             raise FederationError(

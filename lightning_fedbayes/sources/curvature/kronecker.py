@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lightning_fedbayes.core.errors import FederationError, check_kind, check_number, nearest
 from lightning_fedbayes.layers import evaluation_mode
-from lightning_fedbayes.sources.curvature.diagonal import Laplace
+from lightning_fedbayes.sources.curvature.diagonal import Laplace, check_shapes
 from lightning_fedbayes.sources.curvature.kronecker_posterior import KroneckerPosterior, Tensors, joined, split
 from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
 
@@ -257,14 +257,7 @@ def _check_alike(number: int, site: KroneckerSite, first: KroneckerSite) -> None
     """Raise FederationError unless a site has the names and shapes of the first, and finite values."""
     for part in ("mean", "buffers", "inputs", "outputs"):
         own, others = getattr(site, part), getattr(first, part)
-        shapes = {name: tuple(value.shape) for name, value in own.items()}
-        wanted = {name: tuple(value.shape) for name, value in others.items()}
-        if shapes != wanted:
-            name = next(iter(dict(shapes.items() ^ wanted.items())))
-            raise FederationError(
-                f"sites[{number}].{part}: '{name}' is {shapes.get(name, 'missing')}, and that of sites[0] is "
-                f"{wanted.get(name, 'missing')}: all clients have to train the same network"
-            )
+        check_shapes(f"sites[{number}].{part}", own, others, "sites[0]", "all clients have to train the same network")
         for name, value in own.items():
             if not bool(torch.isfinite(value).all()):
                 raise FederationError(f"sites[{number}].{part}['{name}'] is not finite: leave this client out")
