@@ -43,7 +43,7 @@ def put_rows(stack: Tensor, slots: Slots, rows: Tensor) -> None:
         if target.data_ptr() != rows.data_ptr():
             target.copy_(rows)
     else:
-        stack[list(slots)] = rows
+        stack[list(slots)] = rows.to(stack.dtype)  # counts of new clients are of single precision, of others double
 
 
 def add_rows(stack: Tensor, slots: Slots, rows: Tensor | float) -> None:
