@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         SignFlip,
     )
     from lightning_fedbayes.clients.evaluation import ClientScores, choose_personal_weight, evaluate_clients
+    from lightning_fedbayes.clients.privacy import UpdatePrivacy, epsilon_of, noise_multiplier_for
     from lightning_fedbayes.clients.settings import FederationSettings
     from lightning_fedbayes.core.errors import (
         ConversionError,
@@ -53,9 +54,24 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         available_fusions,
         fuse,
         register_fusion,
-        remove_client,
     )
     from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior, with_mc_dropout
+    from lightning_fedbayes.methods import (
+        Averaging,
+        FedNova,
+        FedProx,
+        LocalProblem,
+        Method,
+        Participant,
+        Population,
+        Quadratic,
+        Report,
+        Scaffold,
+        Shared,
+        Trained,
+        register_method,
+        remove_client,
+    )
     from lightning_fedbayes.modules import (
         BayesianLinearRegression,
         BayesianModule,
@@ -68,7 +84,6 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         PosteriorPredictive,
         with_kl,
     )
-    from lightning_fedbayes.privacy import UpdatePrivacy, epsilon_of, noise_multiplier_for
     from lightning_fedbayes.server import RoundResult, Server
     from lightning_fedbayes.server.plan import RoundPlan
     from lightning_fedbayes.sources.curvature import SWAG, KroneckerLaplace, Laplace
@@ -80,6 +95,7 @@ __all__ = [
     "SWAG",
     "ALittleIsEnough",
     "AutoFusion",
+    "Averaging",
     "BayesianLinearRegression",
     "BayesianModule",
     "CIFAR10DataModule",
@@ -100,6 +116,8 @@ __all__ = [
     "FalseVariance",
     "FashionMNISTDataModule",
     "FedBayesError",
+    "FedNova",
+    "FedProx",
     "FederatedBayes",
     "FederatedConformal",
     "FederatedTemperature",
@@ -118,21 +136,30 @@ __all__ = [
     "LabelFlip",
     "Laplace",
     "LinearStatistics",
+    "LocalProblem",
     "MNISTDataModule",
+    "Method",
     "NotANumber",
+    "Participant",
     "PartitionError",
+    "Population",
     "PosteriorError",
     "PosteriorPredictive",
+    "Quadratic",
     "RandomUpdate",
     "Reliability",
+    "Report",
     "RoundPlan",
     "RoundResult",
     "SVHNDataModule",
+    "Scaffold",
     "ScaledUpdate",
     "Server",
+    "Shared",
     "SignFlip",
     "Sites",
     "SizesPartition",
+    "Trained",
     "UCIDataModule",
     "UncertaintyReport",
     "UpdatePrivacy",
@@ -148,15 +175,16 @@ __all__ = [
     "noise_multiplier_for",
     "read_posterior",
     "register_fusion",
+    "register_method",
     "remove_client",
     "with_kl",
     "with_mc_dropout",
 ]
 
 _ROOMS = (
-    "core.errors", "core.posterior", "core.messages", "fusion", "server.plan", "server", "sources.ivon", "privacy",
-    "layers", "sources.curvature", "data.partition", "data", "modules", "clients.adversaries", "clients.settings",
-    "clients.evaluation", "trainer", "callbacks.calibration", "callbacks",
+    "core.errors", "core.posterior", "core.messages", "fusion", "methods", "server.plan", "server", "sources.ivon",
+    "clients.privacy", "layers", "sources.curvature", "data.partition", "data", "modules", "clients.adversaries",
+    "clients.settings", "clients.evaluation", "trainer", "callbacks.calibration", "callbacks",
 )
 """Rooms that the public names come from, those first that need no Lightning and little else."""
 

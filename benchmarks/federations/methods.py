@@ -85,13 +85,13 @@ class Method(NamedTuple):
         return federation.task == "regression" or not self.linear
 
 
-POPULATION = {"prior": "hierarchical", "fusion": "linear_pool", "weighting": "equal"}
+POPULATION = {"fusion": "population"}
 METHODS: dict[str, Method] = {
     "local only": Method(ADAM, alone=True),
     "local only, IVON": Method(IVON, kind="ivon", alone=True),
     "pooled": Method(ADAM, pooled=True),
     "FedAvg": Method(ADAM, {"fusion": "weighted_average"}),
-    "FedProx": Method(ADAM, {"fusion": "weighted_average", "proximal": 0.1}),
+    "FedProx": Method(ADAM, {"fusion": fb.FedProx(0.1)}),
     "FedAdam": Method(tuple({"rate": 0.01, "server_rate": rate} for rate in (0.03, 0.1))),
     "cyclic": Method(ADAM, {"fusion": "weighted_average", "fraction": "turns"}),
     "barycenter": Method(LAYERS, {"fusion": "reverse_kl_barycenter"}, kind="layers"),

@@ -87,8 +87,8 @@ def make_rule(text: str) -> str | FusionRule:
 def make_federation(settings: Settings) -> fb.FederatedBayes:
     """Return the callback of a cell."""
     return fb.FederatedBayes(
-        make_partition(settings), local_epochs=settings.local_epochs, fusion=make_rule(settings.fusion),
-        weighting=settings.weighting, prior=settings.prior, seed=settings.seed,  # type: ignore[arg-type]
+        make_partition(settings), local_epochs=settings.local_epochs, weighting=settings.weighting, seed=settings.seed,
+        fusion=fb.Averaging(make_rule(settings.fusion), settings.prior),  # pyright: ignore[reportArgumentType]
     )
 
 

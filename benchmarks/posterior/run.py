@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+import lightning_fedbayes as fb
 from benchmarks.page import write
 from benchmarks.posterior import images, logistic
 from benchmarks.posterior.report import BAR_SPLIT, Results, curves, tables
@@ -106,7 +107,9 @@ def breast_cancer() -> tuple[logistic.TensorDataset, GaussianPosterior]:
 
 def result_of(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
     """Run a cell, with the files of images in ``folder``."""
-    options = {"prior": cell.prior, **VARIANTS.get(cell.rule, {"fusion": cell.rule})}
+    options = dict(VARIANTS.get(cell.rule, {"fusion": cell.rule}))
+    if cell.prior == "global":
+        options["fusion"] = fb.Averaging(options["fusion"], "global")
     if cell.study == "logistic":
         return logistic.run(*breast_cancer(), logistic.SPLITS[cell.split], ROUNDS, cell.seed, **options)
     partition = options.pop("partition", images.SPLITS.get(cell.split))

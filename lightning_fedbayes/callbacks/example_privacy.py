@@ -11,13 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedbayes.clients import Federation
-from lightning_fedbayes.clients.sequential import SequentialEngine
-from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.core.seeding import derive_seed
-from lightning_fedbayes.layers import kl_divergence
-from lightning_fedbayes.modules import BayesianModule
-from lightning_fedbayes.privacy import check_no_buffers
-from lightning_fedbayes.privacy.accountant import (
+from lightning_fedbayes.clients.privacy import check_no_buffers
+from lightning_fedbayes.clients.privacy.accountant import (
     check_clip,
     check_delta,
     check_noise,
@@ -25,7 +20,12 @@ from lightning_fedbayes.privacy.accountant import (
     epsilon_spent,
     import_opacus,
 )
-from lightning_fedbayes.privacy.example_gradients import GradSamples, check_network
+from lightning_fedbayes.clients.privacy.example_gradients import GradSamples, check_network
+from lightning_fedbayes.clients.sequential import SequentialEngine
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.seeding import derive_seed
+from lightning_fedbayes.layers import kl_divergence
+from lightning_fedbayes.modules import BayesianModule
 
 FULL_PRECISION = ("32-true", "64-true")
 ROUNDING = 1e-3

@@ -20,14 +20,12 @@ from lightning_fedbayes.clients import FederatedLoader, Federation, federated_lo
 from lightning_fedbayes.clients.model import frozen_names, with_rest
 from lightning_fedbayes.clients.settings import (
     Adversaries,
-    AutoFusion,
     BufferPolicy,
     EngineName,
     FederationSettings,
     Fusion,
     OptimizerPolicy,
     Partition,
-    PriorPolicy,
     Source,
     UpdatePrivacy,
     Weighting,
@@ -71,11 +69,13 @@ class FederatedBayes(L.Callback):
         local_epochs: passes over a client's data per round, E.
         fraction: share of the clients that take part in a round, C in (0, 1], drawn anew in every round; "turns": one
             client in each round, in the order of their numbers.
-        fusion: name of a fusion rule (:func:`~lightning_fedbayes.available_fusions`) or a rule object; "auto", or an
-            :class:`~lightning_fedbayes.AutoFusion`, chooses one in every round on the validation data. None: "sites",
-            whose posterior keeps its meaning over many rounds, where they go: Bayesian layers, or IVON, with one normal
-            prior, clients that keep no more than 1 GiB, and no other setting that speaks against them. Elsewhere
-            "reverse_kl_barycenter", an average. A line says which, and why.
+        fusion: the federated method: its name, a :class:`~lightning_fedbayes.Method` such as
+            ``FedProx(0.1)``, or a fusion rule, by which it averages
+            (:func:`~lightning_fedbayes.methods.available_methods`); "auto", or an
+            :class:`~lightning_fedbayes.AutoFusion`, chooses a rule in every round on the validation data. None:
+            "sites", whose posterior keeps its meaning over many rounds, where they go: Bayesian layers, or IVON, with
+            one normal prior, clients that keep no more than 1 GiB, and no other setting that speaks against them.
+            Elsewhere "reverse_kl_barycenter", an average. A line says which, and why.
         weighting: how much each client counts: "equal", "train_size", "max_discrepancy", "distance", their "_l2"
             forms, or a function from a list of :class:`~lightning_fedbayes.server.weighting.ClientFacts` to weights.
         engine: "sequential": clients train one after another. "vectorized": they train at once, as one stack of
@@ -83,11 +83,6 @@ class FederatedBayes(L.Callback):
             and it is likely to be faster, and says which it took and why.
         clients_at_once: most clients in a stack of the vectorized engine; None: as many as fit into 256 MiB (4 GiB on
             a GPU). Results with Bayesian noise depend on it, within the noise.
-        prior: "fixed": the layers' own priors in every round. "global": the prior of a round is the global posterior
-            that it starts from, as ``dwc`` wants it. "hierarchical": clients' parameters are draws from a population,
-            :math:`\theta_k \sim N(\phi, \Sigma)`, which is the global posterior, and learnt: each client goes on
-            with its own posterior, with the population as prior, and keeps it (``keep_posteriors``). It needs
-            ``fusion="linear_pool", weighting="equal"``; the first round has the layers' own priors.
         optimizer_state: "reset" in every round, or "keep" one per client from round to round. "auto" keeps it under
             ``fusion="sites"``, where every round goes on with nearly the same local problem, unless the optimizer is
             L-BFGS, or holds more than a state per parameter; under every other rule it resets.
@@ -104,18 +99,13 @@ class FederatedBayes(L.Callback):
         adversaries: an attack, or a list of them, by which some clients try to spoil the fusion, such as
             ``SignFlip(clients=0.3)``. A client with several applies them one after the other. Adversaries train
             honestly, report what they measured then, and send honest buffers.
-        privacy: an :class:`~lightning_fedbayes.privacy.UpdatePrivacy`: every client clips its update and adds noise
+        privacy: an :class:`~lightning_fedbayes.UpdatePrivacy`: every client clips its update and adds noise
             before it sends it, and the ε given away is logged as ``privacy/epsilon``. Adversaries replace what they
             would have sent then.
         posterior: where the posterior of parameters outside of Bayesian layers comes from: a
             :class:`~lightning_fedbayes.Laplace`, after each client's training, or a :class:`~lightning_fedbayes.SWAG`,
             along it. None: from an :class:`~lightning_fedbayes.IVON` where the module configures one; otherwise they
             are point masses.
-        proximal: :math:`\mu` of FedProx: a client's loss gains
-            :math:`\tfrac\mu2 \|\theta - \theta_g\|^2`, which holds what it trains near the global value
-            :math:`\theta_g` (means and ρ of Bayesian layers alike; not its local parameters). It helps where clients
-            with unlike data take many steps; 0.001 to 1 are usual. Under IVON it adds μ to the curvature. 0: no term.
-            Source: Li et al. 2020.
         keep_posteriors: every client keeps the posterior that it has trained last, for :meth:`posterior_of`. It never
             leaves the client, and takes as much memory and room in a checkpoint as the global one, for each client.
         seed: where every random draw comes from.
@@ -138,7 +128,6 @@ class FederatedBayes(L.Callback):
         weighting: Weighting = "train_size",
         engine: EngineName = "auto",
         clients_at_once: int | None = None,
-        prior: PriorPolicy = "fixed",
         optimizer_state: OptimizerPolicy = "auto",
         buffers: BufferPolicy = "average",
         local_parameters: Sequence[str] = (),
@@ -148,14 +137,13 @@ class FederatedBayes(L.Callback):
         adversaries: Adversaries = (),
         privacy: UpdatePrivacy | None = None,
         posterior: Source | None = None,
-        proximal: float = 0.0,
         keep_posteriors: bool = False,
         seed: int = 0,
     ) -> None:
         self.settings = self._given = FederationSettings(
-            partition, local_epochs, fraction, fusion, weighting, engine, clients_at_once, prior, optimizer_state,
-            buffers, local_parameters, min_clients, max_failed_rounds, max_influence, adversaries, privacy, posterior,
-            proximal, keep_posteriors, seed,
+            partition, local_epochs, fraction, fusion, weighting, engine, clients_at_once, optimizer_state, buffers,
+            local_parameters, min_clients, max_failed_rounds, max_influence, adversaries, privacy, posterior,
+            keep_posteriors, seed,
         )
         prepare_wandb()  # here: the Trainer starts its loggers before it calls any hook
         self._federation: Federation | None = None
@@ -199,8 +187,8 @@ class FederatedBayes(L.Callback):
 
         It is the fusion of the two by "reverse_kl_barycenter", with weights 1 − λ and λ; deterministic parameters are
         averaged. Local parameters are the client's own. Choose λ for each client on data of its own that it has not
-        trained on, as :func:`~lightning_fedbayes.choose_personal_weight` does. With ``prior="global"`` and λ = 1 it is
-        the client's posterior given the global one as prior, as in pFedBayes.
+        trained on, as :func:`~lightning_fedbayes.choose_personal_weight` does. Under ``Averaging(prior="global")`` and
+        with λ = 1 it is the client's posterior given the global one as prior, as in pFedBayes.
 
         A client that has not trained yet has the global posterior; buffers (BatchNorm's statistics) are not part of it.
 
@@ -326,7 +314,7 @@ class FederatedBayes(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the federation, and continue where a checkpoint or an earlier fit left off."""
         loop, loader = self._prepare(trainer)
-        if isinstance(self.settings.fusion, AutoFusion):
+        if self.settings.fusion is not None and self.settings.method.auto is not None:
             check_held_out(trainer)
         earlier = self._restored
         if earlier is None and self._federation is not None:

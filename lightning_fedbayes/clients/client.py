@@ -42,7 +42,7 @@ class ClientState:
         optimizers: state of each optimizer: number of the parameter → the optimizer's entries for it.
         options: what training has changed in each optimizer's options: see
             :meth:`~lightning_fedbayes.clients.optimizers.ClientOptimizer.read`.
-        site: the client's factor of the posterior, see :mod:`~lightning_fedbayes.clients.sites`; empty for none.
+        kept: what the method keeps at the client, such as its site; empty for nothing.
         own: the posterior that the client has trained last, as :meth:`GaussianPosterior.state_dict` has it; empty if
             it keeps none.
     """
@@ -50,7 +50,7 @@ class ClientState:
     local: dict[str, Tensor] = field(default_factory=dict)
     optimizers: list[dict[int, dict[str, Any]]] = field(default_factory=list)
     options: list[list[dict[str, Any]]] = field(default_factory=list)
-    site: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
 
     def personal(self, posterior: GaussianPosterior, weight: float) -> GaussianPosterior:

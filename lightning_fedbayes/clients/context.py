@@ -19,7 +19,6 @@ from lightning_fedbayes.clients.learned import LearnedPosterior, learned_posteri
 from lightning_fedbayes.clients.optimizers import has_own_state
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.fusion import Sites
 from lightning_fedbayes.sources.curvature import Source
 
 Step = Callable[[Optimizer, int, Mapping[str, Any]], Mapping[str, Any]]
@@ -80,17 +79,26 @@ class TrainingContext:
         scaled = type(self.precision) is MixedPrecision and self.precision.precision == "16-mixed"
         return not scaled and not any(isinstance(each, torch.optim.LBFGS) for each in self.optimizers)
 
+    @property
+    def rate(self) -> float | None:
+        """The learning rate, if there is one and steps are those of plain SGD; None otherwise."""
+        options = [group for each in self.optimizers for group in each.param_groups]
+        plain = len(self.optimizers) == 1 and type(self.optimizers[0]) is torch.optim.SGD
+        plain = plain and not any(group["momentum"] or group["weight_decay"] for group in options)
+        rates = {float(group["lr"]) for group in options}
+        return rates.pop() if plain and len(rates) == 1 else None
+
     def keeps_state(self, settings: FederationSettings) -> bool:
         """Return True if clients keep the state of their optimizers from round to round.
 
-        Sites need it. The first steps of a new Adam are as long for noise as for a gradient, so with few steps per
-        round local training never settles; sites add up what it leaves (benchmarks/posterior/README.md, FashionMNIST).
+        Methods say whether they need it; sites do. The first steps of a new Adam are as long for noise as for a
+        gradient, so with few steps per round local training never settles; sites add up what it leaves
+        (benchmarks/posterior/README.md, FashionMNIST).
         """
         if settings.optimizer_state != "auto":
             return settings.optimizer_state == "keep"
         keepable = not any(has_own_state(each) or isinstance(each, torch.optim.LBFGS) for each in self.optimizers)
-        return keepable and isinstance(settings.fusion, Sites)
-
+        return keepable and settings.method.keeps_optimizer
 
     def learned_posterior(self, source: Source | None = None) -> LearnedPosterior | None:
         """Return the posterior of parameters outside of Bayesian layers; None if they are point masses.

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 from lightning_fedbayes.clients.model import ResidentModel
 from lightning_fedbayes.clients.settings import FederationSettings
-from lightning_fedbayes.fusion import FusionRule, Sites, get_rule
+from lightning_fedbayes.fusion import Sites
 from lightning_fedbayes.layers.base import BayesianLayer
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import NormalPrior
+from lightning_fedbayes.methods import Averaging, Method, SiteMethod
 
 BYTES_PER_ENTRY = 24
 """That a client keeps by sites for each entry of a posterior: two numbers of a site, and Adam's state of mean and ρ."""
@@ -20,7 +21,7 @@ MOST_KEPT = 2**30
 
 def default_fusion(
     settings: FederationSettings, model: ResidentModel, num_clients: int, callbacks: Iterable[object] = ()
-) -> tuple[FusionRule, str]:
+) -> tuple[Method, str]:
     """Return what ``fusion=None`` is for a network, and a line that says so.
 
     Averages count the prior again in every round, and are too wide after many; sites are not, of layers and of IVON. A
@@ -42,8 +43,11 @@ def default_fusion(
     priors += [NormalPrior(0.0, std) for std in stds if std < float("inf")]
     normal = {(each.mean, each.std) for each in priors if isinstance(each, NormalPrior) and each.is_scalar}
     kept = sum(value.numel() for value in federated.values()) * BYTES_PER_ENTRY * num_clients
-    obstacle = settings.obstacle_to_sites()
-    if obstacle is None and num_clients == 1:
+    conflict = SiteMethod(Sites()).conflict(settings.weighting, settings.privacy is not None)
+    obstacle = None if conflict is None else f"{conflict[0]} is given"
+    if settings.attacks:
+        obstacle = "adversaries are given, and sites trust their clients"
+    elif obstacle is None and num_clients == 1:
         obstacle = "one client is ordinary training"
     elif obstacle is None and any(getattr(each, "takes_single_gradients", False) for each in callbacks):
         obstacle = "a callback takes the gradients of single examples, in which sites' terms have no part"
@@ -59,6 +63,7 @@ def default_fusion(
     elif obstacle is None and kept > MOST_KEPT:
         obstacle = f"sites of {num_clients} clients would take {kept / 2**30:.1f} GiB"
     if obstacle is not None:
-        return get_rule("reverse_kl_barycenter"), f"an average, 'reverse_kl_barycenter', since {obstacle}"
+        return Averaging(), f"an average, 'reverse_kl_barycenter', since {obstacle}"
     mean, std = (float(each) for each in next(iter(normal)))
-    return Sites(prior_mean=mean, prior_std=std), "sites, whose posterior keeps its meaning over many rounds"
+    method = SiteMethod(Sites(prior_mean=mean, prior_std=std))
+    return method, "sites, whose posterior keeps its meaning over many rounds"

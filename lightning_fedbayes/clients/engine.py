@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fedbayes.clients.cavities import Pull, RoundCavities, pull_of
 from lightning_fedbayes.clients.client import Client, ClientState
 from lightning_fedbayes.clients.context import Step, TrainingContext
 from lightning_fedbayes.clients.learned import TrainedClient
@@ -21,14 +22,14 @@ from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.log import Collected, TrainingLog
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import OptimizerState
-from lightning_fedbayes.clients.sites import Pull, RoundSites
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.fusion import RuleState, Sites
+from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import CavityPrior
+from lightning_fedbayes.methods.method import LocalProblem, Method, Participant, Shared, Trained, joined
 from lightning_fedbayes.server.plan import RoundPlan
 
-Trained = tuple[Collected, dict[int, dict[str, Any]]]
+Results = tuple[Collected, dict[int, dict[str, Any]]]
 """Logged figures and kept states of the clients that one process has trained, ready to be sent."""
 
 SMALL_STEP = 5e6
@@ -49,8 +50,8 @@ class Engine(ABC):
         model: the resident network.
         loader: brings the clients' batches; it knows the clients.
         log: collects the figures that ``training_step`` logs.
+        method: the federated method, which says what clients minimise, send and keep.
         keep_optimizer: keep one optimizer state per client, instead of a new one in every round.
-        proximal: strength of FedProx's term in the clients' losses; 0 for none.
         keep_posteriors: let every client keep the posterior that it has trained last.
         seed: source of all random draws.
 
@@ -58,7 +59,8 @@ class Engine(ABC):
         states: the state that every client keeps, by its number.
         plan: the clients of the round that this process trains.
         prepare: brings the loop's batch to the device; None: the loop does it as it always does.
-        sites: the clients' sites in this round; None where the rule has none.
+        shared: what the server has sent to all clients of the round.
+        cavities: puts clients' own priors into the network in this round; None where the method gives none.
     """
 
     name: ClassVar[str]
@@ -67,19 +69,22 @@ class Engine(ABC):
 
     def __init__(
         self, context: TrainingContext, model: ResidentModel, loader: FederatedLoader, log: TrainingLog,
-        *, keep_optimizer: bool = False, proximal: float = 0.0, keep_posteriors: bool = False, seed: int = 0,
+        *, method: Method, keep_optimizer: bool = False, keep_posteriors: bool = False, seed: int = 0,
     ) -> None:
         self.context = context
         self.model = model
         self.log = log
         self.keep_optimizer = keep_optimizer
-        self.proximal = proximal
+        self.method = method
         self.keep_posteriors = keep_posteriors
         self.seed = seed
         self.states: dict[int, ClientState] = {}
         self.plan = RoundPlan(-1, ())
         self.prepare: Callable[[Any], Any] | None = None
-        self.sites: RoundSites | None = None
+        self.shared: Shared | None = None
+        self.cavities: RoundCavities | None = None
+        self._prior: GaussianPosterior | None = None
+        self._under_way: dict[int, tuple[Participant, LocalProblem]] = {}
         self._trained: dict[int, ClientState] = {}
         self._start = 0.0
         self.use(loader)
@@ -105,33 +110,57 @@ class Engine(ABC):
         self.plan = plan
         self._trained = {}
 
-    def begin_sites(
-        self, rule: Sites, posterior: GaussianPosterior, state: RuleState, share: float, round: int
-    ) -> None:
-        """Before a round by sites, let clients take their cavities as priors and keep their sites.
+    def begin_method(self, shared: Shared) -> None:
+        """Before a round, tell the engine what the server has sent; the network's priors are then the method's.
 
-        Args:
-            rule: the fusion rule.
-            posterior: the global posterior that the clients start from.
-            state: the rule's state; a rule that begins anew knows of no site, so the clients forget theirs.
-            share: of one client among all, 1 / K.
-            round: the round, from 0.
+        Clients of a server that is new forget what they have kept for the method.
 
         Raises:
-            FederationError: the module has no parameters for sites, other priors than the rule, or other parameters
-                than a client's site.
+            FederationError: the module, or what a client has kept, does not go with the method.
         """
-        if not state:
-            self.states = {client: replace(kept, site={}) for client, kept in self.states.items()}
-        base = rule.base(posterior, state)
-        context = self.context
-        self.sites = RoundSites(
-            rule, self.model, base, share, round, context.takes_gradient_steps, context.mean_over_processes is None
-        )
-        for client, kept in self.states.items():
-            self.sites.check(client, kept.site)
+        if shared.is_new:
+            self.states = {client: replace(state, kept={}) for client, state in self.states.items()}
+        self.shared, self.cavities = shared, None
+        prior = self.method.prior(shared)
+        if prior is not self._prior:
+            self.model.set_prior(prior)
+            self._prior = prior
+        model, federated = self.model, shared.posterior.mean.keys()
+        layers = gaussian_parameters(model.module)
+        learned = () if model.learned is None else model.learned.variances
+        self._gaussian = frozenset(name for name in (*layers, *learned) if name in federated)
+        frozen = {name for name, p in model.parameters.items() if not p.requires_grad}
+        self._frozen = frozenset(frozen & federated)
+        for client, state in self.states.items():
+            if state.kept:
+                self.method.check(shared, self._participant(client, state))
 
-    def optimizer_states(self, client: Client, state: ClientState) -> list[OptimizerState]:
+    def restore_priors(self) -> None:
+        """Give the network its own priors back."""
+        if self._prior is not None or self.cavities is not None:
+            self.model.set_prior(None)
+        self._prior = None
+
+    def _participant(self, client: int, state: ClientState) -> Participant:
+        """Return what the method may know of a client."""
+        context, lengths, epochs = self.context, self.plan.lengths, self.plan.local_epochs
+        steps = epochs * -(-(lengths.get(client, 0) // epochs) // context.accumulate)
+        return Participant(
+            client, self.sizes[client], state.kept, steps, context.rate, self._gaussian, self._frozen,
+            context.takes_gradient_steps, context.mean_over_processes is None,
+        )
+
+    def problem(self, client: int, state: ClientState) -> LocalProblem:
+        """Ask the method what a client minimises, and remember it until the client's report."""
+        assert self.shared is not None
+        participant = self._participant(client, state)
+        problem = self.method.problem(self.shared, participant)
+        if problem.cavity is not None and self.cavities is None:
+            self.cavities = RoundCavities(problem.cavity, self.model)
+        self._under_way[client] = participant, problem
+        return problem
+
+    def optimizer_states(self, client: Client, state: ClientState, problem: LocalProblem) -> list[OptimizerState]:
         """Return the states with which a client's optimizers start; none if they are new.
 
         One that learns a posterior starts from the global one.
@@ -139,74 +168,79 @@ class Engine(ABC):
         Args:
             client: that starts.
             state: what it has kept.
+            problem: that it solves.
         """
         if self.model.learned is None:
             return state.optimizers
         kept = state.optimizers[0] if state.optimizers else {}
-        started = self.model.learned.start(kept, client.num_examples, self._priors(state), state.local)
+        started = self.model.learned.start(kept, client.num_examples, self._priors(problem), state.local)
         return [started, *state.optimizers[1:]]
 
-    def terms(self, clients: Sequence[Client], states: Sequence[ClientState], *, stacked: bool = False) -> list[Pull]:
-        """Return what the loss of a client, or of each client in a stack, gains: pulls of sites, a prior, FedProx."""
-        sites, learned = self.sites, self.model.learned
-        own = [state.site for state in states]
-        found = [] if sites is None else [sites.pull(own, stacked=stacked)]
+    def terms(
+        self, clients: Sequence[Client], problems: Sequence[LocalProblem], *, stacked: bool = False
+    ) -> list[Pull]:
+        """Return what the loss of a client, or of each client in a stack, gains: its quadratic, and a learned prior."""
+        learned = self.model.learned
+        quadratics = [each.quadratic for each in problems if each.quadratic is not None]
+        found = [pull_of(quadratics, self.model, stacked=stacked)] if quadratics else []
         if learned is not None:
-            parts = [learned.term(c.num_examples, self._priors(state)) for c, state in zip(clients, states)]
+            parts = [learned.term(c.num_examples, self._priors(each)) for c, each in zip(clients, problems)]
             strengths, duals = (
                 {name: torch.stack([each[i][name] for each in parts]) if stacked else parts[0][i][name]
                  for name in parts[0][i]} for i in range(2)
             )
             zeros = {name: torch.zeros_like(value) for name, value in parts[0][0].items()}
             found += [Pull(strengths, zeros, duals)] if zeros else []
-        if self.proximal:
-            found.append(Pull(self.proximal, self.model.anchor()))
-        return [each for each in found if each is not None]
+        return found
 
-    def _priors(self, state: ClientState) -> dict[str, CavityPrior] | None:
+    def _priors(self, problem: LocalProblem) -> dict[str, CavityPrior] | None:
         """Return a client's own priors of parameters outside of Bayesian layers."""
-        return None if self.sites is None else self.sites.priors(state.site)
+        if problem.cavity is None:
+            return None
+        assert self.cavities is not None
+        return self.cavities.of_learned(problem.cavity)
 
     def measured(
-        self, client: Client, state: ClientState, values: Mapping[str, Tensor], buffers: Tensors,
+        self, client: Client, local: Tensors, values: Mapping[str, Tensor], buffers: Tensors,
         optimizer: Mapping[int, Any],
     ) -> Tensors:
         """Return the variances of a client that has trained, outside of Bayesian layers.
 
         Args:
             client: that has trained.
-            state: that it started with.
+            local: what it has kept of its parameters and buffers, see :meth:`ResidentModel.read_local`.
             values, buffers: its parameters and buffers, name → tensor.
             optimizer: the state of its optimizer, by the number of the parameter.
         """
         assert self.model.learned is not None
         batches = (self.context.bring(batch) for batch in self._loader.batches(client.round, client.number))
         return self.model.learned.measured(TrainedClient(
-            client.num_examples, values, buffers, optimizer, self._priors(state), self.model.received(state.local),
+            client.num_examples, values, buffers, optimizer, self._priors(self._under_way[client.number][1]),
+            self.model.received(local),
             lambda: batches,
         ))
 
     def sent_and_kept(
-        self, client: int, posterior: GaussianPosterior, measured: Tensors | None = None
-    ) -> tuple[GaussianPosterior, dict[str, Any]]:
-        """Return what a client that has trained to ``posterior`` sends, and what it keeps of it: its site, itself.
+        self, client: int, posterior: GaussianPosterior, buffers: Tensors, measured: Tensors | None = None
+    ) -> tuple[GaussianPosterior, Tensors, dict[str, Any]]:
+        """Return what a client that has trained sends, and what it keeps: as the method says, and its own posterior.
 
         Args:
             client: its number.
-            posterior: after its training.
-            measured: see :meth:`RoundSites.sent`.
+            posterior, buffers: after its training.
+            measured: precisions of the data, see :class:`~lightning_fedbayes.methods.Trained`.
 
         Raises:
-            FusionError: training by sites has left the finite numbers.
+            FusionError: training has left the finite numbers.
             FederationError: it has changed what is frozen.
         """
         self.model.check_frozen()
-        kept: dict[str, Any] = {"own": posterior.clone().state_dict()} if self.keep_posteriors else {}
-        if self.sites is None:
-            return posterior, kept
-        site = self.states.get(client, ClientState()).site
-        sent, kept["site"] = self.sites.sent(client, site, posterior, measured)
-        return sent, kept
+        own: dict[str, Any] = {"own": posterior.clone().state_dict()} if self.keep_posteriors else {}
+        assert self.shared is not None
+        participant, _ = self._under_way.pop(client)
+        report = self.method.report(self.shared, participant, Trained(posterior, measured))
+        own["kept"] = {name: value.detach().clone() for name, value in report.kept.items()}
+        return report.posterior, joined(buffers, report.sent), own
 
     def span(self, batch_idx: int) -> tuple[int, int]:
         """Return the range of the loop's batches that hooks and ``training_step`` see as one epoch.
@@ -258,14 +292,14 @@ class Engine(ABC):
         self._trained.pop(client, None)
         self.log.forget(client)
 
-    def trained(self) -> Trained:
+    def trained(self) -> Results:
         """Return figures and states of this process's clients, to be sent to other processes."""
         states = {
             client: apply_to_collection(vars(state), Tensor, Tensor.cpu) for client, state in self._trained.items()
         }
         return self.log.collected(), states
 
-    def take_trained(self, everyone: Sequence[Trained]) -> None:
+    def take_trained(self, everyone: Sequence[Results]) -> None:
         """Take figures and states of the clients of all processes in place of this one's own."""
         self.log.take([logged for logged, _ in everyone])
         device = self.context.device
@@ -278,9 +312,9 @@ class Engine(ABC):
         """End the round; clients keep their new state if it was fused."""
         if success:
             self.states.update(self._trained)
-        self._trained = {}
-        if self.sites is not None:
-            self.sites.remove()
+        self._trained, self._under_way = {}, {}
+        if self.cavities is not None:
+            self.cavities.remove()
 
     def close(self) -> None:  # noqa: B027
         """Give the optimizers back as they were; a second call does nothing."""

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_fedbayes.clients.adversaries import assign
 from lightning_fedbayes.clients.attacks import RoundAdversaries, held_back
 from lightning_fedbayes.clients.client import ClientState
-from lightning_fedbayes.clients.engine import Engine, Trained
+from lightning_fedbayes.clients.engine import Engine, Results
 from lightning_fedbayes.clients.scoring import held_out_loss, kept_attributes, own_hook
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError, FusionError, is_whole, nearest, shown
@@ -21,16 +21,12 @@ from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
-from lightning_fedbayes.fusion import AutoFusion, Sites, rule_name
+from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.server import RoundResult, Scorer, Server
 from lightning_fedbayes.server.aggregation import Aggregate
 from lightning_fedbayes.server.plan import RoundPlan, share_of
 
 Stage = Literal["between", "training", "fused"]
-MANY = 3
-"""Rounds after which a variance that shrinks in each of them has lost its meaning."""
-LATE = 20
-"""Rounds after which averages under a fixed prior are on their way to its width (benchmarks/posterior/ROUNDS.md)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class ProcessNote:
         extra: anything else that the caller adds.
     """
 
-    trained: Trained | None
+    trained: Results | None
     sent: Mapping[int, GaussianPosterior]
     extra: Any
 
@@ -104,37 +100,15 @@ class Federation:
         self.plan = plan
         self.share = share_of(plan, collective.rank, collective.size)
         self.stage = "training"
-        if self.settings.prior == "global" or (self.settings.is_hierarchical and self.server.accepted):
-            self.engine.model.set_prior(self.server.posterior)
-        fusion = self.settings.fusion
-        if isinstance(fusion, Sites):
-            share = 1 / len(self.engine.sizes)
-            self.engine.begin_sites(fusion, self.server.posterior, self.server.rule_state, share, plan.round)
-        self._tell_of_fixed_points()
-        self.server.begin(plan)
+        self.engine.begin_method(self.server.begin(plan))
+        advice = self.settings.method.advice(self.server.posterior, self.round, len(self.engine.sizes))
+        if advice is not None and self.settings.posterior is None:
+            rank_zero_info(advice)
         attackers = assign(self.settings.attacks, self.engine.names, self.settings.seed)
         self._adversaries = RoundAdversaries(attackers, plan, self.server.posterior, self.settings.seed)
         self._received, self._waiting, self._sent = 0, [], {}
         self._keeps_clients = bool(getattr(module, "needs_client_posteriors", False))
         self.engine.begin_round(self.share)
-
-    def _tell_of_fixed_points(self) -> None:
-        """Say once of a rule that repeats what its posteriors have in common where its variances go."""
-        (name, rule), *others = self.server.rules.items()
-        prior = self.settings.prior
-        if others or isinstance(rule, Sites) or self.server.posterior.is_point_mass:
-            return
-        if rule.narrows and prior == "global" and self.round == MANY:
-            rank_zero_info(
-                f"fusion='{name}' with prior='global' divides the variance by the number of clients in every round: it "
-                "means nothing any more. fusion='sites' keeps its meaning."
-            )
-        repeats = rule.keeps_prior and not rule.narrows and prior == "fixed" and self.settings.posterior is None
-        if repeats and self.round == LATE and len(self.engine.sizes) > 1:
-            rank_zero_info(
-                f"fusion='{name}' counts the prior of every client in every round: σ goes to the prior's, and further "
-                "rounds can predict worse. fusion='sites' counts it once."
-            )
 
     def _join(self) -> None:
         """Federate what was frozen and trains now.
@@ -143,11 +117,10 @@ class Federation:
             FederationError: the rule remembers rounds without it.
         """
         if self.engine.model.join():
-            if any(self.server.rule_states.values()):
-                name = rule_name(next(iter(self.server.rules.values())))
+            if any(self.server.rule_states.values()) or split(self.server.buffers)[1]:
                 raise FederationError(
                     f"parameters that were frozen train from round {self.round + 2} on, and "
-                    f"fusion='{name}' remembers the rounds before: let them require gradients "
+                    f"fusion='{self.settings.method.name}' remembers the rounds before: let them require gradients "
                     "when the fit begins and freeze them in on_train_epoch_start, or take a rule without a memory"
                 )
             self.server.posterior = self.engine.model.read_posterior().clone()
@@ -157,7 +130,8 @@ class Federation:
         model = self.engine.model
         if model.has_changed():
             model.remember_global()
-            self.server.posterior, self.server.buffers = model.read_posterior().clone(), model.federated_buffers
+            self.server.posterior = model.read_posterior().clone()
+            self.server.buffers = joined(model.federated_buffers, split(self.server.buffers)[1])
 
     def receive(self, results: Sequence[ClientUpdate | ClientFailure]) -> list[ClientOutcome]:
         """Bring the clients' updates to the server. Returns the outcomes that are known.
@@ -254,7 +228,7 @@ class Federation:
     ) -> None:
         """Make ``aggregate`` the global model, and call the ``hook``, if any, with it and the clients' updates."""
         with self.engine.threads():
-            self.engine.model.load_posterior(aggregate.posterior, aggregate.buffers)
+            self.engine.model.load_posterior(aggregate.posterior, split(aggregate.buffers)[0])
         if hook is not None:
             device = next(iter(aggregate.posterior.mean.values())).device
             sent = {client: posterior for note in notes for client, posterior in sorted(note.sent.items())}
@@ -266,8 +240,8 @@ class Federation:
     @contextmanager
     def _scoring(self) -> Iterator[Scorer | None]:
         """Inside, an ``AutoFusion`` scores its candidates; afterwards the module holds the old global model."""
-        auto, model, batches = self.settings.fusion, self.engine.model, []
-        if not isinstance(auto, AutoFusion):
+        auto, model, batches = self.settings.method.auto, self.engine.model, []
+        if auto is None:
             with self.engine.threads():
                 yield None
             return
@@ -321,12 +295,12 @@ class Federation:
         Args:
             of_process: sum of the first term over the examples that this process has scored, and their number.
         """
-        rule, server = self.settings.fusion, self.server
-        if not isinstance(rule, Sites) or server.posterior.is_point_mass:
+        server, prior = self.server, self.settings.method.counted(self.server.posterior)
+        if prior is None:
             return
         sums, counts = zip(*server.collective.all_gather(of_process))
         if sum(counts):
-            divergence = float(server.posterior.kl(rule.base(server.posterior, {})))
+            divergence = float(server.posterior.kl(prior))
             server.history[-1]["sites/elbo"] = sum(sums) / sum(counts) - divergence / sum(self.engine.sizes)
 
     def abandon(self) -> None:
@@ -337,8 +311,7 @@ class Federation:
 
     def restore_priors(self) -> None:
         """Give the layers their own priors back."""
-        if self.settings.prior != "fixed":
-            self.engine.model.set_prior(None)
+        self.engine.restore_priors()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the federation at the end of the last finished round."""

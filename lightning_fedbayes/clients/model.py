@@ -202,15 +202,32 @@ class ResidentModel:
             if parameter.shape != self.global_parameters[name].shape:
                 parameter.grad, parameter.data = None, self.global_parameters[name].clone()
 
-    def load_client(self, local: Tensors) -> None:
-        """Copy the global model into the module, and over it what the client has kept (:meth:`read_local`)."""
+    def load_client(self, local: Tensors, start: Mapping[str, Tensor] | None = None) -> None:
+        """Copy the global model into the module, and over it what the client has kept (:meth:`read_local`).
+
+        Args:
+            local: what it has kept.
+            start: name in the posterior → mean that it starts with.
+        """
         self.load_global()
+        if start:
+            with torch.no_grad():
+                for name, value in self.parameter_names(start).items():
+                    self.parameters[name].copy_(value)
         if local:
             with torch.no_grad():
                 for name, parameter in self._kept_parameters.items():
                     if name in local:  # not if an earlier run with other settings has kept less
                         parameter.copy_(local[name])
             self._write_buffers({name: local[name] for name in self._kept_buffer_names})
+
+    def parameter_names(self, means: Mapping[str, Tensor]) -> Tensors:
+        """Return ``means``, by names in the posterior, by the names of the parameters that hold them."""
+        if not means:
+            return {}
+        paths = {id(parameter): path for path, parameter in self.parameters.items()}
+        own = {name: paths[id(each.mean)] for name, each in gaussian_parameters(self.module).items()}
+        return {own.get(name, name): value for name, value in means.items()}
 
     def received(self, local: Tensors) -> Tensors:
         """Return the parameters and buffers with which a client begins that has kept ``local``, not copied."""
@@ -269,8 +286,13 @@ class ResidentModel:
         names = self._kept_buffer_names
         live = dict(self.module.named_buffers()) if names else {}
         learned = {} if self.learned is None else self.learned.variances
-        variances = {variance_of(name): learned[name] for name in self._kept_parameters if name in learned}
-        return {**self._kept_parameters, **{name: live[name] for name in names}, **variances}
+        own = {name: learned[name] for name in self._kept_parameters if name in learned}
+        return {**self._kept_parameters, **{name: live[name] for name in names}, **self.as_kept(own)}
+
+    @staticmethod
+    def as_kept(variances: Mapping[str, Tensor]) -> Tensors:
+        """Return variances by the names under which a client keeps them."""
+        return {variance_of(name): value for name, value in variances.items()}
 
     @property
     def _kept_buffer_names(self) -> list[str]:

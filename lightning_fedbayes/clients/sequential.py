@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fedbayes.clients.cavities import GradientWatch, Pull
 from lightning_fedbayes.clients.client import Client, ClientState, parameters_of
 from lightning_fedbayes.clients.context import Step, TrainingContext
 from lightning_fedbayes.clients.engine import Engine
@@ -21,7 +22,6 @@ from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.clients.log import TrainingLog
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import ClientOptimizer, remade
-from lightning_fedbayes.clients.sites import GradientWatch, Pull
 from lightning_fedbayes.clients.snapshot import RoundState
 from lightning_fedbayes.core.errors import FedBayesError, FusionError, PosteriorError
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
@@ -101,14 +101,16 @@ class SequentialEngine(Engine):
         client = self.client(self._position)
         self._client, self._failure, self._losses = client, None, []
         state = self.states.get(client.number, ClientState())
-        self.model.load_client(state.local)
+        problem = self.problem(client.number, state)
+        self.model.load_client(state.local, problem.start)
         self._unwatch()
-        if self.sites is not None:
-            self._watch = self.sites.install(state.site, self.context.accumulate)
+        if problem.cavity is not None:
+            assert self.cavities is not None
+            self._watch = self.cavities.install(problem.cavity, self.context.accumulate)
         if self._state is not None:
             self._state.restore()
-        self._terms = self.terms([client], [state])
-        states = self.optimizer_states(client, state)
+        self._terms = self.terms([client], [problem])
+        states = self.optimizer_states(client, state, problem)
         for i, optimizer in enumerate(self._optimizers):
             optimizer.reset(states[i] if states else {}, state.options[i] if state.options else ())
         on_client_start = getattr(self.model.module, "on_client_start", None)
@@ -189,8 +191,9 @@ class SequentialEngine(Engine):
             device = self.context.device
             metrics = {name: float(mean(torch.tensor(metrics[name], device=device))) for name in sorted(metrics)}
         try:
-            buffers = self.model.read_buffers()
-            posterior, own = self.sent_and_kept(client.number, self.model.read_posterior(), self._precisions(client))
+            posterior, buffers, own = self.sent_and_kept(
+                client.number, self.model.read_posterior(), self.model.read_buffers(), self._precisions(client)
+            )
         except (PosteriorError, FusionError) as unusable:
             return ClientFailure(client.number, unusable, client.num_examples, self.seconds())
         kept = [optimizer.read() for optimizer in self._optimizers] if self.keep_optimizer else []
@@ -205,9 +208,9 @@ class SequentialEngine(Engine):
         if learned is None or client is None:
             return None
         held = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
-        state, buffers = self.states.get(client.number, ClientState()), dict(self.model.module.named_buffers())
+        local, buffers = self.states.get(client.number, ClientState()).local, dict(self.model.module.named_buffers())
         try:
-            learned.variances.update(self.measured(client, state, self.model.parameters, buffers, held))
+            learned.variances.update(self.measured(client, local, self.model.parameters, buffers, held))
         except (MisconfigurationException, FedBayesError):
             raise
         except Exception as error:  # of the client's data, or its network

@@ -17,12 +17,12 @@ from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.federation import Federation
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
+from lightning_fedbayes.clients.privacy import check_no_buffers
 from lightning_fedbayes.clients.scoring import check_score
 from lightning_fedbayes.clients.sequential import SequentialEngine
-from lightning_fedbayes.clients.settings import AutoFusion, FederationSettings
+from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.exchange import ALONE, Collective
-from lightning_fedbayes.privacy import check_no_buffers
 from lightning_fedbayes.server.plan import choose_cohort
 
 LARGEST_STEP = {"cpu": 30e6, "cuda": 30e9}
@@ -58,10 +58,11 @@ def make_federation(
         FederationError, FusionError: the module cannot be federated with these settings.
     """
     learned = context.learned_posterior(settings.posterior)
+    own_starts = settings.fusion is not None and settings.method.own_starts
     trainer: Any = context.module.trainer
     thaws = any(isinstance(each, BaseFinetuning) for each in trainer.callbacks)  # all of it trains in the end
     model = ResidentModel(
-        context.module, settings.local_parameters, settings.buffers, learned, settings.is_hierarchical,
+        context.module, settings.local_parameters, settings.buffers, learned, own_starts,
         () if thaws else frozen_names(context.module),
     )
     if model.frozen_names:
@@ -69,14 +70,14 @@ def make_federation(
             [p for p in context.module.parameters() if p.requires_grad], context.module.parameters()))
         rank_zero_info(f"{trained:,} of {all_:,} parameters train; the rest stays where it is.")
     if settings.fusion is None:
-        rule, why = default_fusion(settings, model, len(loader.clients), trainer.callbacks)
+        method, why = default_fusion(settings, model, len(loader.clients), trainer.callbacks)
         rank_zero_info(f"Fusion: {why}.")
-        settings = replace(settings, fusion=rule)
+        settings = replace(settings, fusion=method)
     if settings.privacy is not None:
         check_no_buffers(model.federated_buffers)
     engine = make_engine(settings, context, model, loader)
-    if isinstance(settings.fusion, AutoFusion):
-        check_score(settings.fusion, context.module)
+    if settings.method.auto is not None:
+        check_score(settings.method.auto, context.module)
     return Federation(settings, engine, collective, held_out)
 
 
@@ -92,7 +93,7 @@ def make_engine(
         CannotVectorize: "vectorized" is asked for and impossible.
     """
     name = settings.engine
-    options = {name: getattr(settings, name) for name in ("proximal", "keep_posteriors", "seed")}
+    options: dict[str, Any] = {name: getattr(settings, name) for name in ("method", "keep_posteriors", "seed")}
     options["keep_optimizer"] = context.keeps_state(settings)
     names, sizes = loader.clients.names, loader.clients.sizes
     one_by_one = partial(SequentialEngine, context, model, loader, is_alone=len(sizes) == 1, **options)

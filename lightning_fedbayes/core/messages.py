@@ -21,7 +21,8 @@ class ClientUpdate:
         client: the client's number.
         num_examples: its number of training examples.
         posterior: its posterior.
-        buffers: its buffers, name → tensor.
+        buffers: its buffers, name → tensor, which the server averages; what a method sends beside its posterior is
+            among them, under names that begin with "method/".
         metrics: figures of its training, name → value; "train_loss" is averaged over the round.
         seconds: time that it took.
 
@@ -46,7 +47,7 @@ class ClientUpdate:
     @property
     def num_bytes(self) -> int:
         """Bytes of posterior and buffers."""
-        return self.posterior.num_bytes + sum(b.numel() * b.element_size() for b in self.buffers.values())
+        return self.posterior.num_bytes + bytes_of(self.buffers)
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,11 @@ class ClientOutcome:
     num_examples: int
     num_bytes: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    """Return the bytes of the entries of ``tensors``."""
+    return sum(each.numel() * each.element_size() for each in tensors.values())
 
 
 def check_client(client: Any, num_examples: Any, seconds: Any) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from lightning_fedbayes.clients.client import ClientState
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
+from lightning_fedbayes.clients.privacy import UpdatePrivacy
+from lightning_fedbayes.clients.privacy.accountant import epsilon_spent
 from lightning_fedbayes.clients.settings import BufferPolicy
 from lightning_fedbayes.core.errors import FederationError, check_path
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.flower.training import call_round_end
-from lightning_fedbayes.privacy import UpdatePrivacy
-from lightning_fedbayes.privacy.accountant import epsilon_spent
 from lightning_fedbayes.trainer import damage
 
 

@@ -14,7 +14,8 @@ from flwr.clientapp import ClientApp
 
 from lightning_fedbayes.callbacks.calibration.conformal import check_epsilon
 from lightning_fedbayes.clients.model import ResidentModel
-from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, OptimizerPolicy, PriorPolicy, Source
+from lightning_fedbayes.clients.privacy import UpdatePrivacy, check_no_buffers
+from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Fusion, OptimizerPolicy, Source
 from lightning_fedbayes.core.errors import FederationError, check_kind, check_path
 from lightning_fedbayes.core.quiet import without_banners
 from lightning_fedbayes.data.partition import Partition
@@ -22,9 +23,6 @@ from lightning_fedbayes.flower.calibration import ACTION, answer, check_allowed,
 from lightning_fedbayes.flower.checkpoint import StateFile
 from lightning_fedbayes.flower.training import ClientTraining, Task
 from lightning_fedbayes.flower.wire import from_arrays, to_arrays
-from lightning_fedbayes.fusion import FusionRule, Sites
-from lightning_fedbayes.fusion.sites import sites_of
-from lightning_fedbayes.privacy import UpdatePrivacy, check_no_buffers
 
 NODE_CONFIG_KEY = "partition-id"
 """Key of the client's number in a node's configuration, in Flower's simulation and by ``--node-config``."""
@@ -32,11 +30,11 @@ NODE_CONFIG_KEY = "partition-id"
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Options of a client's Trainer, unless others are given: a client writes no files and says nothing."""
 
-CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "share", "sites", "frozen")
+CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "share", "method", "frozen")
 """Keys of a message's configuration that the server sets.
 
 For "federation" and "accepted" see :class:`StateFile`; "begun" is False until a round has been fused; "share" is that
-of a client among all; "sites" are the options of :class:`~lightning_fedbayes.fusion.Sites`, "" for other rules;
+of a client among all; "method" is :meth:`~lightning_fedbayes.Method.agreement`;
 "frozen" is the digest of the parameters that nobody sends, "" for none.
 """
 
@@ -49,14 +47,12 @@ def client_app(
     *,
     partition: Partition | None = None,
     local_epochs: int = 1,
-    fusion: str | FusionRule = "reverse_kl_barycenter",
-    prior: PriorPolicy = "fixed",
+    fusion: Fusion = "reverse_kl_barycenter",
     optimizer_state: OptimizerPolicy = "auto",
     buffers: BufferPolicy = "average",
     local_parameters: Sequence[str] = (),
     privacy: UpdatePrivacy | None = None,
     posterior: Source | None = None,
-    proximal: float = 0.0,
     keep_posteriors: bool = False,
     conformal_epsilon: float | None = None,
     state_folder: str | Path | None = None,
@@ -78,10 +74,9 @@ def client_app(
             (``context.node_config["data"]``) that makes it.
         partition: deals out data that all clients have in common, as in a simulation. Without one, a
             :class:`~lightning_fedbayes.ClientDatasets` is dealt out by its parts, and other data are the client's own.
-        fusion: the server's rule. It matters to clients only if it is "sites" or another
-            :class:`~lightning_fedbayes.fusion.Sites`, whose options must be the server's, and for
-            ``prior="hierarchical"``, which needs "linear_pool" here and there, and weighting="equal" there.
-        local_epochs, prior, optimizer_state, buffers, local_parameters, posterior, proximal: see
+        fusion: the federated method, the server's own: its name, a :class:`~lightning_fedbayes.Method`, or a fusion
+            rule, which matters to the server alone.
+        local_epochs, optimizer_state, buffers, local_parameters, posterior: see
             :class:`~lightning_fedbayes.FederatedBayes`. ``buffers`` and ``local_parameters`` must be those of
             :func:`~lightning_fedbayes.flower.server_app`.
         privacy: clips what the client sends and adds noise to it, in every message from a fresh seed that nobody knows.
@@ -105,13 +100,11 @@ def client_app(
     check_kind("module", module, L.LightningModule, "give a LightningModule")
     check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
     settings = FederationSettings(
-        partition, local_epochs=local_epochs, fusion=fusion, prior=prior, optimizer_state=optimizer_state,
-        buffers=buffers, local_parameters=local_parameters, privacy=privacy, posterior=posterior,
-        proximal=proximal, keep_posteriors=keep_posteriors,
-        weighting="equal" if prior == "hierarchical" else "train_size",  # the server's own
+        partition, local_epochs=local_epochs, fusion=fusion, optimizer_state=optimizer_state, buffers=buffers,
+        local_parameters=local_parameters, privacy=privacy, posterior=posterior, keep_posteriors=keep_posteriors,
     )
     keeps = bool(local_parameters) or optimizer_state == "keep" or buffers == "local" or privacy is not None
-    keeps = keeps or isinstance(settings.fusion, Sites) or conformal_epsilon is not None or settings.keep_posteriors
+    keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None or settings.keep_posteriors
     if conformal_epsilon is not None:
         check_epsilon(conformal_epsilon)
     if keeps and state_folder is None:
@@ -169,17 +162,18 @@ class _MessageHandler:
     def train(self, message: Message, context: Context) -> Message:
         """Train in the round that the server names, from the posterior that it sends."""
         config = _config(message)
-        own = sites_of(self.training.rule)
-        if config["sites"] != own:
+        method = self.training.method
+        own = method.agreement()
+        if config["method"] != own:
             raise FederationError(
-                f"the server's sites are ({config['sites'] or 'none'}), this client's ({own or 'none'}): give "
-                "client_app(fusion=...) the rule of FusionStrategy"
+                f"the server's method is ({config['method'] or 'an average'}), this client's ({own or 'an average'}): "
+                "give client_app(fusion=...) what FusionStrategy has"
             )
         kept = StateFile(self.state_folder, client_number(context), config)
-        if own and config["accepted"] and client_number(context) not in kept.before:
+        if method.keeps and config["accepted"] and client_number(context) not in kept.before:
             raise FederationError(
-                f"client {client_number(context)} has lost its site, which the posterior still counts, and would count "
-                "its data twice: bring its state_folder back, or remove the client from the server's checkpoint"
+                f"client {client_number(context)} has lost {method.keeps}: bring its state_folder back, or remove the "
+                "client from the server's checkpoint"
             )
         task = _task(message, context, kept.before)
         update, after = self._with_trainer(

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_fedbayes.clients.settings import FederationSettings, Weighting, check_cohort
+from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting, check_cohort
 from lightning_fedbayes.core.errors import (
     FederationError,
     FusionError,
@@ -37,9 +37,7 @@ from lightning_fedbayes.flower.wire import (
     read_update,
     to_arrays,
 )
-from lightning_fedbayes.fusion import FusionRule, get_rule, rule_name
 from lightning_fedbayes.fusion.accumulator import check_structure
-from lightning_fedbayes.fusion.sites import sites_of
 from lightning_fedbayes.server import Server
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
 
@@ -58,7 +56,8 @@ class FusionStrategy(Strategy):
     ends where an uninterrupted one does.
 
     Args:
-        fusion: name of a fusion rule (:func:`~lightning_fedbayes.available_fusions`) or a rule object.
+        fusion: name of a method or fusion rule (:func:`~lightning_fedbayes.methods.available_methods`), a
+            :class:`~lightning_fedbayes.Method` or a rule object.
         weighting: how much each client counts; see :class:`~lightning_fedbayes.FederatedBayes`. Sizes are what the
             clients say: "equal" if they are not to be trusted.
         fraction: share of the clients at hand that take part in a round, C in (0, 1], drawn anew in every round;
@@ -87,7 +86,7 @@ class FusionStrategy(Strategy):
 
     def __init__(
         self,
-        fusion: str | FusionRule = "reverse_kl_barycenter",
+        fusion: Fusion = "reverse_kl_barycenter",
         weighting: Weighting = "train_size",
         *,
         fraction: Fraction = 1.0,
@@ -99,15 +98,15 @@ class FusionStrategy(Strategy):
         checkpoint: str | Path | None = None,
         seed: int = 0,
     ) -> None:
-        self.rule = get_rule(fusion)
-        FederationSettings(  # for its checks
-            fusion=self.rule, weighting=weighting, fraction=fraction, min_clients=min_clients,
+        settings = FederationSettings(  # for its checks
+            fusion=fusion, weighting=weighting, fraction=fraction, min_clients=min_clients,
             max_failed_rounds=max_failed_rounds, max_influence=max_influence, seed=seed,
         )
         check_at_least("wait_for", wait_for, 1)
         check_cohort(wait_for, fraction, min_clients)
         check_flag("evaluate", evaluate)
-        self.weighting = weighting
+        self.method = settings.method
+        self.weighting = settings.weighting
         self.fraction: Fraction = fraction
         self.min_clients = min_clients
         self.wait_for = wait_for
@@ -128,7 +127,7 @@ class FusionStrategy(Strategy):
     def summary(self) -> None:
         """Say how rounds are run."""
         rank_zero_info(
-            f"Fusion {rule_name(self.rule)}, weighting {self.weighting}, fraction {self.fraction}, at least "
+            f"Fusion {self.method.name}, weighting {self.weighting}, fraction {self.fraction}, at least "
             f"{self.min_clients} of {self.wait_for} clients, seed {self.seed}, checkpoint {self.checkpoint}"
         )
 
@@ -193,7 +192,7 @@ class FusionStrategy(Strategy):
         self._probabilistic, self._frozen = probabilistic_names(arrays), digest_in(arrays)
         self._federation = uuid.uuid4().hex
         self.server = Server(
-            posterior, buffers, fusion=self.rule, weighting=self.weighting, min_clients=self.min_clients,
+            posterior, buffers, fusion=self.method, weighting=self.weighting, min_clients=self.min_clients,
             max_failed_rounds=self.max_failed_rounds, max_influence=self.max_influence,
         )
         if self.checkpoint is not None and self.checkpoint.exists():
@@ -228,7 +227,8 @@ class FusionStrategy(Strategy):
         clients = list(self._roster.wait(grid, self.min_clients, self._timeout).items())
         cohort = choose_cohort(server_round - 1, len(clients), self.fraction, self.seed)
         self._asked = {node: client for client, node in (clients[position] for position in cohort)}
-        server.begin(RoundPlan(server_round - 1, tuple(sorted(self._asked.values()))))
+        asked = tuple(sorted(self._asked.values()))
+        server.begin(RoundPlan(server_round - 1, asked, clients=len(self._roster.nodes)))
         return self._messages(MessageType.TRAIN, server_round, arrays, config, self._asked)
 
     def _messages(
@@ -238,8 +238,7 @@ class FusionStrategy(Strategy):
         assert self.server is not None
         common = {
             "server-round": server_round, "seed": self.seed, "federation": self._federation,
-            "begun": bool(self.server.rule_state if self.rule.keeps_sites else self.server.accepted),
-            "sites": sites_of(self.rule), "frozen": self._frozen,
+            "begun": not self.server.is_new, "method": self.method.agreement(), "frozen": self._frozen,
             "share": 1 / max(1, len(self._roster.nodes)),
         }
         messages = []

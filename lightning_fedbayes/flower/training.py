@@ -27,8 +27,8 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of
 from lightning_fedbayes.data.partition import Partition
-from lightning_fedbayes.fusion import FusionRule, Sites
 from lightning_fedbayes.fusion.accumulator import check_structure
+from lightning_fedbayes.methods.method import Shared, split
 from lightning_fedbayes.server.plan import RoundPlan, batches_per_epoch, check_batches
 from lightning_fedbayes.trainer import FitLoop, check_schedulers, check_trainer
 
@@ -42,7 +42,7 @@ class Task:
         round: the round, from 0.
         seed: source of all random draws of the federation.
         posterior: the global posterior.
-        buffers: the global buffers, name → tensor; none if they are frozen.
+        buffers: the global buffers, name → tensor, none if they are frozen; the method's own tensors are among them.
         kept: the client's state after its earlier rounds (``Engine.state_dict``).
         begun: True if the server has fused a round.
         share: the client's share of all clients.
@@ -131,9 +131,9 @@ class ClientTraining(L.Callback):
 
     def __init__(self, settings: FederationSettings) -> None:
         self.settings = settings
-        if not isinstance(settings.fusion, FusionRule):
+        self.method = settings.method
+        if self.method.auto is not None:
             raise FederationError("fusion='auto' chooses at the server, and needs its validation data; name one rule")
-        self.rule = settings.fusion
         self._initial: dict[str, Tensor] | None = None
         self._engine: SequentialEngine | None = None
         self._loop: FitLoop | None = None
@@ -227,11 +227,11 @@ class ClientTraining(L.Callback):
         settings = self.settings
         rest = frozen_names(module) - task.posterior.mean.keys()
         model = ResidentModel(
-            module, settings.local_parameters, settings.buffers, learned, settings.is_hierarchical, rest
+            module, settings.local_parameters, settings.buffers, learned, self.method.own_starts, rest
         )
         check_structure(task.posterior, model.read_posterior(), "this client's network")
         check_same_frozen(model, task.frozen)
-        model.load_posterior(task.posterior, task.buffers)
+        model.load_posterior(task.posterior, split(task.buffers)[0])
         return model
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -262,17 +262,15 @@ class ClientTraining(L.Callback):
         assert self._loop is not None
         context = self._loop.context()
         model = self._load(pl_module, task, context.learned_posterior(settings.posterior))
-        if settings.prior == "global" or (settings.is_hierarchical and task.begun):
-            model.set_prior(task.posterior.to(pl_module.device))
         self._engine = SequentialEngine(
-            context, model, self._loader, keep_optimizer=context.keeps_state(settings), proximal=settings.proximal,
+            context, model, self._loader, method=self.method, keep_optimizer=context.keeps_state(settings),
             keep_posteriors=settings.keep_posteriors, seed=task.seed,
         )
         self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
-        if isinstance(self.rule, Sites):
-            begun = {"begun": True} if task.begun else {}
-            posterior = task.posterior.to(pl_module.device)
-            self._engine.begin_sites(self.rule, posterior, begun, task.share, task.round)
+        tensors = {name: value.to(pl_module.device) for name, value in split(task.buffers)[1].items()}
+        self._engine.begin_method(
+            Shared(task.posterior.to(pl_module.device), tensors, task.round, task.share, not task.begun)
+        )
         self._loop.install(self._engine, self._engine.begin_batch, self._end_batch)
         start = getattr(pl_module, "on_federation_start", None)
         if start is not None:
@@ -312,8 +310,8 @@ class ClientTraining(L.Callback):
     def _give_back(self) -> None:
         if self._loop is not None:
             self._loop.restore()
-        if self._engine is not None and (self.settings.prior != "fixed" or self.rule.keeps_sites):
-            self._engine.model.set_prior(None)
+        if self._engine is not None:
+            self._engine.restore_priors()
 
 
 def call_round_end(module: L.LightningModule, posterior: GaussianPosterior) -> None:

@@ -41,7 +41,7 @@ from lightning_fedbayes.fusion.rule import (
     SumRule,
 )
 from lightning_fedbayes.fusion.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerOptimizer
-from lightning_fedbayes.fusion.sites import BayesADMM, PartitionedVI, Sites, remove_client
+from lightning_fedbayes.fusion.sites import BayesADMM, PartitionedVI, Sites
 
 __all__ = [
     "AlphaBarycenter",
@@ -95,7 +95,6 @@ __all__ = [
     "get_rule",
     "gram_of",
     "register_fusion",
-    "remove_client",
     "rule_name",
     "unregister_fusion",
 ]

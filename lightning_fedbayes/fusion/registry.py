@@ -26,16 +26,13 @@ _OF_CLIENTS = (
     "it changes how clients train, not how their posteriors are fused: put its term into your training_step, and fuse "
     "with 'weighted_average'"
 )
+_OF_METHODS = "it is a method of the federation, FederatedBayes(fusion=...), and has more than a rule"
 _OF_SERVERS = "optimizers of the server have their own names: 'fedavgm', 'fedadam', 'fedyogi' and 'fedadagrad'"
 ALGORITHMS = {
     **dict.fromkeys(("moon", "ditto", "feddecorr", "fedlc"), _OF_CLIENTS),
+    **dict.fromkeys(("fednova", "fedprox", "population", "scaffold"), _OF_METHODS),
     **dict.fromkeys(("fedopt", "mime"), _OF_SERVERS),
-    "fedprox": "it is an argument of the federation: fusion='weighted_average', proximal=0.1",
     "feddyn": "it is what fusion='sites' does with deterministic parameters; fb.Sites(pull=0.1) sets its alpha",
-    "scaffold": "it keeps control variates at clients and server, which is no fusion rule; 'weighted_average' fuses "
-                "without them",
-    "fednova": "it divides updates by the clients' numbers of steps, which is no fusion rule; 'weighted_average' with "
-               "weighting='equal' does not favour clients that take many",
     "fedper": "it is an argument of the federation: fusion='weighted_average', local_parameters=['head.*']",
     "fedrep": "it is an argument of the federation: fusion='weighted_average', local_parameters=['head.*']",
     "fedbn": "it is an argument of the federation: fusion='weighted_average', local_parameters with the patterns of "

@@ -11,25 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import (
-    FederationError,
-    FusionError,
-    check_at_least,
-    check_choice,
-    check_number,
-    shown,
-)
+from lightning_fedbayes.core.errors import FusionError, check_choice, check_number, shown
 from lightning_fedbayes.core.exchange.reduction import Statistics
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero, zeros_like
 from lightning_fedbayes.fusion.registry import register_fusion
 from lightning_fedbayes.fusion.rule import (
     Fused,
-    FusionRule,
     RuleState,
     StatefulSumRule,
     add,
@@ -426,15 +418,6 @@ class BayesADMM(Sites):
         super().__init__(step, 1.0, "admm", prior_mean, prior_std, pull)
 
 
-def sites_of(rule: FusionRule) -> str:
-    """Return the options of sites that clients and server must have in common, in words; "" for other rules."""
-    if not isinstance(rule, Sites):
-        return ""
-    prior = f"N({rule.prior_mean}, {rule.prior_std}²)"
-    names = ("step", "damping", "pull", "renyi", "precision")
-    return ", ".join([f"prior={prior}", *(f"{name}={getattr(rule, name)}" for name in names)])
-
-
 def known_weights(state: RuleState, weights: Mapping[int, float]) -> dict[int, float]:
     """Return the weights of all clients that have taken part; raise FusionError if one has changed."""
     before = state.get("weights", {})
@@ -445,67 +428,3 @@ def known_weights(state: RuleState, weights: Mapping[int, float]) -> dict[int, f
                 "variable counts: keep the numbers of examples, or give weighting='equal' or pull=None"
             )
     return {**before, **weights}
-
-
-def without_site(posterior: GaussianPosterior, state: RuleState, site: Natural) -> GaussianPosterior:
-    r"""Return the posterior without a client's site, :math:`\lambda_0 + \sum_{j \ne k} \lambda_j`.
-
-    Exact where the model is conjugate; elsewhere the others' sites have been fitted beside the one that goes.
-
-    Args:
-        posterior: the global one.
-        state: the rule's.
-        site: of the client, shape (parameters that are no point masses,).
-
-    Raises:
-        FusionError: the other sites give a parameter no positive precision.
-    """
-    random = posterior.flatten()[1].to(state["precision"].device) > 0
-    precision, shift = (state[name].clone() for name in ("precision", "shift"))
-    if len(site[0]) != int(random.sum()):
-        raise FusionError(f"a site of {len(site[0])} parameters, but the posterior has {int(random.sum())}")
-    precision[random] -= site[0].to(precision.device)
-    shift[random] -= site[1].to(shift.device)
-    wrong = int((precision[random] <= 0).sum())
-    if wrong:
-        raise FusionError(
-            f"without that client {wrong} of {len(site[0])} parameters have no positive precision; train some rounds "
-            "of the others from the posterior as it is"
-        )
-    mean, variance = posterior.flatten()
-    precision = precision.where(random, 1.0)
-    return posterior.unflatten((shift / precision).where(random, mean), (1 / precision).where(random, variance))
-
-
-def remove_client(federation: Any, client: int) -> GaussianPosterior:
-    """Return the global posterior without what a client has contributed to it.
-
-    When to use it: a client leaves ``fusion="sites"`` and takes its data with it. The result is exact for conjugate
-    models; for others train some rounds of the remaining clients from it (``fb.load_posterior(module, posterior)``).
-    Deterministic parameters, which have no factors, stay as they are.
-
-    Args:
-        federation: a :class:`~lightning_fedbayes.FederatedBayes` that has trained, or the content of a checkpoint
-            (``torch.load(path, weights_only=False)``).
-        client: its number.
-
-    Raises:
-        FederationError: there is no such federation, or it has no site of that client.
-        FusionError: the other clients' sites alone give no posterior.
-    """
-    check_at_least("client", client, 0)
-    if isinstance(federation, Mapping):
-        callbacks = federation.get("callbacks")
-        states = list(callbacks.values()) if isinstance(callbacks, Mapping) else []
-    else:
-        states = [federation.state_dict()] if hasattr(federation, "state_dict") else []
-    found = [state for state in states if isinstance(state, Mapping) and {"rule_states", "clients"} <= state.keys()]
-    if not found:
-        raise FederationError(f"{shown(federation)}: give a FederatedBayes that has trained, or a checkpoint's content")
-    (state,) = found
-    site = state["clients"].get(client, {}).get("site", {})
-    if "precision" not in site:
-        raise FederationError(f"client {shown(client)} has no site: it has trained in no federation by fusion='sites'")
-    (kept,) = state["rule_states"].values()
-    posterior = GaussianPosterior.from_state_dict(state["posterior"])
-    return without_site(posterior, kept, (site["precision"], site["shift"]))

@@ -50,6 +50,7 @@ class RoundPlan:
         starts: the number of batches before each client's first one, and of all: shape (cohort + 1,). A server that
             leaves training to others needs none.
         local_epochs: passes of each client over its batches.
+        clients: number of clients in the federation; 0: that of the cohort.
 
     Raises:
         FederationError: a number of another kind.
@@ -59,12 +60,19 @@ class RoundPlan:
     cohort: tuple[int, ...]
     starts: tuple[int, ...] = (0,)
     local_epochs: int = 1
+    clients: int = 0
 
     def __post_init__(self) -> None:
         check_at_least("round", self.round, -1)  # before the first
+        check_at_least("clients", self.clients, 0)
         for name, values in (("cohort", self.cohort), ("starts", self.starts)):
             if not isinstance(values, tuple) or not all(map(is_whole, values)):
                 raise FederationError(f"{name}={shown(values)}: give a tuple of whole numbers, such as (0, 1, 2)")
+
+    @property
+    def share(self) -> float:
+        """Share of one client among all, 1 / K."""
+        return 1 / max(1, self.clients or len(self.cohort))
 
     @property
     def num_batches(self) -> int:
@@ -83,7 +91,7 @@ def plan_round(round: int, sizes: Sequence[int], batching: Batching) -> RoundPla
     starts = [0]
     for client in cohort:
         starts.append(starts[-1] + batching.local_epochs * batches_per_epoch(sizes[client], batching))
-    return RoundPlan(round, cohort, tuple(starts), batching.local_epochs)
+    return RoundPlan(round, cohort, tuple(starts), batching.local_epochs, len(sizes))
 
 
 def share_of(plan: RoundPlan, rank: int, count: int) -> RoundPlan:
@@ -107,7 +115,7 @@ def share_of(plan: RoundPlan, rank: int, count: int) -> RoundPlan:
             own.append(client)
     cohort = tuple(sorted(own))
     starts = (0, *itertools.accumulate(lengths[client] for client in cohort))
-    return RoundPlan(plan.round, cohort, starts, plan.local_epochs)
+    return RoundPlan(plan.round, cohort, starts, plan.local_epochs, plan.clients)
 
 
 def cohort_size(clients: int, fraction: Fraction) -> int:

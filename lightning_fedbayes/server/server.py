@@ -12,10 +12,13 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, check_kind, sendable
 from lightning_fedbayes.core.exchange import ALONE, Collective
-from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, check_mapping
+from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, bytes_of, check_mapping
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_posterior
-from lightning_fedbayes.fusion import FusionRule, RuleState, get_rule
+from lightning_fedbayes.fusion import FusionRule, RuleState
+from lightning_fedbayes.fusion.accumulator import check_finite
 from lightning_fedbayes.fusion.auto import AutoFusion, names_of
+from lightning_fedbayes.methods.method import Method, Shared, joined, split
+from lightning_fedbayes.methods.registry import get_method
 from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation
 from lightning_fedbayes.server.guard import Guard, check_influence, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
@@ -98,14 +101,17 @@ class Server:
     Args:
         posterior: the global posterior to start from.
         buffers: the global buffers to start from (BatchNorm's statistics), name → tensor.
-        fusion: name of a fusion rule, a rule object, or an :class:`~lightning_fedbayes.AutoFusion`.
+        fusion: name of a method or fusion rule, a :class:`~lightning_fedbayes.Method`, a rule object, or an
+            :class:`~lightning_fedbayes.AutoFusion`.
         weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
         min_clients: quorum: fewer valid updates than this leave the global posterior as it was.
         max_failed_rounds: after this many rounds in a row that came to nothing :meth:`finish` raises.
         collective: the processes that share the clients of a round; each has a server, and all hold the same posterior.
 
     Attributes:
-        posterior, buffers: the global model after the last round.
+        posterior, buffers: the global model after the last round; the buffers hold the method's own tensors, too, under
+            names that begin with "method/".
+        method: the federated method, whose hooks for clients take what :meth:`shared` returns.
         rounds: number of the round after the last finished one.
         failed_rounds: number of rounds in a row, up to the last, that came to nothing.
         history: one dict of figures per finished round, in order; its "round" counts from 1.
@@ -120,7 +126,7 @@ class Server:
         posterior: GaussianPosterior,
         buffers: Mapping[str, Tensor] | None = None,
         *,
-        fusion: str | FusionRule | AutoFusion = "reverse_kl_barycenter",
+        fusion: str | FusionRule | AutoFusion | Method = "reverse_kl_barycenter",
         weighting: str | CohortWeights = "train_size",
         min_clients: int = 1,
         max_failed_rounds: int = 3,
@@ -135,8 +141,9 @@ class Server:
         check_at_least("max_failed_rounds", max_failed_rounds, 1)
         check_influence(max_influence)
         self.posterior = posterior
-        self.buffers: Mapping[str, Tensor] = {} if buffers is None else buffers
-        self.rules = candidates(fusion)
+        self.method = get_method(fusion)
+        self.buffers: Mapping[str, Tensor] = joined({} if buffers is None else buffers, self.method.init(posterior))
+        self.rules = candidates(self.method)
         self.weighting = weighting
         self.min_clients = min_clients
         self.max_failed_rounds = max_failed_rounds
@@ -149,6 +156,7 @@ class Server:
         self._rule_states: dict[str, RuleState] = {name: rule.init() for name, rule in self.rules.items()}
         self._probabilistic = probabilistic_names(posterior)
         self._plan: RoundPlan | None = None
+        self._shared = Shared(posterior)
         self._aggregations: dict[str, Aggregation] = {}
         self._outcomes: dict[int, ClientOutcome] = {}
 
@@ -165,10 +173,14 @@ class Server:
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
-    def begin(self, plan: RoundPlan) -> None:
-        """Begin the round of ``plan``; an unfinished one is forgotten."""
+    def begin(self, plan: RoundPlan) -> Shared:
+        """Begin the round of ``plan``; an unfinished one is forgotten.
+
+        Returns: what its clients are to know, for the hooks of :attr:`method`.
+        """
         check_kind("plan", plan, RoundPlan, "give a RoundPlan(round, cohort)")
         self._plan = plan
+        self._shared = Shared(self.posterior, split(self.buffers)[1], plan.round, plan.share, self.is_new)
         self._outcomes = {}
         self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
         previous, bound = self.posterior, self.max_influence
@@ -181,6 +193,13 @@ class Server:
             )
             for name, rule in self.rules.items()
         }
+        return self._shared
+
+    @property
+    def is_new(self) -> bool:
+        """True until a round has been fused by this method."""
+        alone = len(self.rules) == 1 and next(iter(self.rules.values())).keeps_sites
+        return not (self.rule_state if alone else self.accepted)
 
     def admit(self, update: ClientUpdate | ClientFailure) -> ClientOutcome:
         """Take in what came of a client; an update that cannot be used is left out of the round.
@@ -232,7 +251,8 @@ class Server:
         aggregate, refusal, losses = None, None, {}
         if sum(report.count for report in reports) >= self.min_clients:
             try:
-                aggregate, losses = self._aggregate([report.admitted for report in reports], score, notes)
+                fused, losses = self._aggregate([report.admitted for report in reports], score, notes)
+                aggregate = self._moved(fused)
             except FusionError as error:
                 refusal = error
         if aggregate is not None:
@@ -300,6 +320,15 @@ class Server:
         self._rule_states = states
         return results[best], losses
 
+    def _moved(self, aggregate: Aggregate) -> Aggregate:
+        """Return the round's result as the method makes it of the rule's, and of what clients have sent beside."""
+        buffers, averages = split(aggregate.buffers)
+        heard = self._shared.share * sum(weight > 0 for weight in aggregate.weights.values())
+        posterior, tensors = self.method.fuse(self._shared, aggregate.posterior, averages, heard)
+        if posterior is not aggregate.posterior:
+            check_finite(posterior, "the fused posterior")
+        return replace(aggregate, posterior=posterior, buffers=joined(buffers, tensors))
+
     def _figures(
         self, outcomes: Sequence[ClientOutcome], valid: Sequence[ClientOutcome], excluded: int
     ) -> dict[str, float]:
@@ -310,7 +339,7 @@ class Server:
             "excluded_clients": float(excluded),
             "failed_rounds": float(self.failed_rounds),
             "seconds": time.perf_counter() - self._start,
-            "megabytes_down": self.posterior.num_bytes * len(outcomes) / 1e6,
+            "megabytes_down": (self.posterior.num_bytes + bytes_of(self._shared.tensors)) * len(outcomes) / 1e6,
             "megabytes_up": sum(outcome.num_bytes for outcome in valid) / 1e6,
         }
         if self.collective.size > 1:
@@ -364,7 +393,9 @@ class Server:
         device = next(iter(self.posterior.mean.values())).device
         stored = GaussianPosterior.from_state_dict(state["posterior"]).to(device)
         self.posterior = stored.marked(stored.linearised or self.posterior.linearised)
-        self.buffers = {name: value.to(device) for name, value in state["buffers"].items()}
+        own, tensors = split({name: value.to(device) for name, value in state["buffers"].items()})
+        first = split(self.buffers)[1]
+        self.buffers = joined(own, tensors if tensors.keys() == first.keys() else first)
         self.failed_rounds = state["failed_rounds"]
         self.rounds = state["rounds"]
         self.history = list(state["history"])
@@ -373,11 +404,11 @@ class Server:
         self._rule_states = {**self._rule_states, **known}
 
 
-def candidates(fusion: str | FusionRule | AutoFusion) -> dict[str, FusionRule]:
-    """Return the rule, by its name with its arguments; of an ``AutoFusion``, all candidates."""
-    if isinstance(fusion, AutoFusion):
-        return dict(zip(fusion.names, fusion.rules, strict=True))
-    rule = get_rule(fusion)
+def candidates(method: Method) -> dict[str, FusionRule]:
+    """Return the rule of a method, by its name with its arguments; of an ``AutoFusion``, all candidates."""
+    rule = method.rule
+    if isinstance(rule, AutoFusion):
+        return dict(zip(rule.names, rule.rules, strict=True))
     return {next(names_of([rule])): rule}
 
 

@@ -7,10 +7,10 @@ from torch import nn
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import ExamplePrivacy
+from lightning_fedbayes.clients.privacy.accountant import epsilon_spent
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.layers import LinearFlipout, Reparameterized
-from lightning_fedbayes.privacy.accountant import epsilon_spent
 from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, trainer
 
 pytest.importorskip("opacus")

@@ -158,7 +158,7 @@ def test_prior_global_is_the_posterior_that_the_round_starts_from():
             starts.append(federation.posterior.mean["network.2.weight"].clone())
 
     starts = []
-    federation = fb.FederatedBayes(fb.IIDPartition(2), prior="global", fusion="rklb")
+    federation = fb.FederatedBayes(fb.IIDPartition(2), fusion=fb.Averaging("rklb", prior="global"))
     start = module.network[-1].mu_weight.detach().clone()
     federate(module, federation, rounds=3, callbacks=[Spy()])
     assert torch.equal(starts[0], start)
@@ -171,7 +171,7 @@ def test_dwc_with_the_global_prior_trains():
     from lightning_fedbayes.fusion import DistributedWeightConsolidation
 
     rule = DistributedWeightConsolidation(min_precision=1e-2)
-    federation = fb.FederatedBayes(fb.IIDPartition(2), prior="global", fusion=rule)
+    federation = fb.FederatedBayes(fb.IIDPartition(2), fusion=fb.Averaging(rule, prior="global"))
     federate(bayesian(learning_rate=0.01), federation, 4)
     assert [(row["valid_clients"], row["failed_rounds"]) for row in federation.history] == [(2, 0)] * 4
     losses = [row["train_loss"] for row in federation.history]
@@ -358,7 +358,7 @@ def test_the_layers_own_prior_is_back_after_a_federation_with_the_global_prior(m
             saved.append({name: value.clone() for name, value in pl_module.state_dict().items() if "prior" in name})
 
     initial = {name: value.clone() for name, value in module.state_dict().items() if "prior" in name}
-    federate(module, fb.FederatedBayes(fb.IIDPartition(2), prior="global"), 2, callbacks=[Save()])
+    federate(module, fb.FederatedBayes(fb.IIDPartition(2), fusion=fb.Averaging(prior="global")), 2, callbacks=[Save()])
     assert saved
     for state in saved:
         assert_equal(initial, state)
@@ -379,7 +379,7 @@ def test_the_global_prior_of_a_bayesian_torch_network_is_that_of_the_round():
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             priors.append((trainer.current_epoch, pl_module.net[0].prior_weight_mu.clone()))
 
-    federation = fb.FederatedBayes(fb.IIDPartition(2), prior="global")
+    federation = fb.FederatedBayes(fb.IIDPartition(2), fusion=fb.Averaging(prior="global"))
     federate(module, federation, 3, callbacks=[Spy()])
     assert {round for round, _ in priors} == {0, 1, 2}
     assert all(torch.equal(prior, posteriors[round]) for round, prior in priors)
@@ -399,7 +399,7 @@ def test_a_personal_bayesian_layer_keeps_its_prior(personal, keeps):
             seen.append(prior())
 
     own, seen = prior(), []
-    federation = fb.FederatedBayes(fb.IIDPartition(2), prior="global", local_parameters=[personal])
+    federation = fb.FederatedBayes(fb.IIDPartition(2), fusion=fb.Averaging(prior="global"), local_parameters=[personal])
     federate(module, federation, callbacks=[Spy()])
     assert seen
     assert all(torch.equal(each.expand(3, 5), own.expand(3, 5)) is keeps for each in seen)

@@ -38,14 +38,14 @@ def test_state_is_that_of_all_rounds(rule):
     made = federation(rule, fraction=0.8, seed=3)
     by_hand, state, fused = get_rule(rule), get_rule(rule).init(), []
     seen = []
-    original = type(made.settings.fusion).apply
+    original = type(made.settings.method.rule).apply
 
     def watch(self, cohort, before):
         seen.append(Cohort([each.clone() for each in cohort.posteriors], cohort.weights, cohort.previous.clone(),
                            cohort.clients))
         return original(self, cohort, before)
 
-    made.settings.fusion.apply = watch.__get__(made.settings.fusion)
+    made.settings.method.rule.apply = watch.__get__(made.settings.method.rule)
     federate(bayesian(), made, rounds=3)
     for cohort in seen:
         outcome = original(by_hand, cohort, state)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients import default, federation
+from lightning_fedbayes.clients import default
 from lightning_fedbayes.fusion import Sites
 from lightning_fedbayes.layers import LinearReparameterization
+from lightning_fedbayes.methods import averaging
 from tests.federations import Plain, bayesian, federate
 
 
@@ -21,8 +22,6 @@ def unlike_priors() -> Plain:
 
 
 AVERAGES = {
-    "prior": (bayesian, {"prior": "global"}, "prior='global' is given"),
-    "proximal": (bayesian, {"proximal": 0.1}, "proximal=0.1 is given"),
     "weighting": (bayesian, {"weighting": "max_discrepancy"}, "weighting='max_discrepancy' is given"),
     "adversaries": (bayesian, {"adversaries": fb.SignFlip([0])}, "sites trust their clients"),
     "one client": (Plain, {"partition": fb.IIDPartition(1)}, "one client is ordinary training"),
@@ -82,11 +81,11 @@ def test_another_fit_chooses_anew():
 
 @pytest.mark.parametrize(("options", "told"), [
     ({"fusion": "rklb"}, 1), ({"fusion": "ivar_vb"}, 1), ({"fusion": "fedavgm"}, 1), ({"fusion": "conflation"}, 0),
-    ({"fusion": "gaussian_fit"}, 0), ({"fusion": "sites"}, 0), ({"fusion": "rklb", "prior": "global"}, 0),
+    ({"fusion": "gaussian_fit"}, 0), ({"fusion": "sites"}, 0), ({"fusion": fb.Averaging("rklb", "global")}, 0),
     ({"fusion": "rklb", "partition": fb.IIDPartition(1)}, 0),
 ], ids=str)
 def test_an_average_under_a_fixed_prior_says_once_where_it_goes(options, told, caplog, monkeypatch):
-    monkeypatch.setattr(federation, "LATE", 1)
+    monkeypatch.setattr(averaging, "LATE", 1)
     made = fb.FederatedBayes(**{"partition": fb.IIDPartition(3), **options})
     with caplog.at_level(logging.INFO):
         federate(bayesian(), made, 4)

@@ -48,7 +48,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("options", [{}, {"fusion": "sites"}, {"proximal": 0.1}, {"fusion": "fedadam"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"fusion": "sites"}, {"fusion": "fedprox"}, {"fusion": "fedadam"}], ids=str)
 def test_what_is_frozen_is_not_sent_and_the_rest_is_what_it_would_be(engine, options, tmp_path):
     """Beside local parameters, which never left a client before either."""
     modules = frozen(), frozen()
@@ -80,7 +80,7 @@ def test_frozen_weights_do_not_move_by_a_bit_under_noise(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("options", [{}, {"prior": "global"}, {"fusion": "sites"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"fusion": fb.Averaging(prior="global")}, {"fusion": "sites"}], ids=str)
 def test_a_frozen_bayesian_layer_keeps_its_posterior_and_its_prior(engine, options):
     module = fb.with_kl(Plain(bayesian()))
     layer = module.net[0] if hasattr(module, "net") else next(m for m in module.modules() if hasattr(m, "mu_weight"))

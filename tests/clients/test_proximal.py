@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FusionError
 from tests.federations import Plain, bayesian, federate, loader, parameters
 
 from .test_sites import EXAMPLES, FEATURES, Squares, data, fit, unlike
@@ -24,7 +24,7 @@ def test_a_client_ends_at_the_minimum_of_its_proximal_problem(strength):
         x, y = part.tensors
         hessian = x.T @ x / len(x) + strength * torch.eye(FEATURES).double()
         expected += len(x) / EXAMPLES * torch.linalg.solve(hessian, x.T @ y / len(x) + strength)
-    fit(module, 1, clients, partition=None, fusion="weighted_average", proximal=strength, engine="sequential")
+    fit(module, 1, clients, partition=None, fusion=fb.FedProx(strength, "weighted_average"), engine="sequential")
     torch.testing.assert_close(module.layer.weight[0].detach(), expected, rtol=1e-7, atol=1e-8)
 
 
@@ -43,9 +43,8 @@ def test_the_term_is_that_of_a_module_that_adds_it_itself(options):
     ours, theirs, batches = Squares(), Own(), DataLoader(data(), batch_size=15)
     for module, strength in ((ours, 0.7), (theirs, 0.0)):
         partition = fb.SizesPartition((30, 30))
-        federation = fb.FederatedBayes(
-            partition, fusion="rklb", proximal=strength, local_epochs=3, engine="sequential"
-        )
+        method = fb.FedProx(strength) if strength else "rklb"
+        federation = fb.FederatedBayes(partition, fusion=method, local_epochs=3, engine="sequential")
         federate(module, federation, 2, batches, **options)
     torch.testing.assert_close(ours.layer.weight, theirs.layer.weight, rtol=1e-6, atol=1e-9)
 
@@ -54,11 +53,12 @@ def test_the_term_is_that_of_a_module_that_adds_it_itself(options):
 def test_a_strong_term_leaves_little_of_a_round_but_local_parameters_move(kind):
     moves = {}
     for strength in (0.0, 1e4):
+        method = fb.FedProx(strength) if strength else "rklb"
         module = kind(optimizer=partial(torch.optim.Adam, lr=0.05))
         before = parameters(module)
         name = next(iter(before))
         federation = fb.FederatedBayes(
-            fb.IIDPartition(3), fusion="rklb", proximal=strength, local_epochs=20, local_parameters=[name],
+            fb.IIDPartition(3), fusion=method, local_epochs=20, local_parameters=[name],
             engine="vectorized",
         )
         federate(module, federation, 1, loader())
@@ -69,11 +69,7 @@ def test_a_strong_term_leaves_little_of_a_round_but_local_parameters_move(kind):
     assert moves[1e4] < moves[0.0] / 3
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    ({"proximal": -0.1}, "proximal=-0.1: give a finite number of at least 0"),
-    ({"proximal": float("nan")}, "proximal=nan"),
-    ({"proximal": 0.1, "fusion": "sites"}, "held by its cavity"),
-])
-def test_a_term_that_cannot_be_is_refused_at_once(options, says):
-    with pytest.raises(FederationError, match=says):
-        fb.FederatedBayes(fb.IIDPartition(2), **options)
+@pytest.mark.parametrize("strength", [-0.1, 0.0, float("nan")])
+def test_a_term_that_cannot_be_is_refused_at_once(strength):
+    with pytest.raises(FusionError, match=f"strength={strength}: give a finite number above 0"):
+        fb.FedProx(strength)

@@ -16,7 +16,6 @@ WRONG = {
     "clients_at_once=0": {"clients_at_once": 0},
     "fraction=0": {"fraction": 0},
     "engine='fast'": {"engine": "fast"},
-    "prior='globel'": {"prior": "globel"},
     "optimizer_state='kept'": {"optimizer_state": "kept"},
     "buffers='averaged'": {"buffers": "averaged"},
     "did you mean 'conflation'": {"fusion": "conflatoin"},
@@ -40,7 +39,7 @@ def test_settings_cannot_be_changed():
 
 def test_arguments_are_brought_into_one_form():
     settings = fb.FederationSettings(fusion="auto", local_parameters="head.*", adversaries=fb.SignFlip([0]))
-    assert isinstance(settings.fusion, AutoFusion)
+    assert isinstance(settings.method.rule, AutoFusion)
     assert settings.local_parameters == ("head.*",)
     assert settings.attacks == (fb.SignFlip([0]),)
 

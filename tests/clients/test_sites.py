@@ -367,7 +367,7 @@ def test_a_precision_is_measured_by_squared_gradients(options):
         wanted = len(x) / start.weight * len(x) * gradient.flatten() ** 2 / start.scale
         mean, variance = fb.read_posterior(start).flatten()
         wanted = (wanted + (1 / variance).clamp_max(1 / mean.square().mean()) / 3) / 2
-        torch.testing.assert_close(first[client]["site"]["precision"], wanted, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(first[client]["kept"]["precision"], wanted, rtol=1e-6, atol=1e-6)
     module = Still()
     federate(module, fb.FederatedBayes(fb.SizesPartition((EXAMPLES,)), local_epochs=2, fusion="sites", **options), 2,
              whole(examples), **trainer)
@@ -410,7 +410,7 @@ def test_squares_of_batches_give_way_to_those_of_single_examples(options, monkey
         factor = len(x) * StillAtMeans.scale / StillAtMeans.weight
         start = (factor * batch + 1 / fb.read_posterior(StillAtMeans()).flatten()[1] / 3) / 2
         wanted = MEMORY * start + (1 - MEMORY) * factor * (batch + single) / 2
-        torch.testing.assert_close(sites[client]["site"]["precision"], wanted, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(sites[client]["kept"]["precision"], wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_processes_that_see_parts_of_batches_measure_by_batches(monkeypatch):
@@ -422,8 +422,8 @@ def test_processes_that_see_parts_of_batches_measure_by_batches(monkeypatch):
     for mean in (None, lambda value: value):
         engine.context = replace(engine.context, mean_over_processes=mean)
         server = federation.federation.server
-        engine.begin_sites(Sites(), server.posterior, server.rule_state, 1 / 3, 3)
-        parts.append(engine.sites.batch_part)
+        engine.begin_method(fb.Shared(server.posterior, round=3, share=1 / 3, is_new=False))
+        parts.append(engine.problem(0, engine.states[0]).cavity.batch_part)
     assert parts == [0.25, 1.0]
 
 
@@ -509,10 +509,10 @@ def test_a_failed_client_keeps_the_site_it_had():
     after = federation.state_dict()
     fit_once = Fails()
     one = fit(fit_once, 1, fusion=rule, engine="sequential").state_dict()
-    for name, kept in after["clients"][1]["site"].items():
-        assert torch.equal(kept, one["clients"][1]["site"][name])
+    for name, kept in after["clients"][1]["kept"].items():
+        assert torch.equal(kept, one["clients"][1]["kept"][name])
     (state,) = after["rule_states"].values()
-    sites = [kept["site"] for _, kept in sorted(after["clients"].items())]
+    sites = [kept["kept"] for _, kept in sorted(after["clients"].items())]
     total = 1 + sum(site["precision"] for site in sites)
     torch.testing.assert_close(state["precision"][-FEATURES:], total, rtol=1e-12, atol=1e-12)
     dual = sum(size * site["dual"] for size, site in zip((30, 20, 10), sites, strict=True))
@@ -533,7 +533,7 @@ def test_training_that_leaves_the_finite_numbers_fails_that_client_alone(engine,
     federate(module, federation, 2, whole(fb.ClientDatasets(parts)))
     assert [row["failed_clients"] for row in federation.history] == [1, 1]
     assert "client 1: training has left the finite numbers" in caplog.text
-    assert not federation.state_dict()["clients"].get(1, {}).get("site")
+    assert not federation.state_dict()["clients"].get(1, {}).get("kept")
     assert fb.read_posterior(module).mean["layer.weight"].isfinite().all()
 
 
@@ -541,7 +541,7 @@ def test_training_that_leaves_the_finite_numbers_fails_that_client_alone(engine,
 def test_a_site_of_another_network_is_refused():
     module, federation = Exact(), fb.FederatedBayes(fb.SizesPartition((30, 20, 10)), fusion="sites")
     trainer = federate(module, federation, 1, whole(data()))
-    federation.federation.engine.states[1].site["precision"] = torch.zeros(5)
+    federation.federation.engine.states[1].kept["precision"] = torch.zeros(5)
     trainer.fit_loop.max_epochs = 2
     with pytest.raises(FederationError, match=r"site of client 1 is of 5 parameters .* the network has 3"):
         trainer.fit(module, whole(data()))
@@ -568,20 +568,20 @@ def test_clients_in_turn_pass_once_over_the_data_as_streaming_bayes_does():
     assert again.history[-1]["sites/change"] < 1e-3 < federation.history[-1]["sites/change"]
 
 
-@pytest.mark.parametrize(("options", "warned"), [
-    ({"fusion": "conflation", "prior": "global"}, 1), ({"fusion": "weighted_sum", "prior": "global"}, 1),
-    ({"fusion": "conflation"}, 0), ({"fusion": "weighted_average", "prior": "global"}, 0),
+@pytest.mark.parametrize(("method", "warned"), [
+    (fb.Averaging("conflation", "global"), 1), (fb.Averaging("weighted_sum", "global"), 1), ("conflation", 0),
+    (fb.Averaging("weighted_average", "global"), 0),
 ], ids=str)
-def test_a_variance_that_shrinks_in_every_round_is_named_once(options, warned, caplog):
+def test_a_variance_that_shrinks_in_every_round_is_named_once(method, warned, caplog):
     caplog.set_level("INFO")
-    fit(Exact(), 6, engine="sequential", **options)
+    fit(Exact(), 6, engine="sequential", fusion=method)
     assert caplog.text.count("fusion='sites' keeps its meaning") == warned
 
 
 def test_a_client_is_removed_from_a_callback_and_from_a_checkpoint():
     federation = fit(Exact(), 3, fusion="sites", engine="sequential")
     state = federation.state_dict()
-    others = 1 + sum(state["clients"][k]["site"]["precision"] for k in (0, 2))
+    others = 1 + sum(state["clients"][k]["kept"]["precision"] for k in (0, 2))
     for source in (federation, {"callbacks": {"FederatedBayes": state, "ModelCheckpoint": {}}}):
         removed = fb.remove_client(source, 1)
         torch.testing.assert_close(1 / removed.variance["layer.weight"][0], others)

@@ -5,11 +5,11 @@ import torch
 from flwr.app import ConfigRecord
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.clients.privacy import epsilon_of
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
 from lightning_fedbayes.flower.checkpoint import StateFile
 from lightning_fedbayes.flower.wire import from_arrays
-from lightning_fedbayes.privacy import epsilon_of
 from tests.federations import Plain, network
 from tests.flower.clients import BlobData, client_apps, hybrid, run
 from tests.flower.grid import LocalGrid

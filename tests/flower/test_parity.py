@@ -44,7 +44,7 @@ def assert_same(strategy, federation):
 
 CASES = {
     "rklb": (hybrid, {"fusion": "reverse_kl_barycenter"}, {"local_epochs": 2}),
-    "dwc": (hybrid, {"fusion": "dwc"}, {"prior": "global"}),
+    "dwc": (hybrid, {"fusion": fb.Averaging("dwc", "global")}, {"fusion": fb.Averaging("dwc", "global")}),
     "linear pool": (hybrid, {"fusion": "linear_pool", "weighting": "max_discrepancy"}, {}),
     "with a state": (hybrid, {"fusion": "ivar_vb", "weighting": "equal"}, {}),
     "cohorts": (hybrid, {"fraction": 0.5}, {}),
@@ -56,19 +56,17 @@ CASES = {
     "kept optimizers": (Scheduled, {}, {"optimizer_state": "keep"}),
     "cohorts that keep": (Scheduled, {"fraction": 0.5}, {"optimizer_state": "keep", "local_parameters": ["net.2.*"]}),
     "IVON": (Learned, {}, {"local_epochs": 2}),
-    "IVON with the global prior": (Learned, {"fusion": "linear_pool"}, {"prior": "global"}),
+    "IVON with the global prior": (
+        Learned, {"fusion": "linear_pool"}, {"fusion": fb.Averaging("linear_pool", "global")}),
     "IVON with sites": (Learned, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
     "IVON that keeps": (Learned, {"fraction": 0.5}, {"optimizer_state": "keep", "local_parameters": ["net.2.*"]}),
     "Laplace": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.Laplace()}),
     "SWAG": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.SWAG()}),
-    "FedProx": (Scheduled, {}, {"local_epochs": 2, "proximal": 0.3}),
+    "FedProx": (Scheduled, {}, {"local_epochs": 2, "fusion": fb.FedProx(0.3)}),
     "Laplace with sites": (
         Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites", "posterior": fb.Laplace()}),
-    "population": (
-        hybrid, {"fusion": "linear_pool", "weighting": "equal", "fraction": 0.5},
-        {"fusion": "linear_pool", "prior": "hierarchical"}),
-    "population of IVON": (
-        Learned, {"fusion": "linear_pool", "weighting": "equal"}, {"fusion": "linear_pool", "prior": "hierarchical"}),
+    "population": (hybrid, {"fusion": "population", "fraction": 0.5}, {"fusion": "population"}),
+    "population of IVON": (Learned, {"fusion": "population"}, {"fusion": "population"}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),
     "frozen buffers": (hybrid, {}, {"buffers": "frozen"}),
 }
@@ -128,7 +126,7 @@ def test_evaluation_is_the_mean_over_the_clients():
 
 @pytest.mark.parametrize("options", [
     {"keep_posteriors": True, "local_parameters": ["network.0.*"]},
-    {"prior": "hierarchical", "fusion": "linear_pool"},
+    {"fusion": "population"},
 ])
 def test_a_client_keeps_and_scores_its_own_posterior_as_in_one_process(options, tmp_path):
     local = options.get("local_parameters", ())

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import lightning_fedbayes as fb
 from lightning_fedbayes import ClientUpdate, FusionError, GaussianPosterior, RoundPlan, Server
 from lightning_fedbayes.fusion import BayesADMM, PartitionedVI, Reliability, Sites
-from lightning_fedbayes.fusion.sites import LEAST_SHARE, Natural, without_site
+from lightning_fedbayes.fusion.sites import LEAST_SHARE, Natural
+from lightning_fedbayes.methods.sites import without_site
 
 PRIOR = (0.5, 2.0)
 LIKELIHOODS = [
@@ -299,9 +300,9 @@ def test_sites_stand_alone():
                  lambda: fb.fusion.NormClipping(then="pvi")):
         with pytest.raises(FusionError, match="stands alone"):
             make()
-    for options in ({"prior": "global"}, {"weighting": lambda facts: [1.0] * len(facts)},
+    for options in ({"weighting": lambda facts: [1.0] * len(facts)},
                     {"privacy": fb.UpdatePrivacy(clip=1.0, noise_multiplier=1.0)}):
-        with pytest.raises(fb.FederationError, match="fusion='sites'"):
+        with pytest.raises(fb.FederationError, match="fusion='bayes_admm'"):
             fb.FederatedBayes(fb.IIDPartition(2), fusion="bayes_admm", **options)
 
 

@@ -168,7 +168,7 @@ OF_HYBRID = {
 }
 SETTINGS = {
     "partition": None, "local_epochs": 1, "fraction": 1.0, "fusion": "linear_pool", "weighting": "equal",
-    "engine": "auto", "clients_at_once": None, "prior": "fixed", "optimizer_state": "auto", "buffers": "average",
+    "engine": "auto", "clients_at_once": None, "optimizer_state": "auto", "buffers": "average",
     "local_parameters": (), "min_clients": 1, "max_failed_rounds": 3, "max_influence": 2.0,
     "adversaries": (), "privacy": None, "seed": 0,
 }
@@ -220,7 +220,7 @@ def removed(**arguments):
     posterior_state = {"mean": {"w": torch.zeros(1)}, "variance": {"w": torch.ones(1)}}
     site = {"precision": torch.zeros(1).double(), "shift": torch.zeros(1).double()}
     kept = {"sites": {"precision": torch.ones(1).double(), "shift": torch.zeros(1).double()}}
-    state = {"posterior": posterior_state, "rule_states": kept, "clients": {0: {"site": site}}}
+    state = {"posterior": posterior_state, "rule_states": kept, "clients": {0: {"kept": site}}}
     given = {"callbacks": {"FederatedBayes": state}} if arguments["federation"] is None else arguments["federation"]
     fb.remove_client(given, arguments["client"])
 

@@ -30,7 +30,6 @@ from tests.federations import Plain, assert_equal, blobs, federate, from_yaml, l
         ({"min_clients": 0}, "min_clients=0"),
         ({"max_failed_rounds": 0}, "max_failed_rounds=0"),
         ({"engine": "sequental"}, "engine='sequental': did you mean 'sequential'"),
-        ({"prior": "previous"}, "prior='previous'"),
         ({"optimizer_state": "kept"}, "optimizer_state='kept': did you mean 'keep'"),
         ({"buffers": "mean"}, "buffers='mean'"),
     ],

@@ -139,12 +139,13 @@ class VectorizedEngine(Engine):
     def stack(self, clients: Sequence[Client]) -> ClientStack:
         """Stack the networks of ``clients`` at their start."""
         states = [self.states.get(client.number, ClientState()) for client in clients]
-        begun = [self.optimizer_states(client, state) for client, state in zip(clients, states)]
+        problems = [self.problem(client.number, state) for client, state in zip(clients, states)]
+        begun = [self.optimizer_states(*each) for each in zip(clients, states, problems)]
         probed = self.probed
         return ClientStack(
             self.model, self.context.optimizers[0], self._step, clients, states,
-            [each[0] if each else {} for each in begun], probed.stacked_keys, self._counts, probed.layouts, self.sites,
-            self.terms(clients, states, stacked=True),
+            [each[0] if each else {} for each in begun], probed.stacked_keys, self._counts, probed.layouts,
+            self.cavities, problems, self.terms(clients, problems, stacked=True),
         )
 
     def _prepare(self, batches: list[StackedBatch]) -> Any:
@@ -259,11 +260,11 @@ class VectorizedEngine(Engine):
             losses, posteriors = self._losses.tolist(), stack.read_posteriors(measured)
         seconds = self.seconds() / len(chunk.clients)
         for slot, number in enumerate(chunk.clients):
-            posterior, own = posteriors[slot], {}
+            posterior, buffers, own = posteriors[slot], {}, {}
             try:
                 if slot not in self._failures:
                     found = stack.precisions(slot, self.sizes[number], self.plan.local_epochs)
-                    posterior, own = self.sent_and_kept(number, posterior, found)
+                    posterior, buffers, own = self.sent_and_kept(number, posterior, stack.read_buffers(slot), found)
             except FusionError as unusable:
                 self._failures[slot] = unusable
             if slot in self._failures:
@@ -272,7 +273,6 @@ class VectorizedEngine(Engine):
             metrics = logged[slot]
             if self._batches[slot]:
                 metrics = {"train_loss": losses[slot] / self._batches[slot], **metrics}
-            buffers = stack.read_buffers(slot)
             results.append(ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds))
             kept = [self._kept[slot]] if slot in self._kept else []
             self._trained[number] = ClientState(stack.read_local(slot), kept, **own)
@@ -288,9 +288,9 @@ class VectorizedEngine(Engine):
         assert self.model.learned is not None
         if slot not in self._failures:
             number = clients[slot]
-            client, state = self.client(self._positions[number]), self.states.get(number, ClientState())
+            client, local = self.client(self._positions[number]), self.states.get(number, ClientState()).local
             try:
-                return self.measured(client, state, values, buffers, optimizer)
+                return self.measured(client, local, values, buffers, optimizer)
             except (MisconfigurationException, FedBayesError):
                 raise
             except Exception as error:

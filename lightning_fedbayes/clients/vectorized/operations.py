@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_fedbayes.clients.cavities import RoundCavities, take_gradient
 from lightning_fedbayes.clients.model import Tensors
-from lightning_fedbayes.clients.sites import RoundSites, take_gradient
 from lightning_fedbayes.clients.vectorized import recurrent
 from lightning_fedbayes.clients.vectorized.schedule import Slots, take_rows
 from lightning_fedbayes.core.private_torch import (
@@ -502,14 +502,14 @@ class StackedCavities:
     """The cavities of the clients in a stack, as priors of the module's parameters.
 
     Args:
-        sites: the sites of the round.
-        fields: of each client, shape (clients, P), see :meth:`~lightning_fedbayes.clients.sites.RoundSites.fields`.
+        cavities: puts them into the network.
+        fields: curvature, slope and step of each client's, shape (clients, P).
     """
 
-    def __init__(self, sites: RoundSites, fields: Sequence[Tensor]) -> None:
-        self._sites = sites
-        cavities = sites.cavities(fields)
-        self._stacks = {name: cavities[name] for name in sites.parameters}
+    def __init__(self, cavities: RoundCavities, fields: Sequence[Tensor]) -> None:
+        self._round = cavities
+        priors = cavities.priors(fields)
+        self._stacks = {name: priors[name] for name in cavities.parameters}
         self._joint: CavityPrior | None = None
         self._tally: Tensor | None = None
         self._installed: dict[tuple[int, str], Prior] = {}
@@ -521,7 +521,7 @@ class StackedCavities:
         if key not in self._chosen:
             chosen = copy.copy(self)
             first = next(iter(self._stacks.values())).curvature
-            chosen._tally = first.new_zeros(len(slots), requires_grad=True) if self._sites.measures else None
+            chosen._tally = first.new_zeros(len(slots), requires_grad=True) if self._round.measures else None
             chosen._joint = None if self._joint is None else _rows_of(self._joint, slots, chosen._tally)
             chosen._stacks = {
                 name: replace(_rows_of(stack, slots, chosen._tally), squares=self._squares(stack, len(slots)))
@@ -532,7 +532,7 @@ class StackedCavities:
 
     def _squares(self, stack: CavityPrior, count: int) -> Tensor | None:
         """Return the tallies of single examples of ``count`` clients; None if they are not asked for."""
-        if not self._sites.measures or self._sites.batch_part == 1:
+        if not self._round.measures or self._round.batch_part == 1:
             return None
         return stack.curvature.new_zeros((count, *stack.curvature.shape[1:]), requires_grad=True)
 
@@ -547,7 +547,7 @@ class StackedCavities:
         """
         if self._tally is None or self._tally.grad is None:
             return None
-        factors, self._tally.grad = self._tally.grad / self._sites.num_entries, None
+        factors, self._tally.grad = self._tally.grad / self._round.num_entries, None
         return factors
 
     def of_means(self, name: str, means: Tensor) -> Tensor:
@@ -557,7 +557,7 @@ class StackedCavities:
 
     def join(self, gaussians: GaussianParameters) -> None:
         """Lay the cavities of the small parameters side by side, for joint draws."""
-        names = {id(each.mean): name for name, each in self._sites.parameters.items()}
+        names = {id(each.mean): name for name, each in self._round.parameters.items()}
         if gaussians.small and all(id(each.mean) in names for each in gaussians.small):
             parts = [self._stacks[names[id(each.mean)]] for each in gaussians.small]
             mean = torch.cat([part.mean.flatten() for part in parts])
@@ -568,7 +568,7 @@ class StackedCavities:
     @contextmanager
     def installed(self, as_seen: Callable[[CavityPrior], Prior]) -> Iterator[None]:
         """Inside, every parameter has its cavity, ``as_seen`` by one client, as its prior."""
-        parameters = self._sites.parameters
+        parameters = self._round.parameters
         for name, each in parameters.items():
             prior = as_seen(self._stacks[name])
             each.replace_prior(prior)

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fedbayes.clients.cavities import Pull, RoundCavities, SquaredGradients
 from lightning_fedbayes.clients.client import Client, ClientState, parameters_of
 from lightning_fedbayes.clients.context import TrainingContext
-from lightning_fedbayes.clients.learned import variance_of
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import OptimizerState
-from lightning_fedbayes.clients.sites import Pull, RoundSites, SquaredGradients
 from lightning_fedbayes.clients.snapshot import Snapshot
 from lightning_fedbayes.clients.vectorized.operations import StackedCavities
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
@@ -27,6 +26,7 @@ from lightning_fedbayes.clients.vectorized.swap import ParameterSwap
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.private_torch import register_pytree_node, tree_leaves, tree_map
+from lightning_fedbayes.methods.method import LocalProblem
 
 Measured = Callable[[int, Tensors, Tensors, Mapping[int, Mapping[str, Tensor]]], Tensors]
 
@@ -56,7 +56,8 @@ class ClientStack:
         starts: state of each one's optimizer at its start.
         stacked_keys, counts: see :class:`~lightning_fedbayes.clients.vectorized.optimizer.StackedOptimizer`.
         layouts: name of the parameter → layout of its stack.
-        sites: the clients' sites in this round; None where the rule has none.
+        cavities: puts priors of clients into the network; None where they have none.
+        problems: the clients'.
         terms: what the clients' losses gain.
     """
 
@@ -71,7 +72,8 @@ class ClientStack:
         stacked_keys: frozenset[str] = frozenset(),
         counts: frozenset[str] = frozenset(),
         layouts: Mapping[str, Layout | None] | None = None,
-        sites: RoundSites | None = None,
+        cavities: RoundCavities | None = None,
+        problems: Sequence[LocalProblem] = (),
         terms: Sequence[Pull] = (),
     ) -> None:
         self.model = model
@@ -80,6 +82,8 @@ class ClientStack:
         self.names = [names[id(parameter)] for parameter in parameters_of(optimizer)]
         kept = model.kept_values().keys()  # an earlier run with other settings may have kept more
         locals_ = [{name: value for name, value in state.local.items() if name in kept} for state in states]
+        starts_at = [model.parameter_names(each.start) for each in problems]
+        locals_ = [{**start, **own} for start, own in zip(starts_at, locals_)] if any(starts_at) else locals_
         rows = [
             model.frozen[name].detach().expand(len(states), *model.frozen[name].shape) if name in model.frozen
             else _stack(model.global_parameters[name], name, locals_, (layouts or {}).get(name)) for name in self.names
@@ -90,19 +94,18 @@ class ClientStack:
         # first, because it may fail: nothing has been replaced yet
         self.attributes = start_clients(step.module, clients, step.swap, everything)
         self.optimizer = StackedOptimizer(optimizer, rows, starts, stacked_keys, counts)
-        own = [state.site for state in states]
         self._variances: Tensors = {}
         self._cavities, self._terms = None, terms
         for term in terms:
             term.lay_out(dict(zip(self.names, rows)))
         self._squares: SquaredGradients | None = None
         self._means: dict[str, str] = {}
-        if sites is not None and sites.parameters:
-            self._cavities = step.cavities(sites, own)
-            self._means = {name: names[id(each.mean)] for name, each in sites.parameters.items()}
-            if sites.measures:
+        if cavities is not None and cavities.parameters:
+            self._cavities = step.cavities(cavities, [each.cavity for each in problems if each.cavity is not None])
+            self._means = {name: names[id(each.mean)] for name, each in cavities.parameters.items()}
+            if cavities.measures:
                 zeros = {name: torch.zeros_like(everything[mean]) for name, mean in self._means.items()}
-                self._squares = SquaredGradients(zeros, len(clients), batch_part=sites.batch_part)
+                self._squares = SquaredGradients(zeros, len(clients), batch_part=cavities.batch_part)
 
     def forward_backward(
         self, slots: Slots, batch: Any, batch_idx: int, *, clip: Clip | None = None
@@ -194,7 +197,7 @@ class ClientStack:
                 ) for slot in range(count)
             ]
             learned.variances.update({name: torch.stack([one[name] for one in each]) for name in learned.variances})
-            self._variances = {variance_of(name): stack for name, stack in learned.variances.items()}
+            self._variances = self.model.as_kept(learned.variances)
         with self.step.swap.using(everything):
             stacked = self.model.read_posterior()
         self.model.load_global_variances()

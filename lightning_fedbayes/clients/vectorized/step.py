@@ -13,9 +13,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
+from lightning_fedbayes.clients.cavities import RoundCavities
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.clients.model import Tensors
-from lightning_fedbayes.clients.sites import RoundSites
 from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.metrics import BatchValue
 from lightning_fedbayes.clients.vectorized.operations import (
@@ -38,6 +38,7 @@ from lightning_fedbayes.core.private_torch import (
     tree_unflatten,
     vmap_level,
 )
+from lightning_fedbayes.methods.method import Cavity
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,10 @@ class StackedStep:
             stacks, assemble = self._take(parameters, buffers, attributes, batch, batch_idx, cavities)
         return assemble(stacks)
 
-    def cavities(self, sites: RoundSites, own: Sequence[Tensors]) -> StackedCavities:
-        """Return the cavities of clients with these sites of their ``own``."""
-        stacked = StackedCavities(sites, [torch.stack(field) for field in zip(*map(sites.fields, own))])
+    def cavities(self, cavities: RoundCavities, own: Sequence[Cavity]) -> StackedCavities:
+        """Return the cavities of clients, side by side."""
+        fields = zip(*((each.curvature, each.slope, each.step) for each in own))
+        stacked = StackedCavities(cavities, [torch.stack(field) for field in fields])
         stacked.join(self._gaussians)
         return stacked
 

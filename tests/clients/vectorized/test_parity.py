@@ -82,7 +82,7 @@ SETTINGS = {
     "a third of the clients": {"fraction": 0.34},
     "one client after the other": {"fraction": "turns"},
     "personal head": {"local_parameters": ["net.2.*"]},
-    "proximal": {"proximal": 0.5, "local_epochs": 2, "local_parameters": ["net.2.*"]},
+    "proximal": {"fusion": fb.FedProx(0.5), "local_epochs": 2, "local_parameters": ["net.2.*"]},
     "drawn together": {"fusion": "conflation", "weighting": "max_discrepancy_l2"},
 }
 

@@ -7,9 +7,9 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import ExamplePrivacy
+from lightning_fedbayes.clients.privacy import UpdatePrivacy, epsilon_of
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.layers import read_posterior
-from lightning_fedbayes.privacy import UpdatePrivacy, epsilon_of
 from tests.federations import Plain, assert_equal, bayesian, federate, network, parameters
 
 pytest.importorskip("opacus")

@@ -10,8 +10,8 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from lightning_fedbayes.clients.privacy import UpdatePrivacy, accountant, epsilon_of, noise_multiplier_for
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.privacy import UpdatePrivacy, accountant, epsilon_of, noise_multiplier_for
 
 opacus = pytest.importorskip("opacus")
 DELTA = 1e-5
@@ -138,7 +138,7 @@ def test_without_opacus_the_error_says_what_to_install(monkeypatch):
 
 def test_opacus_is_imported_late_and_quietly():
     code = (
-        "import sys, logging, lightning_fedbayes.privacy as p; before = list(logging.getLogger().handlers);"
+        "import sys, logging, lightning_fedbayes.clients.privacy as p; before = list(logging.getLogger().handlers);"
         "assert 'opacus' not in sys.modules; p.epsilon_of(1.0, 1e-5, 1); assert 'opacus' in sys.modules;"
         "assert logging.getLogger().handlers == before"
     )

@@ -28,10 +28,10 @@ from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
 from lightning_fedbayes import layers
+from lightning_fedbayes.clients.privacy.accountant import import_opacus
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.layers.base import BayesianAffine, random_signs
 from lightning_fedbayes.layers.functional import Normal, output_moments, softplus_std
-from lightning_fedbayes.privacy.accountant import import_opacus
 
 BAYESIAN: tuple[type[BayesianAffine], ...] = tuple(
     layer for layer in map(layers.__dict__.get, layers.__all__)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_fedbayes.clients.privacy.accountant import check_clip, check_delta, check_noise, check_opacus, epsilon_of
 from lightning_fedbayes.core.errors import LARGEST, FederationError, FusionError, check_at_least, check_flag, check_kind
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, is_zero
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.fusion.accumulator import check_structure
-from lightning_fedbayes.privacy.accountant import check_clip, check_delta, check_noise, check_opacus, epsilon_of
 
 SMALLEST_VARIANCE = torch.finfo(torch.float32).tiny
 """Variances are kept between this and its inverse: none becomes 0, which would mean deterministic, or infinite."""
@@ -120,7 +120,7 @@ class UpdatePrivacy:
 
     Args:
         clip: C > 0.
-        noise_multiplier: z ≥ 0; :func:`~lightning_fedbayes.privacy.noise_multiplier_for` finds it. 0 clips only.
+        noise_multiplier: z ≥ 0; :func:`~lightning_fedbayes.noise_multiplier_for` finds it. 0 clips only.
         delta: δ in (0, 1), well below one over the number of clients.
         widen_posterior: add the noise's variance z²C² to the variances that are sent, so that they say how uncertain
             the noisy mean is.

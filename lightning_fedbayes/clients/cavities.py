@@ -1,8 +1,8 @@
-"""The clients' sites in a round: the cavity that each takes as its prior, its pull, and how training changes both."""
+"""What a local problem puts into a network: terms in the loss, cavities as priors, and precisions that are measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,16 +14,12 @@ from torch import Tensor
 
 from lightning_fedbayes.clients.context import loss_and_rest
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
-from lightning_fedbayes.core.errors import FederationError, FusionError
-from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.fusion.sites import Sites
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, Prior, RenyiCavityPrior
-
-Fields = tuple[Tensor, Tensor, Tensor]
-"""Curvature, slope and step of a cavity, see :class:`~lightning_fedbayes.layers.priors.CavityPrior`, shape (P,)."""
+from lightning_fedbayes.methods.method import Cavity, Quadratic
 
 
 class Pull:
@@ -99,131 +95,90 @@ class Pull:
                 own["training_step"] = step
 
 
-class RoundSites:
-    """The clients' sites in one round.
-
-    A site is {"precision": Λ, "shift": η}, shape (P,) each, float64, where P counts the Gaussian parameters that are
-    federated, in the order of the posterior; with a pull also {"dual": v} of the deterministic ones, in that order.
+def pull_of(quadratics: Sequence[Quadratic], model: ResidentModel, *, stacked: bool = False) -> Pull:
+    """Return the term of one client's loss, or of each client in a stack, about the global values.
 
     Args:
-        rule: the fusion rule.
+        quadratics: of the clients.
+        model: the resident network.
+        stacked: True for a stack, also of one client.
+    """
+    slopes = [model.parameter_names(one.slope) for one in quadratics]
+    sloping = {name for slope in slopes for name in slope}
+    names, strengths = quadratics[0].names, [one.strength for one in quadratics]
+    if names is None and not any(strengths):  # a slope alone
+        names = frozenset(sloping)
+    centre = {name: value for name, value in model.anchor().items() if names is None or name in names}
+    duals: Tensors = {}
+    for name, like in ((name, centre[name]) for name in sloping):
+        rows = [slope[name].to(like) if name in slope else torch.zeros_like(like) for slope in slopes]
+        duals[name] = torch.stack(rows) if stacked else rows[0]
+    if len(set(strengths)) == 1:
+        return Pull(strengths[0], centre, duals)
+    each = {name: value.new_tensor(strengths).reshape(-1, *[1] * value.dim()) for name, value in centre.items()}
+    return Pull({name: row.expand(-1, *centre[name].shape) for name, row in each.items()}, centre, duals)
+
+
+class RoundCavities:
+    """Puts the clients' cavities of one round into the network as priors of its Gaussian parameters.
+
+    Args:
+        like: the cavity of any client of the round; all have one base, and one way of measuring.
         model: the resident network, whose Gaussian parameters hold their own priors.
-        base: see :meth:`~lightning_fedbayes.fusion.Sites.base`.
-        share: of one client among all, 1 / K.
-        round: the round, from 0.
-        measures: True if the optimizer takes steps of gradients, by whose squares precisions are measured.
-        sees_batches: False if a process sees only a part of each batch; examples then count by batches alone.
 
     Attributes:
-        parameters: the Gaussian parameters of layers that have sites, by name.
-        batch_part: of squared gradients, see :meth:`~lightning_fedbayes.fusion.Sites.batch_part`.
+        parameters: the Gaussian parameters of layers that have cavities, by name.
+        measures: True if precisions are measured along training.
+        batch_part: of squared gradients, see :class:`SquaredGradients`.
         num_entries: their number of entries.
-        names: of all parameters that have sites.
 
     Raises:
-        FederationError: the network has no such parameter, or one whose prior is not the rule's.
+        FederationError: a parameter's own prior is not the one that the method counts.
     """
 
-    def __init__(
-        self, rule: Sites, model: ResidentModel, base: GaussianPosterior, share: float, round: int, measures: bool,
-        sees_batches: bool = True,
-    ) -> None:
-        self.rule = rule
-        self.share = share
-        self.measures = rule.precision == "measured" or (rule.precision == "auto" and measures and rule.renyi is None)
-        self.round = round if self.measures else 0
-        self.batch_part = rule.batch_part(self.round) if sees_batches else 1.0
+    def __init__(self, like: Cavity, model: ResidentModel) -> None:
+        self._like = like
+        self.measures = like.batch_part is not None
+        self.batch_part = 1.0 if like.batch_part is None else like.batch_part
         self.module = module = model.module
-        found, learned = gaussian_parameters(module), model.learned
-        self.parameters = {name: found[name] for name in base.names if name in found and name not in model.local_names}
-        self._learned = [] if learned is None else [name for name in base.names if name in learned.variances]
-        self.names = [name for name in base.names if name in self.parameters or name in self._learned]
-        check_priors(rule, self.parameters, {} if learned is None else {n: learned.prior(n) for n in self._learned})
-        self.base = _part(base, self.names)
+        found, learned, names = gaussian_parameters(module), model.learned, like.base.names
+        self.parameters = {name: found[name] for name in names if name in found and name not in model.local_names}
+        self._learned = [] if learned is None else [name for name in names if name in learned.variances]
+        check_priors(
+            like.counts, self.parameters, {} if learned is None else {n: learned.prior(n) for n in self._learned}
+        )
         self.num_entries = sum(each.mean.numel() for each in self.parameters.values())
-        self._natural = rule.natural_of(self.base, self.base.flatten()[0])
-        pulled = [] if rule.pull is None else [name for name in base.names if name not in self.names]
-        self.centre = {name: base.mean[name].to(torch.promote_types(base.mean[name].dtype, torch.float32))
-                       for name in pulled}
-        self._start = _part(base, pulled).flatten()[0]
-        self._frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
 
-    def check(self, client: int, site: Tensors) -> None:
-        """Raise FederationError if a client's ``site`` is of another network."""
-        gaussian = self._natural[0].numel()
-        lengths = {"precision": gaussian, "shift": gaussian, "dual": self._start.numel()}
-        for name, value in site.items():
-            if value.numel() != lengths[name]:
-                raise FederationError(
-                    f"the site of client {client} is of {value.numel()} parameters ({name}), and the network has "
-                    f"{lengths[name]}: go on with the network that it was trained with, or begin anew"
-                )
-
-    def fields(self, site: Tensors) -> Fields:
-        """Return curvature, slope and step of the cavity of a client with this ``site``."""
-        precision, shift = self._natural
-        if not site:
-            steps = self.rule.steps(self.share, 0.0, precision)
-            return steps * precision, torch.zeros_like(shift), steps
-        own = {name: value.to(precision.device) for name, value in site.items()}
-        steps = self.rule.steps(self.share, own["precision"], precision)
-        slope = own["shift"] - own["precision"] * (shift / precision)
-        return steps * precision - own["precision"], slope, steps
-
-    def cavities(self, fields: Sequence[Tensor]) -> dict[str, CavityPrior]:
-        """Return the prior of each parameter from :meth:`fields`, or a stack of them of shape (clients, P)."""
-        lengths = [value.numel() for value in self.base.mean.values()]
+    def priors(self, fields: Sequence[Tensor]) -> dict[str, CavityPrior]:
+        """Return the prior of each parameter from curvature, slope and step, or stacks of them, (clients, P)."""
+        base, renyi = self._like.base, self._like.renyi
+        lengths = [value.numel() for value in base.mean.values()]
         priors = {}
         parts = zip(*(field.split(lengths, -1) for field in fields))
-        for (name, mean), each in zip(self.base.mean.items(), parts, strict=True):
-            std = self.base.variance[name].sqrt()
+        for (name, mean), each in zip(base.mean.items(), parts, strict=True):
+            std = base.variance[name].sqrt()
             curvature, slope, step = (field.to(mean).reshape((*field.shape[:-1], *mean.shape)) for field in each)
             own = mean, std, curvature, slope, step
-            priors[name] = CavityPrior(*own) if self.rule.renyi is None else RenyiCavityPrior(*own, self.rule.renyi)
+            priors[name] = CavityPrior(*own) if renyi is None else RenyiCavityPrior(*own, renyi)
         return priors
 
-    def pull(self, sites: Sequence[Tensors], *, stacked: bool = False) -> Pull | None:
-        """Return the pull of a client with this site, or of a stack of clients; None if nothing is pulled.
-
-        Raises:
-            FederationError: a parameter with a dual is frozen: the global value would be pushed on for ever.
-        """
-        if not self.centre:
-            return None
-        assert self.rule.pull is not None
-        lengths = [value.numel() for value in self.centre.values()]
-        zeros = torch.zeros_like(self._start)
-        vectors = [site["dual"].to(zeros.device) if "dual" in site else zeros for site in sites]
-        whole = torch.stack(vectors) if stacked else vectors[0]
-        duals = {
-            name: part.to(value).reshape((*whole.shape[:-1], *value.shape))
-            for (name, value), part in zip(self.centre.items(), whole.split(lengths, -1), strict=True)
-        }
-        for name in self._frozen:
-            if name in duals and duals[name].any():
-                raise FederationError(
-                    f"'{name}' has been trained with pull={self.rule.pull:g} and is frozen now, while its dual "
-                    "variables still move the global value: keep it trainable, or begin anew"
-                )
-        return Pull(self.rule.pull, self.centre, duals)
-
-    def priors(self, site: Tensors) -> dict[str, CavityPrior]:
-        """Return the cavities of a client with this ``site`` for the parameters outside of Bayesian layers."""
+    def of_learned(self, cavity: Cavity) -> dict[str, CavityPrior]:
+        """Return a client's priors of the parameters outside of Bayesian layers."""
         if not self._learned:
             return {}
-        cavities = self.cavities(self.fields(site))
-        return {name: cavities[name] for name in self._learned}
+        priors = self.priors((cavity.curvature, cavity.slope, cavity.step))
+        return {name: priors[name] for name in self._learned}
 
-    def install(self, site: Tensors, parts: int = 1) -> GradientWatch | None:
-        """Make the cavity of a client with this ``site`` the prior of the network's layers.
+    def install(self, cavity: Cavity, parts: int = 1) -> GradientWatch | None:
+        """Make a client's ``cavity`` the prior of the network's layers.
 
         Args:
-            site: of the client.
+            cavity: of the client.
             parts: batches between two steps of the optimizer.
 
-        Returns: what measures precisions along the client's training, until it is closed; None if they are trained.
+        Returns: what measures precisions along the client's training, until it is closed; None if nothing does.
         """
-        priors = self.cavities(self.fields(site)) if self.parameters else {}
+        priors = self.priors((cavity.curvature, cavity.slope, cavity.step)) if self.parameters else {}
         tally = None
         if self.parameters and self.measures:
             tally = next(iter(priors.values())).curvature.new_zeros((), requires_grad=True)
@@ -238,54 +193,6 @@ class RoundSites:
     def remove(self) -> None:
         """Give the layers their own priors back."""
         set_prior(self.module, None)
-
-    def sent(
-        self, client: int, site: Tensors, posterior: GaussianPosterior, measured: Tensors | None = None
-    ) -> tuple[GaussianPosterior, Tensors]:
-        """Return what a client sends, and its new site, whose change is that of what is sent, bit by bit.
-
-        Args:
-            client: its number.
-            site: before its training.
-            posterior: after it.
-            measured: name → precision of the data, as :meth:`SquaredGradients.precisions` gives it.
-
-        Raises:
-            FusionError: training has left the finite numbers.
-        """
-        kept = {}
-        if self.centre:
-            assert self.rule.pull is not None
-            kept["dual"] = self.rule.pull * (self._start - _part(posterior, self.centre).flatten()[0])
-            if "dual" in site:
-                kept["dual"] += site["dual"].to(self._start.device)
-        if not self.names:
-            return posterior, kept
-        trained, like = _part(posterior, self.names), self._natural[0]
-        found = None if measured is None else torch.cat([
-            measured[name].flatten().to(like) if name in measured else like.new_full((value.numel(),), torch.nan)
-            for name, value in self.base.mean.items()
-        ])
-        own = (site["precision"].to(like), site["shift"].to(like)) if "precision" in site else None
-        solution = self.rule.natural_of(trained, like)
-        large = [(1 / value.square().mean()).expand(value.numel()) for value in trained.mean.values()]
-        start = torch.minimum(solution[0], torch.cat(large).to(like))
-        precision, shift = self.rule.changed(
-            self._natural, own, solution, self.fields(site)[2], self.share, self.round, found, start
-        )
-        mean = shift / precision
-        if not bool(mean.isfinite().all()):
-            raise FusionError(
-                f"client {client}: training has left the finite numbers; lower the learning rate, or clip gradients "
-                "(Trainer(gradient_clip_val=...))"
-            )
-        proposal = trained.unflatten(mean, 1 / precision)
-        whole = GaussianPosterior({**posterior.mean, **proposal.mean}, {**posterior.variance, **proposal.variance})
-        for name, before, after in zip(("precision", "shift"), self._natural, self.rule.natural_of(proposal, like)):
-            kept[name] = after - before
-            if name in site:
-                kept[name] += site[name].to(after.device)
-        return whole, kept
 
 
 class SquaredGradients:
@@ -413,22 +320,16 @@ class GradientWatch:
 
 
 def check_priors(
-    rule: Sites, parameters: Mapping[str, GaussianParameter], learned: Mapping[str, Prior] | None = None
+    counts: tuple[float, float], parameters: Mapping[str, GaussianParameter], learned: Mapping[str, Prior]
 ) -> None:
-    """Raise FederationError unless all Gaussian parameters have the prior of ``rule``, and there are some or it pulls.
+    """Raise FederationError unless all Gaussian parameters have the normal prior that the method counts once.
 
     Args:
-        rule: the fusion rule.
+        counts: its mean and standard deviation.
         parameters: of layers.
         learned: the priors of others.
     """
-    if not parameters and not learned and rule.pull is None:
-        raise FederationError(
-            "fusion='sites' federates a posterior, and the module has no Gaussian parameter that is federated: make "
-            "layers Bayesian, as by fb.bayesianize(module, last=1), train with fb.IVON, take "
-            "fusion='weighted_average', or leave pull= at its default, which is FedDyn"
-        )
-    priors = dict(learned or {})
+    priors = dict(learned)
     for name, parameter in parameters.items():
         if not isinstance(parameter.layer, BayesianLayer):
             raise FederationError(
@@ -436,17 +337,10 @@ def check_priors(
                 "a cavity need not be. Use a layer of this package, such as fb.bayesianize makes"
             )
         priors[name] = parameter.layer.priors[parameter.path]
-    wanted = NormalPrior(rule.prior_mean, rule.prior_std)
+    wanted = NormalPrior(*counts)
     for name, own in priors.items():
         if not isinstance(own, NormalPrior) or (own.mean, own.std) != (wanted.mean, wanted.std):
             raise FederationError(
                 f"fusion='sites': '{name}' has the prior {own}, and the rule counts {wanted}; give the rule the "
                 "network's: fb.Sites(prior_mean=..., prior_std=...), one normal prior for all layers"
             )
-
-
-def _part(posterior: GaussianPosterior, names: Collection[str]) -> GaussianPosterior:
-    """Return the posterior of the parameters ``names`` alone."""
-    return GaussianPosterior(
-        {name: posterior.mean[name] for name in names}, {name: posterior.variance[name] for name in names}
-    )

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_fedbayes import layers
+from lightning_fedbayes.clients.privacy.example_gradients import BAYESIAN, STATES, GradSamples
 from lightning_fedbayes.layers import ESTIMATORS, mean_only
-from lightning_fedbayes.privacy.example_gradients import BAYESIAN, STATES, GradSamples
 
 pytest.importorskip("opacus")
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_fedbayes.clients.privacy import UpdatePrivacy, epsilon_of, privatised
 from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.privacy import UpdatePrivacy, epsilon_of, privatised
 from lightning_fedbayes.server import Server
 from lightning_fedbayes.server.plan import RoundPlan
 

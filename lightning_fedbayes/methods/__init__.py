@@ -1,0 +1,41 @@
+"""Federated methods, an algorithm in each file: what clients minimise, send and keep, and how the server fuses it."""
+
+from lightning_fedbayes.methods.averaging import Averaging
+from lightning_fedbayes.methods.fednova import FedNova
+from lightning_fedbayes.methods.fedprox import FedProx
+from lightning_fedbayes.methods.method import (
+    Cavity,
+    LocalProblem,
+    Method,
+    Participant,
+    Quadratic,
+    Report,
+    Shared,
+    Trained,
+)
+from lightning_fedbayes.methods.population import Population
+from lightning_fedbayes.methods.registry import available_methods, get_method, register_method, unregister_method
+from lightning_fedbayes.methods.scaffold import Scaffold
+from lightning_fedbayes.methods.sites import SiteMethod, remove_client
+
+__all__ = [
+    "Averaging",
+    "Cavity",
+    "FedNova",
+    "FedProx",
+    "LocalProblem",
+    "Method",
+    "Participant",
+    "Population",
+    "Quadratic",
+    "Report",
+    "Scaffold",
+    "Shared",
+    "SiteMethod",
+    "Trained",
+    "available_methods",
+    "get_method",
+    "register_method",
+    "remove_client",
+    "unregister_method",
+]

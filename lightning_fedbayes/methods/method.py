@@ -1,0 +1,288 @@
+"""A federated method: what clients start from, minimise, send and keep, and how the server fuses it, in one class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.fusion.auto import AutoFusion
+from lightning_fedbayes.fusion.registry import get_rule, rule_name
+from lightning_fedbayes.fusion.rule import FusionRule
+
+Tensors = dict[str, Tensor]
+
+PREFIX = "method/"
+"""Prefix of a method's own tensors among the buffers that travel between clients and server."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the server sends to every client of a round.
+
+    Args:
+        posterior: the global posterior, from which clients start; of a network without variances a point mass.
+        tensors: the method's own, name → tensor: those of :meth:`Method.init`, or of the last :meth:`Method.fuse`.
+        round: its number, from 0.
+        share: of one client among all, 1 / K.
+        is_new: True until the server has fused a round.
+        notes: what a method works out once for all clients of the round, such as sums over parameters.
+    """
+
+    posterior: GaussianPosterior
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    round: int = 0
+    share: float = 1.0
+    is_new: bool = True
+    notes: dict[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class Participant:
+    """What a method knows of a client of the round.
+
+    Args:
+        number: the client's, from 0.
+        num_examples: its number of training examples.
+        kept: what it has kept of its last round, name → tensor; empty in its first.
+        steps: steps of the optimizer that it takes in this round.
+        rate: their learning rate, if the optimizer is plain SGD; None for others.
+        gaussian: names in the posterior of the parameters with a variance.
+        frozen: names of those that do not train, though they are federated.
+        takes_gradients: True if each step follows one unscaled gradient, so that precisions can be measured.
+        sees_batches: False if a process sees only a part of each batch (DDP).
+    """
+
+    number: int
+    num_examples: int
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    steps: int = 0
+    rate: float | None = None
+    gaussian: frozenset[str] = frozenset()
+    frozen: frozenset[str] = frozenset()
+    takes_gradients: bool = True
+    sees_batches: bool = True
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    r"""A term in the loss of a client, about the global values :math:`\theta_g` of what it trains.
+
+    .. math:: \tfrac{\mu}{2} \|\theta - \theta_g\|^2 - \langle v, \theta - \theta_g \rangle
+
+    The loss is a mean over examples. The term is a part of it, not a change of gradients: it is counted once however
+    many batches are accumulated, clipped with the gradient, and contained in the figure "train_loss".
+
+    Args:
+        strength: :math:`\mu`.
+        slope: v, name in the posterior → tensor of the mean's shape; names that are missing have none.
+        names: of the parameters that the term is of; None: all, with the ρ of Bayesian layers.
+    """
+
+    strength: float = 0.0
+    slope: Mapping[str, Tensor] = field(default_factory=dict)
+    names: frozenset[str] | None = None
+
+
+@dataclass(frozen=True)
+class Cavity:
+    r"""A client's own prior of Gaussian parameters: the global posterior to the power ρ, without the client's site.
+
+    Natural parameters, so it may be improper; see :class:`~lightning_fedbayes.layers.priors.CavityPrior`.
+
+    Args:
+        base: what stands for the global posterior, of the parameters in question.
+        curvature, slope, step: A, c and ρ of every entry in the order of ``base``, shape (P,).
+        counts: mean and standard deviation of the normal prior that the method counts once; the network's must be this.
+        renyi: order of the divergence; None: KL.
+        batch_part: of the squares of whole batches in precisions measured along training; None: they are not measured.
+    """
+
+    base: GaussianPosterior
+    curvature: Tensor
+    slope: Tensor
+    step: Tensor
+    counts: tuple[float, float]
+    renyi: float | None = None
+    batch_part: float | None = None
+
+
+@dataclass(frozen=True)
+class LocalProblem:
+    """What a client minimises beside its own loss, and where it starts.
+
+    Args:
+        quadratic: a term of the loss; None for none.
+        cavity: the prior in the place of the network's own; None: that of :meth:`Method.prior`, or the network's.
+        start: name in the posterior → the mean at which the client starts; missing ones start at the global value.
+    """
+
+    quadratic: Quadratic | None = None
+    cavity: Cavity | None = None
+    start: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A client after its training.
+
+    Args:
+        posterior: as it has been trained; its tensors are overwritten after :meth:`Method.report`.
+        precisions: of the data, measured along training, name → tensor; None if they were not asked for.
+    """
+
+    posterior: GaussianPosterior
+    precisions: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What becomes of a client's training.
+
+    Args:
+        posterior: what it sends.
+        kept: what it keeps, name → tensor; it never leaves the client.
+        sent: what it sends beside, name → tensor, by the names of :meth:`Method.init`; the server averages it.
+    """
+
+    posterior: GaussianPosterior
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    sent: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Method:
+    """A federated algorithm. A subclass overrides the hooks that it needs; as it is, it averages by a rule.
+
+    A round: the server sends a :class:`Shared`; every client of the cohort asks :meth:`problem` what to minimise,
+    trains, and :meth:`report` says what it sends and keeps; the ``rule`` fuses the posteriors, by the clients' weights,
+    and what was sent beside them is averaged by the same weights; :meth:`fuse` makes the new global model of both.
+
+    Hooks see one client, by the names of the posterior, and no engine: the same method runs client by client, in a
+    stack, in several processes and over Flower, and is killed and resumed there.
+
+    Args:
+        rule: fuses the posteriors: a name, or a rule object.
+
+    Raises:
+        FusionError: there is no such rule.
+    """
+
+    keeps: ClassVar[str] = ""
+    """What clients keep and cannot lose, in words for messages, such as "its control variate"; "" for nothing."""
+    keeps_optimizer: ClassVar[bool] = False
+    """True if clients keep the state of their optimizers from round to round, unless told otherwise."""
+    keeps_posteriors: ClassVar[bool] = False
+    """True if every client keeps the posterior that it has trained last."""
+    weighting: ClassVar[str] = ""
+    """How clients are weighted, where the method says so; "": as the federation does."""
+    own_starts: ClassVar[bool] = False
+    """True if a client goes on with the posterior that it has trained last, not with the global one."""
+
+    def __init__(self, rule: str | FusionRule | AutoFusion) -> None:
+        chosen = AutoFusion() if isinstance(rule, str) and rule == "auto" else rule
+        self.rule = chosen if isinstance(chosen, AutoFusion) else get_rule(chosen)
+
+    @property
+    def auto(self) -> AutoFusion | None:
+        """The choice of a rule in every round, if there is one."""
+        return self.rule if isinstance(self.rule, AutoFusion) else None
+
+    @property
+    def name(self) -> str:
+        """The name of the method for logs and messages: that of the rule."""
+        return f"auto({', '.join(self.rule.names)})" if isinstance(self.rule, AutoFusion) else rule_name(self.rule)
+
+    @property
+    def described(self) -> str:
+        """The name with the arguments that are numbers and text."""
+        options = [f"{key}={value}" for key, value in vars(self).items() if isinstance(value, int | float | str)]
+        return f"{self.name}({', '.join(options)})" if options else self.name
+
+    def __repr__(self) -> str:
+        return self.described
+
+    def agreement(self) -> str:
+        """Return what server and clients must have in common, in words; "" if a client needs to know nothing."""
+        return ""
+
+    def conflict(self, weighting: Any, private: bool) -> tuple[str, str] | None:
+        """Return the first setting that the method does not go with, and why; None if there is none.
+
+        Args:
+            weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
+            private: True if clients add noise to what they send.
+        """
+        if private and type(self).init is not Method.init:
+            return "privacy=", (
+                "a client sends more than a posterior there, and noise protects that alone. Take a method that sends "
+                "nothing beside it"
+            )
+        return None
+
+    def init(self, posterior: GaussianPosterior) -> Tensors:
+        """Return the tensors that travel beside the posterior, to clients and back, as before the first round.
+
+        Args:
+            posterior: the global one before training; of its names and shapes the tensors may be.
+        """
+        return {}
+
+    def prior(self, shared: Shared) -> GaussianPosterior | None:
+        """Return the prior of all clients in this round; None: the network's own."""
+        return None
+
+    def problem(self, shared: Shared, client: Participant) -> LocalProblem:
+        """Return what a client minimises; at the client, before its training."""
+        return LocalProblem()
+
+    def check(self, shared: Shared, client: Participant) -> None:
+        """Raise FederationError if what a client has kept does not go with the network; before each round."""
+
+    def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
+        """Return what a client sends and keeps; at the client, after its training.
+
+        Raises:
+            FusionError: the client has nothing to send.
+        """
+        return Report(trained.posterior)
+
+    def fuse(
+        self, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
+    ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
+        """Return the new global posterior and the method's new tensors; at the server.
+
+        Args:
+            shared: what the clients started from.
+            fused: the rule's result.
+            averages: of what the clients have sent beside, by their weights.
+            heard: share of all clients that have sent something.
+        """
+        return fused, averages
+
+    def counted(self, posterior: GaussianPosterior) -> GaussianPosterior | None:
+        """Return the prior that ``posterior`` contains once, as in an ELBO; None if it contains none or many."""
+        return None
+
+    def advice(self, posterior: GaussianPosterior, round: int, clients: int) -> str | None:
+        """Return what a user should know after ``round`` rounds of this method, said once; None for nothing.
+
+        Args:
+            posterior: the global one.
+            round: number of rounds, from 0.
+            clients: number of clients.
+        """
+        return None
+
+
+def split(buffers: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
+    """Return the network's own buffers, and a method's tensors, which travel among them, by their own names."""
+    own = {name: value for name, value in buffers.items() if not name.startswith(PREFIX)}
+    return own, {name.removeprefix(PREFIX): value for name, value in buffers.items() if name not in own}
+
+
+def joined(buffers: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Tensors:
+    """Return buffers with a method's ``tensors`` among them, as they travel."""
+    return {**buffers, **{f"{PREFIX}{name}": value for name, value in tensors.items()}}
