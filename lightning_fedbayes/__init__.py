@@ -58,6 +58,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
     from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior, with_mc_dropout
     from lightning_fedbayes.methods import (
         Averaging,
+        Ditto,
         FedNova,
         FedProx,
         LocalProblem,
@@ -112,6 +113,7 @@ __all__ = [
     "DiabetesDataModule",
     "DigitsDataModule",
     "DirichletPartition",
+    "Ditto",
     "ExamplePrivacy",
     "FalseVariance",
     "FashionMNISTDataModule",

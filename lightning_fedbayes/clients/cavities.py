@@ -95,22 +95,23 @@ class Pull:
                 own["training_step"] = step
 
 
-def pull_of(quadratics: Sequence[Quadratic], model: ResidentModel, *, stacked: bool = False) -> Pull:
+def pull_of(quadratics: Sequence[Quadratic | None], model: ResidentModel, *, stacked: bool = False) -> Pull:
     """Return the term of one client's loss, or of each client in a stack, about the global values.
 
     Args:
-        quadratics: of the clients.
+        quadratics: of the clients; None for one that has none.
         model: the resident network.
         stacked: True for a stack, also of one client.
     """
-    slopes = [model.parameter_names(one.slope) for one in quadratics]
-    sloping = {name for slope in slopes for name in slope}
-    names, strengths = quadratics[0].names, [one.strength for one in quadratics]
-    if names is None and not any(strengths):  # a slope alone
-        names = frozenset(sloping)
-    centre = {name: value for name, value in model.anchor().items() if names is None or name in names}
+    given = [one or Quadratic(names=frozenset()) for one in quadratics]
+    slopes = [model.parameter_names(one.slope) for one in given]
+    strengths, named = [one.strength for one in given], {name for slope in slopes for name in slope}
+    anchor = model.anchor()
+    for one in given:
+        named |= {name for name in anchor if one.strength and (one.names is None or name in one.names)}
+    centre = {name: value for name, value in anchor.items() if name in named}
     duals: Tensors = {}
-    for name, like in ((name, centre[name]) for name in sloping):
+    for name, like in ((name, centre[name]) for name in {name for slope in slopes for name in slope}):
         rows = [slope[name].to(like) if name in slope else torch.zeros_like(like) for slope in slopes]
         duals[name] = torch.stack(rows) if stacked else rows[0]
     if len(set(strengths)) == 1:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_fedbayes.core.errors import check_number
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion import fuse
+from lightning_fedbayes.server.plan import STRIDE
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Client:
         round: the round, from 0.
         position: its position among the clients of the round that this process trains, from 0.
         cohort: number of those clients.
+        problem: which of the client's problems this is, from 0 (:attr:`~lightning_fedbayes.Method.problems`).
     """
 
     number: int
@@ -31,6 +33,12 @@ class Client:
     round: int
     position: int
     cohort: int
+    problem: int = 0
+
+    @property
+    def job(self) -> int:
+        """The number by which an engine tells problems of clients apart."""
+        return self.number + self.problem * STRIDE
 
 
 @dataclass

@@ -27,7 +27,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import CavityPrior
 from lightning_fedbayes.methods.method import LocalProblem, Method, Participant, Shared, Trained, joined
-from lightning_fedbayes.server.plan import RoundPlan
+from lightning_fedbayes.server.plan import STRIDE, OfClients, RoundPlan
 
 Results = tuple[Collected, dict[int, dict[str, Any]]]
 """Logged figures and kept states of the clients that one process has trained, ready to be sent."""
@@ -92,13 +92,14 @@ class Engine(ABC):
     def use(self, loader: FederatedLoader) -> None:
         """Take the clients and their batches from ``loader`` from now on; the number of clients stays."""
         self._loader = loader
-        self.names, self.sizes = loader.clients.names, loader.clients.sizes
+        self.names, self.sizes = OfClients(loader.clients.names), OfClients(loader.clients.sizes)
 
     def client(self, position: int) -> Client:
         """Return the client at ``position`` of the round's cohort."""
-        number = self.plan.cohort[position]
+        job = self.plan.cohort[position]
         return Client(
-            number, self.names[number], self.sizes[number], self.plan.round, position, len(self.plan.cohort)
+            job % STRIDE, self.names[job], self.sizes[job], self.plan.round, position, len(self.plan.cohort),
+            job // STRIDE,
         )
 
     @abstractmethod
@@ -146,8 +147,8 @@ class Engine(ABC):
         context, lengths, epochs = self.context, self.plan.lengths, self.plan.local_epochs
         steps = epochs * -(-(lengths.get(client, 0) // epochs) // context.accumulate)
         return Participant(
-            client, self.sizes[client], state.kept, steps, context.rate, self._gaussian, self._frozen,
-            context.takes_gradient_steps, context.mean_over_processes is None,
+            client % STRIDE, self.sizes[client], state.kept, client // STRIDE, steps, context.rate, self._gaussian,
+            self._frozen, context.takes_gradient_steps, context.mean_over_processes is None,
         )
 
     def problem(self, client: int, state: ClientState) -> LocalProblem:
@@ -181,8 +182,8 @@ class Engine(ABC):
     ) -> list[Pull]:
         """Return what the loss of a client, or of each client in a stack, gains: its quadratic, and a learned prior."""
         learned = self.model.learned
-        quadratics = [each.quadratic for each in problems if each.quadratic is not None]
-        found = [pull_of(quadratics, self.model, stacked=stacked)] if quadratics else []
+        quadratics = [each.quadratic for each in problems]
+        found = [pull_of(quadratics, self.model, stacked=stacked)] if any(quadratics) else []
         if learned is not None:
             parts = [learned.term(c.num_examples, self._priors(each)) for c, each in zip(clients, problems)]
             strengths, duals = (
@@ -213,9 +214,9 @@ class Engine(ABC):
             optimizer: the state of its optimizer, by the number of the parameter.
         """
         assert self.model.learned is not None
-        batches = (self.context.bring(batch) for batch in self._loader.batches(client.round, client.number))
+        batches = (self.context.bring(batch) for batch in self._loader.batches(client.round, client.job))
         return self.model.learned.measured(TrainedClient(
-            client.num_examples, values, buffers, optimizer, self._priors(self._under_way[client.number][1]),
+            client.num_examples, values, buffers, optimizer, self._priors(self._under_way[client.job][1]),
             self.model.received(local),
             lambda: batches,
         ))
@@ -235,7 +236,8 @@ class Engine(ABC):
             FederationError: it has changed what is frozen.
         """
         self.model.check_frozen()
-        own: dict[str, Any] = {"own": posterior.clone().state_dict()} if self.keep_posteriors else {}
+        is_last = client // STRIDE == self.method.problems - 1
+        own: dict[str, Any] = {"own": posterior.clone().state_dict()} if self.keep_posteriors and is_last else {}
         assert self.shared is not None
         participant, _ = self._under_way.pop(client)
         report = self.method.report(self.shared, participant, Trained(posterior, measured))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning as L
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_fedbayes.clients.adversaries import assign
 from lightning_fedbayes.clients.attacks import RoundAdversaries, held_back
@@ -24,7 +24,7 @@ from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.server import RoundResult, Scorer, Server
 from lightning_fedbayes.server.aggregation import Aggregate
-from lightning_fedbayes.server.plan import RoundPlan, share_of
+from lightning_fedbayes.server.plan import STRIDE, RoundPlan, share_of
 
 Stage = Literal["between", "training", "fused"]
 
@@ -100,12 +100,12 @@ class Federation:
         self.plan = plan
         self.share = share_of(plan, collective.rank, collective.size)
         self.stage = "training"
-        self.engine.begin_method(self.server.begin(plan))
+        self.engine.begin_method(self.server.begin(plan.senders))
         advice = self.settings.method.advice(self.server.posterior, self.round, len(self.engine.sizes))
         if advice is not None and self.settings.posterior is None:
             rank_zero_info(advice)
         attackers = assign(self.settings.attacks, self.engine.names, self.settings.seed)
-        self._adversaries = RoundAdversaries(attackers, plan, self.server.posterior, self.settings.seed)
+        self._adversaries = RoundAdversaries(attackers, plan.senders, self.server.posterior, self.settings.seed)
         self._received, self._waiting, self._sent = 0, [], {}
         self._keeps_clients = bool(getattr(module, "needs_client_posteriors", False))
         self.engine.begin_round(self.share)
@@ -144,6 +144,9 @@ class Federation:
         with self.engine.threads():
             for result in results:
                 self._received += 1
+                if result.client >= STRIDE:
+                    self._keep(result)
+                    continue
                 if isinstance(result, ClientUpdate) and self._adversaries.waits(result.client):
                     self._waiting.append(held_back(result))
                 else:
@@ -152,6 +155,14 @@ class Federation:
                 outcomes += [self._admit(update) for update in self._waiting]
                 self._waiting = []
         return outcomes
+
+    def _keep(self, result: ClientUpdate | ClientFailure) -> None:
+        """Leave what came of a further problem of a client to the client."""
+        self.engine.log.forget(result.client)
+        if isinstance(result, ClientFailure):
+            self.engine.forget(result.client)
+            who = f"Client {self.engine.names[result.client]}"
+            rank_zero_warn(f"{who}: its own network stays as it was, because its training failed: {result.error}")
 
     @property
     def is_complete(self) -> bool:
@@ -267,14 +278,18 @@ class Federation:
             raise FederationError(
                 f"client={shown(client)}: give a number below {len(names)} or a name; {nearest(str(client), names)}"
             )
-        state = self.engine.states.get(int(number), ClientState())
+        state = self.engine.states.get(self._personal(int(number)), ClientState())
         return self.engine.model.with_local(state.personal(self.server.posterior, weight), state.local)
+
+    def _personal(self, client: int) -> int:
+        """Return the number of the problem whose posterior is a client's personal one."""
+        return client + (self.settings.method.problems - 1) * STRIDE
 
     @contextmanager
     def holding(self, client: int) -> Iterator[GaussianPosterior]:
         """Inside, the module predicts by the posterior that a client has trained last; afterwards by the global one."""
         model, module = self.engine.model, self.engine.model.module
-        state = self.engine.states.get(client, ClientState())
+        state = self.engine.states.get(self._personal(client), ClientState())
         with model.unchanged(), kept_attributes(module, "global_round"):
             own = state.personal(self.server.posterior, 1.0)
             model.load_client(state.local)

@@ -18,7 +18,15 @@ from lightning_fedbayes.clients.settings import FederationSettings, check_cohort
 from lightning_fedbayes.core.errors import FederationError, sendable
 from lightning_fedbayes.core.seeding import derive_seed, seed_host
 from lightning_fedbayes.data.clients import Clients, clients_of, tensors_of
-from lightning_fedbayes.server.plan import Batching, Fraction, RoundPlan, check_batches, client_batches, client_order
+from lightning_fedbayes.server.plan import (
+    Batching,
+    Fraction,
+    OfClients,
+    RoundPlan,
+    check_batches,
+    client_batches,
+    client_order,
+)
 
 
 class FailedBatch:
@@ -85,7 +93,8 @@ class FederatedLoader:
         in_memory = loader.collate_fn is default_collate and not loader.pin_memory
         tensors = [tensors_of(dataset) for dataset in clients.datasets] if in_memory else [None]
         found = [each for each in tensors if each is not None]
-        self.tensors = found if len(found) == len(clients) else []
+        self.tensors = OfClients(found if len(found) == len(clients) else ())
+        self._datasets, self._sizes = OfClients(clients.datasets), OfClients(clients.sizes)
         self._loader = None if self.tensors else self.dataloader(client_after_client)
 
     def __len__(self) -> int:
@@ -125,8 +134,8 @@ class FederatedLoader:
         """Return a loader with the user's settings over all clients' data, in the order of ``sequence``."""
         loader = self._user_loader
         return DataLoader(
-            _ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed),
-            batch_sampler=_PlannedBatches(self.clients.sizes, self.batching, self._plan, sequence, self.part),
+            _ReproducibleDataset(self._datasets, loader.collate_fn, self.batching.seed),
+            batch_sampler=_PlannedBatches(self._sizes, self.batching, self._plan, sequence, self.part),
             collate_fn=_loaded,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
@@ -144,8 +153,8 @@ class FederatedLoader:
 
     def batches(self, round: int, client: int) -> Iterator[Any]:
         """Yield all batches of a client's first local epoch, with all its examples, loaded in this process."""
-        dataset = _ReproducibleDataset(self.clients.datasets, self._user_loader.collate_fn, self.batching.seed)
-        indices = client_order(round, client, self.clients.sizes[client], self.batching)[0]
+        dataset = _ReproducibleDataset(self._datasets, self._user_loader.collate_fn, self.batching.seed)
+        indices = client_order(round, client, self._sizes[client], self.batching)[0]
         for step, chosen in enumerate(indices.split(self.batch_size)):
             yield dataset.__getitems__(PlannedBatch(chosen.tolist(), round, client, step))
 
@@ -250,7 +259,7 @@ def _loaded(batch: Any) -> Any:
 
 
 def batching_of(
-    loader: Any, *, local_epochs: int, fraction: Fraction, seed: int, limit: int | float = 1.0
+    loader: Any, *, local_epochs: int, fraction: Fraction, seed: int, limit: int | float = 1.0, problems: int = 1
 ) -> Batching:
     """Return the batching of the user's training loader: its batch size, shuffling and drop_last.
 
@@ -292,6 +301,7 @@ def batching_of(
         fraction=fraction,
         seed=seed,
         limit=limit,
+        problems=problems,
     )
 
 
@@ -313,7 +323,8 @@ def federated_loader(
         FederationError, PartitionError: the loader, the partition or the sizes of the clients cannot be used.
     """
     batching = batching_of(
-        loader, local_epochs=settings.local_epochs, fraction=settings.fraction, seed=settings.seed, limit=limit
+        loader, local_epochs=settings.local_epochs, fraction=settings.fraction, seed=settings.seed, limit=limit,
+        problems=1 if settings.fusion is None else settings.method.problems,
     )
     clients = clients_of(loader.dataset, settings.partition, settings.seed)
     if clients_in_a_round is not None and batching.fraction != "turns":

@@ -100,8 +100,8 @@ class SequentialEngine(Engine):
             return ()
         client = self.client(self._position)
         self._client, self._failure, self._losses = client, None, []
-        state = self.states.get(client.number, ClientState())
-        problem = self.problem(client.number, state)
+        state = self.states.get(client.job, ClientState())
+        problem = self.problem(client.job, state)
         self.model.load_client(state.local, problem.start)
         self._unwatch()
         if problem.cavity is not None:
@@ -180,9 +180,9 @@ class SequentialEngine(Engine):
         """Return the update of the client that has just trained, and note what it keeps."""
         assert self._client is not None
         client, error = self._client, self._failure or self._measure()
-        logged = self.log.end_client(client.number)
+        logged = self.log.end_client(client.job)
         if error is not None:
-            return ClientFailure(client.number, error, client.num_examples, self.seconds())
+            return ClientFailure(client.job, error, client.num_examples, self.seconds())
         losses = [loss.flatten() for loss in self._losses]
         mean_loss = {"train_loss": float(torch.cat(losses).mean()) * self.context.accumulate} if losses else {}
         metrics = {**mean_loss, **logged}
@@ -192,15 +192,15 @@ class SequentialEngine(Engine):
             metrics = {name: float(mean(torch.tensor(metrics[name], device=device))) for name in sorted(metrics)}
         try:
             posterior, buffers, own = self.sent_and_kept(
-                client.number, self.model.read_posterior(), self.model.read_buffers(), self._precisions(client)
+                client.job, self.model.read_posterior(), self.model.read_buffers(), self._precisions(client)
             )
         except (PosteriorError, FusionError) as unusable:
-            return ClientFailure(client.number, unusable, client.num_examples, self.seconds())
+            return ClientFailure(client.job, unusable, client.num_examples, self.seconds())
         kept = [optimizer.read() for optimizer in self._optimizers] if self.keep_optimizer else []
-        self._trained[client.number] = ClientState(
+        self._trained[client.job] = ClientState(
             self.model.read_local(), [state for state, _ in kept], [changes for _, changes in kept], **own
         )
-        return ClientUpdate(client.number, client.num_examples, posterior, buffers, metrics, self.seconds())
+        return ClientUpdate(client.job, client.num_examples, posterior, buffers, metrics, self.seconds())
 
     def _measure(self) -> Exception | None:
         """Bring the variances of the client that has just trained beside the module; return why it cannot be."""
@@ -208,7 +208,7 @@ class SequentialEngine(Engine):
         if learned is None or client is None:
             return None
         held = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
-        local, buffers = self.states.get(client.number, ClientState()).local, dict(self.model.module.named_buffers())
+        local, buffers = self.states.get(client.job, ClientState()).local, dict(self.model.module.named_buffers())
         try:
             learned.variances.update(self.measured(client, local, self.model.parameters, buffers, held))
         except (MisconfigurationException, FedBayesError):

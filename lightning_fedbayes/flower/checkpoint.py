@@ -22,6 +22,7 @@ from lightning_fedbayes.clients.settings import BufferPolicy
 from lightning_fedbayes.core.errors import FederationError, check_path
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.flower.training import call_round_end
+from lightning_fedbayes.server.plan import STRIDE
 from lightning_fedbayes.trainer import damage
 
 
@@ -184,7 +185,7 @@ def personal_posterior(
         predictive = fb.PosteriorPredictive(module, personal)
 
     When to use it: at the client, after a federation with ``client_app(keep_posteriors=True)`` or
-    ``prior="hierarchical"``, to predict and to choose ``weight`` (:func:`~lightning_fedbayes.choose_personal_weight`).
+    a method that keeps them, to predict and to choose ``weight`` (:func:`~lightning_fedbayes.choose_personal_weight`).
 
     Args:
         module: the network, built as for the federation.
@@ -199,7 +200,8 @@ def personal_posterior(
     if not path.exists() or damage(path) is not None:
         raise FederationError(f"{path} is not there, or damaged: give the folder and the number of one that trains")
     stored = torch.load(path, map_location="cpu", weights_only=True)
-    state = ClientState(**stored["after"].get(client, {}))
+    jobs = [job for job in stored["after"] if job % STRIDE == client]  # the last of the client's problems is its own
+    state = ClientState(**stored["after"][max(jobs)]) if jobs else ClientState()
     if not state.own:
         raise FederationError(f"{path} holds no posterior: train with client_app(keep_posteriors=True)")
     rest = frozen_names(module) - posterior.mean.keys()

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
@@ -29,7 +29,7 @@ from lightning_fedbayes.data.clients import ClientDatasets, Clients, clients_of
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods.method import Shared, split
-from lightning_fedbayes.server.plan import RoundPlan, batches_per_epoch, check_batches
+from lightning_fedbayes.server.plan import STRIDE, RoundPlan, batches_per_epoch, check_batches
 from lightning_fedbayes.trainer import FitLoop, check_schedulers, check_trainer
 
 
@@ -177,7 +177,8 @@ class ClientTraining(L.Callback):
         Raises:
             FederationError: there are no validation data.
         """
-        model, kept = self.load_global(module, task), task.kept.get(task.client, {})
+        model = self.load_global(module, task)
+        kept = task.kept.get(task.client + (self.method.problems - 1) * STRIDE, {})
         found = self._validate(trainer, module, datamodule, task)
         loaders: Any = trainer.val_dataloaders
         loaders = loaders if isinstance(loaders, list | tuple) else [loaders]
@@ -251,7 +252,8 @@ class ClientTraining(L.Callback):
         clients = own_clients(loader.dataset, settings.partition, task.client, task.seed)
         check_batches(clients.names[-1:], clients.sizes[-1:], batching)
         count = settings.local_epochs * batches_per_epoch(clients.sizes[-1], batching)
-        self._round = RoundPlan(task.round, (task.client,), (0, count), settings.local_epochs)
+        jobs = tuple(task.client + problem * STRIDE for problem in range(self.method.problems))
+        self._round = RoundPlan(task.round, jobs, tuple(range(0, count * len(jobs) + 1, count)), settings.local_epochs)
         self._loader = FederatedLoader(loader, clients, batching, lambda: self._round)
         return self._loader
 
@@ -287,9 +289,14 @@ class ClientTraining(L.Callback):
         """After the last batch, take the posterior and what the client keeps."""
         assert self._engine is not None
         for result in self._engine.end_batch(batch_idx):
-            self._result = result
+            if result.client < STRIDE:  # the client's next problem overwrites the tensors
+                self._result = result
+                if isinstance(result, ClientUpdate) and self.method.problems > 1:
+                    self._result = replace(result, posterior=result.posterior.clone())
+            elif isinstance(result, ClientFailure):
+                raise result.error
             self._kept = {}
-            if isinstance(result, ClientUpdate):
+            if isinstance(result, ClientUpdate) and result.client == self._round.cohort[-1]:
                 self._engine.end_round(success=True)
                 self._kept = self._engine.state_dict()
 

@@ -29,8 +29,8 @@ _OF_CLIENTS = (
 _OF_METHODS = "it is a method of the federation, FederatedBayes(fusion=...), and has more than a rule"
 _OF_SERVERS = "optimizers of the server have their own names: 'fedavgm', 'fedadam', 'fedyogi' and 'fedadagrad'"
 ALGORITHMS = {
-    **dict.fromkeys(("moon", "ditto", "feddecorr", "fedlc"), _OF_CLIENTS),
-    **dict.fromkeys(("fednova", "fedprox", "population", "scaffold"), _OF_METHODS),
+    **dict.fromkeys(("moon", "feddecorr", "fedlc"), _OF_CLIENTS),
+    **dict.fromkeys(("ditto", "fednova", "fedprox", "population", "scaffold"), _OF_METHODS),
     **dict.fromkeys(("fedopt", "mime"), _OF_SERVERS),
     "feddyn": "it is what fusion='sites' does with deterministic parameters; fb.Sites(pull=0.1) sets its alpha",
     "fedper": "it is an argument of the federation: fusion='weighted_average', local_parameters=['head.*']",

@@ -1,6 +1,7 @@
 """Federated methods, an algorithm in each file: what clients minimise, send and keep, and how the server fuses it."""
 
 from lightning_fedbayes.methods.averaging import Averaging
+from lightning_fedbayes.methods.ditto import Ditto
 from lightning_fedbayes.methods.fednova import FedNova
 from lightning_fedbayes.methods.fedprox import FedProx
 from lightning_fedbayes.methods.method import (
@@ -21,6 +22,7 @@ from lightning_fedbayes.methods.sites import SiteMethod, remove_client
 __all__ = [
     "Averaging",
     "Cavity",
+    "Ditto",
     "FedNova",
     "FedProx",
     "LocalProblem",

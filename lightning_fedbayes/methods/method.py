@@ -47,7 +47,8 @@ class Participant:
     Args:
         number: the client's, from 0.
         num_examples: its number of training examples.
-        kept: what it has kept of its last round, name → tensor; empty in its first.
+        kept: what it has kept of its last round for this problem, name → tensor; empty in its first.
+        problem: which of its problems this is, from 0 (:attr:`Method.problems`).
         steps: steps of the optimizer that it takes in this round.
         rate: their learning rate, if the optimizer is plain SGD; None for others.
         gaussian: names in the posterior of the parameters with a variance.
@@ -59,6 +60,7 @@ class Participant:
     number: int
     num_examples: int
     kept: Mapping[str, Tensor] = field(default_factory=dict)
+    problem: int = 0
     steps: int = 0
     rate: float | None = None
     gaussian: frozenset[str] = frozenset()
@@ -178,6 +180,9 @@ class Method:
     """True if every client keeps the posterior that it has trained last."""
     weighting: ClassVar[str] = ""
     """How clients are weighted, where the method says so; "": as the federation does."""
+    problems: ClassVar[int] = 1
+    """Problems that a client solves in a round, from 0; the reports of all but the first are kept alone, not sent. The
+    last one's posterior is the client's personal one."""
     own_starts: ClassVar[bool] = False
     """True if a client goes on with the posterior that it has trained last, not with the global one."""
 

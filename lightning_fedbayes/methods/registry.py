@@ -11,6 +11,7 @@ from lightning_fedbayes.fusion.registry import ALGORITHMS, available_fusions, ge
 from lightning_fedbayes.fusion.rule import FusionRule
 from lightning_fedbayes.fusion.sites import Sites
 from lightning_fedbayes.methods.averaging import Averaging
+from lightning_fedbayes.methods.ditto import Ditto
 from lightning_fedbayes.methods.fednova import FedNova
 from lightning_fedbayes.methods.fedprox import FedProx
 from lightning_fedbayes.methods.method import Method
@@ -21,7 +22,7 @@ from lightning_fedbayes.methods.sites import SiteMethod
 M = TypeVar("M", bound=type[Method])
 
 _METHODS: dict[str, type[Method]] = {
-    "fednova": FedNova, "fedprox": FedProx, "population": Population, "scaffold": Scaffold,
+    "ditto": Ditto, "fednova": FedNova, "fedprox": FedProx, "population": Population, "scaffold": Scaffold,
 }
 
 

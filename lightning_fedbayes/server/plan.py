@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import LARGEST, FederationError, check_at_least, check_number, is_whole, shown
 from lightning_fedbayes.core.seeding import generator
+
+STRIDE = 2**31
+"""What stands between the numbers of a client's problems: number k of client n trains as client n + k · STRIDE."""
 
 Fraction = float | Literal["turns"]
 """Share of the clients in a round, or one client after the other."""
@@ -29,6 +32,7 @@ class Batching:
         fraction: share of the clients that take part in a round, C in (0, 1], or "turns": one after the other.
         seed: where all orders and cohorts come from.
         limit: most batches of each client in a local epoch: a number (int), or a share of them (float), rounded down.
+        problems: that each client solves in a round, one after the other, each as a client of its own.
     """
 
     batch_size: int
@@ -38,6 +42,7 @@ class Batching:
     fraction: Fraction = 1.0
     seed: int = 0
     limit: int | float = 1.0
+    problems: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,12 @@ class RoundPlan:
         return 1 / max(1, self.clients or len(self.cohort))
 
     @property
+    def senders(self) -> RoundPlan:
+        """The plan of those that send something: of each client's problems the first."""
+        own = tuple(client for client in self.cohort if client < STRIDE)
+        return self if own == self.cohort else replace(self, cohort=own, starts=(0,))
+
+    @property
     def num_batches(self) -> int:
         """Batches of the whole round."""
         return self.starts[-1]
@@ -85,12 +96,20 @@ class RoundPlan:
         return {client: end - start for client, (start, end) in zip(self.cohort, itertools.pairwise(self.starts))}
 
 
+class OfClients(tuple[Any, ...]):
+    """One value for each client, by its number or that of any of its problems."""
+
+    def __getitem__(self, number: Any) -> Any:
+        return super().__getitem__(number % STRIDE if isinstance(number, int) else number)
+
+
 def plan_round(round: int, sizes: Sequence[int], batching: Batching) -> RoundPlan:
     """The plan of ``round`` for clients of these ``sizes`` (numbers of examples)."""
     cohort = choose_cohort(round, len(sizes), batching.fraction, batching.seed)
     starts = [0]
+    cohort = tuple(client + problem * STRIDE for problem in range(batching.problems) for client in cohort)
     for client in cohort:
-        starts.append(starts[-1] + batching.local_epochs * batches_per_epoch(sizes[client], batching))
+        starts.append(starts[-1] + batching.local_epochs * batches_per_epoch(sizes[client % STRIDE], batching))
     return RoundPlan(round, cohort, tuple(starts), batching.local_epochs, len(sizes))
 
 

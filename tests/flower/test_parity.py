@@ -67,6 +67,9 @@ CASES = {
         Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites", "posterior": fb.Laplace()}),
     "population": (hybrid, {"fusion": "population", "fraction": 0.5}, {"fusion": "population"}),
     "population of IVON": (Learned, {"fusion": "population"}, {"fusion": "population"}),
+    "SCAFFOLD of cohorts": (Plain, {"fusion": "scaffold", "fraction": 0.5}, {"fusion": "scaffold"}),
+    "FedNova": (hybrid, {"fusion": "fednova"}, {"fusion": "fednova", "local_epochs": 2}),
+    "Ditto of cohorts": (hybrid, {"fusion": "ditto", "fraction": 0.5}, {"fusion": "ditto", "local_epochs": 2}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),
     "frozen buffers": (hybrid, {}, {"buffers": "frozen"}),
 }
@@ -126,7 +129,7 @@ def test_evaluation_is_the_mean_over_the_clients():
 
 @pytest.mark.parametrize("options", [
     {"keep_posteriors": True, "local_parameters": ["network.0.*"]},
-    {"fusion": "population"},
+    {"fusion": "population"}, {"fusion": "ditto"},
 ])
 def test_a_client_keeps_and_scores_its_own_posterior_as_in_one_process(options, tmp_path):
     local = options.get("local_parameters", ())

@@ -39,6 +39,7 @@ from lightning_fedbayes.clients.vectorized.step import StackedStep
 from lightning_fedbayes.core.errors import FedBayesError, FusionError
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
+from lightning_fedbayes.methods.method import LocalProblem
 from lightning_fedbayes.server.plan import RoundPlan, cohort_size
 
 PASSES = 10
@@ -128,18 +129,18 @@ class VectorizedEngine(Engine):
         self._kept: dict[int, Any] = {}
         self.log.begin_chunk(len(clients))
         seed_everything(derive_seed(self.seed, "training", self.plan.round, min(chunk.clients)))
+        problems = [self.problem(c.job, self.states.get(c.job, ClientState())) for c in clients]
         try:
             with self.threads():
-                self._stack = self.stack(clients)
+                self._stack = self.stack(clients, problems)
         except Exception as error:  # in on_client_start
             self._failures = dict.fromkeys(range(len(clients)), error)
         self._start = time.perf_counter()
         return clients
 
-    def stack(self, clients: Sequence[Client]) -> ClientStack:
-        """Stack the networks of ``clients`` at their start."""
-        states = [self.states.get(client.number, ClientState()) for client in clients]
-        problems = [self.problem(client.number, state) for client, state in zip(clients, states)]
+    def stack(self, clients: Sequence[Client], problems: Sequence[LocalProblem]) -> ClientStack:
+        """Stack the networks of ``clients``, each at the start of its problem."""
+        states = [self.states.get(client.job, ClientState()) for client in clients]
         begun = [self.optimizer_states(*each) for each in zip(clients, states, problems)]
         probed = self.probed
         return ClientStack(

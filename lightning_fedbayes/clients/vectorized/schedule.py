@@ -124,7 +124,7 @@ class Scheduler:
     def __init__(
         self, sizes: Sequence[int], batching: Batching, clients_at_once: int, steps_per_batch: int = 1
     ) -> None:
-        self.sizes = tuple(sizes)
+        self.sizes = sizes
         self.batching = batching
         self.clients_at_once = clients_at_once
         self.steps_per_batch = steps_per_batch

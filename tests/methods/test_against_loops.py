@@ -1,0 +1,164 @@
+"""SCAFFOLD, FedNova and Ditto beside hand-written loops, on both engines, and resumed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.server.plan import STRIDE, Batching, choose_cohort, client_batches
+from tests.federations import Plain, blobs, federate, loader
+
+SIZES, EPOCHS, RATE, ROUNDS, SEED, CLIENTS = (50, 26, 14), 2, 0.1, 3, 5, 3
+METHODS = {"scaffold": fb.Scaffold(), "fednova": fb.FedNova(), "ditto": fb.Ditto(0.5)}
+FRACTIONS = [1.0, 0.67]
+
+
+def by_hand(name: str, fraction: float):
+    """The algorithm as its paper has it, with plain SGD. Returns the global parameters, and the clients' own."""
+    batching = Batching(8, local_epochs=EPOCHS, fraction=fraction, seed=SEED)
+    examples = blobs()
+    partition = fb.SizesPartition(SIZES)
+    parts = fb.data.clients.clients_of(examples, partition, SEED).datasets
+    module = Plain(lr=RATE)
+    globally = {n: p.detach().clone() for n, p in module.named_parameters()}
+    zeros = {n: torch.zeros_like(p) for n, p in globally.items()}
+    control, controls, personal = zeros, [dict(zeros) for _ in SIZES], {}
+
+    def trained(start, client, round, term):
+        module.load_state_dict(start)
+        steps = client_batches(round, client, SIZES[client % STRIDE], batching)
+        for rows in steps:
+            part = parts[client % STRIDE]
+            x, y = map(torch.stack, zip(*[part[int(row)] for row in rows], strict=True))
+            loss = nn.functional.cross_entropy(module(x), y) + term(dict(module.named_parameters()))
+            module.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter -= RATE * parameter.grad
+        return {n: p.detach().clone() for n, p in module.named_parameters()}, len(steps)
+
+    for round in range(ROUNDS):
+        cohort = choose_cohort(round, CLIENTS, fraction, SEED)
+        total = sum(SIZES[client] for client in cohort)
+        moves, lengths, changes = {}, {}, {}
+        for client in cohort:
+            own = controls[client]
+
+            def slope(parameters, own=own, control=control):
+                return sum(((control[n] - own[n]) * p).sum() for n, p in parameters.items())
+
+            after, lengths[client] = trained(
+                globally, client, round, slope if name == "scaffold" else lambda _: torch.zeros(()))
+            moves[client] = {n: after[n] - globally[n] for n in globally}
+            if name == "scaffold":
+                new = {n: own[n] - control[n] - moves[client][n] / (lengths[client] * RATE) for n in own}
+                changes[client] = {n: new[n] - own[n] for n in own}
+                controls[client] = new
+            if name == "ditto":
+                def pull(parameters, centre=globally):
+                    return 0.25 * sum((p - centre[n]).square().sum() for n, p in parameters.items())
+
+                personal[client], _ = trained(personal.get(client, globally), client + STRIDE, round, pull)
+        shares = {client: SIZES[client] / total for client in cohort}
+        if name == "fednova":
+            mean_length = sum(shares[client] * lengths[client] for client in cohort)
+            globally = {n: globally[n] + mean_length * sum(
+                shares[client] * moves[client][n] / lengths[client] for client in cohort) for n in globally}
+        else:
+            globally = {n: globally[n] + sum(shares[c] * moves[c][n] for c in cohort) for n in globally}
+        if name == "scaffold":
+            control = {n: control[n] + len(cohort) / CLIENTS * sum(shares[c] * changes[c][n] for c in cohort)
+                       for n in control}
+    return globally, personal
+
+
+def ours(name: str, engine: str, fraction: float, **options):
+    module = Plain(lr=RATE)
+    made = fb.FederatedBayes(
+        fb.SizesPartition(SIZES), fusion=METHODS[name], local_epochs=EPOCHS, engine=engine, seed=SEED,
+        fraction=fraction, max_influence=None,
+    )
+    federate(module, made, options.pop("rounds", ROUNDS), loader(), **options)
+    return module, made
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("name", METHODS)
+def test_each_is_the_loop_of_its_paper(name, engine, fraction):
+    expected, personal = by_hand(name, fraction)
+    module, made = ours(name, engine, fraction)
+    for path, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[path], rtol=1e-6, atol=1e-6)
+    for client, values in personal.items():
+        own = made.posterior_of(client).mean
+        for path, value in values.items():
+            torch.testing.assert_close(own[path], value, rtol=1e-6, atol=1e-6)
+            assert not torch.equal(value, expected[path])
+    assert made.described()["fusion"].startswith(name)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_the_global_model_of_ditto_is_that_of_averaging(engine):
+    one, _ = ours("ditto", "sequential", 1.0)
+    other = Plain(lr=RATE)
+    made = fb.FederatedBayes(fb.SizesPartition(SIZES), fusion="weighted_average", local_epochs=EPOCHS,
+                             engine="sequential", seed=SEED, max_influence=None)
+    federate(other, made, ROUNDS, loader())
+    for first, second in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("name", METHODS)
+def test_each_resumes_bit_by_bit(name, engine, tmp_path):
+    whole, made = ours(name, engine, 0.67)
+    ours(name, engine, 0.67, rounds=2, callbacks=[ModelCheckpoint(tmp_path, save_last=True)],
+         enable_checkpointing=True)
+    again, resumed = ours(name, engine, 0.67, ckpt_path=tmp_path / "last.ckpt")
+    for first, second in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(first, second)
+    for client in range(CLIENTS) if name == "ditto" else ():
+        for path, value in made.posterior_of(client).mean.items():
+            assert torch.equal(value, resumed.posterior_of(client).mean[path])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)])
+def test_scaffold_needs_plain_sgd(optimizer):
+    with pytest.raises(fb.FederationError, match="plain SGD alone"):
+        federate(Plain(optimizer=optimizer), fb.FederatedBayes(fb.IIDPartition(3), fusion="scaffold"), 1)
+
+
+def test_what_is_sent_beside_a_posterior_has_no_noise():
+    for name in ("scaffold", "fednova"):
+        with pytest.raises(fb.FederationError, match="nothing beside it"):
+            fb.FederatedBayes(fb.IIDPartition(3), fusion=name, privacy=fb.UpdatePrivacy())
+
+
+def test_a_method_has_a_name_of_its_own_and_an_unknown_one_its_nearest():
+    with pytest.raises(fb.FusionError, match="did you mean 'scaffold'"):
+        fb.FederatedBayes(fusion="scafold")
+    with pytest.raises(fb.FusionError, match="method of the federation"):
+        fb.fuse("scaffold", [fb.GaussianPosterior.point_mass({"w": torch.zeros(1)})])
+
+
+def test_a_plain_loop_has_the_same_server():
+    """As ``fb.Server`` says it: the hooks of its method at the clients, updates to the server."""
+    server = fb.Server(fb.GaussianPosterior.point_mass({"w": torch.zeros(2)}), fusion="fednova")
+    shared = server.begin(fb.RoundPlan(0, (0, 1)))
+    for client, (steps, to) in enumerate(((1, 1.0), (3, 6.0))):
+        who = fb.Participant(client, 10, steps=steps)
+        trained = fb.Trained(fb.GaussianPosterior.point_mass({"w": torch.full((2,), to)}))
+        report = server.method.report(shared, who, trained)
+        sent = {f"method/{key}": value for key, value in report.sent.items()}
+        assert server.admit(fb.ClientUpdate(client, 10, report.posterior, sent)).error is None
+    posterior = server.finish().posterior
+    torch.testing.assert_close(posterior.mean["w"], torch.full((2,), 2 * (1 / 1 + 6 / 3) / 2))
+    assert copy.deepcopy(server.state_dict()).keys() >= {"posterior", "buffers"}
