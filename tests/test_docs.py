@@ -18,6 +18,7 @@ import pytest
 import lightning_fedbayes as fb
 from benchmarks.page import BEGIN, END
 from lightning_fedbayes.fusion import available_fusions, unregister_fusion
+from lightning_fedbayes.methods import available_methods, unregister_method
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -37,7 +38,7 @@ NOT_RUN = {
 RULES = available_fusions()
 ROOMS = (
     "callbacks", "callbacks.calibration", "clients", "clients.adversaries", "core.exchange", "data", "data.partition",
-    "flower", "fusion", "layers", "metrics", "metrics.functional", "modules", "privacy",
+    "clients.privacy", "flower", "fusion", "layers", "methods", "metrics", "metrics.functional", "modules",
 )
 WORDS_OF_THE_README = 800
 COLUMNS_OF_CODE = 88
@@ -51,12 +52,14 @@ CITED = re.compile(r"([A-Z][\w'’-]+)(?: et al\.)?,? \(?((?:19|20)\d\d)\b")
 @pytest.mark.parametrize("block", BLOCKS)
 def test_code_runs(block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    before = set(available_fusions())
+    before, methods = set(available_fusions()), set(available_methods())
     try:
         exec(compile(block, "block", "exec", dont_inherit=True), {"__name__": "block"})
     finally:
         for name in set(available_fusions()) - before:
             unregister_fusion(name)
+        for name in set(available_methods()) - methods:
+            unregister_method(name)
     assert capsys.readouterr().out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class FedNova(Method):
 
     Source: Wang et al. 2020, equations (5) and (6) with :math:`a_k = (1, \dots, 1)`.
     """
+
+    sends: ClassVar[bool] = True
 
     def __init__(self, rule: str | FusionRule = "weighted_average") -> None:
         super().__init__(rule)

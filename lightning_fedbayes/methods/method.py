@@ -25,7 +25,7 @@ class Shared:
 
     Args:
         posterior: the global posterior, from which clients start; of a network without variances a point mass.
-        tensors: the method's own, name → tensor: those of :meth:`Method.init`, or of the last :meth:`Method.fuse`.
+        tensors: the method's own, name → tensor: of :meth:`Method.init`, or of the last :meth:`Method.fuse`.
         round: its number, from 0.
         share: of one client among all, 1 / K.
         is_new: True until the server has fused a round.
@@ -174,6 +174,8 @@ class Method:
 
     keeps: ClassVar[str] = ""
     """What clients keep and cannot lose, in words for messages, such as "its control variate"; "" for nothing."""
+    sends: ClassVar[bool] = False
+    """True if clients send tensors of the names of :meth:`init` beside their posteriors."""
     keeps_optimizer: ClassVar[bool] = False
     """True if clients keep the state of their optimizers from round to round, unless told otherwise."""
     keeps_posteriors: ClassVar[bool] = False
@@ -220,7 +222,7 @@ class Method:
             weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
             private: True if clients add noise to what they send.
         """
-        if private and type(self).init is not Method.init:
+        if private and self.sends:
             return "privacy=", (
                 "a client sends more than a posterior there, and noise protects that alone. Take a method that sends "
                 "nothing beside it"
@@ -228,7 +230,10 @@ class Method:
         return None
 
     def init(self, posterior: GaussianPosterior) -> Tensors:
-        """Return the tensors that travel beside the posterior, to clients and back, as before the first round.
+        """Return the tensors that the server sends beside the posterior, as before the first round.
+
+        They are the method's state at the server, kept in its checkpoints. Where clients answer (:attr:`sends`), by
+        tensors of the same names and shapes.
 
         Args:
             posterior: the global one before training; of its names and shapes the tensors may be.
@@ -262,10 +267,12 @@ class Method:
         Args:
             shared: what the clients started from.
             fused: the rule's result.
-            averages: of what the clients have sent beside, by their weights.
+            averages: of what the clients have sent beside, by their weights; empty if they do not (:attr:`sends`).
             heard: share of all clients that have sent something.
+
+        Returns: the posterior, and tensors of the names of :meth:`init`.
         """
-        return fused, averages
+        return fused, shared.tensors
 
     def counted(self, posterior: GaussianPosterior) -> GaussianPosterior | None:
         """Return the prior that ``posterior`` contains once, as in an ELBO; None if it contains none or many."""

@@ -43,6 +43,8 @@ class Scaffold(Method):
 
     keeps: ClassVar[str] = "its control variate, which the server's mean still counts"
 
+    sends: ClassVar[bool] = True
+
     def __init__(self, rule: str | FusionRule = "weighted_average") -> None:
         super().__init__(rule)
 

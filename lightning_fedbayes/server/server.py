@@ -187,9 +187,10 @@ class Server:
         if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else nobody needs it as one vector
             previous = previous.flattened()
         guard = None if bound is None else Guard(previous, self._probabilistic, bound)
+        expected = self.buffers if self.method.sends else split(self.buffers)[0]
         self._aggregations = {
             name: Aggregation(
-                rule, self.weighting, previous, self.buffers, self._rule_states[name], self.collective, guard
+                rule, self.weighting, previous, expected, self._rule_states[name], self.collective, guard
             )
             for name, rule in self.rules.items()
         }

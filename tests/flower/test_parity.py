@@ -9,6 +9,9 @@ from lightning_fedbayes.flower import FusionStrategy, client_app, personal_poste
 from tests.federations import Plain, federate, loader, network, trainer
 from tests.flower.clients import PARTITION, BlobData, client_apps, hybrid, in_process, run
 from tests.flower.grid import LocalGrid
+from tests.trainer.scenarios import of_the_page
+
+OWN = of_the_page()["MyFedDyn"]
 
 
 class Scheduled(Plain):
@@ -70,6 +73,8 @@ CASES = {
     "SCAFFOLD of cohorts": (Plain, {"fusion": "scaffold", "fraction": 0.5}, {"fusion": "scaffold"}),
     "FedNova": (hybrid, {"fusion": "fednova"}, {"fusion": "fednova", "local_epochs": 2}),
     "Ditto of cohorts": (hybrid, {"fusion": "ditto", "fraction": 0.5}, {"fusion": "ditto", "local_epochs": 2}),
+    "the method of docs/methods.md": (
+        hybrid, {"fusion": OWN(0.1), "fraction": 0.5}, {"fusion": OWN(0.1), "local_epochs": 2}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),
     "frozen buffers": (hybrid, {}, {"buffers": "frozen"}),
 }

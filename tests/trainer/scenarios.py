@@ -97,6 +97,22 @@ class Sure(Learned):
     hessian_init = 1e20
 
 
+class Descends(fb.HybridBayesianClassifier):
+    """Trains by plain SGD."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def of_the_page():
+    """What docs/methods.md defines."""
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
+    space = {"__name__": "page"}
+    code = page.split("```python\n")[1].split("# -- use it")[0].replace('@fb.register_method("my_feddyn")\n', "")
+    exec(compile(code, "page", "exec", dont_inherit=True), space)
+    return space
+
+
 class Drawn(FusionRule):
     """A user's rule that draws: one of the clients."""
 
@@ -158,6 +174,12 @@ SCENARIOS = {
     "swag": {"bayesian": 0, "fusion": "reverse_kl_barycenter", "engine": "sequential", "posterior": fb.SWAG()},
     "swag_stacked": {"bayesian": 0, "fusion": fb.FedProx(0.3, "weighted_average"), "engine": "vectorized",
                      "posterior": fb.SWAG()},
+    "scaffold": {"bayesian": 0, "fusion": "scaffold", "engine": "sequential", "kind": Descends, "fraction": 0.8},
+    "scaffold_stacked": {"bayesian": 0, "fusion": "scaffold", "engine": "vectorized", "kind": Descends},
+    "fednova": {"bayesian": 1, "fusion": "fednova", "engine": "sequential"},
+    "ditto": {"bayesian": 0, "fusion": "ditto", "engine": "sequential", "fraction": 0.8},
+    "ditto_stacked": {"bayesian": 0, "fusion": "ditto", "engine": "vectorized"},
+    "own_method": {"bayesian": 1, "fusion": of_the_page()["MyFedDyn"](0.1), "engine": "sequential", "fraction": 0.8},
     "stopped": {"bayesian": 0, "fusion": "weighted_average", "engine": "sequential", "callbacks": [Stops()]},
     "split": {"bayesian": 2, "fusion": "conflation", "engine": "sequential", "sizes": (36, 12, 24), "batch_size": 12,
               "estimator": "reparameterization", "strategy": "ddp"},
