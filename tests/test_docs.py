@@ -229,7 +229,7 @@ def test_the_reference_has_every_public_name(site):
 def test_names_in_the_reference_lead_to_what_they_name(site):
     links = {link for link, _ in site["api/index.html"].links}
     assert "data.html#lightning_fedbayes.data.ClientDatasets" in links
-    assert "fusion.html#lightning_fedbayes.fusion.available_fusions" in links
+    assert "methods.html#lightning_fedbayes.methods.available_methods" in links
 
 
 def test_keys_on_the_site_lead_to_the_bibliography(site):

@@ -1,4 +1,4 @@
-"""What a local problem puts into a network: terms in the loss, cavities as priors, and precisions that are measured."""
+"""Local problems in a network: terms in the loss, cavities as priors, and precisions that are measured."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from lightning_fedbayes.callbacks.calibration import (
     temperature_message,
 )
 from lightning_fedbayes.callbacks.calibration.callback import data_of
-from lightning_fedbayes.callbacks.calibration.conformal import GRIDS
+from lightning_fedbayes.callbacks.calibration.scores import GRIDS
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError
 from lightning_fedbayes.data import ClientDatasets
 from lightning_fedbayes.flower.wire import MOST_EXAMPLES, examples_of, read_metrics

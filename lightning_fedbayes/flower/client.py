@@ -12,7 +12,7 @@ import lightning as L
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from lightning_fedbayes.callbacks.calibration.conformal import check_epsilon
+from lightning_fedbayes.callbacks.calibration.scores import check_epsilon
 from lightning_fedbayes.clients.model import ResidentModel
 from lightning_fedbayes.clients.privacy import UpdatePrivacy, check_no_buffers
 from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Fusion, OptimizerPolicy, Source

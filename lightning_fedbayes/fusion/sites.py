@@ -10,7 +10,7 @@ client starts a round from the global posterior q and takes the *cavity*, q with
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError, check_choice, check_number, shown
 from lightning_fedbayes.core.exchange.reduction import Statistics
-from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero, zeros_like
+from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, is_zero, zeros_like
 from lightning_fedbayes.fusion.registry import register_fusion
 from lightning_fedbayes.fusion.rule import (
     Fused,
@@ -165,7 +165,7 @@ class Sites(StatefulSumRule):
         if step == "share" and averaging not in ("pvi", 1):
             raise FusionError(f"averaging={shown(averaging)} needs one step for all clients: give step=0.1, say")
         check_number("prior_mean", prior_mean, "(-1e38, 1e38)", error=FusionError)
-        check_number("prior_std", prior_std, "(0, 1e19)", error=FusionError, why="it is a standard deviation")
+        check_number("prior_std", prior_std, "(1e-19, 1e19)", error=FusionError, why="it is a standard deviation")
         if pull is not None:
             why = "it holds deterministic parameters to the global ones; None averages them"
             check_number("pull", pull, "(0, inf)", error=FusionError, why=why)
@@ -367,6 +367,11 @@ class Sites(StatefulSumRule):
 
     def natural(self, mean: Tensor, variance: Tensor) -> Natural:
         """Return precision and shift of flat float64 vectors, rounded so that sums are exact; 0 at point masses."""
+        precision, shift = by_pieces(self._natural, mean, variance)
+        return precision, shift
+
+    def _natural(self, mean: Tensor, variance: Tensor) -> Natural:
+        """Return :meth:`natural` of a piece."""
         precision = torch.where(variance > 0, 1 / variance, 0.0)
         unit = torch.ldexp(torch.ones_like(precision), precision.frexp().exponent - BITS)
         precision = precision.div_(unit).round_().mul_(unit)
@@ -416,6 +421,28 @@ class BayesADMM(Sites):
         self, step: float = 0.1, prior_mean: float = 0.0, prior_std: float = 1.0, pull: float | None = 0.1
     ) -> None:
         super().__init__(step, 1.0, "admm", prior_mean, prior_std, pull)
+
+
+def by_pieces(formula: Callable[..., tuple[Tensor, ...]], *vectors: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the results of an elementwise ``formula`` of flat vectors, piece by piece on the CPU.
+
+    So what it computes in between stays in the processor's cache; every entry is what it would be at once.
+
+    Args:
+        formula: takes as many pieces as there are vectors, and returns vectors of their length.
+        vectors: shape (P,); None stays None.
+    """
+    first = next(each for each in vectors if each is not None)
+    count = len(first)
+    if count <= PIECE or first.device.type != "cpu":
+        return formula(*vectors)
+    results: tuple[Tensor, ...] = ()
+    for start in range(0, count, PIECE):
+        parts = formula(*(None if each is None else each[start : start + PIECE] for each in vectors))
+        results = results or tuple(part.new_empty(count) for part in parts)
+        for whole, part in zip(results, parts):
+            whole[start : start + PIECE] = part
+    return results
 
 
 def known_weights(state: RuleState, weights: Mapping[int, float]) -> dict[int, float]:

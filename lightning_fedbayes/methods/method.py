@@ -21,7 +21,7 @@ PREFIX = "method/"
 
 @dataclass(frozen=True)
 class Shared:
-    """What the server sends to every client of a round.
+    """Message of the server to every client of a round.
 
     Args:
         posterior: the global posterior, from which clients start; of a network without variances a point mass.
@@ -42,7 +42,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Participant:
-    """What a method knows of a client of the round.
+    """Client of a round, as far as a method knows it.
 
     Args:
         number: the client's, from 0.
@@ -114,7 +114,7 @@ class Cavity:
 
 @dataclass(frozen=True)
 class LocalProblem:
-    """What a client minimises beside its own loss, and where it starts.
+    """Problem of a client: what it minimises beside its own loss, and where it starts.
 
     Args:
         quadratic: a term of the loss; None for none.
@@ -142,7 +142,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Report:
-    """What becomes of a client's training.
+    """Result of a client's training: what it sends, and what it keeps.
 
     Args:
         posterior: what it sends.
@@ -173,7 +173,7 @@ class Method:
     """
 
     keeps: ClassVar[str] = ""
-    """What clients keep and cannot lose, in words for messages, such as "its control variate"; "" for nothing."""
+    """Name of what clients keep and cannot lose, for messages, such as "its control variate"; "" for nothing."""
     sends: ClassVar[bool] = False
     """True if clients send tensors of the names of :meth:`init` beside their posteriors."""
     keeps_optimizer: ClassVar[bool] = False
@@ -181,7 +181,7 @@ class Method:
     keeps_posteriors: ClassVar[bool] = False
     """True if every client keeps the posterior that it has trained last."""
     weighting: ClassVar[str] = ""
-    """How clients are weighted, where the method says so; "": as the federation does."""
+    """Weighting of the clients, where the method says so; "": that of the federation."""
     problems: ClassVar[int] = 1
     """Problems that a client solves in a round, from 0; the reports of all but the first are kept alone, not sent. The
     last one's posterior is the client's personal one."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.rule import RuleState
-from lightning_fedbayes.fusion.sites import Natural, Sites
+from lightning_fedbayes.fusion.sites import Natural, Sites, by_pieces
 from lightning_fedbayes.methods.method import (
     Cavity,
     LocalProblem,
@@ -25,7 +25,7 @@ from lightning_fedbayes.methods.method import (
 
 
 class _Round(NamedTuple):
-    """What all clients of a round have in common: the base of the cavities, and the centre of the pulls."""
+    """Values that all clients of a round have in common: the base of the cavities, and the centre of the pulls."""
 
     base: GaussianPosterior
     natural: Natural
@@ -117,24 +117,33 @@ class SiteMethod(Method):
             measured[name].flatten().to(like) if name in measured else like.new_full((value.numel(),), torch.nan)
             for name, value in common.base.mean.items()
         ])
-        own = (site["precision"].to(like), site["shift"].to(like)) if "precision" in site else None
-        solution = rule.natural_of(mine, like)
-        large = [(1 / value.square().mean()).expand(value.numel()) for value in mine.mean.values()]
-        start = torch.minimum(solution[0], torch.cat(large).to(like))
-        precision, shift = rule.changed(
-            common.natural, own, solution, self._fields(common, shared.share, site)[2], shared.share,
-            self._round(shared, client), found, start,
-        )
-        mean = shift / precision
+        own = (site["precision"].to(like), site["shift"].to(like)) if "precision" in site else (None, None)
+        large = torch.cat([(1 / value.square().mean()).expand(value.numel()) for value in mine.mean.values()]).to(like)
+        share, round = shared.share, self._round(shared, client)
+
+        def proposed(
+            precision: Tensor, shift: Tensor, old: Tensor | None, old_shift: Tensor | None, mean: Tensor,
+            variance: Tensor, found: Tensor | None, large: Tensor,
+        ) -> tuple[Tensor, Tensor]:
+            solution, base = rule.natural(mean, variance), (precision, shift)
+            before = None if old is None or old_shift is None else (old, old_shift)
+            steps = rule.steps(share, 0.0 if old is None else old, precision)
+            precision, shift = rule.changed(
+                base, before, solution, steps, share, round, found, torch.minimum(solution[0], large)
+            )
+            return shift / precision, 1 / precision
+
+        flat = [vector.to(like.device) for vector in mine.flatten()]
+        mean, variance = by_pieces(proposed, *common.natural, *own, *flat, found, large)
         if not bool(mean.isfinite().all()):
             raise FusionError(
                 f"client {client.number}: training has left the finite numbers; lower the learning rate, or clip "
                 "gradients (Trainer(gradient_clip_val=...))"
             )
-        proposal = mine.unflatten(mean, 1 / precision)
+        proposal = mine.unflatten(mean, variance)
         whole = GaussianPosterior({**posterior.mean, **proposal.mean}, {**posterior.variance, **proposal.variance})
         for name, before, after in zip(("precision", "shift"), common.natural, rule.natural_of(proposal, like)):
-            kept[name] = after - before
+            kept[name] = after.sub_(before)
             if name in site:
                 kept[name] += site[name].to(after.device)
         return Report(whole, kept)
@@ -175,14 +184,19 @@ class SiteMethod(Method):
 
     def _fields(self, common: _Round, share: float, site: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return curvature, slope and step of the cavity of a client with this ``site``."""
-        precision, shift = common.natural
-        if "precision" not in site:
-            steps = self.rule.steps(share, 0.0, precision)
-            return steps * precision, torch.zeros_like(shift), steps
-        own = {name: value.to(precision.device) for name, value in site.items()}
-        steps = self.rule.steps(share, own["precision"], precision)
-        slope = own["shift"] - own["precision"] * (shift / precision)
-        return steps * precision - own["precision"], slope, steps
+        own = [site[name].to(common.natural[0].device) if name in site else None for name in ("precision", "shift")]
+
+        def fields(
+            precision: Tensor, shift: Tensor, old: Tensor | None, old_shift: Tensor | None
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            if old is None or old_shift is None:
+                steps = self.rule.steps(share, 0.0, precision)
+                return steps * precision, torch.zeros_like(shift), steps
+            steps = self.rule.steps(share, old, precision)
+            return steps * precision - old, old_shift - old * (shift / precision), steps
+
+        curvature, slope, step = by_pieces(fields, *common.natural, *own)
+        return curvature, slope, step
 
     def _duals(self, shared: Shared, common: _Round, client: Participant) -> dict[str, Tensor]:
         """Return a client's dual variables by name."""

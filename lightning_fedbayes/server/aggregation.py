@@ -15,9 +15,9 @@ from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.core.posterior import MOST_AT_ONCE, PIECE, GaussianPosterior, is_zero
 from lightning_fedbayes.fusion import FusionAccumulator, FusionRule, RuleState, SumRule
 from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
-from lightning_fedbayes.fusion.averages import add_disagreement
 from lightning_fedbayes.fusion.distributed import fuse_distributed
-from lightning_fedbayes.fusion.rule import add
+from lightning_fedbayes.server.buffers import BufferAverage
+from lightning_fedbayes.server.disagreement import Disagreement, merge_disagreement
 from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, Guard, Limits
 from lightning_fedbayes.server.weighting import (
     PER_CLIENT,
@@ -125,10 +125,9 @@ class Aggregation:
         self._sizes = torch.empty(0)  # shape (clients, 4, tensors)
         self._limits: Limits | None = None
         self._num_judged, self._judge_at = 0, FEWEST  # clients that the limits know; that they are to know next
-        self._buffers: dict[str, Tensor] = {}
-        self._previous_buffers = buffers
+        self._buffers = BufferAverage(buffers, collective.size > 1)
         borrows = self._by_pieces and guard is not None and collective.size == 1
-        self._disagreement = _Disagreement(borrows)
+        self._disagreement = Disagreement(borrows)
 
     def __len__(self) -> int:
         """Number of clients that this process has admitted."""
@@ -150,7 +149,7 @@ class Aggregation:
         if not self._by_pieces:
             posterior = posterior.flattened()
         check_finite(posterior, who)
-        self._check_buffers(update.buffers, who)
+        self._buffers.check(update.buffers, who)
         if self.guard is not None:
             self.guard.check(posterior, who)
         if self._streams:
@@ -168,8 +167,7 @@ class Aggregation:
             self._judge()
         if self._streams and is_large and self._held and self._held[-1].client == update.client:
             self._held[-1] = replace(self._held[-1], posterior=update.posterior.clone())  # half of the memory
-        if self._previous_buffers is None:
-            self._previous_buffers = dict(update.buffers)
+        self._buffers.admit(update.buffers)
 
     def _judge(self) -> None:
         """Measure the clients that came since the last call, and add those that need no longer wait.
@@ -216,25 +214,6 @@ class Aggregation:
         limits = self._limits.of(weights[update.client] for update in updates)
         rows = [self._rows[update.client] for update in updates]
         return (self._sizes[rows] > limits).flatten(1).any(1).tolist()
-
-    def _check_buffers(self, buffers: Mapping[str, Tensor], who: str) -> None:
-        """Raise FusionError unless ``buffers`` have the structure of those before and are finite wherever those are.
-
-        Infinite entries are allowed where the global buffer has them: a mask of minus infinities is a buffer, too.
-        """
-        like = buffers if self._previous_buffers is None else self._previous_buffers
-        if not like and not buffers:
-            return
-        wrong = [name for name in sorted(like.keys() | buffers.keys()) if not _alike(like.get(name), buffers.get(name))]
-        if wrong:
-            raise FusionError(
-                f"{who}: buffers {', '.join(wrong)} are not those of the clients before (names, shapes or dtypes "
-                "differ); all clients must train the same network"
-            )
-        for name, value in buffers.items():
-            known = torch.isfinite(like[name]) if self._previous_buffers is not None else torch.tensor(True)
-            if bool((~torch.isfinite(value) & known.to(value.device)).any()):
-                raise FusionError(f"{who}: buffer '{name}' is not finite")
 
     def admitted(self) -> Admitted:
         """Return what the other processes must know of this one's clients before :meth:`finish`."""
@@ -290,7 +269,7 @@ class Aggregation:
         check_finite(fused.posterior, "the fused posterior")
         return Aggregate(
             fused.posterior,
-            buffers=self._average_buffers(buffers, sum(weights.values()) if self._streams else 1.0),
+            buffers=self._buffers.averages(buffers, sum(weights.values()) if self._streams else 1.0),
             weights=shares,
             metrics={
                 **self._diagnostics(fused.posterior, shares, self._disagreement_of(apart)),
@@ -338,9 +317,9 @@ class Aggregation:
     def _merge(self, shares: Mapping[int, float], *others: Reduction) -> list[Statistics]:
         """Merge what all processes know of the clients' disagreement, their buffers, and ``others``."""
         for update in () if self._streams else self._held:
-            self._add_buffers(update, shares[update.client])
+            self._buffers.add(update.buffers, shares[update.client])
         merged = merge_statistics(
-            [self._disagreement_reduction(), self._buffers_reduction(), *others], self.collective
+            [self._disagreement_reduction(), self._buffers.reduction(), *others], self.collective
         )
         if self.collective.size > 1:
             device = self.previous.flatten()[0].device
@@ -357,28 +336,6 @@ class Aggregation:
         own = self._disagreement.statistics(self.collective.size > 1)
         return Reduction(own, self.previous.num_parameters, merge_disagreement, totals_only=True)
 
-    def _buffers_reduction(self) -> Reduction:
-        """Return the weighted sums of all buffers as one flat vector; in one process, as they are."""
-        own = self._buffers
-        if self.collective.size > 1:
-            like = self._previous_buffers or {}
-            flat = [_as_real(own.get(name, torch.zeros_like(value))).flatten() for name, value in like.items()]
-            own = {"buffers": torch.cat(flat)} if flat else {}
-        return Reduction(own, len(own.get("buffers", ())), add_statistics)
-
-    def _average_buffers(self, sums: Statistics, total: float) -> dict[str, Tensor]:
-        """Return the averages of the buffers, in the dtypes of the global ones, from :meth:`_buffers_reduction`."""
-        if self.collective.size == 1:
-            return {name: self._average(name, value / total) for name, value in sums.items()}
-        averaged, start = {}, 0
-        for name, value in (self._previous_buffers or {}).items():
-            stop = start + value.numel() * (2 if value.is_complex() else 1)
-            summed = sums["buffers"][start:stop] if "buffers" in sums else torch.zeros(stop - start)
-            average = torch.view_as_complex(summed.view(-1, 2)) if value.is_complex() else summed
-            averaged[name] = self._average(name, average.view(value.shape) / total).to(value.device)
-            start = stop
-        return averaged
-
     def _weights_of(self, everyone: Sequence[Admitted]) -> dict[int, float]:
         """Return the weights of all clients; normalised where updates were held back until all were known."""
         for each in everyone:
@@ -392,12 +349,6 @@ class Aggregation:
         if values and not self._streams and self.rule.uses_weights:
             values = normalised(values, self.weighting, len(clients))
         return dict(zip(clients, values, strict=True))
-
-    def _average(self, name: str, value: Tensor) -> Tensor:
-        """Return an averaged buffer in its own dtype, integers rounded."""
-        assert self._previous_buffers is not None
-        dtype = self._previous_buffers[name].dtype
-        return (value if dtype.is_floating_point or dtype.is_complex else value.round()).to(dtype)
 
     def _weight(self, update: ClientUpdate) -> float:
         """Return the weight ω, not normalised, of one client."""
@@ -423,15 +374,7 @@ class Aggregation:
         for update, _, weight in clients:
             self._weights[update.client] = weight
             if self._streams:
-                self._add_buffers(update, weight)
-
-    def _add_buffers(self, update: ClientUpdate, weight: float) -> None:
-        """Add a client's buffers to the running sums."""
-        if weight == 0:
-            return
-        for name, value in update.buffers.items():
-            term = value.to(torch.complex128 if value.is_complex() else torch.float64) * weight
-            self._buffers[name] = self._buffers[name] + term if name in self._buffers else term
+                self._buffers.add(update.buffers, weight)
 
     def _diagnostics(
         self, posterior: GaussianPosterior, shares: dict[int, float], disagreement: float
@@ -452,78 +395,9 @@ def _with(update: ClientUpdate, posterior: GaussianPosterior, buffers: dict[str,
     return copy
 
 
-class _Disagreement:
-    """Running mean of the clients' means, and the disagreement Σω‖μ_k − μ‖² as one number, by West's recursion.
-
-    Args:
-        borrows: take the mean from the rule's sums where they contain it. False where other processes have clients, or
-            where sums that contain it may cease to.
-    """
-
-    def __init__(self, borrows: bool) -> None:
-        self._borrows = borrows
-        self._weights: list[float] = []  # of each piece, as all lists here
-        self._means: list[Tensor] = []
-        self._within: list[Tensor] = []
-
-    def add(self, place: int, mean: Tensor, weight: float, known: tuple[Tensor, Tensor] | None) -> None:
-        """Add a client's piece number ``place``; see :data:`~lightning_fedbayes.fusion.accumulator.Watch`."""
-        if place == len(self._weights):
-            self._weights.append(weight)
-            self._within.append(mean.new_zeros(()))
-            if not self._borrows or known is None:
-                self._means.append(mean.clone())
-            return
-        before, after = self._weights[place], self._weights[place] + weight
-        self._weights[place] = after
-        if self._means:
-            step = mean - self._means[place]
-            self._means[place].add_(step, alpha=weight / after)
-            spread = before * weight / after
-        else:  # the distance to the mean with this client is shorter by before / after
-            assert known is not None
-            step = torch.sub(mean, known[0], alpha=1 / float(known[1]))
-            spread = weight * after / before
-        self._within[place].add_(torch.dot(step, step), alpha=spread)
-
-    def statistics(self, with_mean: bool) -> Statistics:
-        """Return weight and disagreement of these clients, and their mean where other processes have others."""
-        if not self._weights:
-            return {}
-        within = torch.stack(self._within).sum()
-        sums = {"weight": within.new_tensor(self._weights[0]), "within": within}
-        return {**sums, "mean": torch.cat(self._means)} if with_mean else sums
-
-
 def shares_of(weights: Mapping[int, float], reliability: Mapping[int, float]) -> dict[int, float]:
     """Return each client's share of the fusion: its normalised weight, or its reliability if the rule infers one."""
     if reliability:
         return {client: reliability.get(client, 0.0) for client in weights}
     total = sum(weights.values())
     return {client: weight / total for client, weight in weights.items()}
-
-
-def merge_disagreement(statistics: Statistics, other: Statistics) -> None:
-    """Merge the disagreement of another process's clients into ``statistics``, in place."""
-    add_disagreement(statistics, other["mean"], other["weight"])
-    add(statistics, "within", other["within"])
-
-
-def add_statistics(statistics: Statistics, other: Statistics) -> None:
-    """Add every sum of ``other`` to ``statistics``, in place."""
-    for name, value in other.items():
-        add(statistics, name, value)
-
-
-def _as_real(buffer: Tensor) -> Tensor:
-    """Return ``buffer`` on the CPU in double precision, real and imaginary parts as two numbers."""
-    if buffer.is_complex():
-        return torch.view_as_real(buffer.to("cpu", torch.complex128))
-    return buffer.to("cpu", torch.float64)
-
-
-def _alike(first: Tensor | None, second: Tensor | None) -> bool:
-    """Return True if both tensors are there, dense, and agree in shape and dtype."""
-    if first is None or second is None or second.is_meta or second.layout != torch.strided:
-        return False
-    return (first.shape, first.dtype) == (second.shape, second.dtype)

@@ -14,7 +14,7 @@ from lightning_fedbayes.core.errors import LARGEST, FederationError, check_at_le
 from lightning_fedbayes.core.seeding import generator
 
 STRIDE = 2**31
-"""What stands between the numbers of a client's problems: number k of client n trains as client n + k · STRIDE."""
+"""Distance between the numbers of a client's problems: number k of client n trains as client n + k · STRIDE."""
 
 Fraction = float | Literal["turns"]
 """Share of the clients in a round, or one client after the other."""

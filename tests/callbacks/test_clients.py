@@ -67,7 +67,7 @@ def test_predictions_of_another_kind_are_named_and_cost_no_run():
 
 
 @pytest.mark.parametrize("options", [
-    {"keep_posteriors": True}, {"prior": "hierarchical", "fusion": "linear_pool", "weighting": "equal"},
+    {"keep_posteriors": True}, {"fusion": "population"}, {"fusion": "ditto"},
     {"keep_posteriors": True, "local_parameters": ["network.2.*"], "buffers": "local"},
 ])
 def test_the_own_posteriors_of_clients_are_scored_beside_the_global_one(options, tmp_path):

@@ -52,13 +52,13 @@ SETTINGS = {
     "everything kept": {
         "optimizer_state": "keep", "buffers": "local", "local_parameters": ["network.6.*"], "local_epochs": 2,
     },
-    "global prior": {"prior": "global", "fusion": "wb", "weighting": "distance"},
+    "global prior": {"fusion": fb.Averaging("wb", "global"), "weighting": "distance"},
     "state of reliability": {
         "fusion": fb.Reliability("ivar_vb", then="rklb"), "adversaries": fb.GaussianVector(clients=[1]),
     },
     "state of covariance": {"fusion": "icov_vb", "adversaries": fb.RandomUpdate(clients=[0])},
     "sites": {"fusion": "sites", "local_epochs": 2},
-    "population": {"prior": "hierarchical", "fusion": "linear_pool", "weighting": "equal"},
+    "population": {"fusion": "population"},
     "held posteriors": {"weighting": "max_discrepancy", "fusion": "linear_pool"},
     "ivon": {"fusion": "sites", "keep_posteriors": True},
     "laplace": {"fusion": "sites", "posterior": fb.Laplace()},

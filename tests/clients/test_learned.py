@@ -45,9 +45,10 @@ def run(engine, rounds=3, module=None, options=None, **settings):
 
 @pytest.mark.parametrize("keep", ["reset", "keep"])
 @pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "sites"])
-@pytest.mark.parametrize("settings", [{}, {"prior": "global"}, {"clients_at_once": 3}, {"local_parameters": ["*2*"]}])
+@pytest.mark.parametrize("settings", [
+    {}, {"fusion": fb.Averaging(prior="global")}, {"clients_at_once": 3}, {"local_parameters": ["*2*"]}])
 def test_both_engines_give_the_same_posterior_without_noise(no_noise, fusion, keep, settings):
-    if fusion == "sites" and "prior" in settings:
+    if fusion == "sites" and "fusion" in settings:
         pytest.skip("sites have their own prior")
     options = {"fusion": fusion, "optimizer_state": keep, "local_epochs": 2, **settings}
     one, _ = run("sequential", options={"gradient_clip_val": 0.5}, **options)

@@ -151,7 +151,7 @@ def test_names_are_sorted_and_every_rule_says_what_it_needs():
         assert rule.needs_previous == isinstance(rule, DistributedWeightConsolidation | NormClipping | ServerOptimizer)
 
 
-@pytest.mark.parametrize("name", ["fedprox", "FedProx", "scaffold", "fedopt", "moon", "feddyn", "FedBN"])
+@pytest.mark.parametrize("name", ["fedopt", "moon", "feddyn", "FedBN"])
 def test_algorithms_that_are_no_rules_get_the_sentence_that_helps(name):
     with pytest.raises(FusionError, match=f"unknown fusion rule '{name}': ") as caught:
         fuse(name, [])

@@ -14,6 +14,7 @@ from lightning_fedbayes import ClientUpdate, FusionError, GaussianPosterior, Rou
 from lightning_fedbayes.fusion import BayesADMM, PartitionedVI, Reliability, Sites
 from lightning_fedbayes.fusion.sites import LEAST_SHARE, Natural
 from lightning_fedbayes.methods.sites import without_site
+from tests.federations import bayesian, federate
 
 PRIOR = (0.5, 2.0)
 LIKELIHOODS = [
@@ -317,3 +318,21 @@ def test_a_first_site_begins_at_the_layers_own_width(round, site, wanted):
     for trained, start in ((400 * one, None), (900 * one, 400 * one)):
         sent, _ = Sites().changed((base * one, 0 * one), own, (trained, 0 * one), one, 0.25, round, 12 * one, start)
         assert float(sent - base) == pytest.approx(wanted - (site or 0.0))
+
+
+def test_pieces_of_a_large_network_are_those_of_the_whole(monkeypatch):
+    """To the bit: what a client sends, keeps and takes as its cavity, and what the server makes of it."""
+    def trained():
+        federation = fb.FederatedBayes(fb.IIDPartition(3), fusion="sites", engine="sequential")
+        federate(bayesian(), federation, 3)
+        kept = [federation.state_dict()["clients"][k]["kept"] for k in range(3)]
+        return federation.posterior, kept
+
+    posterior, kept = trained()
+    monkeypatch.setattr("lightning_fedbayes.fusion.sites.PIECE", 4)
+    again, others = trained()
+    for name in posterior.names:
+        assert torch.equal(posterior.mean[name], again.mean[name])
+        assert torch.equal(posterior.variance[name], again.variance[name])
+    for one, other in zip(kept, others, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)

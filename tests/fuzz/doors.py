@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes import data, fusion, layers, metrics, modules
+from lightning_fedbayes import data, fusion, layers, methods, metrics, modules
 from lightning_fedbayes.callbacks import calibration
 from lightning_fedbayes.clients import adversaries
 from lightning_fedbayes.data import ClientDatasets, clients_of, labels_of
@@ -135,6 +135,12 @@ def registered(name, aliases):
     fusion.unregister_fusion(name)
 
 
+def named(name):
+    decorate = fb.register_method(name)
+    decorate(fb.FedNova)
+    methods.unregister_method(name)
+
+
 def unregistered(name):
     """Unregister; the rule of the test is there whatever call came before."""
     fb.register_fusion("a_rule_of_a_test")(lambda posteriors, weights, previous: posteriors[0])
@@ -248,6 +254,12 @@ DOORS = {
         fb.UpdatePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5, "widen_posterior": True}),
     "ExamplePrivacy": (fb.ExamplePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}),
     "AutoFusion": (fb.AutoFusion, {"candidates": ["linear_pool", "conflation"], "score": None}),
+    "Averaging": (fb.Averaging, {"rule": "linear_pool", "prior": "global"}),
+    "Ditto": (fb.Ditto, {"strength": 0.1, "rule": "linear_pool"}),
+    "FedNova": (fb.FedNova, {"rule": "linear_pool"}),
+    "FedProx": (fb.FedProx, {"strength": 0.1, "rule": "linear_pool"}),
+    "Scaffold": (fb.Scaffold, {"rule": "linear_pool"}),
+    "register_method": (named, {"name": "a_method_of_a_test"}),
     "register_fusion": (registered, {"name": "a_rule_of_a_test", "aliases": ("its_other_name",)}),
     "available_fusions": (fb.available_fusions, {"aliases": True}),
     "get_rule": (fusion.get_rule, {"rule": "linear_pool"}),

@@ -1,14 +1,14 @@
 """Calibration after training without moving data: one temperature, conformal sets and intervals."""
 
-from lightning_fedbayes.callbacks.calibration.conformal import (
-    FederatedConformal,
+from lightning_fedbayes.callbacks.calibration.conformal import FederatedConformal
+from lightning_fedbayes.callbacks.calibration.predictions import moments_of, predictions_of
+from lightning_fedbayes.callbacks.calibration.scores import (
     ScoreSketch,
     all_class_scores,
     class_scores,
     interval_scores,
     mixed_threshold,
 )
-from lightning_fedbayes.callbacks.calibration.predictions import moments_of, predictions_of
 from lightning_fedbayes.callbacks.calibration.temperature import (
     FederatedTemperature,
     TemperatureMessage,

@@ -39,7 +39,6 @@ from lightning_fedbayes.clients.vectorized.step import StackedStep
 from lightning_fedbayes.core.errors import FedBayesError, FusionError
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
-from lightning_fedbayes.methods.method import LocalProblem
 from lightning_fedbayes.server.plan import RoundPlan, cohort_size
 
 PASSES = 10
@@ -129,18 +128,20 @@ class VectorizedEngine(Engine):
         self._kept: dict[int, Any] = {}
         self.log.begin_chunk(len(clients))
         seed_everything(derive_seed(self.seed, "training", self.plan.round, min(chunk.clients)))
-        problems = [self.problem(c.job, self.states.get(c.job, ClientState())) for c in clients]
+        for client in clients:
+            self.problem(client.job, self.states.get(client.job, ClientState()))
         try:
             with self.threads():
-                self._stack = self.stack(clients, problems)
+                self._stack = self.stack(clients)
         except Exception as error:  # in on_client_start
             self._failures = dict.fromkeys(range(len(clients)), error)
         self._start = time.perf_counter()
         return clients
 
-    def stack(self, clients: Sequence[Client], problems: Sequence[LocalProblem]) -> ClientStack:
+    def stack(self, clients: Sequence[Client]) -> ClientStack:
         """Stack the networks of ``clients``, each at the start of its problem."""
         states = [self.states.get(client.job, ClientState()) for client in clients]
+        problems = [self._under_way[client.job][1] for client in clients]
         begun = [self.optimizer_states(*each) for each in zip(clients, states, problems)]
         probed = self.probed
         return ClientStack(

@@ -18,7 +18,7 @@ from lightning_fedbayes.clients.context import TrainingContext
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import OptimizerState
 from lightning_fedbayes.clients.snapshot import Snapshot
-from lightning_fedbayes.clients.vectorized.operations import StackedCavities
+from lightning_fedbayes.clients.vectorized.gaussians import StackedCavities
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
 from lightning_fedbayes.clients.vectorized.schedule import Slots, add_rows, put_rows, take_rows
 from lightning_fedbayes.clients.vectorized.step import Attributes, StackedStep

@@ -16,18 +16,17 @@ from torch import Tensor
 from lightning_fedbayes.clients.cavities import RoundCavities
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.clients.model import Tensors
-from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
-from lightning_fedbayes.clients.vectorized.metrics import BatchValue
-from lightning_fedbayes.clients.vectorized.operations import (
-    ClientOperations,
+from lightning_fedbayes.clients.vectorized.gaussians import (
     GaussianParameters,
     JointDraws,
     SeenCavity,
     StackedCavities,
-    StackedOperations,
     seen,
     with_own,
 )
+from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
+from lightning_fedbayes.clients.vectorized.metrics import BatchValue
+from lightning_fedbayes.clients.vectorized.operations import ClientOperations, StackedOperations
 from lightning_fedbayes.clients.vectorized.swap import ParameterSwap, with_attributes
 from lightning_fedbayes.core.private_torch import (
     has_vmap_primitives,

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.vectorized import operations
-from lightning_fedbayes.clients.vectorized.operations import GaussianParameters, JointDraws, StackedOperations
+from lightning_fedbayes.clients.vectorized import gaussians
+from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, JointDraws
+from lightning_fedbayes.clients.vectorized.operations import StackedOperations
 from lightning_fedbayes.clients.vectorized.step import ParameterSwap
 from lightning_fedbayes.core.private_torch import to_client_view, to_stack, vmap_level
 from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, Reparameterized, kl_divergence
@@ -63,13 +64,13 @@ class Run:
 @pytest.fixture
 def joint_draws(monkeypatch) -> list[int]:
     """The number of parameters of every joint draw."""
-    calls, apply = [], operations.JointDraw.apply
+    calls, apply = [], gaussians.JointDraw.apply
 
     def counted(prior, *parameters):
         calls.append(len(parameters) // 2)
         return apply(prior, *parameters)
 
-    monkeypatch.setattr(operations.JointDraw, "apply", counted)
+    monkeypatch.setattr(gaussians.JointDraw, "apply", counted)
     return calls
 
 

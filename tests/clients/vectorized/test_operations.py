@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
+from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, JointDraws
 from lightning_fedbayes.clients.vectorized.operations import (
     CrossEntropy,
-    GaussianParameters,
-    JointDraws,
     StackedOperations,
     mean_cross_entropy,
     mean_squared_error,

@@ -170,7 +170,7 @@ def test_sites_take_the_information_at_the_model_received_and_averages_at_their_
 
 
 @pytest.mark.parametrize("settings", [
-    {}, {"fusion": "sites", "local_epochs": 2}, {"prior": "global"}, {"clients_at_once": 3},
+    {}, {"fusion": "sites", "local_epochs": 2}, {"fusion": fb.Averaging(prior="global")}, {"clients_at_once": 3},
     {"fusion": "sites", "local_parameters": ["*bias"]}, {"fusion": "coordinate_median", "optimizer_state": "keep"},
 ])
 def test_both_engines_give_the_same_posterior(settings):
@@ -248,7 +248,8 @@ def test_resumes_bit_by_bit(tmp_path, engine, fusion, source):
     assert all(torch.equal(whole.posterior.mean[name], rest.posterior.mean[name]) for name in whole.posterior.names)
 
 
-@pytest.mark.parametrize("settings", [{}, {"clients_at_once": 3}, {"optimizer_state": "keep", "prior": "global"}])
+@pytest.mark.parametrize("settings", [
+    {}, {"clients_at_once": 3}, {"optimizer_state": "keep", "fusion": fb.Averaging(prior="global")}])
 @pytest.mark.parametrize("adam", [False, True])
 def test_both_engines_see_the_same_path(settings, adam):
     def make():

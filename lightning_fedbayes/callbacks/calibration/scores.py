@@ -1,0 +1,340 @@
+"""Scores of conformal prediction, and their histograms: what a client sends in place of its data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.core.errors import (
+    FedBayesError,
+    check_at_least,
+    check_choice,
+    check_kind,
+    check_number,
+)
+from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.core.seeding import generator as seeded
+from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_vectors
+
+ClassKind = Literal["lac", "aps"]
+Kind = Literal["lac", "aps", "interval"]
+Grid = Literal["unit", "half_line"]
+GRIDS: dict[str, Grid] = {"lac": "unit", "aps": "unit", "interval": "half_line"}
+"""Kind of scores → grid of their sketch."""
+BINS = 1024
+"""Cells of a sketch."""
+MOST_BINS = 2**24
+"""Largest number of cells."""
+ROUNDING = 1e-12
+"""Of a level times a number of examples: 0.9 · 10 must be 9, not more."""
+TOLERANCE = 1e-2
+"""By which probabilities may miss a sum of 1: those of half floats do."""
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def class_scores(
+    probs: Tensor, targets: Tensor, kind: ClassKind = "lac", generator: torch.Generator | None = None
+) -> Tensor:
+    r"""Return the conformal score of each example's class: large where the prediction does not fit.
+
+    .. math::
+        s_{\mathrm{LAC}}(x, y) = 1 - p_y, \qquad
+        s_{\mathrm{APS}}(x, y) = \sum_{c\,:\,p_c > p_y} p_c + U p_y, \quad U = 1 \text{ or } U \sim \mathrm{U}(0, 1)
+
+    When to use it: "lac" gives the smallest sets on average; "aps" gives sets whose size follows the difficulty of the
+    example, so that hard examples are covered, too. Without ``generator`` APS is not randomised (U = 1): sets hold at
+    least one class, and confident networks get large ones; with ``generator`` U is drawn for each example, and sets are
+    smaller. Of equal probabilities the earlier class counts as the larger one.
+
+    Args:
+        probs: mean predictive, shape (batch, classes).
+        targets: class of each example, integers, shape (batch,).
+        kind: "lac" or "aps".
+        generator: of U, for "aps"; on the CPU.
+
+    Returns: scores in [0, 1], shape (batch,), float64.
+
+    Raises:
+        FedBayesError: no probabilities, targets that are not their classes, another kind, or a generator for "lac".
+
+    Source: Sadinle, Lei and Wasserman (2019), LAC; Romano, Sesia and Candès (2020), APS.
+
+    >>> class_scores(torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([1]))
+    tensor([0.7500], dtype=torch.float64)
+    >>> class_scores(torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([1]), "aps")
+    tensor([0.7500], dtype=torch.float64)
+    """
+    scores = all_class_scores(probs, kind, generator)
+    check_targets(targets, probs)
+    return scores.gather(1, targets.to(scores.device, torch.int64).unsqueeze(1)).squeeze(1)
+
+
+def check_targets(targets: Any, probs: Tensor) -> None:
+    """Raise FedBayesError unless ``targets`` hold one of the classes of ``probs``, (batch, classes), per example."""
+    check_tensor("targets", targets, error=FedBayesError)
+    if targets.shape != probs.shape[:1] or targets.dtype == torch.bool or targets.is_floating_point() \
+            or targets.is_complex():
+        raise FedBayesError(
+            f"targets are of shape {tuple(targets.shape)} and {targets.dtype}; give one integer class for each of the "
+            f"{len(probs)} examples"
+        )
+    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < probs.shape[1]:
+        raise FedBayesError(
+            f"targets run from {int(targets.min())} to {int(targets.max())}, and there are {probs.shape[1]} classes; "
+            f"number the classes from 0 to {probs.shape[1] - 1}"
+        )
+
+
+def all_class_scores(probs: Tensor, kind: ClassKind = "lac", generator: torch.Generator | None = None) -> Tensor:
+    """Return the score that each class would have if it were the true one, shape (batch, classes), float64.
+
+    Args:
+        probs, kind, generator: see :func:`class_scores`. U is the same for all classes of an example.
+
+    Raises:
+        FedBayesError: see :func:`class_scores`.
+    """
+    check_choice("kind", kind, ("lac", "aps"), error=FedBayesError)
+    check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=FedBayesError)
+    if generator is not None and kind == "lac":
+        raise FedBayesError("kind='lac' has nothing to draw: leave the generator out, or give kind='aps'")
+    probs = check_probs(probs)
+    if kind == "lac":
+        return (1 - probs).clamp(0, 1)
+    ordered, order = probs.sort(stable=True, dim=1, descending=True)
+    share = torch.ones(len(probs), 1) if generator is None else torch.rand(len(probs), 1, generator=generator)
+    scores = ordered.cumsum(1) - (1 - share.to(ordered)) * ordered
+    return torch.empty_like(scores).scatter_(1, order, scores).clamp(0, 1)
+
+
+def check_probs(probs: Tensor) -> Tensor:
+    """Return probabilities in float64; raise FedBayesError unless they are of shape (batch, classes) and sum to 1."""
+    check_numbers(probs=probs)
+    if probs.ndim != 2 or probs.shape[1] < 2 or not probs.is_floating_point():
+        raise FedBayesError(
+            f"probs are of shape {tuple(probs.shape)} and {probs.dtype}; give the mean predictive, floating-point of "
+            "shape (batch, classes): average draws by probs.mean(0)"
+        )
+    probs = probs.detach().double()
+    if not bool(((probs >= 0).all(1) & ((probs.sum(1) - 1).abs() <= TOLERANCE)).all()):
+        raise FedBayesError("probs are no probabilities: each row is at least 0 and sums to 1; give logits.softmax(-1)")
+    return probs
+
+
+def interval_scores(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
+    r"""Return the conformal score of each prediction, :math:`|y - \hat y| / \hat\sigma`.
+
+    When to use it: for regressors. Intervals are then as wide as the predicted standard deviation says, up to a factor.
+
+    Args:
+        mean: predictive means, shape (batch,).
+        std: predictive standard deviations, above 0, shape (batch,).
+        targets: in the units of ``mean``, shape (batch,).
+
+    Returns: scores of at least 0, shape (batch,), float64.
+
+    Raises:
+        FedBayesError: other shapes, values that are not finite, or a standard deviation that is not above 0.
+
+    Source: Lei et al. (2018), §5.2.
+
+    >>> interval_scores(torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([2.0]))
+    tensor([2.], dtype=torch.float64)
+    """
+    check_vectors(mean=mean, std=std, targets=targets)
+    check_moments(mean, std)
+    if not bool(targets.isfinite().all()):
+        raise FedBayesError("targets are not all finite: leave those examples out")
+    return (targets.detach().double() - mean.detach().double()).abs() / std.detach().double()
+
+
+def check_moments(mean: Tensor, std: Tensor) -> None:
+    """Raise FedBayesError unless vectors of means and standard deviations are finite, and the latter above 0."""
+    check_vectors(mean=mean, std=std)
+    if not bool(mean.isfinite().all()) or not bool((std.isfinite() & (std > 0)).all()):
+        raise FedBayesError("mean or std are not all finite, or a std is not above 0: give a regressor with noise")
+
+
+# -- sketch ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreSketch:
+    r"""Histogram of a client's scores, its message: ``bins`` whole numbers. Sketches of several clients add up.
+
+    Cells are the same for all clients: equal parts of [0, 1] for scores of classes, grid "unit"; for scores of
+    intervals, grid "half_line", equal parts of [0, 1] for :math:`s / (1 + s)`. 1,024 cells of 8 bytes are 8 KiB.
+
+    Args:
+        counts: number of scores in each cell, int64, shape (bins,).
+        grid: "unit" or "half_line".
+
+    Raises:
+        FedBayesError: counts that are no vector of whole numbers of at least 0, or an unknown grid.
+
+    >>> a, b = ScoreSketch.of(torch.tensor([0.1, 0.9]), bins=4), ScoreSketch.of(torch.tensor([0.3]), bins=4)
+    >>> (a + b).counts
+    tensor([1, 1, 0, 1])
+    """
+
+    counts: Tensor
+    grid: Grid = "unit"
+
+    def __post_init__(self) -> None:
+        check_choice("grid", self.grid, ("unit", "half_line"), error=FedBayesError)
+        check_tensor("counts", self.counts, error=FedBayesError)
+        if self.counts.dtype != torch.int64 or self.counts.ndim != 1 or not 1 <= len(self.counts) <= MOST_BINS:
+            raise FedBayesError(
+                f"counts are of shape {tuple(self.counts.shape)} and {self.counts.dtype}; give a vector of int64"
+            )
+        if bool((self.counts < 0).any()):
+            raise FedBayesError(f"counts hold {int(self.counts.min())}; give numbers of scores, at least 0")
+
+    @classmethod
+    def of(cls, scores: Tensor, bins: int = BINS, grid: Grid = "unit") -> ScoreSketch:
+        """Count the scores in each cell.
+
+        Args:
+            scores: shape (examples,); in [0, 1] for "unit", at least 0 for "half_line".
+            bins: number of cells.
+            grid: "unit" or "half_line".
+
+        Raises:
+            FedBayesError: scores outside the grid or not finite, or an argument out of range.
+        """
+        check_choice("grid", grid, ("unit", "half_line"), error=FedBayesError)
+        check_at_least("bins", bins, 1, MOST_BINS, error=FedBayesError)
+        check_numbers(scores=scores)
+        if scores.ndim != 1 or scores.dtype == torch.bool:
+            raise FedBayesError(
+                f"scores are of shape {tuple(scores.shape)} and {scores.dtype}; give a vector of numbers, or flatten it"
+            )
+        scores = scores.detach().double().cpu()
+        top = 1.0 if grid == "unit" else math.inf
+        if not bool((scores.isfinite() & (scores >= 0) & (scores <= top)).all()):
+            raise FedBayesError(
+                f"scores are not all finite and in [0, {top:g}]: give those of class_scores (grid 'unit') or "
+                "interval_scores (grid 'half_line')"
+            )
+        mapped = scores if grid == "unit" else scores / (1 + scores)
+        cells = (mapped * bins).long().clamp(0, bins - 1)
+        return cls(torch.bincount(cells, minlength=bins), grid)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of scores."""
+        return int(self.counts.sum())
+
+    def __add__(self, other: ScoreSketch) -> ScoreSketch:
+        check_same_grid(self, other)
+        return ScoreSketch(self.counts + other.counts.to(self.counts.device), self.grid)
+
+    def threshold(self, level: float) -> float:
+        r"""Return an upper bound of the :math:`\lceil (n + 1) \cdot \mathrm{level} \rceil`-th smallest of n scores.
+
+        It is the upper edge of that score's cell: never below the score, and above it by at most one cell, 1/bins, of
+        the grid. If that rank exceeds n it is infinite. A "half_line" ends at :math:`s = \mathrm{bins} - 1`; its
+        last cell has an infinite edge.
+
+        Args:
+            level: coverage in (0, 1).
+
+        Raises:
+            FedBayesError: the level is not in (0, 1).
+
+        >>> ScoreSketch.of(torch.arange(9) / 9, bins=9).threshold(0.5)  # the fifth of nine, 4/9
+        0.5556
+        """
+        return mixed_threshold(self, self, 1.0, level)
+
+    def noisy(self, epsilon: float, seed: int) -> ScoreSketch:
+        r"""Return a sketch that is ε-differentially private for the presence of one example.
+
+        Adds independent discrete Laplace noise to every count, which one example changes by 1 in one cell, and clips
+        at 0:
+
+        .. math:: \tilde c_b = \max(0,\ c_b + G - G'), \qquad P(G = k) = (1 - e^{-\varepsilon}) e^{-\varepsilon k}
+
+        Where an example may be *replaced* by another, ε is twice as large; each noisy sketch of the same examples
+        costs its ε anew. When to use it: before a client sends its sketch, with few cells (32 to 128) and many
+        examples: the noise has a standard deviation of about √2/ε per cell. The guarantee of coverage is then no longer
+        exact; clipping adds a few examples to empty cells.
+
+        Args:
+            epsilon: ε > 0.
+            seed: of the noise. A client takes a secret seed, another one for each sketch: whoever knows it can take the
+                noise away again.
+
+        Raises:
+            FedBayesError: ε is not above 0, or the seed no whole number.
+
+        Source: geometric mechanism, Ghosh, Roughgarden and Sundararajan (2012).
+
+        >>> ScoreSketch.of(torch.full((1000,), 0.3), bins=4).noisy(epsilon=1.0, seed=7).num_examples > 900
+        True
+        """
+        check_epsilon(epsilon)
+        check_at_least("seed", seed, -(2**62), error=FedBayesError)
+        random = seeded(seed, "privacy")
+        uniform = 1 - torch.rand(2, len(self.counts), generator=random, dtype=torch.float64)  # in (0, 1]
+        above, below = (uniform.log() / -epsilon).floor().long()
+        return ScoreSketch((self.counts.cpu() + above - below).clamp_min(0), self.grid)
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raise FedBayesError unless ε of a sketch's noise is a number above 0."""
+    check_number("epsilon", epsilon, "[1e-6, inf)", error=FedBayesError, why="the smaller, the more private")
+
+
+def check_same_grid(first: ScoreSketch, other: ScoreSketch) -> None:
+    """Raise FedBayesError unless two sketches have the same cells."""
+    check_kind("sketch", other, ScoreSketch, "give a ScoreSketch", error=FedBayesError)
+    if len(first.counts) != len(other.counts) or first.grid != other.grid:
+        raise FedBayesError(
+            f"sketches differ: {len(first.counts)} cells of '{first.grid}' and {len(other.counts)} of '{other.grid}'; "
+            "all clients count with the same bins and grid"
+        )
+
+
+def mixed_threshold(own: ScoreSketch, pooled: ScoreSketch, share: float, level: float) -> float:
+    r"""Return the finite-sample quantile of a mixture of two sketches, the smallest upper edge t of a cell with
+
+    .. math::
+        \lambda \frac{\#\{s \in \mathrm{own} : s \le t\}}{n_{\mathrm{own}} + 1}
+        + (1 - \lambda) \frac{\#\{s \in \mathrm{pooled} : s \le t\}}{n_{\mathrm{pooled}} + 1} \ge \mathrm{level}
+
+    or infinity. For :math:`\lambda = 1` it bounds the :math:`\lceil (n + 1) \cdot \mathrm{level} \rceil`-th smallest of
+    the own scores, see :meth:`ScoreSketch.threshold`.
+
+    Args:
+        own: the client's.
+        pooled: that of all clients.
+        share: weight λ of the client's own, in [0, 1].
+        level: coverage in (0, 1).
+
+    Raises:
+        FedBayesError: a number out of range, or sketches of unlike grids.
+    """
+    check_kind("own", own, ScoreSketch, "give a ScoreSketch", error=FedBayesError)
+    check_same_grid(own, pooled)
+    check_number("share", share, "[0, 1]", error=FedBayesError)
+    check_number("level", level, "(0, 1)", error=FedBayesError)
+    covered = share * _distribution(own) + (1 - share) * _distribution(pooled)
+    enough = (covered >= level - ROUNDING).nonzero()
+    if len(enough) == 0:
+        return math.inf
+    edge = (int(enough[0]) + 1) / len(covered)
+    if own.grid == "unit":
+        return edge
+    return edge / (1 - edge) if edge < 1 else math.inf
+
+
+def _distribution(sketch: ScoreSketch) -> Tensor:
+    """Return the share of scores up to each upper edge, with one more score at infinity; shape (bins,)."""
+    return sketch.counts.cpu().cumsum(0).double() / (sketch.num_examples + 1)
