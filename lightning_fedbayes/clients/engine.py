@@ -241,7 +241,12 @@ class Engine(ABC):
         assert self.shared is not None
         participant, _ = self._under_way.pop(client)
         report = self.method.report(self.shared, participant, Trained(posterior, measured))
-        own["kept"] = {name: value.detach().clone() for name, value in report.kept.items()}
+        views = {each.untyped_storage().data_ptr() for part in (posterior.mean, posterior.variance)
+                 for each in part.values()}  # of the network, which the next client overwrites
+        own["kept"] = {
+            name: value.detach().clone() if value.untyped_storage().data_ptr() in views else value.detach()
+            for name, value in report.kept.items()
+        }
         return report.posterior, joined(buffers, report.sent), own
 
     def span(self, batch_idx: int) -> tuple[int, int]:

@@ -305,26 +305,37 @@ class Sites(StatefulSumRule):
         count = float(statistics["count"])
         total = statistics["precision"], statistics["precision_mean"]
         base = self.natural_of(self.base(like if previous is None else previous, state), total[0])
-        sites = (state["precision"], state["shift"]) if state else base
-        changes = total[0] - count * base[0], total[1] - count * base[1]
-        sites = sites[0] + changes[0], sites[1] + changes[1]
-        target = self._target(base, changes, sites, count)
-        random = torch.ones_like(total[0], dtype=torch.bool) if atom is None else ~atom.expand_as(total[0])
-        precision, shift = self._bounded(base, target, random)
-        held = int((random & self._is_low(sites[0])).sum())
-        mean, variance = shift / precision, 1 / precision
-        if atom_mean is not None:
-            mean, variance = torch.where(random, mean, atom_mean), torch.where(random, variance, 0.0)
-        moved = divergence(precision, shift / precision, base[0], base[1] / base[0])[random].mean()
-        trail = followed(state.get("trail", {}), precision[random], (shift / precision)[random])
-        figures = {"sites/change": float(moved), "sites/held_back": float(held)}
+        random = None if atom is None else ~atom.expand_as(total[0])
+        before = (state["precision"], state["shift"]) if state else base
+
+        def fused(
+            heard: Tensor, heard_shift: Tensor, old: Tensor, old_shift: Tensor, site: Tensor, site_shift: Tensor,
+            random: Tensor | None, atom_mean: Tensor | None,
+        ) -> tuple[Tensor, ...]:
+            changes = heard - count * old, heard_shift - count * old_shift
+            sites = site + changes[0], site_shift + changes[1]
+            target = self._target((old, old_shift), changes, sites, count)
+            if random is not None:
+                target = target[0].where(random, 1.0), target[1].where(random, 0.0)
+                sites = sites[0].where(random, 0.0), sites[1].where(random, 0.0)
+            precision, shift = self._bounded((old, old_shift), target)
+            mean, variance = shift / precision, 1 / precision
+            moved = divergence(precision, mean, old, old_shift / old)
+            if random is not None and atom_mean is not None:
+                mean, variance = torch.where(random, mean, atom_mean), torch.where(random, variance, 0.0)
+            return *sites, precision, mean, variance, moved
+
+        precision, shift, new, mean, variance, moved = by_pieces(fused, *total, *base, *before, random, atom_mean)
+        low = self._is_low(precision)
+        followed_mean = mean
+        if random is not None:
+            low, moved, new, followed_mean = low & random, moved[random], new[random], mean[random]
+        trail = followed(state.get("trail", {}), new, followed_mean)
+        figures = {"sites/change": float(moved.mean()), "sites/held_back": float(low.sum())}
         if "distance" in trail:
             figures["sites/distance"] = trail["distance"]
         return Fused(
-            like.unflatten(mean, variance),
-            state={
-                "precision": sites[0].where(random, 0.0), "shift": sites[1].where(random, 0.0), "trail": trail, **duals
-            },
+            like.unflatten(mean, variance), state={"precision": precision, "shift": shift, "trail": trail, **duals},
             figures=figures,
         )
 
@@ -347,16 +358,9 @@ class Sites(StatefulSumRule):
         """Return where a precision is below the bound by more than rounding."""
         return precision < self._least * (1 - TOLERANCE)
 
-    def _bounded(self, old: Natural, new: Natural, random: Tensor) -> Natural:
-        """Return ``new`` with its precision raised to the bound, where it is lower; its pull on the mean stays.
-
-        Args:
-            old, new: natural parameters.
-            random: which entries are no point masses, shape (P,), bool.
-
-        Returns: natural parameters, (1, 0) at point masses.
-        """
-        precision, shift = new[0].where(random, 1.0), new[1].where(random, 0.0)
+    def _bounded(self, old: Natural, new: Natural) -> Natural:
+        """Return ``new`` with its precision raised to the bound, where it is lower; its pull on the mean stays."""
+        precision, shift = new
         low = self._is_low(precision)
         if not low.any():
             return precision, shift
@@ -423,7 +427,9 @@ class BayesADMM(Sites):
         super().__init__(step, 1.0, "admm", prior_mean, prior_std, pull)
 
 
-def by_pieces(formula: Callable[..., tuple[Tensor, ...]], *vectors: Tensor | None) -> tuple[Tensor, ...]:
+def by_pieces(
+    formula: Callable[..., tuple[Tensor, ...]], *vectors: Tensor | None, whole: bool = False
+) -> tuple[Tensor, ...]:
     """Return the results of an elementwise ``formula`` of flat vectors, piece by piece on the CPU.
 
     So what it computes in between stays in the processor's cache; every entry is what it would be at once.
@@ -431,17 +437,18 @@ def by_pieces(formula: Callable[..., tuple[Tensor, ...]], *vectors: Tensor | Non
     Args:
         formula: takes as many pieces as there are vectors, and returns vectors of their length.
         vectors: shape (P,); None stays None.
+        whole: compute it at once all the same.
     """
     first = next(each for each in vectors if each is not None)
     count = len(first)
-    if count <= PIECE or first.device.type != "cpu":
+    if whole or count <= PIECE or first.device.type != "cpu":
         return formula(*vectors)
     results: tuple[Tensor, ...] = ()
     for start in range(0, count, PIECE):
         parts = formula(*(None if each is None else each[start : start + PIECE] for each in vectors))
         results = results or tuple(part.new_empty(count) for part in parts)
-        for whole, part in zip(results, parts):
-            whole[start : start + PIECE] = part
+        for result, part in zip(results, parts):
+            result[start : start + PIECE] = part
     return results
 
 

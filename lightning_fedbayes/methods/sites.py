@@ -121,20 +121,30 @@ class SiteMethod(Method):
         large = torch.cat([(1 / value.square().mean()).expand(value.numel()) for value in mine.mean.values()]).to(like)
         share, round = shared.share, self._round(shared, client)
 
-        def proposed(
+        dtypes = {value.dtype for value in mine.mean.values()}
+
+        def sent(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+            """Return both as they travel, in the precision of the network."""
+            if len(dtypes) > 1:
+                return mine.unflatten(mean, variance).flatten()
+            (dtype,) = dtypes
+            return mean.to(dtype).to(like), variance.to(dtype).to(like)
+
+        def changed(
             precision: Tensor, shift: Tensor, old: Tensor | None, old_shift: Tensor | None, mean: Tensor,
             variance: Tensor, found: Tensor | None, large: Tensor,
-        ) -> tuple[Tensor, Tensor]:
+        ) -> tuple[Tensor, ...]:
             solution, base = rule.natural(mean, variance), (precision, shift)
             before = None if old is None or old_shift is None else (old, old_shift)
             steps = rule.steps(share, 0.0 if old is None else old, precision)
-            precision, shift = rule.changed(
-                base, before, solution, steps, share, round, found, torch.minimum(solution[0], large)
-            )
-            return shift / precision, 1 / precision
+            new = rule.changed(base, before, solution, steps, share, round, found, torch.minimum(solution[0], large))
+            mean, variance = sent(new[1] / new[0], 1 / new[0])
+            site = [after - start for start, after in zip(base, rule.natural(mean, variance))]
+            return mean, variance, *(site if before is None else [part + own for part, own in zip(site, before)])
 
         flat = [vector.to(like.device) for vector in mine.flatten()]
-        mean, variance = by_pieces(proposed, *common.natural, *own, *flat, found, large)
+        vectors = *common.natural, *own, *flat, found, large
+        mean, variance, *new = by_pieces(changed, *vectors, whole=len(dtypes) > 1)
         if not bool(mean.isfinite().all()):
             raise FusionError(
                 f"client {client.number}: training has left the finite numbers; lower the learning rate, or clip "
@@ -142,10 +152,7 @@ class SiteMethod(Method):
             )
         proposal = mine.unflatten(mean, variance)
         whole = GaussianPosterior({**posterior.mean, **proposal.mean}, {**posterior.variance, **proposal.variance})
-        for name, before, after in zip(("precision", "shift"), common.natural, rule.natural_of(proposal, like)):
-            kept[name] = after.sub_(before)
-            if name in site:
-                kept[name] += site[name].to(after.device)
+        kept |= zip(("precision", "shift"), new, strict=True)
         return Report(whole, kept)
 
     def _common(self, shared: Shared, client: Participant) -> _Round:
