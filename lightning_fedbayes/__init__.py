@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         SignFlip,
     )
     from lightning_fedbayes.clients.evaluation import ClientScores, choose_personal_weight, evaluate_clients
+    from lightning_fedbayes.clients.learned import LearnedPosterior, PosteriorSource
     from lightning_fedbayes.clients.privacy import UpdatePrivacy, epsilon_of, noise_multiplier_for
     from lightning_fedbayes.clients.settings import FederationSettings
     from lightning_fedbayes.core.errors import (
@@ -137,6 +138,7 @@ __all__ = [
     "KroneckerLaplace",
     "LabelFlip",
     "Laplace",
+    "LearnedPosterior",
     "LinearStatistics",
     "LocalProblem",
     "MNISTDataModule",
@@ -147,6 +149,7 @@ __all__ = [
     "Population",
     "PosteriorError",
     "PosteriorPredictive",
+    "PosteriorSource",
     "Quadratic",
     "RandomUpdate",
     "Reliability",
@@ -186,7 +189,7 @@ __all__ = [
 _ROOMS = (
     "core.errors", "core.posterior", "core.messages", "fusion", "methods", "server.plan", "server", "sources.ivon",
     "clients.privacy", "layers", "sources.curvature", "data.partition", "data", "modules", "clients.adversaries",
-    "clients.settings", "clients.evaluation", "trainer", "callbacks.calibration", "callbacks",
+    "clients.learned", "clients.settings", "clients.evaluation", "trainer", "callbacks.calibration", "callbacks",
 )
 """Rooms that the public names come from, those first that need no Lightning and little else."""
 

@@ -104,8 +104,8 @@ class FederatedBayes(L.Callback):
             would have sent then.
         posterior: where the posterior of parameters outside of Bayesian layers comes from: a
             :class:`~lightning_fedbayes.Laplace`, after each client's training, or a :class:`~lightning_fedbayes.SWAG`,
-            along it. None: from an :class:`~lightning_fedbayes.IVON` where the module configures one; otherwise they
-            are point masses.
+            along it, or a :class:`~lightning_fedbayes.PosteriorSource` of your own. None: from an
+            :class:`~lightning_fedbayes.IVON` where the module configures one; otherwise they are point masses.
         keep_posteriors: every client keeps the posterior that it has trained last, for :meth:`posterior_of`. It never
             leaves the client, and takes as much memory and room in a checkpoint as the global one, for each client.
         seed: where every random draw comes from.

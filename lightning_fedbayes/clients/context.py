@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.learned import LearnedPosterior, learned_posterior
 from lightning_fedbayes.clients.optimizers import has_own_state
-from lightning_fedbayes.clients.settings import FederationSettings
+from lightning_fedbayes.clients.settings import FederationSettings, Source
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.sources.curvature import Source
 
 Step = Callable[[Optimizer, int, Mapping[str, Any]], Mapping[str, Any]]
 """A training step of the loop: (optimizer, number of the batch, {"batch": batch, ...}) → what it returned."""

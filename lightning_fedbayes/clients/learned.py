@@ -137,6 +137,25 @@ class LearnedPosterior(ABC):
         """Return the variances of a client that has trained, after bringing its parameters to the posterior's mean."""
 
 
+class PosteriorSource(ABC):
+    """Base of a user's own source of posteriors, for ``FederatedBayes(posterior=...)``.
+
+    ``fb.Laplace`` and ``fb.SWAG`` are such sources, and ``fb.IVON`` is one among a module's optimizers.
+    """
+
+    @abstractmethod
+    def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> LearnedPosterior:
+        """Return the posterior of ``module``, which these ``optimizers`` train; called once in a fit.
+
+        Raises:
+            FederationError: the source does not go with the module or its optimizers.
+        """
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({options})"
+
+
 class OptimizerPosterior(LearnedPosterior):
     r"""The posterior that an :class:`~lightning_fedbayes.IVON` optimizer learns.
 
@@ -375,9 +394,11 @@ def full(variance: Tensor) -> Tensor:
 
 
 def learned_posterior(
-    optimizers: Sequence[Optimizer], module: nn.Module, source: Source | None = None
+    optimizers: Sequence[Optimizer], module: nn.Module, source: Source | PosteriorSource | None = None
 ) -> LearnedPosterior | None:
     """Return the posterior of ``module`` by ``source``; without one by an IVON among the ``optimizers``, if any."""
+    if isinstance(source, PosteriorSource):
+        return source.attach(module, optimizers)
     if source is not None:
         kind = CurvaturePosterior if isinstance(source, Laplace) else PathPosterior
         return kind(source, module, optimizers)  # pyright: ignore[reportArgumentType]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lightning_fedbayes.clients.adversaries import Attack
+from lightning_fedbayes.clients.learned import PosteriorSource
 from lightning_fedbayes.clients.privacy import UpdatePrivacy
 from lightning_fedbayes.core.errors import (
     LARGEST,
@@ -25,7 +26,7 @@ from lightning_fedbayes.methods import Method, get_method
 from lightning_fedbayes.server.guard import check_influence
 from lightning_fedbayes.server.plan import Fraction, check_fraction, cohort_size
 from lightning_fedbayes.server.weighting import CohortWeights, check_weighting
-from lightning_fedbayes.sources.curvature import SWAG, Source
+from lightning_fedbayes.sources.curvature import SWAG, Laplace
 
 EngineName = Literal["auto", "sequential", "vectorized"]
 OptimizerPolicy = Literal["auto", "reset", "keep"]
@@ -33,6 +34,7 @@ BufferPolicy = Literal["average", "local", "frozen"]
 Fusion = str | FusionRule | AutoFusion | Method
 Weighting = str | CohortWeights
 Adversaries = Attack | Sequence[Attack]
+Source = Laplace | SWAG | PosteriorSource
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class FederationSettings:
         self._set("local_parameters", check_patterns(self.local_parameters))
         self._set("adversaries", attacks_of(self.adversaries))
         check_privacy(self.privacy)
-        check_kind("posterior", self.posterior, Source | None, "give fb.Laplace(), fb.SWAG() or None")
+        remedy = "give fb.Laplace(), fb.SWAG(), a PosteriorSource or None"
+        check_kind("posterior", self.posterior, Source | None, remedy)
         check_flag("keep_posteriors", self.keep_posteriors)
         if self.fusion is None:
             return
