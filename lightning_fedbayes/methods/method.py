@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.fusion.registry import get_rule, rule_name
@@ -88,6 +90,19 @@ class Quadratic:
     slope: Mapping[str, Tensor] = field(default_factory=dict)
     names: frozenset[str] | None = None
 
+    def __call__(self, values: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
+        """Return the term for a loop of one's own, a scalar; the engines have their own way for stacks of clients.
+
+        Args:
+            values: name → parameter, with gradients.
+            start: name → its global value.
+        """
+        names = [name for name in values if self.names is None or name in self.names]
+        moves = {name: values[name] - start[name] for name in names}
+        terms = [self.strength / 2 * move.square().sum() for move in moves.values()]
+        terms += [-(slope * moves[name]).sum() for name, slope in self.slope.items() if name in moves]
+        return torch.stack(terms).sum() if terms else torch.zeros(())
+
 
 @dataclass(frozen=True)
 class Cavity:
@@ -153,6 +168,10 @@ class Report:
     posterior: GaussianPosterior
     kept: Mapping[str, Tensor] = field(default_factory=dict)
     sent: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def update(self, client: int, num_examples: int, buffers: Mapping[str, Tensor] | None = None) -> ClientUpdate:
+        """Return the message of a client in a loop of one's own, for :meth:`~lightning_fedbayes.Server.admit`."""
+        return ClientUpdate(client, num_examples, self.posterior, joined(buffers or {}, self.sent))
 
 
 class Method:

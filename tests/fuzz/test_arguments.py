@@ -28,8 +28,8 @@ NO_DOORS = {
     "Statistics", "SurvivalPrediction", "gram_of", "outputs_with",
     # base classes, which a user derives from: their subclasses are doors
     "Attack", "BayesianLayer", "FusionRule", "GramRule", "ImageDataModule", "InferredRule", "LearnedPosterior",
-    "Method", "PosteriorSource", "Preaggregation", "Regressor", "ReliabilityRule", "ServerOptimizer", "SplitDataModule", "StatefulSumRule", "SumRule",
-    "TensorDataModule", "UpdateAttack",
+    "Method", "PosteriorSource", "Preaggregation", "Regressor", "ReliabilityRule", "ServerOptimizer", "SplitDataModule",
+    "StatefulSumRule", "SumRule", "TensorDataModule", "UpdateAttack",
     # without arguments of their own; ClientParallelStrategy hands its on to Lightning
     "KwonAleatoric", "BrierScore", "ClientParallelStrategy", "CoordinateMedian", "DeterminantSharpness",
     "EnsembleCRPS", "KwonEpistemic", "GaussianCRPS", "GaussianFit", "GaussianNLL",

@@ -136,6 +136,15 @@ def test_scaffold_needs_plain_sgd(optimizer):
         federate(Plain(optimizer=optimizer), fb.FederatedBayes(fb.IIDPartition(3), fusion="scaffold"), 1)
 
 
+def test_the_term_of_a_loop_of_ones_own():
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    values, start = {"w": x, "b": torch.ones(1)}, {"w": torch.zeros(2), "b": torch.zeros(1)}
+    term = fb.Quadratic(0.5, {"w": torch.tensor([1.0, -1.0])}, frozenset({"w"}))
+    assert term(values, start).item() == pytest.approx(0.25 * 5 - (1 - 2))
+    term(values, start).backward()
+    assert torch.equal(x.grad, 0.5 * x.detach() - torch.tensor([1.0, -1.0]))
+
+
 def test_what_is_sent_beside_a_posterior_has_no_noise():
     for name in ("scaffold", "fednova"):
         with pytest.raises(fb.FederationError, match="nothing beside it"):
@@ -157,8 +166,7 @@ def test_a_plain_loop_has_the_same_server():
         who = fb.Participant(client, 10, steps=steps)
         trained = fb.Trained(fb.GaussianPosterior.point_mass({"w": torch.full((2,), to)}))
         report = server.method.report(shared, who, trained)
-        sent = {f"method/{key}": value for key, value in report.sent.items()}
-        assert server.admit(fb.ClientUpdate(client, 10, report.posterior, sent)).error is None
+        assert server.admit(report.update(client, 10)).error is None
     posterior = server.finish().posterior
     torch.testing.assert_close(posterior.mean["w"], torch.full((2,), 2 * (1 / 1 + 6 / 3) / 2))
     assert copy.deepcopy(server.state_dict()).keys() >= {"posterior", "buffers"}
