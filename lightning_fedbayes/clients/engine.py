@@ -26,7 +26,16 @@ from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import CavityPrior
-from lightning_fedbayes.methods.method import LocalProblem, Method, Participant, Shared, Trained, joined
+from lightning_fedbayes.methods.method import (
+    LocalProblem,
+    Method,
+    Participant,
+    Shared,
+    Trained,
+    joined,
+    problem_of,
+    report_of,
+)
 from lightning_fedbayes.server.plan import STRIDE, OfClients, RoundPlan
 
 Results = tuple[Collected, dict[int, dict[str, Any]]]
@@ -155,7 +164,7 @@ class Engine(ABC):
         """Ask the method what a client minimises, and remember it until the client's report."""
         assert self.shared is not None
         participant = self._participant(client, state)
-        problem = self.method.problem(self.shared, participant)
+        problem = problem_of(self.method, self.shared, participant)
         if problem.cavity is not None and self.cavities is None:
             self.cavities = RoundCavities(problem.cavity, self.model)
         self._under_way[client] = participant, problem
@@ -240,9 +249,9 @@ class Engine(ABC):
         own: dict[str, Any] = {"own": posterior.clone().state_dict()} if self.keep_posteriors and is_last else {}
         assert self.shared is not None
         participant, _ = self._under_way.pop(client)
-        report = self.method.report(self.shared, participant, Trained(posterior, measured))
-        views = {each.untyped_storage().data_ptr() for part in (posterior.mean, posterior.variance)
-                 for each in part.values()}  # of the network, which the next client overwrites
+        report = report_of(self.method, self.shared, participant, Trained(posterior, measured))
+        tensors = [each for part in (posterior.mean, posterior.variance) for each in part.values()]
+        views = {each.untyped_storage().data_ptr() for each in tensors}  # of the network, for the next client
         own["kept"] = {
             name: value.detach().clone() if value.untyped_storage().data_ptr() in views else value.detach()
             for name, value in report.kept.items()

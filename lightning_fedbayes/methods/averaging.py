@@ -44,7 +44,8 @@ class Averaging(Method):
     @property
     def described(self) -> str:
         """See :meth:`Method.described`."""
-        return self.name if self._prior == "fixed" else f"{self.name}, prior={self._prior}"
+        text = super().described
+        return text if self._prior == "fixed" else f"{text}, prior={self._prior}"
 
     def prior(self, shared: Shared) -> GaussianPosterior | None:
         """See :meth:`Method.prior`."""

@@ -31,6 +31,7 @@ class Ditto(Method):
     Source: Li et al. 2021, Algorithm 1.
     """
 
+    registered: ClassVar[str] = "ditto"
     keeps: ClassVar[str] = "its personal network"
     keeps_posteriors: ClassVar[bool] = True
     problems: ClassVar[int] = 2
@@ -39,11 +40,6 @@ class Ditto(Method):
         check_number("strength", strength, "(0, inf)", error=FusionError, why="it holds networks to the global one")
         super().__init__(rule)
         self.strength = strength
-
-    @property
-    def described(self) -> str:
-        """See :meth:`Method.described`."""
-        return f"ditto({self.name}, strength={self.strength})"
 
     def problem(self, shared: Shared, client: Participant) -> LocalProblem:
         """See :meth:`Method.problem`."""

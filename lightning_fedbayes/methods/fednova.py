@@ -31,15 +31,11 @@ class FedNova(Method):
     Source: Wang et al. 2020, equations (5) and (6) with :math:`a_k = (1, \dots, 1)`.
     """
 
+    registered: ClassVar[str] = "fednova"
     sends: ClassVar[bool] = True
 
     def __init__(self, rule: str | FusionRule = "weighted_average") -> None:
         super().__init__(rule)
-
-    @property
-    def described(self) -> str:
-        """See :meth:`Method.described`."""
-        return f"fednova({self.name})"
 
     def agreement(self) -> str:
         """See :meth:`Method.agreement`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from lightning_fedbayes.core.errors import FusionError, check_number
 from lightning_fedbayes.fusion.rule import FusionRule
 from lightning_fedbayes.methods.averaging import Averaging
@@ -26,15 +28,12 @@ class FedProx(Averaging):
     Source: Li et al. 2020.
     """
 
+    registered: ClassVar[str] = "fedprox"
+
     def __init__(self, strength: float = 0.1, rule: str | FusionRule = "reverse_kl_barycenter") -> None:
         check_number("strength", strength, "(0, inf)", error=FusionError, why="it scales the term of FedProx")
         super().__init__(rule)
         self.strength = strength
-
-    @property
-    def described(self) -> str:
-        """See :meth:`Method.described`."""
-        return f"fedprox({self.name}, strength={self.strength})"
 
     def problem(self, shared: Shared, client: Participant) -> LocalProblem:
         """See :meth:`Method.problem`."""

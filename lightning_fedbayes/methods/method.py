@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.messages import ClientUpdate
+from lightning_fedbayes.core.errors import FederationError, check_kind
+from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.private_torch import version_if_any
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.fusion.registry import get_rule, rule_name
 from lightning_fedbayes.fusion.rule import FusionRule
@@ -191,6 +193,8 @@ class Method:
         FusionError: there is no such rule.
     """
 
+    registered: ClassVar[str] = ""
+    """Name by which users choose the method; :func:`~lightning_fedbayes.register_method` sets it."""
     keeps: ClassVar[str] = ""
     """Name of what clients keep and cannot lose, for messages, such as "its control variate"; "" for nothing."""
     sends: ClassVar[bool] = False
@@ -218,13 +222,19 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The name of the method for logs and messages: that of the rule."""
+        """The name of the method for messages: its own, or that of the rule."""
+        return self.registered or self._rule_name
+
+    @property
+    def _rule_name(self) -> str:
         return f"auto({', '.join(self.rule.names)})" if isinstance(self.rule, AutoFusion) else rule_name(self.rule)
 
     @property
     def described(self) -> str:
-        """The name with the arguments that are numbers and text."""
-        options = [f"{key}={value}" for key, value in vars(self).items() if isinstance(value, int | float | str)]
+        """The name with the rule, and with the arguments that are numbers and text, for logs."""
+        options = [f"{key}={value}" for key, value in vars(self).items()
+                   if isinstance(value, int | float | str) and not key.startswith("_")]
+        options = [self._rule_name, *options] if self.registered else options
         return f"{self.name}({', '.join(options)})" if options else self.name
 
     def __repr__(self) -> str:
@@ -306,6 +316,39 @@ class Method:
             clients: number of clients.
         """
         return None
+
+
+def problem_of(method: Method, shared: Shared, client: Participant) -> LocalProblem:
+    """Return what ``method`` asks of a client; raise FederationError unless it is a LocalProblem."""
+    problem = method.problem(shared, client)
+    check_kind(f"{method.name}: problem(...)", problem, LocalProblem, "return an fb.LocalProblem")
+    return problem
+
+
+def report_of(method: Method, shared: Shared, client: Participant, trained: Trained) -> Report:
+    """Return what ``method`` makes of a client's training.
+
+    Raises:
+        FederationError: it is no Report of tensors, sends what the method does not say, or has written into what the
+            client has trained.
+    """
+    tensors = [*trained.posterior.mean.values(), *trained.posterior.variance.values()]
+    versions = [version_if_any(each) for each in tensors]
+    report = method.report(shared, client, trained)
+    check_kind(f"{method.name}: report(...)", report, Report, "return an fb.Report")
+    for name in ("kept", "sent"):
+        check_mapping(f"{method.name}: {name}", getattr(report, name), Tensor)
+    expected = shared.tensors.keys() if method.sends else set()
+    if report.sent.keys() != expected:
+        wanted = f"send the names of init, {', '.join(expected)}" if expected else "say sends = True in its class"
+        found = ", ".join(report.sent) or "nothing"
+        raise FederationError(f"{method.name}: a client sends {found} beside its posterior; {wanted}, or send nothing")
+    if versions != [version_if_any(each) for each in tensors]:
+        raise FederationError(
+            f"{method.name}: report(...) has written into the posterior that the client has trained: make a new "
+            "GaussianPosterior of what it sends"
+        )
+    return report
 
 
 def split(buffers: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:

@@ -19,17 +19,13 @@ class Population(Method):
     When to use it: clients differ, each is scored by its own posterior, and their number or their rounds are not small.
     """
 
+    registered: ClassVar[str] = "population"
     keeps_posteriors: ClassVar[bool] = True
     own_starts: ClassVar[bool] = True
     weighting: ClassVar[str] = "equal"
 
     def __init__(self) -> None:
         super().__init__("linear_pool")
-
-    @property
-    def described(self) -> str:
-        """See :meth:`Method.described`."""
-        return "population"
 
     def conflict(self, weighting: Any, private: bool) -> tuple[str, str] | None:
         """See :meth:`Method.conflict`: clients count alike."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, TypeVar
 
 from lightning_fedbayes.core.errors import FusionError, check_kind, nearest, shown
@@ -21,9 +22,7 @@ from lightning_fedbayes.methods.sites import SiteMethod
 
 M = TypeVar("M", bound=type[Method])
 
-_METHODS: dict[str, type[Method]] = {
-    "ditto": Ditto, "fednova": FedNova, "fedprox": FedProx, "population": Population, "scaffold": Scaffold,
-}
+_METHODS: dict[str, type[Method]] = {each.registered: each for each in (Ditto, FedNova, FedProx, Population, Scaffold)}
 
 
 def register_method(name: str) -> Callable[[M], M]:
@@ -37,9 +36,14 @@ def register_method(name: str) -> Callable[[M], M]:
     def register(method: M) -> M:
         if not isinstance(method, type) or not issubclass(method, Method):
             raise FusionError(f"cannot register {shown(method)} as '{name}': a method is a Method subclass")
+        needed = [each.name for each in signature(method).parameters.values() if each.default is each.empty
+                  and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        if needed:
+            raise FusionError(f"'{name}' is to be made without arguments: give {', '.join(needed)} a default")
         if name in available_methods():
             raise FusionError(f"'{name}' is registered already; choose another name")
         _METHODS[name] = method
+        method.registered = name
         return method
 
     return register
@@ -72,7 +76,11 @@ def get_method(method: Any) -> Method:
         FusionError: there is none of that name; the message gives the nearest.
     """
     if isinstance(method, Method):
+        if not hasattr(method, "rule"):
+            raise FusionError(f"{type(method).__name__} has no rule: call super().__init__('weighted_average'), say")
         return method
+    if isinstance(method, type) and issubclass(method, Method):
+        raise FusionError(f"{method.__name__} is a class: give an object, {method.__name__}()")
     if isinstance(method, AutoFusion):
         return Averaging(method)
     if isinstance(method, str):

@@ -41,17 +41,13 @@ class Scaffold(Method):
     Source: Karimireddy et al. 2020, Algorithm 1, option II, with a global step of 1.
     """
 
+    registered: ClassVar[str] = "scaffold"
     keeps: ClassVar[str] = "its control variate, which the server's mean still counts"
 
     sends: ClassVar[bool] = True
 
     def __init__(self, rule: str | FusionRule = "weighted_average") -> None:
         super().__init__(rule)
-
-    @property
-    def described(self) -> str:
-        """See :meth:`Method.described`."""
-        return f"scaffold({self.name})"
 
     def agreement(self) -> str:
         """See :meth:`Method.agreement`."""

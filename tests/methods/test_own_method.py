@@ -91,3 +91,46 @@ def test_it_ends_where_pooled_training_ends(written):
         federate(module, made, 60, loader(fb.ClientDatasets(parts), batch_size=20))
         distances[name] = float((module.net.weight[0].detach() - best).norm())
     assert distances["own"] < 0.01 < 0.03 < distances["average"]
+
+
+def wrong(**hooks):
+    """A method with these hooks."""
+    return type("Wrong", (fb.Method,), hooks)("weighted_average")
+
+
+def overwrites(self, shared, client, trained):
+    for each in trained.posterior.mean.values():
+        each.zero_()
+    return fb.Report(trained.posterior)
+
+
+@pytest.mark.parametrize(("hooks", "says"), [
+    ({"problem": lambda self, shared, client: None}, r"problem\(...\)=None.*return an fb.LocalProblem"),
+    ({"report": lambda self, shared, client, trained: trained.posterior}, "return an fb.Report"),
+    ({"report": lambda self, shared, client, trained: fb.Report(trained.posterior, {"a": 1})}, "kept"),
+    ({"report": lambda self, shared, client, trained: fb.Report(trained.posterior, {}, {"a": torch.ones(1)})},
+     "sends a beside its posterior; say sends = True"),
+    ({"sends": True, "init": lambda self, posterior: {"b": torch.ones(1)}},
+     "sends nothing .* send the names of init, b"),
+    ({"report": overwrites}, "has written into the posterior"),
+], ids=["problem", "report", "kept", "sent", "not sent", "written"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_hooks_that_return_the_wrong_thing_are_told_so(hooks, says, engine):
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=wrong(**hooks), engine=engine)
+    with pytest.raises(fb.FederationError, match=says):
+        federate(Plain(), made, 1, loader())
+
+
+def test_a_method_is_an_object_with_a_rule_and_a_registered_one_needs_no_argument():
+    class Bare(fb.Method):
+        def __init__(self):
+            pass
+
+    with pytest.raises(fb.FusionError, match=r"call super\(\).__init__"):
+        fb.FederatedBayes(fusion=Bare())
+    with pytest.raises(fb.FusionError, match=r"give an object, FedProx\(\)"):
+        fb.FederatedBayes(fusion=fb.FedProx)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(fb.FusionError, match="give rule a default"):
+        fb.register_method("bare")(fb.Method)
+    assert fb.FederationSettings(fusion=fb.FedProx(0.3)).described()["fusion"] == (
+        "fedprox(reverse_kl_barycenter, strength=0.3)")
