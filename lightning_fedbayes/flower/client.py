@@ -23,6 +23,7 @@ from lightning_fedbayes.flower.calibration import ACTION, answer, check_allowed,
 from lightning_fedbayes.flower.checkpoint import StateFile
 from lightning_fedbayes.flower.training import ClientTraining, Task
 from lightning_fedbayes.flower.wire import from_arrays, to_arrays
+from lightning_fedbayes.methods import get_method
 
 NODE_CONFIG_KEY = "partition-id"
 """Key of the client's number in a node's configuration, in Flower's simulation and by ``--node-config``."""
@@ -100,7 +101,7 @@ def client_app(
     check_kind("module", module, L.LightningModule, "give a LightningModule")
     check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
     settings = FederationSettings(
-        partition, local_epochs=local_epochs, fusion=fusion, optimizer_state=optimizer_state, buffers=buffers,
+        partition, local_epochs=local_epochs, fusion=get_method(fusion), optimizer_state=optimizer_state, buffers=buffers,
         local_parameters=local_parameters, privacy=privacy, posterior=posterior, keep_posteriors=keep_posteriors,
     )
     keeps = bool(local_parameters) or optimizer_state == "keep" or buffers == "local" or privacy is not None

@@ -38,6 +38,7 @@ from lightning_fedbayes.flower.wire import (
     to_arrays,
 )
 from lightning_fedbayes.fusion.accumulator import check_structure
+from lightning_fedbayes.methods import get_method
 from lightning_fedbayes.server import Server
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
 
@@ -99,7 +100,7 @@ class FusionStrategy(Strategy):
         seed: int = 0,
     ) -> None:
         settings = FederationSettings(  # for its checks
-            fusion=fusion, weighting=weighting, fraction=fraction, min_clients=min_clients,
+            fusion=get_method(fusion), weighting=weighting, fraction=fraction, min_clients=min_clients,
             max_failed_rounds=max_failed_rounds, max_influence=max_influence, seed=seed,
         )
         check_at_least("wait_for", wait_for, 1)
