@@ -101,8 +101,9 @@ def client_app(
     check_kind("module", module, L.LightningModule, "give a LightningModule")
     check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
     settings = FederationSettings(
-        partition, local_epochs=local_epochs, fusion=get_method(fusion), optimizer_state=optimizer_state, buffers=buffers,
-        local_parameters=local_parameters, privacy=privacy, posterior=posterior, keep_posteriors=keep_posteriors,
+        partition, local_epochs=local_epochs, fusion=get_method(fusion), optimizer_state=optimizer_state,
+        buffers=buffers, local_parameters=local_parameters, privacy=privacy, posterior=posterior,
+        keep_posteriors=keep_posteriors,
     )
     keeps = bool(local_parameters) or optimizer_state == "keep" or buffers == "local" or privacy is not None
     keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None or settings.keep_posteriors

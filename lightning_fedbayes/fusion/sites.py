@@ -377,7 +377,8 @@ class Sites(StatefulSumRule):
     def _natural(self, mean: Tensor, variance: Tensor) -> Natural:
         """Return :meth:`natural` of a piece."""
         precision = torch.where(variance > 0, 1 / variance, 0.0)
-        unit = torch.ldexp(torch.ones_like(precision), precision.frexp().exponent - BITS)
+        exponent = (precision.view(torch.int64) >> 52).clamp_min_(BITS)  # of a float64 without its sign, plus 1023
+        unit = ((exponent + (1 - BITS)) << 52).view(torch.float64)  # 2 to the power of the last bit that is kept
         precision = precision.div_(unit).round_().mul_(unit)
         unit *= 2.0 ** math.floor(math.log2(self.prior_std))
         return precision, (precision * mean).div_(unit).round_().mul_(unit)

@@ -118,7 +118,9 @@ class SiteMethod(Method):
             for name, value in common.base.mean.items()
         ])
         own = (site["precision"].to(like), site["shift"].to(like)) if "precision" in site else (None, None)
-        large = torch.cat([(1 / value.square().mean()).expand(value.numel()) for value in mine.mean.values()]).to(like)
+        large = None if found is None else torch.cat(
+            [(1 / value.square().mean()).expand(value.numel()) for value in mine.mean.values()]
+        ).to(like)
         share, round = shared.share, self._round(shared, client)
 
         dtypes = {value.dtype for value in mine.mean.values()}
@@ -132,12 +134,13 @@ class SiteMethod(Method):
 
         def changed(
             precision: Tensor, shift: Tensor, old: Tensor | None, old_shift: Tensor | None, mean: Tensor,
-            variance: Tensor, found: Tensor | None, large: Tensor,
+            variance: Tensor, found: Tensor | None, large: Tensor | None,
         ) -> tuple[Tensor, ...]:
             solution, base = rule.natural(mean, variance), (precision, shift)
             before = None if old is None or old_shift is None else (old, old_shift)
             steps = rule.steps(share, 0.0 if old is None else old, precision)
-            new = rule.changed(base, before, solution, steps, share, round, found, torch.minimum(solution[0], large))
+            start = None if large is None else torch.minimum(solution[0], large)
+            new = rule.changed(base, before, solution, steps, share, round, found, start)
             mean, variance = sent(new[1] / new[0], 1 / new[0])
             site = [after - start for start, after in zip(base, rule.natural(mean, variance))]
             return mean, variance, *(site if before is None else [part + own for part, own in zip(site, before)])
