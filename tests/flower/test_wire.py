@@ -85,3 +85,20 @@ def test_a_client_of_sites_sends_what_a_client_of_an_average_sends(tmp_path, mon
     assert sent["sites"] == sent["rklb"]
     kinds = {key.partition("/")[0] for reply in sent["sites"] for key in reply["arrays"]}
     assert kinds <= {"mean", "variance", "buffer"}
+
+
+@pytest.mark.parametrize(("fusion", "beside"), [
+    ("fedprox", set()), ("ditto", set()), ("population", set()), ("fednova", {"steps"}), ("scaffold", None),
+])
+def test_methods_send_what_the_page_on_privacy_says(fusion, beside, tmp_path):
+    """Beside a posterior FedNova a number of steps, SCAFFOLD one tensor per mean; all others nothing."""
+    replies: list[Message] = []
+    grid = LocalGrid(client_apps(make=Plain, fusion=fusion, state_folder=str(tmp_path)))
+    grid.change = dict.fromkeys(range(4), partial(noted, replies))
+    run(grid, FusionStrategy(fusion=fusion, wait_for=4), make=Plain)
+    for reply in replies:
+        arrays = {key.partition("/")[::2] for key in reply.content["arrays"]}
+        means = {name for kind, name in arrays if kind == "mean"}
+        sent = {name.removeprefix("method/") for kind, name in arrays if kind == "buffer"}
+        assert sent == (means if beside is None else beside)
+        assert {kind for kind, _ in arrays} <= {"mean", "buffer"}
