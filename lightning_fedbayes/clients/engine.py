@@ -258,6 +258,11 @@ class Engine(ABC):
         }
         return report.posterior, joined(buffers, report.sent), own
 
+    def kept_states(self, states: list[OptimizerState]) -> list[OptimizerState]:
+        """Return what a client keeps of the ``states`` of its optimizers."""
+        learned = self.model.learned
+        return states if learned is None or not states else [learned.kept(states[0]), *states[1:]]
+
     def span(self, batch_idx: int) -> tuple[int, int]:
         """Return the range of the loop's batches that hooks and ``training_step`` see as one epoch.
 

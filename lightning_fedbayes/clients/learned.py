@@ -117,6 +117,10 @@ class LearnedPosterior(ABC):
         """
         return kept
 
+    def kept(self, state: OptimizerState) -> OptimizerState:
+        """Return what a client keeps of its optimizer's state after a round, where it keeps any; by default all."""
+        return state
+
     def term(self, num_examples: int, priors: Priors | None) -> tuple[Tensors, Tensors]:
         r"""Return A and b of the term that the prior adds to the loss per example, by name; by default nothing.
 
@@ -242,6 +246,14 @@ class OptimizerPosterior(LearnedPosterior):
             if "received" in state:
                 states[number]["received"] = states[number]["step"].clone()
         return states
+
+    def kept(self, state: OptimizerState) -> OptimizerState:
+        """See :meth:`LearnedPosterior.kept`: precision and prior come with the next round."""
+        own = {*self._numbers.values()}
+        return {
+            number: {key: value for key, value in entries.items() if key in KEPT} if number in own else entries
+            for number, entries in state.items()
+        }
 
     def measured(self, client: TrainedClient) -> Tensors:
         """See :meth:`LearnedPosterior.measured`."""

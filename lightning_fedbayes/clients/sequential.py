@@ -198,7 +198,8 @@ class SequentialEngine(Engine):
             return ClientFailure(client.job, unusable, client.num_examples, self.seconds())
         kept = [optimizer.read() for optimizer in self._optimizers] if self.keep_optimizer else []
         self._trained[client.job] = ClientState(
-            self.model.read_local(), [state for state, _ in kept], [changes for _, changes in kept], **own
+            self.model.read_local(), self.kept_states([state for state, _ in kept]), [changes for _, changes in kept],
+            **own,
         )
         return ClientUpdate(client.job, client.num_examples, posterior, buffers, metrics, self.seconds())
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.clients.learned import natural_prior
+from lightning_fedbayes.clients.learned import KEPT, natural_prior
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior
 from lightning_fedbayes.sources.ivon_state import first_state
 from tests.federations import FEATURES, Plain, blobs, federate, loader, network, trainer
@@ -322,3 +322,14 @@ def test_the_module_s_hooks_and_predictions_work_after_training():
     assert (prediction.epistemic > 0).all()
     assert inputs.shape[1] == FEATURES
     assert isinstance(prediction.entropy, Tensor)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_client_of_ivon_keeps_what_its_next_round_reads(engine):
+    """Not the precision, which is the global posterior's, nor the prior: 24 bytes per parameter with a site."""
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion="sites", engine=engine)
+    federate(Plain(optimizer=fb.IVON), made, 2)
+    state = made.federation.engine.states[0]
+    assert {key for entries in state.optimizers[0].values() for key in entries} <= {*KEPT}
+    kept = [*state.kept.values(), *(v for each in state.optimizers[0].values() for v in each.values() if v.dim())]
+    assert sum(each.numel() * each.element_size() for each in kept) == 24 * made.posterior.num_parameters

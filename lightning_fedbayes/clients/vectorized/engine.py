@@ -276,7 +276,7 @@ class VectorizedEngine(Engine):
             if self._batches[slot]:
                 metrics = {"train_loss": losses[slot] / self._batches[slot], **metrics}
             results.append(ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds))
-            kept = [self._kept[slot]] if slot in self._kept else []
+            kept = self.kept_states([self._kept[slot]] if slot in self._kept else [])
             self._trained[number] = ClientState(stack.read_local(slot), kept, **own)
         last = self.client(self._positions[chunk.clients[-1]])
         vars(self.context.module).update(attributes_of(stack.attributes, last))
