@@ -36,6 +36,8 @@ def register_method(name: str) -> Callable[[M], M]:
     def register(method: M) -> M:
         if not isinstance(method, type) or not issubclass(method, Method):
             raise FusionError(f"cannot register {shown(method)} as '{name}': a method is a Method subclass")
+        if vars(method).get("registered"):
+            raise FusionError(f"{method.__name__} is registered as '{method.registered}' already; register a subclass")
         needed = [each.name for each in signature(method).parameters.values() if each.default is each.empty
                   and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         if needed:
@@ -57,7 +59,7 @@ def unregister_method(name: str) -> None:
     """
     if name not in _METHODS:
         raise FusionError(f"name={shown(name)}: {nearest(str(name), _METHODS)}")
-    del _METHODS[name]
+    _METHODS.pop(name).registered = ""
 
 
 def available_methods() -> list[str]:

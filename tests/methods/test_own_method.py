@@ -130,6 +130,8 @@ def test_a_method_is_an_object_with_a_rule_and_a_registered_one_needs_no_argumen
         fb.FederatedBayes(fusion=Bare())
     with pytest.raises(fb.FusionError, match=r"give an object, FedProx\(\)"):
         fb.FederatedBayes(fusion=fb.FedProx)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(fb.FusionError, match="registered as 'fednova' already"):
+        fb.register_method("another")(fb.FedNova)
     with pytest.raises(fb.FusionError, match="give rule a default"):
         fb.register_method("bare")(fb.Method)
     assert fb.FederationSettings(fusion=fb.FedProx(0.3)).described()["fusion"] == (
