@@ -37,10 +37,6 @@ class FedNova(Method):
     def __init__(self, rule: str | FusionRule = "weighted_average") -> None:
         super().__init__(rule)
 
-    def agreement(self) -> str:
-        """See :meth:`Method.agreement`."""
-        return "fednova"
-
     def init(self, posterior: GaussianPosterior) -> Tensors:
         """Return a number of steps, which the server sends for its form alone."""
         return {"steps": torch.zeros((), device=next(iter(posterior.mean.values())).device)}

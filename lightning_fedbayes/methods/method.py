@@ -241,8 +241,12 @@ class Method:
         return self.described
 
     def agreement(self) -> str:
-        """Return what server and clients must have in common, in words; "" if a client needs to know nothing."""
-        return ""
+        """Return what server and clients must have in common, in words; "" if a client needs to know nothing.
+
+        By default the method with its arguments, if it does something of its own at the server.
+        """
+        kind = type(self)
+        return "" if kind.init is Method.init and kind.fuse is Method.fuse else self.described
 
     def conflict(self, weighting: Any, private: bool) -> tuple[str, str] | None:
         """Return the first setting that the method does not go with, and why; None if there is none.

@@ -43,15 +43,10 @@ class Scaffold(Method):
 
     registered: ClassVar[str] = "scaffold"
     keeps: ClassVar[str] = "its control variate, which the server's mean still counts"
-
     sends: ClassVar[bool] = True
 
     def __init__(self, rule: str | FusionRule = "weighted_average") -> None:
         super().__init__(rule)
-
-    def agreement(self) -> str:
-        """See :meth:`Method.agreement`."""
-        return "scaffold"
 
     def init(self, posterior: GaussianPosterior) -> Tensors:
         """Return c = 0."""

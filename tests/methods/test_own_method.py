@@ -136,3 +136,9 @@ def test_a_method_is_an_object_with_a_rule_and_a_registered_one_needs_no_argumen
         fb.register_method("bare")(fb.Method)
     assert fb.FederationSettings(fusion=fb.FedProx(0.3)).described()["fusion"] == (
         "fedprox(reverse_kl_barycenter, strength=0.3)")
+
+
+def test_both_ends_of_a_method_with_a_half_at_the_server_must_have_it(written):
+    assert (written(0.2).agreement(), fb.FedNova().agreement()) == (
+        "my_feddyn(weighted_average, strength=0.2)", "fednova(weighted_average)")
+    assert [each.agreement() for each in (fb.FedProx(), fb.Ditto(), fb.Population(), fb.Averaging("rklb"))] == [""] * 4
