@@ -31,7 +31,8 @@ def main() -> list[float]:
     x, y = torch.tensor(images / 16).float(), torch.tensor(labels)
     held_out, *clients = torch.randperm(len(y)).chunk(1 + CLIENTS)
     network = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))
-    server = fb.Server(fb.read_posterior(network).clone(), fusion="weighted_average", min_clients=3)
+    quorum = fb.Safeguards(min_clients=3)
+    server = fb.Server(fb.read_posterior(network).clone(), fusion="weighted_average", safeguards=quorum)
     accuracies = []
     for round in range(ROUNDS):
         server.begin(fb.RoundPlan(round, cohort=tuple(range(CLIENTS))))

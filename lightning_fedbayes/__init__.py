@@ -86,7 +86,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         PosteriorPredictive,
         with_kl,
     )
-    from lightning_fedbayes.server import RoundResult, Server
+    from lightning_fedbayes.server import RoundResult, Safeguards, Server
     from lightning_fedbayes.server.plan import RoundPlan
     from lightning_fedbayes.sources.curvature import SWAG, KroneckerLaplace, Laplace
     from lightning_fedbayes.sources.ivon import IVON
@@ -157,6 +157,7 @@ __all__ = [
     "RoundPlan",
     "RoundResult",
     "SVHNDataModule",
+    "Safeguards",
     "Scaffold",
     "ScaledUpdate",
     "Server",
@@ -187,9 +188,10 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "core.errors", "core.posterior", "core.messages", "fusion", "methods", "server.plan", "server", "sources.ivon",
-    "clients.privacy", "layers", "sources.curvature", "data.partition", "data", "modules", "clients.adversaries",
-    "clients.learned", "clients.settings", "clients.evaluation", "trainer", "callbacks.calibration", "callbacks",
+    "core.errors", "core.posterior", "core.messages", "fusion", "methods", "server.plan", "server",
+    "sources.ivon", "clients.privacy", "layers", "sources.curvature", "data.partition", "data", "modules",
+    "clients.adversaries", "clients.learned", "clients.settings", "clients.evaluation", "trainer",
+    "callbacks.calibration", "callbacks",
 )
 """Rooms that the public names come from, those first that need no Lightning and little else."""
 

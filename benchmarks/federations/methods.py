@@ -232,9 +232,11 @@ def train(
         options["fusion"] = FedAdam(lr=setting["server_rate"])
     if method.alone:
         noise = ["log_noise_std"] if federation.task == "regression" else []
-        options |= {"local_parameters": ["network.body.*", *noise], "optimizer_state": "keep"}
+        options |= {"local_parameters": ["network.body.*", *noise], "keep": ["optimizer", "posterior"]}
+    elif method.personal:
+        options["keep"] = ["posterior"]
     turns = len(names) if options.get("fraction") == "turns" else 1
-    callback = fb.FederatedBayes(keep_posteriors=method.alone or method.personal, seed=seed, **options)
+    callback = fb.FederatedBayes(seed=seed, **options)
 
     def posteriors(weight: float) -> dict[str, fb.GaussianPosterior]:
         if weight > 0:

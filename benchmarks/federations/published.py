@@ -141,7 +141,7 @@ def run(folder: Path, study: str, method: str, seed: int) -> dict[str, Any]:
     modules: dict[str, Any] = {"optimizer": optimizer}
     module = (fb.HybridBayesianClassifier(nn.Sequential(layer, TwoLogits()), 0, **modules) if heart
               else fb.CoxRegressor(layer, **modules))
-    callback = fb.FederatedBayes(seed=seed, max_influence=None, **options)
+    callback = fb.FederatedBayes(seed=seed, safeguards=fb.Safeguards(max_influence=None), **options)
     trainer = L.Trainer(
         max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[callback], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,

@@ -58,7 +58,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "conflation": {"fusion": "conflation"}, "gaussian_fit": {"fusion": "gaussian_fit"},
     "default": {},
     "fedavg": {"fusion": "fedavg"}, "sites, no layers": {"fusion": "sites"},
-    "IVON + sites": {"fusion": "sites"}, "one client": {"fusion": "fedavg", "optimizer_state": "keep"},
+    "IVON + sites": {"fusion": "sites"}, "one client": {"fusion": "fedavg", "keep": ["optimizer"]},
     "IVON + reverse_kl_barycenter": {"fusion": "reverse_kl_barycenter"},
 }
 """Rows: those from "fedavg" on have no Bayesian layers."""

@@ -26,6 +26,7 @@ from benchmarks.posterior.report import BAR_SPLIT, Results, curves, tables
 from lightning_fedbayes import GaussianPosterior, Sites
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.fusion.sites import BayesADMM
+from lightning_fedbayes.methods.sites import SiteMethod
 
 HERE = Path(__file__).parent
 ROUNDS = 50
@@ -39,15 +40,23 @@ MORE_RULES = (
 refuses to fuse where clients are less certain than the global posterior, as with a KL weight of 0.1."""
 DEFAULT = "reverse_kl_barycenter"
 PRIORS = ("fixed", "global")
+
+
+class Reset(SiteMethod):
+    """Sites whose clients begin every round with a new optimizer."""
+
+    keeps_optimizer = False
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "sites, pull=None": {"fusion": Sites(pull=None)},
     "bayes_admm, pull=None": {"fusion": BayesADMM(pull=None)},
-    "sites, reset": {"fusion": "sites", "optimizer_state": "reset"},
-    f"{DEFAULT}, keep": {"fusion": DEFAULT, "optimizer_state": "keep"},
-    "fedavg, keep": {"fusion": "fedavg", "optimizer_state": "keep"},
+    "sites, reset": {"fusion": Reset(Sites())},
+    f"{DEFAULT}, keep": {"fusion": DEFAULT, "keep": ["optimizer"]},
+    "fedavg, keep": {"fusion": "fedavg", "keep": ["optimizer"]},
     "pooled": {"partition": images.POOLED},
     "pooled, short": {"partition": images.POOLED, "batches": 31},
-    "pooled, short, keep": {"partition": images.POOLED, "batches": 31, "optimizer_state": "keep"},
+    "pooled, short, keep": {"partition": images.POOLED, "batches": 31, "keep": ["optimizer"]},
 }
 """Rows of the images' tables that are more than a rule: its options, what clients do with their optimizers' state, or
 rounds of one client with all data, in "short" ones of as many batches as those of the average client."""

@@ -75,13 +75,13 @@ class Digits(fb.HybridBayesianClassifier):
         return {}
 
 
-def run(rule: str | FusionRule, attacks: list[Attack], seed: int, **guard: float | None) -> tuple[float, float]:
+def run(rule: str | FusionRule, attacks: list[Attack], seed: int, **options: fb.Safeguards) -> tuple[float, float]:
     """Return accuracy and NLL of the global model after the last round."""
     L.seed_everything(seed, verbose=False)
     module = Digits(mlp(64, 10), bayesian_last=2, learning_rate=RATE)
     federation = fb.FederatedBayes(
         fb.IIDPartition(CLIENTS), fusion=rule, weighting="equal", adversaries=attacks, local_epochs=LOCAL_EPOCHS,
-        engine="vectorized", seed=seed, **guard,  # type: ignore[arg-type]
+        engine="vectorized", seed=seed, **options,  # type: ignore[arg-type]
     )
     trainer = L.Trainer(
         max_epochs=ROUNDS, accelerator="cpu", logger=False, callbacks=[federation], num_sanity_val_steps=0,
@@ -103,12 +103,13 @@ def fill(seeds: int, path: Path) -> Cells:
     with tqdm(total=seeds * len(RULES) * (2 + len(COUNTS) * len(attacks_of([0])))) as bar:
         for seed in range(seeds):
             for title, rule in RULES.items():
-                runs: list[tuple[str, int, list[Attack], dict[str, float | None]]] = [
-                    ("none", 0, [], {}), ("none, without guard", 0, [], {"max_influence": None}),
+                unbounded = {"safeguards": fb.Safeguards(max_influence=None)}
+                runs: list[tuple[str, int, list[Attack], dict[str, fb.Safeguards]]] = [
+                    ("none", 0, [], {}), ("none, without guard", 0, [], unbounded),
                 ]
                 runs += [(name, m, attack, {}) for m in COUNTS for name, attack in attacks_of(list(range(m))).items()]
-                for name, count, attack, guard in runs:
-                    cells.setdefault((title, name, count), []).append(run(rule, attack, seed, **guard))
+                for name, count, attack, options in runs:
+                    cells.setdefault((title, name, count), []).append(run(rule, attack, seed, **options))
                     bar.update()
             store(cells, path)
     return cells

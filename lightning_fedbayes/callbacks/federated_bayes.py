@@ -19,13 +19,15 @@ from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_re
 from lightning_fedbayes.clients import FederatedLoader, Federation, federated_loader, make_federation
 from lightning_fedbayes.clients.model import frozen_names, with_rest
 from lightning_fedbayes.clients.settings import (
+    USUAL,
     Adversaries,
     BufferPolicy,
     EngineName,
     FederationSettings,
     Fusion,
-    OptimizerPolicy,
+    Keep,
     Partition,
+    Safeguards,
     Source,
     UpdatePrivacy,
     Weighting,
@@ -80,22 +82,20 @@ class FederatedBayes(L.Callback):
             forms, or a function from a list of :class:`~lightning_fedbayes.server.weighting.ClientFacts` to weights.
         engine: "sequential": clients train one after another. "vectorized": they train at once, as one stack of
             networks, which is many times faster for small ones. "auto" takes "vectorized" where the module allows it
-            and it is likely to be faster, and says which it took and why.
-        clients_at_once: most clients in a stack of the vectorized engine; None: as many as fit into 256 MiB (4 GiB on
-            a GPU). Results with Bayesian noise depend on it, within the noise.
-        optimizer_state: "reset" in every round, or "keep" one per client from round to round. "auto" keeps it under
-            ``fusion="sites"``, where every round goes on with nearly the same local problem, unless the optimizer is
-            L-BFGS, or holds more than a state per parameter; under every other rule it resets.
+            and it is likely to be faster, and says which it took and why. A number: "vectorized", with at most so many
+            clients in a stack, in place of as many as fit into 256 MiB (4 GiB on a GPU). Results with Bayesian noise
+            depend on it, within the noise.
+        keep: what every client keeps from round to round, beside what the method does: its "optimizer" state, which
+            otherwise begins anew; the "posterior" that it has trained last, for :meth:`posterior_of`. Neither leaves
+            the client; each takes as much memory and room in a checkpoint as the network, or twice that, for each
+            client. Under ``fusion="sites"``, where every round goes on with nearly the same local problem, clients
+            keep their optimizers' states anyway, unless one is L-BFGS, or holds more than a state per parameter.
         buffers: "average" floating and integer buffers (BatchNorm's statistics) with the client weights; "local":
             every client keeps its own, and the global model gets the average; "frozen": they never change.
         local_parameters: patterns (``fnmatch``, e.g. ``"head.*"``) of parameters and buffers that never leave a
             client. In the global model they keep their initial value.
-        min_clients: fewer valid updates than this leave the global posterior as it was, and so do updates that the
-            rule cannot fuse.
-        max_failed_rounds: after this many such rounds in a row the run stops with an error.
-        max_influence: a client's update, tensor by tensor, counts as at most this multiple of the median client's, in
-            its length and in how sure or vague it is; what is beyond is clipped, and impossible variances are refused.
-            None: neither. See "Clients that cannot be trusted" in the documentation.
+        safeguards: what happens in rounds of too few clients, and how much one client may do: a
+            :class:`~lightning_fedbayes.Safeguards`.
         adversaries: an attack, or a list of them, by which some clients try to spoil the fusion, such as
             ``SignFlip(clients=0.3)``. A client with several applies them one after the other. Adversaries train
             honestly, report what they measured then, and send honest buffers.
@@ -106,8 +106,6 @@ class FederatedBayes(L.Callback):
             :class:`~lightning_fedbayes.Laplace`, after each client's training, or a :class:`~lightning_fedbayes.SWAG`,
             along it, or a :class:`~lightning_fedbayes.PosteriorSource` of your own. None: from an
             :class:`~lightning_fedbayes.IVON` where the module configures one; otherwise they are point masses.
-        keep_posteriors: every client keeps the posterior that it has trained last, for :meth:`posterior_of`. It never
-            leaves the client, and takes as much memory and room in a checkpoint as the global one, for each client.
         seed: where every random draw comes from.
 
     Attributes:
@@ -126,24 +124,19 @@ class FederatedBayes(L.Callback):
         fraction: Fraction = 1.0,
         fusion: Fusion | None = None,
         weighting: Weighting = "train_size",
-        engine: EngineName = "auto",
-        clients_at_once: int | None = None,
-        optimizer_state: OptimizerPolicy = "auto",
+        engine: EngineName | int = "auto",
+        keep: Sequence[Keep] = (),
         buffers: BufferPolicy = "average",
         local_parameters: Sequence[str] = (),
-        min_clients: int = 1,
-        max_failed_rounds: int = 3,
-        max_influence: float | None = 2.0,
+        safeguards: Safeguards = USUAL,
         adversaries: Adversaries = (),
         privacy: UpdatePrivacy | None = None,
         posterior: Source | None = None,
-        keep_posteriors: bool = False,
         seed: int = 0,
     ) -> None:
         self.settings = self._given = FederationSettings(
-            partition, local_epochs, fraction, fusion, weighting, engine, clients_at_once, optimizer_state, buffers,
-            local_parameters, min_clients, max_failed_rounds, max_influence, adversaries, privacy, posterior,
-            keep_posteriors, seed,
+            partition, local_epochs, fraction, fusion, weighting, engine, keep, buffers, local_parameters, safeguards,
+            adversaries, privacy, posterior, seed,
         )
         prepare_wandb()  # here: the Trainer starts its loggers before it calls any hook
         self._federation: Federation | None = None
@@ -199,7 +192,7 @@ class FederatedBayes(L.Callback):
         Source: Jamoussi et al. 2025 (projection); Zhang et al. 2022 (pFedBayes).
 
         Raises:
-            FederationError: there is no such client, or ``keep_posteriors`` is not set.
+            FederationError: there is no such client, or ``keep`` does not hold "posterior".
         """
         return self.federation.personal(client, weight)
 
@@ -254,7 +247,7 @@ class FederatedBayes(L.Callback):
             self._report = FederationReport()
         self._loader = None
         self._uncertainty = bring_report(trainer, beside=self)
-        bring_client_report(trainer, self if self.settings.keep_posteriors else None, behind=self._uncertainty)
+        bring_client_report(trainer, self if self.settings.keeps_posteriors else None, behind=self._uncertainty)
         self._loop = FitLoop(trainer, pl_module)
         self._loop.replace_data(lambda loader: self._federate(trainer, loader))
         for callback in trainer.checkpoint_callbacks:

@@ -173,7 +173,7 @@ class FederationReport:
             names = ", ".join(self._clients.names[client] for client in sorted(new))
             rank_zero_info(
                 f"Round {result.round + 1}: the updates of {names} stand out; where they are more than max_influence "
-                "times as large as the median client's, they are clipped (max_influence=None does not)"
+                "times as large as the median client's, they are clipped (Safeguards(max_influence=None) does not)"
             )
         if result.aggregate is not None and result.aggregate.inferred:
             shares, excluded = dict(result.weights), dict(result.excluded)

@@ -156,6 +156,7 @@ SENTENCES: tuple[tuple[str, Callable[[re.Match[str], Collection[str]], str]], ..
     (r"module '([\w.]+)' has no attribute '(\w+)'", _unknown_attribute),
     (r"Expected a dot import path string: (\w+)", _unknown_class),
     (r"Expected a typing\.Literal\[(.*?)\]\. Got value: (\S+)", _wrong_choice),
+    (r"(?s)Expected a typing\.Literal\[([^]]*)\]\s+- Expected a <class 'int'>.*Given value: (\S+)", _wrong_choice),
     (r"arguments are required: (.*)", _missing),
 )
 """Pattern of a message → function that rewrites it; the first match counts."""

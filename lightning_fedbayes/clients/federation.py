@@ -270,8 +270,8 @@ class Federation:
 
     def personal(self, client: int | str, weight: float) -> GaussianPosterior:
         """Return a client's posterior: see :meth:`~lightning_fedbayes.FederatedBayes.posterior_of`."""
-        if not self.settings.keep_posteriors:
-            raise FederationError("clients keep no posterior of their own: pass FederatedBayes(keep_posteriors=True)")
+        if not self.settings.keeps_posteriors:
+            raise FederationError("clients keep no posterior of their own: pass FederatedBayes(keep=['posterior'])")
         names = self.engine.names
         number = names.index(client) if client in names else client
         if not is_whole(number) or not 0 <= int(number) < len(names):

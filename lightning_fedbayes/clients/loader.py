@@ -328,9 +328,9 @@ def federated_loader(
     )
     clients = clients_of(loader.dataset, settings.partition, settings.seed)
     if clients_in_a_round is not None and batching.fraction != "turns":
-        most = max(clients_in_a_round, settings.min_clients) / len(clients)
+        most = max(clients_in_a_round, settings.safeguards.min_clients) / len(clients)
         batching = replace(batching, fraction=min(batching.fraction, most))
     check_batches(clients.names, clients.sizes, batching)
-    check_cohort(len(clients), settings.fraction, settings.min_clients)
+    check_cohort(len(clients), settings.fraction, settings.safeguards.min_clients)
     trained = poisoned(clients, assign(settings.attacks, clients.names, settings.seed))
     return FederatedLoader(loader, trained, batching, lambda: plan(clients, batching), part)

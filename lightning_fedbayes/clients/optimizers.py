@@ -46,8 +46,8 @@ class ClientOptimizer:
         self._is_plain = not has_own_state(optimizer)
         if keep and not self._is_plain:
             raise FederationError(
-                f"optimizer_state='keep': {type(optimizer).__name__} holds more than a state per parameter, which "
-                "cannot be kept for each client; use optimizer_state='reset'"
+                f"keep='optimizer': {type(optimizer).__name__} holds more than a state per parameter, which "
+                "cannot be kept for each client; leave it out"
             )
         self.begin_round()
 

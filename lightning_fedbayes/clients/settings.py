@@ -14,7 +14,6 @@ from lightning_fedbayes.core.errors import (
     FederationError,
     check_at_least,
     check_choice,
-    check_flag,
     check_kind,
     check_strings,
     shown,
@@ -23,13 +22,13 @@ from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.fusion import FusionRule
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.methods import Method, get_method
-from lightning_fedbayes.server.guard import check_influence
 from lightning_fedbayes.server.plan import Fraction, check_fraction, cohort_size
+from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 from lightning_fedbayes.server.weighting import CohortWeights, check_weighting
 from lightning_fedbayes.sources.curvature import SWAG, Laplace
 
 EngineName = Literal["auto", "sequential", "vectorized"]
-OptimizerPolicy = Literal["auto", "reset", "keep"]
+Keep = Literal["optimizer", "posterior"]
 BufferPolicy = Literal["average", "local", "frozen"]
 Fusion = str | FusionRule | AutoFusion | Method
 Weighting = str | CohortWeights
@@ -53,18 +52,14 @@ class FederationSettings:
     fraction: Fraction = 1.0
     fusion: Fusion | None = None
     weighting: Weighting = "train_size"
-    engine: EngineName = "auto"
-    clients_at_once: int | None = None
-    optimizer_state: OptimizerPolicy = "auto"
+    engine: EngineName | int = "auto"
+    keep: Sequence[Keep] = ()
     buffers: BufferPolicy = "average"
     local_parameters: Sequence[str] = ()
-    min_clients: int = 1
-    max_failed_rounds: int = 3
-    max_influence: float | None = 2.0
+    safeguards: Safeguards = USUAL
     adversaries: Adversaries = ()
     privacy: UpdatePrivacy | None = None
     posterior: Source | None = None
-    keep_posteriors: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -73,14 +68,16 @@ class FederationSettings:
             self._set("fusion", get_method(self.fusion))
         check_weighting(self.weighting)
         check_partition(self.partition)
-        for name in ("local_epochs", "min_clients", "max_failed_rounds"):
-            check_at_least(name, getattr(self, name), 1)
-        if self.clients_at_once is not None:
-            check_at_least("clients_at_once", self.clients_at_once, 1)
-        check_influence(self.max_influence)
+        check_at_least("local_epochs", self.local_epochs, 1)
+        check_kind("safeguards", self.safeguards, Safeguards, "give fb.Safeguards(...)")
         check_fraction(self.fraction)
-        check_choice("engine", self.engine, get_args(EngineName))
-        check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerPolicy))
+        if isinstance(self.engine, int):
+            check_at_least("engine", self.engine, 1)
+        else:
+            check_choice("engine", self.engine, get_args(EngineName))
+        self._set("keep", check_strings("keep", self.keep, "give 'optimizer', 'posterior' or both"))
+        for each in self.keep:
+            check_choice("keep", each, get_args(Keep))
         check_choice("buffers", self.buffers, get_args(BufferPolicy))
         check_at_least("seed", self.seed, -LARGEST)
         self._set("local_parameters", check_patterns(self.local_parameters))
@@ -88,7 +85,6 @@ class FederationSettings:
         check_privacy(self.privacy)
         remedy = "give fb.Laplace(), fb.SWAG(), a PosteriorSource or None"
         check_kind("posterior", self.posterior, Source | None, remedy)
-        check_flag("keep_posteriors", self.keep_posteriors)
         if self.fusion is None:
             return
         method = self.method
@@ -101,13 +97,19 @@ class FederationSettings:
                 "layers"
             )
         self._set("weighting", method.weighting or self.weighting)
-        self._set("keep_posteriors", self.keep_posteriors or method.keeps_posteriors)
+        if method.keeps_posteriors and not self.keeps_posteriors:
+            self._set("keep", (*self.keep, "posterior"))
 
     @property
     def method(self) -> Method:
         """The federated method; known once the network is, where nothing was said."""
         assert isinstance(self.fusion, Method)
         return self.fusion
+
+    @property
+    def keeps_posteriors(self) -> bool:
+        """Return True if every client keeps the posterior that it has trained last."""
+        return "posterior" in self.keep
 
     def _set(self, name: str, value: Any) -> None:
         """Replace an argument by its one form, while the value is being made."""
@@ -120,7 +122,7 @@ class FederationSettings:
 
     def server_options(self) -> dict[str, Any]:
         """Return the arguments of :class:`~lightning_fedbayes.server.Server`."""
-        names = ("fusion", "weighting", "min_clients", "max_failed_rounds", "max_influence")
+        names = ("fusion", "weighting", "safeguards")
         return {name: getattr(self, name) for name in names}
 
     def described(self) -> dict[str, Any]:
@@ -132,12 +134,14 @@ class FederationSettings:
             "partition": repr(self.partition),
             "fusion": None if self.fusion is None else self.method.described,
             "weighting": weighting if not rules or any(rule.uses_weights for rule in rules) else "none",
+            "keep": list(self.keep),
             "local_parameters": list(self.local_parameters),
             "adversaries": [repr(attack) for attack in self.attacks],
             "privacy": repr(self.privacy),
             "posterior": repr(self.posterior),
         }
-        return {name: forms.get(name, value) for name, value in vars(self).items() if name != "clients_at_once"}
+        found = {name: forms.get(name, value) for name, value in vars(self).items()}
+        return found | found.pop("safeguards").__dict__
 
 
 def check_patterns(local_parameters: Any) -> tuple[str, ...]:

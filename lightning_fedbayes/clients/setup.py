@@ -92,9 +92,11 @@ def make_engine(
     Raises:
         CannotVectorize: "vectorized" is asked for and impossible.
     """
-    name = settings.engine
-    options: dict[str, Any] = {name: getattr(settings, name) for name in ("method", "keep_posteriors", "seed")}
-    options["keep_optimizer"] = context.keeps_state(settings)
+    name = "vectorized" if isinstance(settings.engine, int) else settings.engine
+    options: dict[str, Any] = {
+        "method": settings.method, "keep_posteriors": settings.keeps_posteriors, "seed": settings.seed,
+        "keep_optimizer": context.keeps_state(settings),
+    }
     names, sizes = loader.clients.names, loader.clients.sizes
     one_by_one = partial(SequentialEngine, context, model, loader, is_alone=len(sizes) == 1, **options)
     if name == "sequential":
@@ -116,7 +118,7 @@ def make_engine(
         if name == "auto" and probed.flops > LARGEST_STEP.get(device, LARGEST_STEP["cuda"]):
             raise CannotVectorize(f"a step is long ({probed.flops / 1e6:.0f} million operations), so it is faster")
         most = clients_that_fit(probed.bytes_per_client, STACK_BYTES.get(device, STACK_BYTES["cuda"]))
-        at_once = settings.clients_at_once or most
+        at_once = settings.engine if isinstance(settings.engine, int) else most
         together = min(at_once, len(cohort))
         if name == "auto" and probed.fused_times > TIMES_PER_CLIENT * together:
             raise CannotVectorize(

@@ -184,7 +184,7 @@ def personal_posterior(
         personal = personal_posterior(module, "state", 0, state.posterior)
         predictive = fb.PosteriorPredictive(module, personal)
 
-    When to use it: at the client, after a federation with ``client_app(keep_posteriors=True)`` or
+    When to use it: at the client, after a federation with ``client_app(keep=["posterior"])`` or
     a method that keeps them, to predict and to choose ``weight`` (:func:`~lightning_fedbayes.choose_personal_weight`).
 
     Args:
@@ -203,7 +203,7 @@ def personal_posterior(
     jobs = [job for job in stored["after"] if job % STRIDE == client]  # the last of the client's problems is its own
     state = ClientState(**stored["after"][max(jobs)]) if jobs else ClientState()
     if not state.own:
-        raise FederationError(f"{path} holds no posterior: train with client_app(keep_posteriors=True)")
+        raise FederationError(f"{path} holds no posterior: train with client_app(keep=['posterior'])")
     rest = frozen_names(module) - posterior.mean.keys()
     model = ResidentModel(module, local_parameters, frozen=rest)
     return model.with_local(state.personal(posterior, weight), state.local)

@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from lightning_fedbayes.callbacks.calibration.scores import check_epsilon
 from lightning_fedbayes.clients.model import ResidentModel
 from lightning_fedbayes.clients.privacy import UpdatePrivacy, check_no_buffers
-from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Fusion, OptimizerPolicy, Source
+from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Fusion, Keep, Source
 from lightning_fedbayes.core.errors import FederationError, check_kind, check_path
 from lightning_fedbayes.core.quiet import without_banners
 from lightning_fedbayes.data.partition import Partition
@@ -49,12 +49,11 @@ def client_app(
     partition: Partition | None = None,
     local_epochs: int = 1,
     fusion: Fusion = "reverse_kl_barycenter",
-    optimizer_state: OptimizerPolicy = "auto",
+    keep: Sequence[Keep] = (),
     buffers: BufferPolicy = "average",
     local_parameters: Sequence[str] = (),
     privacy: UpdatePrivacy | None = None,
     posterior: Source | None = None,
-    keep_posteriors: bool = False,
     conformal_epsilon: float | None = None,
     state_folder: str | Path | None = None,
     trainer: Mapping[str, Any] | None = None,
@@ -77,15 +76,14 @@ def client_app(
             :class:`~lightning_fedbayes.ClientDatasets` is dealt out by its parts, and other data are the client's own.
         fusion: the federated method, the server's own: its name, a :class:`~lightning_fedbayes.Method`, or a fusion
             rule, which matters to the server alone.
-        local_epochs, optimizer_state, buffers, local_parameters, posterior: see
+        local_epochs, keep, buffers, local_parameters, posterior: see
             :class:`~lightning_fedbayes.FederatedBayes`. ``buffers`` and ``local_parameters`` must be those of
-            :func:`~lightning_fedbayes.flower.server_app`.
+            :func:`~lightning_fedbayes.flower.server_app`. With "posterior" in ``keep`` the client's own is for
+            :func:`~lightning_fedbayes.flower.personal_posterior`, and where the server lets clients score the global
+            posterior, the client scores its own, too, under names that begin with "personal/".
         privacy: clips what the client sends and adds noise to it, in every message from a fresh seed that nobody knows.
             The client counts all messages that it has ever sent from its ``state_folder``, those for a round that is
             asked for again and those of other federations among them, and tells the server their ε.
-        keep_posteriors: the client keeps the posterior that it has trained last in its ``state_folder``, for
-            :func:`~lightning_fedbayes.flower.personal_posterior`. Where the server lets clients score the global
-            posterior, the client scores its own, too, under names that begin with "personal/".
         conformal_epsilon: ε of the noise on counts of scores, where the server calibrates by
             ``FederatedConformal(epsilon=...)``, which must be the same. Each answer costs it anew; the client adds them
             up in its ``state_folder``. It sends no exact sums then, for a temperature. None: counts are exact, and none
@@ -101,12 +99,11 @@ def client_app(
     check_kind("module", module, L.LightningModule, "give a LightningModule")
     check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
     settings = FederationSettings(
-        partition, local_epochs=local_epochs, fusion=get_method(fusion), optimizer_state=optimizer_state,
-        buffers=buffers, local_parameters=local_parameters, privacy=privacy, posterior=posterior,
-        keep_posteriors=keep_posteriors,
+        partition, local_epochs=local_epochs, fusion=get_method(fusion), keep=keep, buffers=buffers,
+        local_parameters=local_parameters, privacy=privacy, posterior=posterior,
     )
-    keeps = bool(local_parameters) or optimizer_state == "keep" or buffers == "local" or privacy is not None
-    keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None or settings.keep_posteriors
+    keeps = bool(local_parameters) or bool(settings.keep) or buffers == "local" or privacy is not None
+    keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None
     if conformal_epsilon is not None:
         check_epsilon(conformal_epsilon)
     if keeps and state_folder is None:
@@ -196,7 +193,7 @@ class _MessageHandler:
 
     def evaluate(self, message: Message, context: Context) -> Message:
         """Score the server's posterior on the client's own validation data, and the client's own if it keeps one."""
-        number, keeps = client_number(context), self.training.settings.keep_posteriors
+        number, keeps = client_number(context), self.training.settings.keeps_posteriors
         task = _task(message, context, StateFile(self.state_folder, number, _config(message)).before if keeps else {})
         metrics, count = self._with_trainer(
             lambda trainer: self.training.evaluate(trainer, self.module, self._data(context), task)

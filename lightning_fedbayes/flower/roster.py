@@ -39,7 +39,7 @@ class Roster:
             if time.monotonic() - start > timeout:
                 raise FederationError(
                     f"{len(self.nodes)} of {clients} clients are connected after {timeout:g} s; start the other "
-                    "SuperNodes, or wait for fewer clients (wait_for=, min_clients=)"
+                    "SuperNodes, or wait for fewer clients (wait_for=, Safeguards(min_clients=))"
                 )
             time.sleep(POLL_SECONDS)
         return self.nodes

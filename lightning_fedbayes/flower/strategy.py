@@ -41,6 +41,7 @@ from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods import get_method
 from lightning_fedbayes.server import Server
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
+from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 
 EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
 
@@ -49,8 +50,8 @@ class FusionStrategy(Strategy):
     """Fuses the posteriors of Flower's clients by any registered rule; the server's half of ``FederatedBayes``.
 
     A client is left out of a round, and the server says why, if it raises, dies, or sends what is not finite, of
-    another structure, of another round, or unreadable. A round with fewer than ``min_clients`` valid updates, or one
-    that the rule cannot fuse, leaves the global posterior as it was. Clients are
+    another structure, of another round, or unreadable. A round with fewer valid updates than ``safeguards`` ask for, or
+    one that the rule cannot fuse, leaves the global posterior as it was. Clients are
     :func:`~lightning_fedbayes.flower.client_app`.
 
     With a ``checkpoint`` the federation survives the server: :meth:`start` goes on after the last finished round and
@@ -63,11 +64,9 @@ class FusionStrategy(Strategy):
             clients say: "equal" if they are not to be trusted.
         fraction: share of the clients at hand that take part in a round, C in (0, 1], drawn anew in every round;
             "turns": one of them in each round, in the order of their numbers.
-        min_clients: fewer valid updates than this leave the global posterior as it was.
         wait_for: clients that must be connected before the first round of a run; later rounds go on with those that
-            are left, ``min_clients`` at least.
-        max_failed_rounds: after this many rounds in a row that come to nothing the run stops with an error.
-        max_influence: bound of what one client can do; see :class:`~lightning_fedbayes.FederatedBayes`.
+            are left, as many as ``safeguards`` ask for at least.
+        safeguards: quorum, rounds that may fail in a row, and the bound of what one client can do.
         evaluate: let all clients score the global posterior on their validation data after every round.
         checkpoint: the file that the federation is kept in; None keeps it in memory only.
         seed: where every random draw comes from, the clients' too.
@@ -91,28 +90,23 @@ class FusionStrategy(Strategy):
         weighting: Weighting = "train_size",
         *,
         fraction: Fraction = 1.0,
-        min_clients: int = 1,
         wait_for: int = 2,
-        max_failed_rounds: int = 3,
-        max_influence: float | None = 2.0,
+        safeguards: Safeguards = USUAL,
         evaluate: bool = False,
         checkpoint: str | Path | None = None,
         seed: int = 0,
     ) -> None:
         settings = FederationSettings(  # for its checks
-            fusion=get_method(fusion), weighting=weighting, fraction=fraction, min_clients=min_clients,
-            max_failed_rounds=max_failed_rounds, max_influence=max_influence, seed=seed,
+            fusion=get_method(fusion), weighting=weighting, fraction=fraction, safeguards=safeguards, seed=seed,
         )
         check_at_least("wait_for", wait_for, 1)
-        check_cohort(wait_for, fraction, min_clients)
+        check_cohort(wait_for, fraction, safeguards.min_clients)
         check_flag("evaluate", evaluate)
         self.method = settings.method
         self.weighting = settings.weighting
         self.fraction: Fraction = fraction
-        self.min_clients = min_clients
         self.wait_for = wait_for
-        self.max_failed_rounds = max_failed_rounds
-        self.max_influence = max_influence
+        self.safeguards = safeguards
         self.evaluate = evaluate
         self.checkpoint = None if checkpoint is None else check_path("checkpoint", checkpoint)
         self.seed = seed
@@ -129,7 +123,7 @@ class FusionStrategy(Strategy):
         """Say how rounds are run."""
         rank_zero_info(
             f"Fusion {self.method.name}, weighting {self.weighting}, fraction {self.fraction}, at least "
-            f"{self.min_clients} of {self.wait_for} clients, seed {self.seed}, checkpoint {self.checkpoint}"
+            f"{self.safeguards.min_clients} of {self.wait_for} clients, seed {self.seed}, checkpoint {self.checkpoint}"
         )
 
     # -- the run -------------------------------------------------------------------------------------------------------
@@ -193,8 +187,7 @@ class FusionStrategy(Strategy):
         self._probabilistic, self._frozen = probabilistic_names(arrays), digest_in(arrays)
         self._federation = uuid.uuid4().hex
         self.server = Server(
-            posterior, buffers, fusion=self.method, weighting=self.weighting, min_clients=self.min_clients,
-            max_failed_rounds=self.max_failed_rounds, max_influence=self.max_influence,
+            posterior, buffers, fusion=self.method, weighting=self.weighting, safeguards=self.safeguards
         )
         if self.checkpoint is not None and self.checkpoint.exists():
             stored = ServerState.load(self.checkpoint)
@@ -225,7 +218,7 @@ class FusionStrategy(Strategy):
         """Draw the round's cohort from (seed, round) and send it the global posterior; see Flower's ``Strategy``."""
         server = self.server or self._resume(arrays)
         server.posterior, server.buffers = from_arrays(arrays, "the global arrays")
-        clients = list(self._roster.wait(grid, self.min_clients, self._timeout).items())
+        clients = list(self._roster.wait(grid, self.safeguards.min_clients, self._timeout).items())
         cohort = choose_cohort(server_round - 1, len(clients), self.fraction, self.seed)
         self._asked = {node: client for client, node in (clients[position] for position in cohort)}
         asked = tuple(sorted(self._asked.values()))

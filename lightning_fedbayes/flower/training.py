@@ -266,7 +266,7 @@ class ClientTraining(L.Callback):
         model = self._load(pl_module, task, context.learned_posterior(settings.posterior))
         self._engine = SequentialEngine(
             context, model, self._loader, method=self.method, keep_optimizer=context.keeps_state(settings),
-            keep_posteriors=settings.keep_posteriors, seed=task.seed,
+            keep_posteriors=settings.keeps_posteriors, seed=task.seed,
         )
         self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
         tensors = {name: value.to(pl_module.device) for name, value in split(task.buffers)[1].items()}

@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FusionError, check_number
+from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, flatten, is_zero
 
 MOST_CHANGE = 1e12
@@ -32,13 +32,6 @@ added to sums. Of small networks twice as many wait, or :data:`MOST_MEASURED` en
 together, which takes a fraction of the time."""
 MOST_MEASURED = 2**16
 """Entries of all clients that are measured at once: more would not stay in the cache."""
-
-
-def check_influence(max_influence: float | None) -> None:
-    """Raise FederationError unless ``max_influence`` is None or a number of at least 1."""
-    if max_influence is not None:
-        why = "a client may count as this multiple of the median client; None turns the guard off"
-        check_number("max_influence", max_influence, "[1, inf)", why=why)
 
 
 def probabilistic_names(posterior: GaussianPosterior) -> frozenset[str]:
@@ -138,7 +131,7 @@ class Guard:
                 raise FusionError(
                     f"{who}: a variance of '{name}' is {float(sent[far][0]):.3g}, where the global posterior has "
                     f"{float(before[far][0]):.3g}; it may change by a factor of {MOST_CHANGE:g} in a round. Check the "
-                    "client's training, or turn the guard off by max_influence=None"
+                    "client's training, or turn the guard off by safeguards=fb.Safeguards(max_influence=None)"
                 )
 
     def sizes(self, clients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -20,8 +20,9 @@ from lightning_fedbayes.fusion.auto import AutoFusion, names_of
 from lightning_fedbayes.methods.method import Method, Shared, joined, split
 from lightning_fedbayes.methods.registry import get_method
 from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation
-from lightning_fedbayes.server.guard import Guard, check_influence, probabilistic_names
+from lightning_fedbayes.server.guard import Guard, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
+from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 from lightning_fedbayes.server.weighting import CohortWeights, check_probabilistic, check_weighting
 
 HELD_OUT_LOSS = "held_out_loss/"
@@ -104,8 +105,7 @@ class Server:
         fusion: name of a method or fusion rule, a :class:`~lightning_fedbayes.Method`, a rule object, or an
             :class:`~lightning_fedbayes.AutoFusion`.
         weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
-        min_clients: quorum: fewer valid updates than this leave the global posterior as it was.
-        max_failed_rounds: after this many rounds in a row that came to nothing :meth:`finish` raises.
+        safeguards: quorum, rounds that may fail in a row before :meth:`finish` raises, and the bound on one client.
         collective: the processes that share the clients of a round; each has a server, and all hold the same posterior.
 
     Attributes:
@@ -128,26 +128,20 @@ class Server:
         *,
         fusion: str | FusionRule | AutoFusion | Method = "reverse_kl_barycenter",
         weighting: str | CohortWeights = "train_size",
-        min_clients: int = 1,
-        max_failed_rounds: int = 3,
-        max_influence: float | None = 2.0,
+        safeguards: Safeguards = USUAL,
         collective: Collective = ALONE,
     ) -> None:
         check_posterior(posterior, "posterior")
         check_mapping("buffers", {} if buffers is None else buffers, Tensor)
         check_weighting(weighting)
         check_probabilistic(weighting, posterior)
-        check_at_least("min_clients", min_clients, 1)
-        check_at_least("max_failed_rounds", max_failed_rounds, 1)
-        check_influence(max_influence)
+        check_kind("safeguards", safeguards, Safeguards, "give fb.Safeguards(...)")
         self.posterior = posterior
         self.method = get_method(fusion)
         self.buffers: Mapping[str, Tensor] = joined({} if buffers is None else buffers, self.method.init(posterior))
         self.rules = candidates(self.method)
         self.weighting = weighting
-        self.min_clients = min_clients
-        self.max_failed_rounds = max_failed_rounds
-        self.max_influence = max_influence
+        self.safeguards = safeguards
         self.collective = collective
         self.rounds = 0
         self.failed_rounds = 0
@@ -183,7 +177,7 @@ class Server:
         self._shared = Shared(self.posterior, split(self.buffers)[1], plan.round, plan.share, self.is_new)
         self._outcomes = {}
         self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
-        previous, bound = self.posterior, self.max_influence
+        previous, bound = self.posterior, self.safeguards.max_influence
         if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else nobody needs it as one vector
             previous = previous.flattened()
         guard = None if bound is None else Guard(previous, self._probabilistic, bound)
@@ -239,7 +233,7 @@ class Server:
             note: anything that this process has to tell the others; see :attr:`RoundResult.notes`.
 
         Raises:
-            FederationError: as many rounds in a row as ``max_failed_rounds`` came to nothing. The state is that after
+            FederationError: as many rounds in a row as ``safeguards`` allow came to nothing. The state is that after
                 the round.
         """
         if self._plan is None:
@@ -250,7 +244,7 @@ class Server:
             outcomes = tuple(sorted(outcomes, key=lambda outcome: outcome.client))
         notes = tuple(report.note for report in reports)
         aggregate, refusal, losses = None, None, {}
-        if sum(report.count for report in reports) >= self.min_clients:
+        if sum(report.count for report in reports) >= self.safeguards.min_clients:
             try:
                 fused, losses = self._aggregate([report.admitted for report in reports], score, notes)
                 aggregate = self._moved(fused)
@@ -273,7 +267,7 @@ class Server:
         }
         self.history.append(figures)
         round, self._plan, self._aggregations = self._plan.round, None, {}
-        if self.failed_rounds >= self.max_failed_rounds:
+        if self.failed_rounds >= self.safeguards.max_failed_rounds:
             raise self._too_many_failures(refusal, outcomes)
         return RoundResult(round, self.posterior, self.buffers, aggregate, refusal, outcomes, figures, notes)
 
@@ -361,7 +355,7 @@ class Server:
         """Return the error that ends a run whose rounds come to nothing, with the reason of the last one."""
         failed = [outcome.error for outcome in outcomes if outcome.error is not None]
         cause = refusal or (failed[0] if failed else FusionError("no client was heard of"))
-        too_few = f"had fewer than min_clients={self.min_clients} valid updates"
+        too_few = f"had fewer than min_clients={self.safeguards.min_clients} valid updates"
         error = FederationError(
             f"{self.failed_rounds} rounds in a row {'could not be fused' if refusal else too_few}; the global "
             "posterior of the last good round is kept. "

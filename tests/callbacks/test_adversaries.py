@@ -203,7 +203,7 @@ def test_bayesian_federations_repeat_bit_by_bit(name, engine, weighting):
 def test_adversaries_wait_beyond_their_own_stack(chunk):
     attacks = [fb.ALittleIsEnough([0, 3], z=1.0), fb.InnerProductManipulation([1])]
     first, _ = run(attacks, "sequential")
-    second, fed = run(attacks, "vectorized", clients_at_once=chunk)
+    second, fed = run(attacks, chunk)
     assert_close(first, second)
     assert all(row["valid_clients"] == 6 for row in fed.history)
 
@@ -372,7 +372,7 @@ def test_adversaries_that_are_no_attacks_are_refused_at_once(adversaries):
 def test_personal_heads_and_buffers_stay_what_they_are():
     """Adversaries lie about what they share; buffers are honest, and engines agree."""
     def fit(engine, adversaries=()):
-        options = {"local_parameters": ["net.3.*"], "optimizer_state": "keep"}
+        options = {"local_parameters": ["net.3.*"], "keep": ["optimizer"]}
         return run(adversaries, engine, module=Plain(network(batch_norm=True)), **options)
 
     heads = []

@@ -82,7 +82,7 @@ def test_a_rule_that_cannot_fuse_drops_out_of_the_round():
 
 def test_no_rule_is_left():
     fusion = fb.AutoFusion(RULES, score=lambda module, batch: math.nan)
-    made = fb.FederatedBayes(fb.IIDPartition(4), fusion=fusion, max_failed_rounds=1)
+    made = fb.FederatedBayes(fb.IIDPartition(4), fusion=fusion, safeguards=fb.Safeguards(max_failed_rounds=1))
     with pytest.raises(fb.FederationError, match="no candidate has a finite loss"):
         federate(Plain(), made, rounds=1, val=validation())
 

@@ -67,8 +67,8 @@ def test_predictions_of_another_kind_are_named_and_cost_no_run():
 
 
 @pytest.mark.parametrize("options", [
-    {"keep_posteriors": True}, {"fusion": "population"}, {"fusion": "ditto"},
-    {"keep_posteriors": True, "local_parameters": ["network.2.*"], "buffers": "local"},
+    {"keep": ["posterior"]}, {"fusion": "population"}, {"fusion": "ditto"},
+    {"keep": ["posterior"], "local_parameters": ["network.2.*"], "buffers": "local"},
 ])
 def test_the_own_posteriors_of_clients_are_scored_beside_the_global_one(options, tmp_path):
     module, logger = bayesian(), CSVLogger(tmp_path)
@@ -90,7 +90,7 @@ def test_the_own_posteriors_of_clients_are_scored_beside_the_global_one(options,
 
 
 def test_own_posteriors_of_the_users_own_module_and_of_another_model():
-    module, callback, report = Plain(optimizer=fb.IVON), fb.FederatedBayes(keep_posteriors=True), fb.ClientReport()
+    module, callback, report = Plain(optimizer=fb.IVON), fb.FederatedBayes(keep=["posterior"]), fb.ClientReport()
     federate(module, callback, 2, loader(clients(40, 30)), batches(9, 12), callbacks=[report, fb.UncertaintyReport(5)])
     own = fb.PosteriorPredictive(module, callback.posterior_of("c1"), 5)
     expected = fb.evaluate_clients(own, fb.ClientDatasets({"c1": clients(9, 12).datasets[1]}), batch_size=8)

@@ -40,7 +40,7 @@ class SeedEpochs(L.Callback):
 @pytest.mark.parametrize("rule", ["weighted_average", "conflation", "gaussian_fit", "linear_pool"])
 def test_one_client_with_all_data_equals_plain_training_bit_by_bit(rule, optimizer):
     federated, plain = Plain(optimizer=optimizer, lr=0.01), Plain(optimizer=optimizer, lr=0.01)
-    federate(federated, fb.FederatedBayes(fb.IIDPartition(1), fusion=rule, optimizer_state="keep"), rounds=3)
+    federate(federated, fb.FederatedBayes(fb.IIDPartition(1), fusion=rule, keep=["optimizer"]), rounds=3)
     order = InOrder(90, Batching(batch_size=8))
     trainer(3).fit(plain, loader(shuffle=False, sampler=order))
     assert_equal(parameters(federated), parameters(plain))
@@ -49,7 +49,7 @@ def test_one_client_with_all_data_equals_plain_training_bit_by_bit(rule, optimiz
 @pytest.mark.parametrize("rule", ["weighted_average", "reverse_kl_barycenter", "conflation", "wasserstein_barycenter"])
 def test_one_bayesian_client_equals_plain_training_noise_included(rule):
     federated, plain = bayesian(), bayesian()
-    federation = fb.FederatedBayes(fb.IIDPartition(1), fusion=rule, optimizer_state="keep")
+    federation = fb.FederatedBayes(fb.IIDPartition(1), fusion=rule, keep=["optimizer"])
     federate(federated, federation, rounds=3)
     order = InOrder(90, Batching(batch_size=8))
     own_seed = torch.Generator()  # the loader must not draw its workers' seed from the noise
@@ -179,12 +179,12 @@ def test_dwc_with_the_global_prior_trains():
     assert losses[-1] < losses[0] - 0.1
 
 
-@pytest.mark.parametrize(("policy", "fusion", "optimizer", "second_round"), [
-    ("reset", "fedavg", torch.optim.Adam, 0), ("keep", "fedavg", torch.optim.Adam, 4),
-    ("auto", "fedavg", torch.optim.Adam, 0), ("auto", "sites", torch.optim.Adam, 4),
-    ("auto", "sites", torch.optim.LBFGS, 0), ("reset", "sites", torch.optim.Adam, 0),
+@pytest.mark.parametrize(("keep", "fusion", "optimizer", "second_round"), [
+    ([], "fedavg", torch.optim.Adam, 0), ("optimizer", "fedavg", torch.optim.Adam, 4),
+    (["posterior"], "fedavg", torch.optim.Adam, 0), (["posterior"], "sites", torch.optim.Adam, 4),
+    ([], "sites", torch.optim.Adam, 4), ([], "sites", torch.optim.LBFGS, 0),
 ])
-def test_optimizer_state_is_reset_or_kept_per_client(policy, fusion, optimizer, second_round):
+def test_optimizer_state_is_reset_or_kept_per_client(keep, fusion, optimizer, second_round):
     class Momentum(Plain):
         def __init__(self):
             super().__init__(optimizer=lambda p, lr: optimizer(p, lr=lr))
@@ -194,7 +194,7 @@ def test_optimizer_state_is_reset_or_kept_per_client(policy, fusion, optimizer, 
             self.at_start.append((client.round, client.number, len(self.trainer.optimizers[0].state)))
 
     module = Momentum()
-    federate(module, fb.FederatedBayes(fb.IIDPartition(2), fusion=fusion, optimizer_state=policy))
+    federate(module, fb.FederatedBayes(fb.IIDPartition(2), fusion=fusion, keep=keep))
     assert module.at_start == [(0, 0, 0), (0, 1, 0), (1, 0, second_round), (1, 1, second_round)]
 
 
@@ -315,7 +315,7 @@ def test_a_schedule_steps_once_per_round(options):
             self.rates = [*getattr(self, "rates", []), self.trainer.optimizers[0].param_groups[0]["lr"]]
 
     module = Scheduled()
-    federate(module, fb.FederatedBayes(fb.IIDPartition(2), optimizer_state="keep"), 3, **options)
+    federate(module, fb.FederatedBayes(fb.IIDPartition(2), keep=["optimizer"]), 3, **options)
     assert module.rates == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
 
 

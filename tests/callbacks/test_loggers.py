@@ -35,7 +35,7 @@ STEP = "train/loss_of_a_step"
 IMAGES = {"federation/clients_by_class": 0, "val/calibration": ROUNDS, "val/accuracy_retained": ROUNDS}
 SETTINGS = {"clients": CLIENTS, "fusion": "sites", "weighting": "train_size", "seed": 7,
             "local_epochs": 1, "fraction": 1.0, "engine": "vectorized", "buffers": "average",
-            "optimizer_state": "auto", "min_clients": 1, "local_parameters": []}
+            "keep": [], "min_clients": 1, "local_parameters": []}
 COLUMNS = ["client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds", "megabytes_up",
            "last_failure"]
 PNG = b"\x89PNG"

@@ -65,10 +65,10 @@ def test_rich():
     assert descriptions(RichProgressBar(), read) == EXPECTED
 
 
-@pytest.mark.parametrize(("clients_at_once", "who"), [(None, ["all 2 clients at once"]), (1, EXPECTED)])
-def test_several_clients_at_once(clients_at_once, who):
+@pytest.mark.parametrize(("engine", "who"), [("vectorized", ["all 2 clients at once"]), (1, EXPECTED)])
+def test_several_clients_at_once(engine, who):
     def read(bar):
         return bar.train_progress_bar.desc.removesuffix(": ")
 
-    expected = who if clients_at_once else [f"Round {round}/2, {who[0]}" for round in (1, 2)]
-    assert descriptions(TQDMProgressBar(), read, "vectorized", clients_at_once=clients_at_once) == expected
+    expected = who if engine == 1 else [f"Round {round}/2, {who[0]}" for round in (1, 2)]
+    assert descriptions(TQDMProgressBar(), read, engine) == expected

@@ -78,7 +78,7 @@ def test_round_without_enough_clients_keeps_the_rule_s_state():
             if (client.number, client.round) == (0, 1):
                 raise RuntimeError("out of order")
 
-    one, two = (federation("ivar_vb", min_clients=6, engine="sequential") for _ in range(2))
+    one, two = (federation("ivar_vb", safeguards=fb.Safeguards(min_clients=6), engine="sequential") for _ in range(2))
     federate(Plain(), one, rounds=1)
     federate(FailsLater(), two, rounds=2)
     assert [row["failed_rounds"] for row in two.history] == [0, 1]

@@ -50,7 +50,7 @@ class OnPlateau(Everything):
 SETTINGS = {
     "plain": {},
     "everything kept": {
-        "optimizer_state": "keep", "buffers": "local", "local_parameters": ["network.6.*"], "local_epochs": 2,
+        "keep": ["optimizer"], "buffers": "local", "local_parameters": ["network.6.*"], "local_epochs": 2,
     },
     "global prior": {"fusion": fb.Averaging("wb", "global"), "weighting": "distance"},
     "state of reliability": {
@@ -60,7 +60,7 @@ SETTINGS = {
     "sites": {"fusion": "sites", "local_epochs": 2},
     "population": {"fusion": "population"},
     "held posteriors": {"weighting": "max_discrepancy", "fusion": "linear_pool"},
-    "ivon": {"fusion": "sites", "keep_posteriors": True},
+    "ivon": {"fusion": "sites", "keep": ["posterior"]},
     "laplace": {"fusion": "sites", "posterior": fb.Laplace()},
     "swag": {"posterior": fb.SWAG(), "local_epochs": 2},
 }
@@ -145,7 +145,7 @@ def test_a_crash_inside_a_round_changes_nothing(tmp_path, setting, engine):
 def test_a_checkpoint_of_one_engine_resumes_with_the_other(tmp_path, engine):
     """Momentum, personal heads and statistics are kept in the same form; without noise the end is the same."""
     other = next(name for name in ENGINES if name != engine)
-    settings = {"optimizer_state": "keep", "buffers": "local", "local_parameters": ["net.3.*"], "fraction": 0.6}
+    settings = {"keep": ["optimizer"], "buffers": "local", "local_parameters": ["net.3.*"], "fraction": 0.6}
 
     def fit(name, rounds, ckpt_path=None):
         # Adam would blow the rounding error of a bias before batch norm, whose gradient is 0, up to a step
@@ -321,8 +321,8 @@ def test_local_parameters_cannot_change_between_runs(tmp_path):
         ({}, None),
         ({"fusion": "conflation"}, "fusion=conflation (was sites), weighting=none (was train_size)"),
         ({"fraction": 0.8, "weighting": "equal"}, "fraction=0.8 (was 0.6), weighting=equal (was train_size)"),
-        ({"local_epochs": 2, "optimizer_state": "keep", "buffers": "frozen"},
-         "local_epochs=2 (was 1), optimizer_state=keep (was auto), buffers=frozen (was average)"),
+        ({"local_epochs": 2, "keep": ["optimizer"], "buffers": "frozen"},
+         "local_epochs=2 (was 1), keep=['optimizer'] (was []), buffers=frozen (was average)"),
     ],
 )
 def test_other_settings_of_a_resumed_run_are_told_in_one_line(tmp_path, caplog, changed, told):

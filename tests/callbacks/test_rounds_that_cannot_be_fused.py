@@ -55,14 +55,15 @@ def test_the_round_is_lost_and_the_run_goes_on(rule, value):
 
 
 def test_too_many_such_rounds_stop_it_with_the_rule_s_own_words():
-    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=TrimmedMean(2), max_failed_rounds=2)
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion=TrimmedMean(2), safeguards=fb.Safeguards(max_failed_rounds=2))
     with pytest.raises(fb.FederationError, match=r"2 rounds in a row could not be fused.*trimmed_mean: trim=2"):
         federate(Plain(), made, rounds=5)
 
 
 @pytest.mark.parametrize("rule", [*ROBUST, "weighted_average", "reverse_kl_barycenter"])
 def test_the_model_stays_as_it_was_if_all_clients_send_nan(rule):
-    made = fb.FederatedBayes(fb.IIDPartition(5), fusion=rule, adversaries=fb.NotANumber(1.0), max_failed_rounds=2)
+    made = fb.FederatedBayes(
+        fb.IIDPartition(5), fusion=rule, adversaries=fb.NotANumber(1.0), safeguards=fb.Safeguards(max_failed_rounds=2))
     module = bayesian()
     before = {name: value.clone() for name, value in parameters(module).items()}
     with pytest.raises(fb.FederationError, match=r"2 rounds in a row had fewer than min_clients=1 .* is not finite"):

@@ -123,7 +123,7 @@ def test_data_that_cannot_be_loaded_exclude_their_client(caplog):
 
 def test_too_few_valid_updates_keep_the_old_posterior():
     module = Faulty("raises late", rounds=(1,), clients=(0, 1))
-    federation = fb.FederatedBayes(fb.IIDPartition(3), min_clients=2)
+    federation = fb.FederatedBayes(fb.IIDPartition(3), safeguards=fb.Safeguards(min_clients=2))
     after = []
 
     class Keep(L.Callback):
@@ -138,7 +138,7 @@ def test_too_few_valid_updates_keep_the_old_posterior():
 
 def test_failed_rounds_in_a_row_stop_the_run_with_the_first_cause_and_the_last_good_model():
     module = Faulty("raises late", rounds=range(2, 99), clients=range(3))
-    federation = fb.FederatedBayes(fb.IIDPartition(3), max_failed_rounds=2)
+    federation = fb.FederatedBayes(fb.IIDPartition(3), safeguards=fb.Safeguards(max_failed_rounds=2))
     good = []
 
     class Keep(L.Callback):
@@ -156,7 +156,8 @@ def test_a_rule_that_cannot_fuse_stops_the_run_with_the_last_good_model():
 
     module = bayesian(posterior_std=1e-3, learning_rate=0.1)
     before = parameters(module)
-    made = fb.FederatedBayes(fb.IIDPartition(3), fusion="dwc", local_epochs=5, max_failed_rounds=2)
+    made = fb.FederatedBayes(
+        fb.IIDPartition(3), fusion="dwc", local_epochs=5, safeguards=fb.Safeguards(max_failed_rounds=2))
     with pytest.raises(fb.FederationError, match=r"2 rounds in a row could .* precision is not positive: 'network\.2"):
         federate(module, made, 4)
     assert_equal(before, parameters(module))
@@ -309,7 +310,7 @@ def test_a_client_that_is_left_out_keeps_nothing_of_the_round():
                 self.heads = [*getattr(self, "heads", []), self.net[2].weight.detach().clone()]
 
     module = Personal("infinite parameter", rounds=(1,))
-    federation = fb.FederatedBayes(fb.IIDPartition(3), local_parameters=["net.2.*"], optimizer_state="keep")
+    federation = fb.FederatedBayes(fb.IIDPartition(3), local_parameters=["net.2.*"], keep=["optimizer"])
     federate(module, federation, 4)
     first, second, third, fourth = module.heads
     assert not torch.equal(first, second)

@@ -14,7 +14,7 @@ pytestmark = lightnings_warnings
 def test_the_help_of_fit_names_every_argument_of_the_federation_and_every_class(capsys):
     main(["fit", "--help"])
     shown = capsys.readouterr().out
-    for name in ("partition", "fusion", "weighting", "adversaries", "local_epochs", "max_failed_rounds"):
+    for name in ("partition", "fusion", "weighting", "adversaries", "local_epochs", "safeguards.max_failed_rounds"):
         assert f"--federation.{name} " in shown
     assert "--federation.seed" not in shown  # there is one seed, seed_everything
     for name in ("HybridBayesianClassifier", "DigitsDataModule", "max_epochs", "--seed_everything"):
@@ -42,7 +42,7 @@ def test_the_help_of_a_class_lists_its_arguments(capsys):
                                              "'vectorized'?"),
         (["--federation.seed=3"], 'must be given via "seed_everything"'),
         (["--federation.local_epochs=two"], "federation.local_epochs: Expected a <class 'int'>. Got value: two"),
-        (["--federation.clients_at_once=two"], "federation.clients_at_once: Expected a <class 'int'>"),
+        (["--federation.safeguards.min_clients=two"], "min_clients: Expected a <class 'int'>"),
         (["--federation.partition=DirchletPartition"], "did you mean 'DirichletPartition'? Known: ClassPartition, "
                                                        "DirichletPartition, IIDPartition, SizesPartition"),
         (["--federation.partition.cliens=3"], "has no argument 'cliens': did you mean 'clients'?"),

@@ -139,7 +139,7 @@ def test_personal_posteriors_serve_clients_that_contradict_each_other():
     both = fb.ClientDatasets({"a": TensorDataset(x[:120], y[:120]), "b": TensorDataset(x[120:], (y[120:] + 1) % 3)})
     train, held = fb.hold_out(both, 0.4)
     validation, test = fb.hold_out(held, 0.5, seed=1)
-    module, made = Plain(), fb.FederatedBayes(keep_posteriors=True, local_epochs=10, fusion="weighted_average")
+    module, made = Plain(), fb.FederatedBayes(keep=["posterior"], local_epochs=10, fusion="weighted_average")
     federate(module, made, 3, torch.utils.data.DataLoader(train, 16, shuffle=True))
     personal = {}
     for name, data in zip(validation.names, validation.datasets):

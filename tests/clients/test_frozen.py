@@ -173,7 +173,7 @@ def test_hooks_and_personal_posteriors_have_what_is_frozen():
 
     module = Seen(network())
     module.net[0].requires_grad_(False)
-    federation = fb.FederatedBayes(fb.IIDPartition(3), keep_posteriors=True, local_parameters=["net.0.bias"])
+    federation = fb.FederatedBayes(fb.IIDPartition(3), keep=["posterior"], local_parameters=["net.0.bias"])
     federate(module, federation, 1)
     federated = tuple(name for name in ALL if name != "net.0.bias")
     assert module.names == [federated] * 4

@@ -14,7 +14,7 @@ from tests.federations import Plain, federate, loader, network
 from .test_sites import EXAMPLES, FEATURES, NOISE, Exact
 
 SIZES = (20, 12, 30, 8)
-POPULATION = {"fusion": "population", "max_influence": None}
+POPULATION = {"fusion": "population", "safeguards": fb.Safeguards(max_influence=None)}
 
 
 def schools():
@@ -107,7 +107,7 @@ def test_a_client_goes_on_where_it_was(engine, make, optimizer):
 @pytest.mark.parametrize(("before", "after"), [("population", "linear_pool"), ("linear_pool", "population")])
 def test_a_run_that_goes_on_with_another_prior_does_so_on_both_engines(before, after, tmp_path):
     def run(method, rounds, engine, **options):
-        given = {"fusion": method, "weighting": "equal", "max_influence": None}
+        given = {"fusion": method, "weighting": "equal", "safeguards": fb.Safeguards(max_influence=None)}
         made = fb.FederatedBayes(**given, seed=1, engine=engine, local_epochs=3)
         federate(Exact("adam"), made, rounds, DataLoader(schools(), batch_size=EXAMPLES), **options)
         return made

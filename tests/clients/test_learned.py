@@ -43,16 +43,17 @@ def run(engine, rounds=3, module=None, options=None, **settings):
     return federation, made
 
 
-@pytest.mark.parametrize("keep", ["reset", "keep"])
+@pytest.mark.parametrize("keep", [(), "optimizer"])
 @pytest.mark.parametrize("fusion", ["reverse_kl_barycenter", "sites"])
 @pytest.mark.parametrize("settings", [
-    {}, {"fusion": fb.Averaging(prior="global")}, {"clients_at_once": 3}, {"local_parameters": ["*2*"]}])
+    {}, {"fusion": fb.Averaging(prior="global")}, {"stack": 3}, {"local_parameters": ["*2*"]}])
 def test_both_engines_give_the_same_posterior_without_noise(no_noise, fusion, keep, settings):
     if fusion == "sites" and "fusion" in settings:
         pytest.skip("sites have their own prior")
-    options = {"fusion": fusion, "optimizer_state": keep, "local_epochs": 2, **settings}
+    options = {"fusion": fusion, "keep": keep, "local_epochs": 2, **settings}
+    stack = options.pop("stack", "vectorized")
     one, _ = run("sequential", options={"gradient_clip_val": 0.5}, **options)
-    other, _ = run("vectorized", options={"gradient_clip_val": 0.5}, **options)
+    other, _ = run(stack, options={"gradient_clip_val": 0.5}, **options)
     assert one.posterior.names == other.posterior.names
     for name in one.posterior.names:
         assert torch.allclose(one.posterior.mean[name], other.posterior.mean[name], atol=2e-6)

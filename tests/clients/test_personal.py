@@ -13,7 +13,7 @@ from .test_sites import Exact, data, fit
 
 
 def federation(**options) -> fb.FederatedBayes:
-    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), keep_posteriors=True, **options)
+    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), keep=["posterior"], **options)
     federate(bayesian(), made, 2, loader())
     return made
 
@@ -21,7 +21,7 @@ def federation(**options) -> fb.FederatedBayes:
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_the_ends_are_the_global_posterior_and_the_one_that_the_client_has_sent(engine):
     partition, sent = fb.SizesPartition((40, 30, 20)), []
-    made = fb.FederatedBayes(partition, fusion="rklb", keep_posteriors=True, engine=engine)
+    made = fb.FederatedBayes(partition, fusion="rklb", keep=["posterior"], engine=engine)
 
     class Sees(fb.HybridBayesianClassifier):
         needs_client_posteriors = True
@@ -58,7 +58,7 @@ def test_between_the_ends_natural_parameters_are_interpolated():
 def test_with_sites_the_own_posterior_is_the_one_of_the_cavity_and_its_data():
     """Not the site that is sent: for one client alone it is the posterior of all data, in the first round already."""
     module = Exact("lbfgs")
-    made = fit(module, 1, fusion=fb.Sites(1.0, 1.0, "pvi"), keep_posteriors=True, engine="sequential",
+    made = fit(module, 1, fusion=fb.Sites(1.0, 1.0, "pvi"), keep=["posterior"], engine="sequential",
                partition=fb.SizesPartition((60,)))
     x, _ = data().tensors
     precision = 1 + (x**2).sum(0) / 0.25
@@ -68,7 +68,7 @@ def test_with_sites_the_own_posterior_is_the_one_of_the_cavity_and_its_data():
 @pytest.mark.parametrize("kind", [Plain, bayesian])
 def test_local_parameters_are_the_clients_own(kind):
     module = kind()
-    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), keep_posteriors=True, local_parameters=["net*.2.*"])
+    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), keep=["posterior"], local_parameters=["net*.2.*"])
     federate(module, made, 2, loader())
     whole = fb.read_posterior(module)
     assert made.posterior_of(0).names == whole.names
@@ -83,7 +83,7 @@ def test_local_parameters_are_the_clients_own(kind):
 
 
 def test_a_client_that_has_not_trained_has_the_global_posterior():
-    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), keep_posteriors=True, fraction="turns")
+    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), keep=["posterior"], fraction="turns")
     federate(bayesian(), made, 2, loader())
     torch.testing.assert_close(dict(made.posterior_of(2).mean), dict(made.posterior.mean), rtol=0, atol=0)
     name = made.posterior.names[0]
@@ -102,5 +102,5 @@ def test_what_is_no_client_or_weight_is_refused(client, weight, says):
 def test_clients_that_keep_nothing_have_no_posterior_of_their_own():
     made = fb.FederatedBayes(fb.IIDPartition(3))
     federate(bayesian(), made, 1, loader())
-    with pytest.raises(FederationError, match="keep_posteriors=True"):
+    with pytest.raises(FederationError, match=r"keep=\['posterior'\]"):
         made.posterior_of(0)

@@ -11,12 +11,11 @@ from lightning_fedbayes.fusion.auto import AutoFusion
 
 WRONG = {
     "local_epochs=0": {"local_epochs": 0},
-    "min_clients='2'": {"min_clients": "2"},
-    "max_failed_rounds=0": {"max_failed_rounds": 0},
-    "clients_at_once=0": {"clients_at_once": 0},
+    "safeguards=2": {"safeguards": 2},
+    "engine=0": {"engine": 0},
     "fraction=0": {"fraction": 0},
     "engine='fast'": {"engine": "fast"},
-    "optimizer_state='kept'": {"optimizer_state": "kept"},
+    "keep='kept'": {"keep": "kept"},
     "buffers='averaged'": {"buffers": "averaged"},
     "did you mean 'conflation'": {"fusion": "conflatoin"},
     "did you mean 'train_size'": {"weighting": "trainsize"},

@@ -209,16 +209,16 @@ def test_a_parameter_that_is_frozen_after_rounds_with_a_pull_is_refused():
         fit(Freezes(), 2, fusion=Sites(pull=1.0), engine="sequential")
 
 
-@pytest.mark.parametrize("options", [{}, {"fraction": 0.67}, {"local_epochs": 2}, {"clients_at_once": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"fraction": 0.67}, {"local_epochs": 2}, {"stack": 2}], ids=str)
 @pytest.mark.parametrize(("kind", "rule"), [
     (Exact, Sites()), (Exact, Sites(0.5, 1.0, "admm")), (Exact, Sites(1.0, 0.3, "pvi")), (Mixed, Sites(pull=0.5)),
     (Squares, Sites(pull=0.5)), (Exact, Sites(renyi=0.5)), (Exact, Sites(0.5, 1.0, "admm", renyi=0.5)),
 ], ids=["share", "admm", "pvi", "mixed", "squares", "renyi", "renyi_admm"])
 def test_both_engines_give_one_posterior(kind, rule, options):
-    posteriors = []
-    for engine in ("sequential", "vectorized"):
+    posteriors, options = [], {"local_epochs": 4, **options}
+    for engine in ("sequential", options.pop("stack", "vectorized")):
         module = kind()
-        federation = fit(module, 5, fusion=rule, engine=engine, **{"local_epochs": 4, **options})
+        federation = fit(module, 5, fusion=rule, engine=engine, **options)
         posteriors.append((fb.read_posterior(module), federation.history[-1].get("sites/change", 0.0)))
     (first, change), (second, other) = posteriors
     torch.testing.assert_close(first.mean, second.mean, rtol=1e-6, atol=1e-9)
@@ -344,7 +344,7 @@ class Still(Exact):
 
 @pytest.mark.parametrize("options", [
     {}, {"engine": "vectorized"}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 1e-3},
-    {"gradient_clip_val": 1e-3, "engine": "vectorized"}, {"engine": "vectorized", "clients_at_once": 2},
+    {"gradient_clip_val": 1e-3, "engine": "vectorized"}, {"engine": 2},
 ], ids=str)
 def test_a_precision_is_measured_by_squared_gradients(options):
     """n/τ · B · g² of the loss's own data term, whatever its scale; of the batch before clipping; twice, from a cavity.
@@ -388,7 +388,7 @@ class StillAtMeans(Still):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"engine": "vectorized"}, {"accumulate_grad_batches": 2}, {"engine": "vectorized", "clients_at_once": 2},
+    {}, {"engine": "vectorized"}, {"accumulate_grad_batches": 2}, {"engine": 2},
 ], ids=str)
 def test_squares_of_batches_give_way_to_those_of_single_examples(options, monkeypatch):
     """In round 2 after a settling time of 1: half n/τ · B · g², half n/τ times the mean of g² over examples.

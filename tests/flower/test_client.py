@@ -65,7 +65,7 @@ def test_a_node_needs_a_number(number, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("keeps", [
-    {"local_parameters": ["network.3.*"]}, {"optimizer_state": "keep"}, {"buffers": "local"},
+    {"local_parameters": ["network.3.*"]}, {"keep": ["optimizer"]}, {"buffers": "local"},
     {"privacy": fb.UpdatePrivacy()},
 ])
 def test_state_of_a_client_needs_a_folder(keeps):
@@ -127,7 +127,7 @@ def test_a_client_whose_state_is_torn_starts_anew_and_says_so(tmp_path, share):
 
 
 def test_a_torn_state_does_not_shut_a_client_out(tmp_path):
-    options = {"optimizer_state": "keep", "state_folder": tmp_path}
+    options = {"keep": ["optimizer"], "state_folder": tmp_path}
     strategy = FusionStrategy(wait_for=4, checkpoint=tmp_path / "server.pt")
     run(LocalGrid(client_apps(**options)), strategy, rounds=1)
     torn = tmp_path / "client-2.pt"
@@ -201,7 +201,8 @@ def test_a_client_without_its_own_site_is_left_out(tmp_path, other):
     (tmp_path / "client-2.pt").unlink()
     if other is not None:
         (tmp_path / other).rename(tmp_path / "client-2.pt")
-    strategy = FusionStrategy("sites", wait_for=4, checkpoint=tmp_path / "server.pt", min_clients=2)
+    strategy = FusionStrategy(
+        "sites", wait_for=4, checkpoint=tmp_path / "server.pt", safeguards=fb.Safeguards(min_clients=2))
     grid = LocalGrid(client_apps(**apps))
     run(grid, strategy, rounds=2)
     assert [row["valid_clients"] for row in strategy.server.history] == [4, 3 if other is None else 2]

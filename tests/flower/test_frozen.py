@@ -52,7 +52,7 @@ def test_only_what_trains_travels_and_it_is_what_one_process_has(make, options, 
     (partial(frozen, layers=()), "net.0.weight"),
 ], ids=["other weights", "trained here"])
 def test_a_client_whose_module_is_not_the_server_s_is_left_out_with_the_reason(client, says, caplog):
-    strategy = FusionStrategy(wait_for=4, max_failed_rounds=1)
+    strategy = FusionStrategy(wait_for=4, safeguards=fb.Safeguards(max_failed_rounds=1))
     with caplog.at_level("INFO"), pytest.raises(FederationError):
         run(LocalGrid(client_apps(make=client)), strategy, make=frozen)
     assert any(says in line for line in caplog.messages)

@@ -64,8 +64,8 @@ def replies(draw):
 
 
 GOOD_STRATEGY = {
-    "fusion": "linear_pool", "weighting": "equal", "fraction": 1.0, "min_clients": 1, "wait_for": 2,
-    "max_failed_rounds": 3, "evaluate": False, "checkpoint": None, "seed": 0,
+    "fusion": "linear_pool", "weighting": "equal", "fraction": 1.0, "safeguards": fb.Safeguards(), "wait_for": 2,
+    "evaluate": False, "checkpoint": None, "seed": 0,
 }
 
 

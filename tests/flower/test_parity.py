@@ -56,13 +56,13 @@ CASES = {
         hybrid, {"fusion": "sites", "weighting": "equal", "fraction": 0.5}, {"fusion": "sites", "local_epochs": 2}
     ),
     "sites of no Gaussian": (Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
-    "kept optimizers": (Scheduled, {}, {"optimizer_state": "keep"}),
-    "cohorts that keep": (Scheduled, {"fraction": 0.5}, {"optimizer_state": "keep", "local_parameters": ["net.2.*"]}),
+    "kept optimizers": (Scheduled, {}, {"keep": ["optimizer"]}),
+    "cohorts that keep": (Scheduled, {"fraction": 0.5}, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
     "IVON": (Learned, {}, {"local_epochs": 2}),
     "IVON with the global prior": (
         Learned, {"fusion": "linear_pool"}, {"fusion": fb.Averaging("linear_pool", "global")}),
     "IVON with sites": (Learned, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
-    "IVON that keeps": (Learned, {"fraction": 0.5}, {"optimizer_state": "keep", "local_parameters": ["net.2.*"]}),
+    "IVON that keeps": (Learned, {"fraction": 0.5}, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),
     "Laplace": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.Laplace()}),
     "SWAG": (Scheduled, {}, {"local_epochs": 2, "posterior": fb.SWAG()}),
     "FedProx": (Scheduled, {}, {"local_epochs": 2, "fusion": fb.FedProx(0.3)}),
@@ -133,7 +133,7 @@ def test_evaluation_is_the_mean_over_the_clients():
 
 
 @pytest.mark.parametrize("options", [
-    {"keep_posteriors": True, "local_parameters": ["network.0.*"]},
+    {"keep": ["posterior"], "local_parameters": ["network.0.*"]},
     {"fusion": "population"}, {"fusion": "ditto"},
 ])
 def test_a_client_keeps_and_scores_its_own_posterior_as_in_one_process(options, tmp_path):
@@ -162,7 +162,7 @@ def test_a_client_keeps_and_scores_its_own_posterior_as_in_one_process(options, 
 
 def test_a_client_that_keeps_none_says_so(tmp_path):
     run(LocalGrid(client_apps(state_folder=tmp_path, buffers="local")), strategy := FusionStrategy(wait_for=4))
-    with pytest.raises(FederationError, match=r"train with client_app\(keep_posteriors=True\)"):
+    with pytest.raises(FederationError, match=r"train with client_app\(keep=\['posterior'\]\)"):
         personal_posterior(hybrid(), tmp_path, 0, strategy.server.posterior)
     with pytest.raises(FederationError, match="pass state_folder"):
-        client_app(hybrid(), BlobData(), keep_posteriors=True)
+        client_app(hybrid(), BlobData(), keep=["posterior"])

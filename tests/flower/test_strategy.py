@@ -148,7 +148,8 @@ def test_a_round_in_which_all_fail_ends_well():
 
 def test_too_many_failed_rounds_stop_the_run_and_keep_what_is_learnt(tmp_path):
     bad = dict.fromkeys(range(4), in_rounds(nan, 2))
-    strategy = FusionStrategy(wait_for=4, max_failed_rounds=2, checkpoint=tmp_path / "server.pt")
+    twice = fb.Safeguards(max_failed_rounds=2)
+    strategy = FusionStrategy(wait_for=4, safeguards=twice, checkpoint=tmp_path / "server.pt")
     with pytest.raises(FederationError, match=r"2 rounds in a row.*: client 0: mean of .* is not finite"):
         run(LocalGrid(client_apps(), bad), strategy, rounds=9)
     one = FusionStrategy(wait_for=4)
@@ -159,7 +160,7 @@ def test_too_many_failed_rounds_stop_the_run_and_keep_what_is_learnt(tmp_path):
 
 
 def test_fewer_than_min_clients_leave_the_posterior():
-    strategy = FusionStrategy(wait_for=4, min_clients=4)
+    strategy = FusionStrategy(wait_for=4, safeguards=fb.Safeguards(min_clients=4))
     result = run(LocalGrid(client_apps(), {3: nan}), strategy, rounds=2)
     assert result.arrays == initial_arrays(hybrid())
 
@@ -280,8 +281,9 @@ def test_clients_that_do_not_come_are_waited_for_no_longer_than_the_timeout(monk
     ({"fusion": "conflatoin"}, FusionError, "did you mean 'conflation'"),
     ({"weighting": "trainsize"}, FusionError, "did you mean 'train_size'"),
     ({"fraction": 0}, FederationError, "fraction=0"),
-    ({"min_clients": 0}, FederationError, "min_clients=0: give at least 1"),
-    ({"min_clients": 3, "wait_for": 4, "fraction": 0.5}, FederationError, "a round has only 2 of 4 clients"),
+    ({"safeguards": 3}, FederationError, "safeguards=3"),
+    ({"safeguards": fb.Safeguards(min_clients=3), "wait_for": 4, "fraction": 0.5}, FederationError,
+     "a round has only 2 of 4 clients"),
 ])
 def test_bad_arguments_are_refused_at_once(arguments, error, says):
     with pytest.raises(error, match=says):

@@ -174,8 +174,7 @@ OF_HYBRID = {
 }
 SETTINGS = {
     "partition": None, "local_epochs": 1, "fraction": 1.0, "fusion": "linear_pool", "weighting": "equal",
-    "engine": "auto", "clients_at_once": None, "optimizer_state": "auto", "buffers": "average",
-    "local_parameters": (), "min_clients": 1, "max_failed_rounds": 3, "max_influence": 2.0,
+    "engine": "auto", "keep": (), "buffers": "average", "local_parameters": (), "safeguards": fb.Safeguards(),
     "adversaries": (), "privacy": None, "seed": 0,
 }
 
@@ -250,6 +249,7 @@ DOORS = {
     # settings and the callback
     "FederationSettings": (fb.FederationSettings, SETTINGS),
     "FederatedBayes": (fb.FederatedBayes, SETTINGS),
+    "Safeguards": (fb.Safeguards, {"min_clients": 1, "max_failed_rounds": 3, "max_influence": 2.0}),
     "UpdatePrivacy": (
         fb.UpdatePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5, "widen_posterior": True}),
     "ExamplePrivacy": (fb.ExamplePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}),
@@ -322,7 +322,7 @@ DOORS = {
     # the server
     "Server": (begun, {
         "posterior": posterior(), "buffers": {"running": torch.zeros(2)}, "fusion": "linear_pool",
-        "weighting": "equal", "min_clients": 1, "max_failed_rounds": 3, "max_influence": 2.0}),
+        "weighting": "equal", "safeguards": fb.Safeguards()}),
     "Server.begin": (begun().begin, {"plan": fb.RoundPlan(0, (0, 1))}),
     "Server.admit": (lambda update: begun().admit(update), {"update": update()}),
     "Server.load_state_dict": (lambda state: begun().load_state_dict(state), {"state": begun().state_dict()}),

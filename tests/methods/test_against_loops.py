@@ -82,7 +82,7 @@ def ours(name: str, engine: str, fraction: float, **options):
     module = Plain(lr=RATE)
     made = fb.FederatedBayes(
         fb.SizesPartition(SIZES), fusion=METHODS[name], local_epochs=EPOCHS, engine=engine, seed=SEED,
-        fraction=fraction, max_influence=None,
+        fraction=fraction, safeguards=fb.Safeguards(max_influence=None),
     )
     federate(module, made, options.pop("rounds", ROUNDS), loader(), **options)
     return module, made
@@ -109,7 +109,7 @@ def test_the_global_model_of_ditto_is_that_of_averaging(engine):
     one, _ = ours("ditto", "sequential", 1.0)
     other = Plain(lr=RATE)
     made = fb.FederatedBayes(fb.SizesPartition(SIZES), fusion="weighted_average", local_epochs=EPOCHS,
-                             engine="sequential", seed=SEED, max_influence=None)
+                             engine="sequential", seed=SEED, safeguards=fb.Safeguards(max_influence=None))
     federate(other, made, ROUNDS, loader())
     for first, second in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(first, second)

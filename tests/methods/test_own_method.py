@@ -87,7 +87,7 @@ def test_it_ends_where_pooled_training_ends(written):
     distances = {}
     for name, method in {"average": "weighted_average", "own": written(1.0)}.items():
         module = Squares()
-        made = fb.FederatedBayes(fusion=method, local_epochs=30, seed=1, max_influence=None)
+        made = fb.FederatedBayes(fusion=method, local_epochs=30, seed=1, safeguards=fb.Safeguards(max_influence=None))
         federate(module, made, 60, loader(fb.ClientDatasets(parts), batch_size=20))
         distances[name] = float((module.net.weight[0].detach() - best).norm())
     assert distances["own"] < 0.01 < 0.03 < distances["average"]

@@ -228,7 +228,7 @@ def test_a_federation_s_posterior_says_where_it_comes_from(source, fusion, engin
     if isinstance(source, fb.SWAG) and fusion == "sites":
         pytest.skip("a SWAG has no prior")
     federation = fb.FederatedBayes(
-        fb.IIDPartition(3), fusion=fusion, posterior=source, engine=engine, keep_posteriors=True)
+        fb.IIDPartition(3), fusion=fusion, posterior=source, engine=engine, keep=["posterior"])
     module = Plain()
     made = federate(module, federation, 2, loader())
     is_linearised = isinstance(source, fb.Laplace)
@@ -244,7 +244,7 @@ def test_a_federation_s_posterior_says_where_it_comes_from(source, fusion, engin
     assert torch.allclose(loaded.sample(x, 512).mean(0), fb.PosteriorPredictive(
         module, federation.posterior).sample(x, 512).mean(0), atol=0.05 if is_linearised else 0.5)
     again = fb.FederatedBayes(
-        fb.IIDPartition(3), fusion=fusion, posterior=source, engine=engine, keep_posteriors=True)
+        fb.IIDPartition(3), fusion=fusion, posterior=source, engine=engine, keep=["posterior"])
     federate(Plain(), again, 3, loader(), ckpt_path=tmp_path / "a.ckpt")
     assert again.posterior.linearised == is_linearised
 

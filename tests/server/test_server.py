@@ -84,7 +84,7 @@ def test_tensors_of_an_update_may_be_overwritten_once_admitted(fusion):
 
 
 def test_fewer_clients_than_the_quorum_leave_the_posterior():
-    server = Server(START, min_clients=2)
+    server = Server(START, safeguards=fb.Safeguards(min_clients=2))
     result, _ = round_of(server, update(0), ClientFailure(1, RuntimeError("gone")))
     assert not result.success
     assert server.posterior is START
@@ -103,7 +103,7 @@ def test_a_rule_that_cannot_fuse_leaves_the_posterior_and_says_why():
 
 
 def test_too_many_failed_rounds_raise_and_the_state_is_that_after_the_round():
-    server = Server(START, max_failed_rounds=2)
+    server = Server(START, safeguards=fb.Safeguards(max_failed_rounds=2))
     round_of(server)
     with pytest.raises(FederationError, match=r"2 rounds in a row .*The first failure.*the disk is full"):
         round_of(server, ClientFailure(0, RuntimeError("the disk is full")), number=1)

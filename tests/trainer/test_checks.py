@@ -26,11 +26,11 @@ from tests.federations import Plain, assert_equal, blobs, federate, from_yaml, l
         ({"fraction": "0.5"}, r"fraction='0.5'"),
         ({"local_epochs": 0}, "local_epochs=0: give at least 1"),
         ({"local_epochs": 1.5}, "local_epochs=1.5: give a whole number"),
-        ({"min_clients": "2"}, "min_clients='2': give a whole number"),
-        ({"min_clients": 0}, "min_clients=0"),
-        ({"max_failed_rounds": 0}, "max_failed_rounds=0"),
+        ({"safeguards": {"min_clients": 2}}, "safeguards=.*give fb.Safeguards"),
         ({"engine": "sequental"}, "engine='sequental': did you mean 'sequential'"),
-        ({"optimizer_state": "kept"}, "optimizer_state='kept': did you mean 'keep'"),
+        ({"engine": 0}, "engine=0: give at least 1"),
+        ({"engine": 2.5}, "engine=2.5"),
+        ({"keep": ["optimiser"]}, "keep='optimiser': did you mean 'optimizer'"),
         ({"buffers": "mean"}, "buffers='mean'"),
     ],
 )
@@ -235,7 +235,8 @@ class TestData:
         self.refuse([loader(), loader()], "training loader is a list.*ClientDatasets")
 
     def test_more_clients_needed_than_come(self):
-        self.refuse(loader(), "min_clients=3, but a round has only 1 of 3", min_clients=3, fraction=0.3)
+        self.refuse(loader(), "min_clients=3, but a round has only 1 of 3", safeguards=fb.Safeguards(min_clients=3),
+                    fraction=0.3)
 
     def test_local_parameters_that_match_nothing(self):
         self.refuse(loader(), r"pattern 'head\.\*' matches no parameter", local_parameters=["head.*"])

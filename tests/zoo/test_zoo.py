@@ -74,7 +74,7 @@ def test_what_is_put_back_and_what_is_shared_is_said_once_by_name(caplog):
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_one_client_trains_as_plain_lightning_does(case):
-    kept = {"federation": {"optimizer_state": "keep", **case.federation}} if case.keeps else {"rounds": 1}
+    kept = {"federation": {"keep": ["optimizer"], **case.federation}} if case.keeps else {"rounds": 1}
     case = replace(case, **kept)
     reference = plain(case) if case.sequential == EQUAL else {}
     for engine in ("sequential", "auto"):

@@ -38,7 +38,7 @@ class Torn(Dataset):
 def test_a_client_with_bad_data_is_left_out_and_the_others_end_as_without_it(fault, caplog):
     names = ("first", "bad", "last")
     parts = {name: Torn(fault if name == "bad" else "none") for name in names}
-    federation = fb.FederatedBayes(engine="vectorized", optimizer_state="keep")
+    federation = fb.FederatedBayes(engine="vectorized", keep=["optimizer"])
     module = Plain()
     with caplog.at_level(logging.INFO):
         federate(module, federation, 2, loader(fb.ClientDatasets(parts)))
@@ -55,7 +55,7 @@ def test_a_client_with_bad_data_is_left_out_and_the_others_end_as_without_it(fau
             self.client = client
 
     reference = OnlyGood()
-    federate(reference, fb.FederatedBayes(engine="sequential", optimizer_state="keep"), 2,
+    federate(reference, fb.FederatedBayes(engine="sequential", keep=["optimizer"]), 2,
              loader(fb.ClientDatasets(parts)))
     for (name, value), other in zip(reference.named_parameters(), module.parameters()):
         torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-6, msg=name)

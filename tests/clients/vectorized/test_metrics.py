@@ -301,7 +301,7 @@ def test_a_client_whose_values_a_metric_refuses_fails_alone():
     totals = []
     for engine in ("sequential", "vectorized"):
         module = Sized(Picky(), feed)
-        federation = fb.FederatedBayes(PARTITION, engine=engine, min_clients=4)
+        federation = fb.FederatedBayes(PARTITION, engine=engine, safeguards=fb.Safeguards(min_clients=4))
         made = federate(module, federation, 1)
         assert federation.history[0]["failed_clients"] == 1
         totals.append((float(made.callback_metrics["value"]), parameters(module)))

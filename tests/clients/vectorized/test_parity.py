@@ -28,14 +28,14 @@ PARTITIONS = [
 ]
 
 
-def both(make, partition, rounds: int = 2, train=None, options=None, **settings):
-    """The module and the federation after the same run by either engine."""
+def both(make, partition, rounds: int = 2, train=None, options=None, stack="vectorized", **settings):
+    """The module and the federation after the same run by either engine; ``stack`` names the second."""
     results = []
-    for engine in ("sequential", "vectorized"):
+    for engine in ("sequential", stack):
         module = make()
         federation = fb.FederatedBayes(partition, engine=engine, **settings)
         made = federate(module, federation, rounds, loader(batch_size=4) if train is None else train, **(options or {}))
-        assert federation.federation.engine.name == engine
+        assert federation.federation.engine.name == ("sequential" if engine == "sequential" else "vectorized")
         assert federation.history[-1]["failed_clients"] == 0
         results.append((module, federation, made))
     return results
@@ -76,9 +76,9 @@ def test_every_elementwise_optimizer_ends_equal(name):
 
 
 SETTINGS = {
-    "kept momentum": {"optimizer_state": "keep"},
-    "one at a time": {"clients_at_once": 1},
-    "three at a time": {"clients_at_once": 3, "local_epochs": 2},
+    "kept momentum": {"keep": ["optimizer"]},
+    "one at a time": {"stack": 1},
+    "three at a time": {"stack": 3, "local_epochs": 2},
     "a third of the clients": {"fraction": 0.34},
     "one client after the other": {"fraction": "turns"},
     "personal head": {"local_parameters": ["net.2.*"]},
@@ -93,12 +93,12 @@ def test_both_engines_agree_under_every_setting_of_the_federation(setting):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
-@pytest.mark.parametrize("optimizer_state", ["reset", "keep"])
-def test_kept_states_of_adam_may_differ_in_their_number_of_steps(optimizer_state, seed):
+@pytest.mark.parametrize("keep", [(), "optimizer"])
+def test_kept_states_of_adam_may_differ_in_their_number_of_steps(keep, seed):
     """Wherever those that are new stand in the stack."""
     results = both(
         lambda: Plain(optimizer=torch.optim.Adam, lr=0.01), fb.IIDPartition(8), rounds=4, fraction=0.5, local_epochs=2,
-        optimizer_state=optimizer_state, seed=seed,
+        keep=keep, seed=seed,
     )
     assert_same(results)
 
@@ -108,7 +108,7 @@ def test_clients_with_unlike_numbers_of_kept_steps_step_together(monkeypatch):
     sizes = []
     step_of = StackedOptimizer.step
     monkeypatch.setattr(StackedOptimizer, "step", lambda self: (sizes.append(len(self._selected)), step_of(self)))
-    federation = fb.FederatedBayes(fb.SizesPartition((48, 32, 12)), engine="vectorized", optimizer_state="keep")
+    federation = fb.FederatedBayes(fb.SizesPartition((48, 32, 12)), engine="vectorized", keep=["optimizer"])
     federate(Plain(optimizer=torch.optim.Adam), federation, 3, loader(blobs(92), batch_size=4))
     assert sizes == ([3] * 3 + [2] * 5 + [1] * 4) * 3
 
@@ -136,14 +136,14 @@ def test_mixed_precision_agrees_to_its_rounding():
         torch.testing.assert_close(second, first, rtol=2e-2, atol=2e-2, msg=name)
 
 
-@pytest.mark.parametrize("optimizer_state", ["reset", "keep"])
-def test_networks_of_all_sorts_of_parameters(optimizer_state):
+@pytest.mark.parametrize("keep", [(), "optimizer"])
+def test_networks_of_all_sorts_of_parameters(keep):
     class Adam(Convolutional):
         def configure_optimizers(self):
             return torch.optim.Adam(self.parameters(), lr=0.01)
 
     results = both(Adam, fb.SizesPartition((27, 20, 13)), rounds=3, train=loader(images()),
-                   optimizer_state=optimizer_state)
+                   keep=keep)
     assert_same(results)
 
 
@@ -202,10 +202,10 @@ def test_a_buffer_may_change_later_than_in_the_first_step():
     assert_same(both(Late, fb.SizesPartition((40, 20, 8)), rounds=3))
 
 
-@pytest.mark.parametrize("optimizer_state", ["reset", "keep"])
-def test_clients_that_skip_a_step_keep_their_own_number_of_steps(optimizer_state):
+@pytest.mark.parametrize("keep", [(), "optimizer"])
+def test_clients_that_skip_a_step_keep_their_own_number_of_steps(keep):
     make = partial(SkipsShort, optimizer=torch.optim.Adam, lr=0.01)
-    assert_same(both(make, fb.SizesPartition((50, 26, 14)), rounds=3, local_epochs=3, optimizer_state=optimizer_state))
+    assert_same(both(make, fb.SizesPartition((50, 26, 14)), rounds=3, local_epochs=3, keep=keep))
 
 
 class TwoPasses(L.LightningModule):

@@ -288,12 +288,6 @@ def test_auto_stacks_an_lstm_of_at_most_four_steps_in_time_per_client(kind, time
     assert (engine == "sequential") == any(said in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize("clients_at_once", [0, -3])
-def test_a_stack_holds_at_least_one_client(clients_at_once):
-    with pytest.raises(fb.FederationError, match="clients_at_once"):
-        fb.FederatedBayes(fb.IIDPartition(2), clients_at_once=clients_at_once)
-
-
 ELEMENTWISE = {
     "SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}, "AdamW": {}, "NAdam": {}, "RMSprop": {"centered": True},
     "Adagrad": {}, "Rprop": {},

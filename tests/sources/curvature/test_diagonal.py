@@ -170,13 +170,15 @@ def test_sites_take_the_information_at_the_model_received_and_averages_at_their_
 
 
 @pytest.mark.parametrize("settings", [
-    {}, {"fusion": "sites", "local_epochs": 2}, {"fusion": fb.Averaging(prior="global")}, {"clients_at_once": 3},
-    {"fusion": "sites", "local_parameters": ["*bias"]}, {"fusion": "coordinate_median", "optimizer_state": "keep"},
+    {}, {"fusion": "sites", "local_epochs": 2}, {"fusion": fb.Averaging(prior="global")}, {"stack": 3},
+    {"fusion": "sites", "local_parameters": ["*bias"]}, {"fusion": "coordinate_median", "keep": ["optimizer"]},
 ])
 def test_both_engines_give_the_same_posterior(settings):
+    settings = dict(settings)
+    engines = "sequential", settings.pop("stack", "vectorized")
     for make in (lambda: Own(momentum=0.9), lambda: Own(network(batch_norm=True))):
         batches = {"partition": fb.SizesPartition([40, 26, 14, 10])}
-        one, other = (run(engine, module=make(), **batches, **settings)[0].posterior for engine in ENGINES)
+        one, other = (run(engine, module=make(), **batches, **settings)[0].posterior for engine in engines)
         assert one.names == other.names
         for name in one.names:
             assert torch.allclose(one.mean[name], other.mean[name], atol=1e-5)
@@ -249,9 +251,12 @@ def test_resumes_bit_by_bit(tmp_path, engine, fusion, source):
 
 
 @pytest.mark.parametrize("settings", [
-    {}, {"clients_at_once": 3}, {"optimizer_state": "keep", "fusion": fb.Averaging(prior="global")}])
+    {}, {"stack": 3}, {"keep": ["optimizer"], "fusion": fb.Averaging(prior="global")}])
 @pytest.mark.parametrize("adam", [False, True])
 def test_both_engines_see_the_same_path(settings, adam):
+    settings = dict(settings)
+    engines = "sequential", settings.pop("stack", "vectorized")
+
     def make():
         module = Own(momentum=0.9)
         if adam:
@@ -259,7 +264,7 @@ def test_both_engines_see_the_same_path(settings, adam):
         return module
 
     one, other = (run(engine, module=make(), source=fb.SWAG(), local_epochs=3, **settings)[0].posterior
-                  for engine in ENGINES)
+                  for engine in engines)
     for name in one.names:
         assert torch.allclose(one.mean[name], other.mean[name], atol=1e-5)
         assert torch.allclose(one.variance[name], other.variance[name], rtol=1e-3, atol=1e-8)
