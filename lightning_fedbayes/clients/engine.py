@@ -250,12 +250,7 @@ class Engine(ABC):
         assert self.shared is not None
         participant, _ = self._under_way.pop(client)
         report = report_of(self.method, self.shared, participant, Trained(posterior, measured))
-        tensors = [each for part in (posterior.mean, posterior.variance) for each in part.values()]
-        views = {each.untyped_storage().data_ptr() for each in tensors}  # of the network, for the next client
-        own["kept"] = {
-            name: value.detach().clone() if value.untyped_storage().data_ptr() in views else value.detach()
-            for name, value in report.kept.items()
-        }
+        own["kept"] = _owned(report.kept, posterior) if report.kept else {}
         return report.posterior, joined(buffers, report.sent), own
 
     def kept_states(self, states: list[OptimizerState]) -> list[OptimizerState]:
@@ -347,6 +342,16 @@ class Engine(ABC):
     def load_state_dict(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Restore what :meth:`state_dict` gave."""
         self.states = {client: ClientState(**state) for client, state in states.items()}
+
+
+def _owned(kept: Mapping[str, Tensor], posterior: GaussianPosterior) -> Tensors:
+    """Return what a client keeps, with copies of what lies in the network, which is the next client's then."""
+    tensors = [each for part in (posterior.mean, posterior.variance) for each in part.values()]
+    views = {each.untyped_storage().data_ptr() for each in tensors}
+    return {
+        name: value.detach().clone() if value.untyped_storage().data_ptr() in views else value.detach()
+        for name, value in kept.items()
+    }
 
 
 def threads_for(operations: float) -> AbstractContextManager[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -90,7 +91,7 @@ class RoundPlan:
         """Batches of the whole round."""
         return self.starts[-1]
 
-    @property
+    @cached_property
     def lengths(self) -> dict[int, int]:
         """Client → its number of batches."""
         return {client: end - start for client, (start, end) in zip(self.cohort, itertools.pairwise(self.starts))}
