@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
     from lightning_fedbayes.clients.evaluation import ClientScores, choose_personal_weight, evaluate_clients
     from lightning_fedbayes.clients.learned import LearnedPosterior, PosteriorSource
     from lightning_fedbayes.clients.privacy import UpdatePrivacy, epsilon_of, noise_multiplier_for
-    from lightning_fedbayes.clients.settings import FederationSettings
+    from lightning_fedbayes.clients.settings import FederationSettings, Kept
     from lightning_fedbayes.core.errors import (
         ConversionError,
         FedBayesError,
@@ -135,6 +135,7 @@ __all__ = [
     "HybridBayesianRegressor",
     "IIDPartition",
     "InnerProductManipulation",
+    "Kept",
     "KroneckerLaplace",
     "LabelFlip",
     "Laplace",

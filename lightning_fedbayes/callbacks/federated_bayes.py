@@ -26,6 +26,7 @@ from lightning_fedbayes.clients.settings import (
     FederationSettings,
     Fusion,
     Keep,
+    Kept,
     Partition,
     Safeguards,
     Source,
@@ -89,7 +90,8 @@ class FederatedBayes(L.Callback):
             otherwise begins anew; the "posterior" that it has trained last, for :meth:`posterior_of`. Neither leaves
             the client; each takes as much memory and room in a checkpoint as the network, or twice that, for each
             client. Under ``fusion="sites"``, where every round goes on with nearly the same local problem, clients
-            keep their optimizers' states anyway, unless one is L-BFGS, or holds more than a state per parameter.
+            keep their optimizers' states anyway, unless one is L-BFGS, or holds more than a state per parameter. A
+            :class:`~lightning_fedbayes.Kept` says where it lies, too: on disk, for many clients.
         buffers: "average" floating and integer buffers (BatchNorm's statistics) with the client weights; "local":
             every client keeps its own, and the global model gets the average; "frozen": they never change.
         local_parameters: patterns (``fnmatch``, e.g. ``"head.*"``) of parameters and buffers that never leave a
@@ -125,7 +127,7 @@ class FederatedBayes(L.Callback):
         fusion: Fusion | None = None,
         weighting: Weighting = "train_size",
         engine: EngineName | int = "auto",
-        keep: Sequence[Keep] = (),
+        keep: Sequence[Keep] | Kept = (),
         buffers: BufferPolicy = "average",
         local_parameters: Sequence[str] = (),
         safeguards: Safeguards = USUAL,
@@ -319,6 +321,8 @@ class FederatedBayes(L.Callback):
             federation.load_state_dict(earlier)
             self._report.load_state_dict(earlier["report"])
             loop.step_plateau(earlier.get("plateau", {}), earlier["rounds"])
+        else:
+            federation.engine.states.begin()
         self._restored = None
         loop.install(federation.engine, partial(self._begin_batch, trainer), self._end_batch)
         if loop.collective.size > 1:
@@ -455,6 +459,8 @@ class FederatedBayes(L.Callback):
         """See to it that the checkpoint lies between two rounds, whenever it is written."""
         self._between_rounds(checkpoint)
         federation = self._federation
+        if federation is not None:
+            federation.engine.states.mark()
         if self._loop is not None and federation is not None and trainer.current_epoch == federation.round:
             pending = self._loop.pending_plateau() if federation.stage == "fused" else {}
             checkpoint["callbacks"][self.state_key]["plateau"] = pending

@@ -94,7 +94,7 @@ class TrainingContext:
         gradient, so with few steps per round local training never settles; sites add up what it leaves
         (benchmarks/posterior/README.md, FashionMNIST).
         """
-        if "optimizer" in settings.keep:
+        if "optimizer" in settings.kept.what:
             return True
         keepable = not any(has_own_state(each) or isinstance(each, torch.optim.LBFGS) for each in self.optimizers)
         return keepable and settings.method.keeps_optimizer

@@ -60,7 +60,7 @@ def default_fusion(
         or not all(isinstance(each, NormalPrior) and each.is_scalar for each in priors)
     ):
         obstacle = "not all parameters share one normal prior, or some layers are of another package"
-    elif obstacle is None and kept > MOST_KEPT:
+    elif obstacle is None and kept > MOST_KEPT and settings.kept.folder is None:
         obstacle = f"sites of {num_clients} clients would take {kept / 2**30:.1f} GiB"
     if obstacle is not None:
         return Averaging(), f"an average, 'reverse_kl_barycenter', since {obstacle}"

@@ -6,11 +6,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,6 +21,8 @@ from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.log import Collected, TrainingLog
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import OptimizerState
+from lightning_fedbayes.clients.states import States
+from lightning_fedbayes.clients.states import Trained as NewStates
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
@@ -38,7 +39,7 @@ from lightning_fedbayes.methods.method import (
 )
 from lightning_fedbayes.server.plan import STRIDE, OfClients, RoundPlan
 
-Results = tuple[Collected, dict[int, dict[str, Any]]]
+Results = tuple[Collected, NewStates]
 """Logged figures and kept states of the clients that one process has trained, ready to be sent."""
 
 SMALL_STEP = 5e6
@@ -62,10 +63,12 @@ class Engine(ABC):
         method: the federated method, which says what clients minimise, send and keep.
         keep_optimizer: keep one optimizer state per client, instead of a new one in every round.
         keep_posteriors: let every client keep the posterior that it has trained last.
+        folder: where the clients' states lie; None: in memory.
+        writes: this process writes them there, for all.
         seed: source of all random draws.
 
     Attributes:
-        states: the state that every client keeps, by its number.
+        states: what every client keeps.
         plan: the clients of the round that this process trains.
         prepare: brings the loop's batch to the device; None: the loop does it as it always does.
         shared: what the server has sent to all clients of the round.
@@ -78,7 +81,8 @@ class Engine(ABC):
 
     def __init__(
         self, context: TrainingContext, model: ResidentModel, loader: FederatedLoader, log: TrainingLog,
-        *, method: Method, keep_optimizer: bool = False, keep_posteriors: bool = False, seed: int = 0,
+        *, method: Method, keep_optimizer: bool = False, keep_posteriors: bool = False,
+        folder: str | Path | None = None, writes: bool = True, seed: int = 0,
     ) -> None:
         self.context = context
         self.model = model
@@ -87,14 +91,13 @@ class Engine(ABC):
         self.method = method
         self.keep_posteriors = keep_posteriors
         self.seed = seed
-        self.states: dict[int, ClientState] = {}
+        self.states = States(folder, writes=writes, device=context.device)
         self.plan = RoundPlan(-1, ())
         self.prepare: Callable[[Any], Any] | None = None
         self.shared: Shared | None = None
         self.cavities: RoundCavities | None = None
         self._prior: GaussianPosterior | None = None
         self._under_way: dict[int, tuple[Participant, LocalProblem]] = {}
-        self._trained: dict[int, ClientState] = {}
         self._start = 0.0
         self.use(loader)
 
@@ -118,7 +121,7 @@ class Engine(ABC):
     def begin_round(self, plan: RoundPlan) -> None:
         """Prepare for the clients of ``plan``, which may be none."""
         self.plan = plan
-        self._trained = {}
+        self.states.begin_round()
 
     def begin_method(self, shared: Shared) -> None:
         """Before a round, tell the engine what the server has sent; the network's priors are then the method's.
@@ -126,10 +129,10 @@ class Engine(ABC):
         Clients of a server that is new forget what they have kept for the method.
 
         Raises:
-            FederationError: the module, or what a client has kept, does not go with the method.
+            FederationError: the module does not go with the method.
         """
         if shared.is_new:
-            self.states = {client: replace(state, kept={}) for client, state in self.states.items()}
+            self.states.forget_methods()
         self.shared, self.cavities = shared, None
         prior = self.method.prior(shared)
         if prior is not self._prior:
@@ -141,9 +144,6 @@ class Engine(ABC):
         self._gaussian = frozenset(name for name in (*layers, *learned) if name in federated)
         frozen = {name for name, p in model.parameters.items() if not p.requires_grad}
         self._frozen = frozenset(frozen & federated)
-        for client, state in self.states.items():
-            if state.kept:
-                self.method.check(shared, self._participant(client, state))
 
     def restore_priors(self) -> None:
         """Give the network its own priors back."""
@@ -161,9 +161,15 @@ class Engine(ABC):
         )
 
     def problem(self, client: int, state: ClientState) -> LocalProblem:
-        """Ask the method what a client minimises, and remember it until the client's report."""
+        """Ask the method what a client minimises, and remember it until the client's report.
+
+        Raises:
+            FederationError: what the client has kept does not go with the method.
+        """
         assert self.shared is not None
         participant = self._participant(client, state)
+        if state.kept:
+            self.method.check(self.shared, participant)
         problem = problem_of(self.method, self.shared, participant)
         if problem.cavity is not None and self.cavities is None:
             self.cavities = RoundCavities(problem.cavity, self.model)
@@ -305,43 +311,28 @@ class Engine(ABC):
 
     def forget(self, client: int) -> None:
         """Drop the figures and the state of a client whose update is not used."""
-        self._trained.pop(client, None)
+        self.states.forget(client)
         self.log.forget(client)
 
     def trained(self) -> Results:
         """Return figures and states of this process's clients, to be sent to other processes."""
-        states = {
-            client: apply_to_collection(vars(state), Tensor, Tensor.cpu) for client, state in self._trained.items()
-        }
-        return self.log.collected(), states
+        return self.log.collected(), self.states.trained()
 
     def take_trained(self, everyone: Sequence[Results]) -> None:
         """Take figures and states of the clients of all processes in place of this one's own."""
         self.log.take([logged for logged, _ in everyone])
-        device = self.context.device
-        self._trained = {
-            client: ClientState(**apply_to_collection(state, Tensor, lambda tensor: tensor.to(device)))
-            for _, states in everyone for client, state in states.items()
-        }
+        self.states.take([states for _, states in everyone])
 
     def end_round(self, *, success: bool) -> None:
         """End the round; clients keep their new state if it was fused."""
-        if success:
-            self.states.update(self._trained)
-        self._trained, self._under_way = {}, {}
+        self.states.end_round(success=success)
+        self._under_way = {}
         if self.cavities is not None:
             self.cavities.remove()
 
-    def close(self) -> None:  # noqa: B027
-        """Give the optimizers back as they were; a second call does nothing."""
-
-    def state_dict(self) -> dict[int, dict[str, Any]]:
-        """Return the state of every client, in a form that all engines share."""
-        return {client: dict(vars(state)) for client, state in self.states.items()}
-
-    def load_state_dict(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Restore what :meth:`state_dict` gave."""
-        self.states = {client: ClientState(**state) for client, state in states.items()}
+    def close(self) -> None:
+        """Give the optimizers back as they were, and the folder of states to others; a second call does nothing."""
+        self.states.close()
 
 
 def _owned(kept: Mapping[str, Tensor], posterior: GaussianPosterior) -> Tensors:

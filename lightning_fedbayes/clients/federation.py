@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_fedbayes.clients.adversaries import assign
 from lightning_fedbayes.clients.attacks import RoundAdversaries, held_back
-from lightning_fedbayes.clients.client import ClientState
 from lightning_fedbayes.clients.engine import Engine, Results
 from lightning_fedbayes.clients.scoring import held_out_loss, kept_attributes, own_hook
 from lightning_fedbayes.clients.settings import FederationSettings
@@ -79,7 +78,7 @@ class Federation:
         self.plan: RoundPlan | None = None
         self.share = RoundPlan(-1, ())
         self.result: RoundResult | None = None
-        self._is_shared = engine.log.is_shared = collective.size > 1
+        self._is_shared = engine.log.is_shared = engine.states.is_shared = collective.size > 1
         self._received = 0
         self._waiting: list[ClientUpdate] = []
         self._sent: dict[int, GaussianPosterior] = {}
@@ -101,6 +100,7 @@ class Federation:
         self.share = share_of(plan, collective.rank, collective.size)
         self.stage = "training"
         self.engine.begin_method(self.server.begin(plan.senders))
+        self._wait_for_states()
         advice = self.settings.method.advice(self.server.posterior, self.round, len(self.engine.sizes))
         if advice is not None and self.settings.posterior is None:
             rank_zero_info(advice)
@@ -232,7 +232,13 @@ class Federation:
             self.engine.model.load_global()
         self._sent = {}
         self.engine.end_round(success=success)
+        self._wait_for_states()
         self.stage = "fused"
+
+    def _wait_for_states(self) -> None:
+        """Wait until one process has written to disk what the others will read."""
+        if self._is_shared and self.engine.states.store is not None:
+            self.server.collective.all_gather(None)
 
     def _load(
         self, aggregate: Aggregate, notes: Sequence[ProcessNote], hook: Callable[..., None] | None
@@ -278,7 +284,7 @@ class Federation:
             raise FederationError(
                 f"client={shown(client)}: give a number below {len(names)} or a name; {nearest(str(client), names)}"
             )
-        state = self.engine.states.get(self._personal(int(number)), ClientState())
+        state = self.engine.states.of(self._personal(int(number)))
         return self.engine.model.with_local(state.personal(self.server.posterior, weight), state.local)
 
     def _personal(self, client: int) -> int:
@@ -289,7 +295,7 @@ class Federation:
     def holding(self, client: int) -> Iterator[GaussianPosterior]:
         """Inside, the module predicts by the posterior that a client has trained last; afterwards by the global one."""
         model, module = self.engine.model, self.engine.model.module
-        state = self.engine.states.get(self._personal(client), ClientState())
+        state = self.engine.states.of(self._personal(client))
         with model.unchanged(), kept_attributes(module, "global_round"):
             own = state.personal(self.server.posterior, 1.0)
             model.load_client(state.local)
@@ -330,11 +336,11 @@ class Federation:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the federation at the end of the last finished round."""
-        return {**self.server.state_dict(), "clients": self.engine.state_dict()}
+        return {**self.server.state_dict(), "clients": self.engine.states.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave; the module's parameters are restored by its own checkpoint."""
         self.server.load_state_dict(state)
         self.engine.model.join(self.server.posterior.names)
         self.engine.model.load_variances(self.server.posterior)
-        self.engine.load_state_dict(state["clients"])
+        self.engine.states.load_state_dict(state["clients"])

@@ -100,7 +100,7 @@ class SequentialEngine(Engine):
             return ()
         client = self.client(self._position)
         self._client, self._failure, self._losses = client, None, []
-        state = self.states.get(client.job, ClientState())
+        state = self.states.of(client.job)
         problem = self.problem(client.job, state)
         self.model.load_client(state.local, problem.start)
         self._unwatch()
@@ -197,10 +197,10 @@ class SequentialEngine(Engine):
         except (PosteriorError, FusionError) as unusable:
             return ClientFailure(client.job, unusable, client.num_examples, self.seconds())
         kept = [optimizer.read() for optimizer in self._optimizers] if self.keep_optimizer else []
-        self._trained[client.job] = ClientState(
+        self.states.keep(client.job, ClientState(
             self.model.read_local(), self.kept_states([state for state, _ in kept]), [changes for _, changes in kept],
             **own,
-        )
+        ))
         return ClientUpdate(client.job, client.num_examples, posterior, buffers, metrics, self.seconds())
 
     def _measure(self) -> Exception | None:
@@ -209,7 +209,7 @@ class SequentialEngine(Engine):
         if learned is None or client is None:
             return None
         held = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if p in optimizer.state}
-        local, buffers = self.states.get(client.job, ClientState()).local, dict(self.model.module.named_buffers())
+        local, buffers = self.states.of(client.job).local, dict(self.model.module.named_buffers())
         try:
             learned.variances.update(self.measured(client, local, self.model.parameters, buffers, held))
         except (MisconfigurationException, FedBayesError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_fedbayes.clients.adversaries import Attack
@@ -15,6 +16,7 @@ from lightning_fedbayes.core.errors import (
     check_at_least,
     check_choice,
     check_kind,
+    check_path,
     check_strings,
     shown,
 )
@@ -37,6 +39,32 @@ Source = Laplace | SWAG | PosteriorSource
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Choice of what every client keeps from round to round, beside what the method does, and where all of it lies.
+
+    Args:
+        what: "optimizer", "posterior" or both; see :class:`~lightning_fedbayes.FederatedBayes`.
+        folder: of the run alone, on a disk that all processes share. What clients keep lies there, in a file of SQLite,
+            a round in one transaction, and neither in memory nor in checkpoints, which refer to it: bring it along to
+            resume, from one of the last two checkpoints. None: in memory, and in every checkpoint.
+
+    Raises:
+        FederationError: an argument cannot be used.
+    """
+
+    what: Sequence[Keep] = ()
+    folder: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check every argument."""
+        object.__setattr__(self, "what", check_strings("keep", self.what, "give 'optimizer', 'posterior' or both"))
+        for each in self.what:
+            check_choice("keep", each, get_args(Keep))
+        if self.folder is not None:
+            check_path("folder", self.folder)
+
+
+@dataclass(frozen=True)
 class FederationSettings:
     """Every choice of a federation; :class:`~lightning_fedbayes.FederatedBayes` describes each argument.
 
@@ -53,7 +81,7 @@ class FederationSettings:
     fusion: Fusion | None = None
     weighting: Weighting = "train_size"
     engine: EngineName | int = "auto"
-    keep: Sequence[Keep] = ()
+    keep: Sequence[Keep] | Kept = ()
     buffers: BufferPolicy = "average"
     local_parameters: Sequence[str] = ()
     safeguards: Safeguards = USUAL
@@ -75,9 +103,7 @@ class FederationSettings:
             check_at_least("engine", self.engine, 1)
         else:
             check_choice("engine", self.engine, get_args(EngineName))
-        self._set("keep", check_strings("keep", self.keep, "give 'optimizer', 'posterior' or both"))
-        for each in self.keep:
-            check_choice("keep", each, get_args(Keep))
+        self._set("keep", self.keep if isinstance(self.keep, Kept) else Kept(self.keep))
         check_choice("buffers", self.buffers, get_args(BufferPolicy))
         check_at_least("seed", self.seed, -LARGEST)
         self._set("local_parameters", check_patterns(self.local_parameters))
@@ -98,7 +124,7 @@ class FederationSettings:
             )
         self._set("weighting", method.weighting or self.weighting)
         if method.keeps_posteriors and not self.keeps_posteriors:
-            self._set("keep", (*self.keep, "posterior"))
+            self._set("keep", Kept((*self.kept.what, "posterior"), self.kept.folder))
 
     @property
     def method(self) -> Method:
@@ -109,7 +135,13 @@ class FederationSettings:
     @property
     def keeps_posteriors(self) -> bool:
         """Return True if every client keeps the posterior that it has trained last."""
-        return "posterior" in self.keep
+        return "posterior" in self.kept.what
+
+    @property
+    def kept(self) -> Kept:
+        """Return what clients keep, and where."""
+        assert isinstance(self.keep, Kept)
+        return self.keep
 
     def _set(self, name: str, value: Any) -> None:
         """Replace an argument by its one form, while the value is being made."""
@@ -134,7 +166,7 @@ class FederationSettings:
             "partition": repr(self.partition),
             "fusion": None if self.fusion is None else self.method.described,
             "weighting": weighting if not rules or any(rule.uses_weights for rule in rules) else "none",
-            "keep": list(self.keep),
+            "keep": list(self.kept.what),
             "local_parameters": list(self.local_parameters),
             "adversaries": [repr(attack) for attack in self.attacks],
             "privacy": repr(self.privacy),

@@ -75,14 +75,15 @@ def make_federation(
         settings = replace(settings, fusion=method)
     if settings.privacy is not None:
         check_no_buffers(model.federated_buffers)
-    engine = make_engine(settings, context, model, loader)
+    engine = make_engine(settings, context, model, loader, writes=collective.rank == 0)
     if settings.method.auto is not None:
         check_score(settings.method.auto, context.module)
     return Federation(settings, engine, collective, held_out)
 
 
 def make_engine(
-    settings: FederationSettings, context: TrainingContext, model: ResidentModel, loader: FederatedLoader
+    settings: FederationSettings, context: TrainingContext, model: ResidentModel, loader: FederatedLoader,
+    *, writes: bool = True,
 ) -> Engine:
     """Return the engine that ``settings.engine`` names; for "auto" the faster one, with a line that says which.
 
@@ -95,7 +96,7 @@ def make_engine(
     name = "vectorized" if isinstance(settings.engine, int) else settings.engine
     options: dict[str, Any] = {
         "method": settings.method, "keep_posteriors": settings.keeps_posteriors, "seed": settings.seed,
-        "keep_optimizer": context.keeps_state(settings),
+        "keep_optimizer": context.keeps_state(settings), "folder": settings.kept.folder, "writes": writes,
     }
     names, sizes = loader.clients.names, loader.clients.sizes
     one_by_one = partial(SequentialEngine, context, model, loader, is_alone=len(sizes) == 1, **options)

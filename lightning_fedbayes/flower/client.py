@@ -16,7 +16,7 @@ from lightning_fedbayes.callbacks.calibration.scores import check_epsilon
 from lightning_fedbayes.clients.model import ResidentModel
 from lightning_fedbayes.clients.privacy import UpdatePrivacy, check_no_buffers
 from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Fusion, Keep, Source
-from lightning_fedbayes.core.errors import FederationError, check_kind, check_path
+from lightning_fedbayes.core.errors import FederationError, check_kind, check_path, check_strings
 from lightning_fedbayes.core.quiet import without_banners
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.flower.calibration import ACTION, answer, check_allowed, count_noise, own_data, request_in
@@ -97,12 +97,13 @@ def client_app(
             buffers would leave the client beside what ``privacy`` protects.
     """
     check_kind("module", module, L.LightningModule, "give a LightningModule")
+    check_strings("keep", keep, "give 'optimizer', 'posterior' or both; they lie in state_folder")
     check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
     settings = FederationSettings(
         partition, local_epochs=local_epochs, fusion=get_method(fusion), keep=keep, buffers=buffers,
         local_parameters=local_parameters, privacy=privacy, posterior=posterior,
     )
-    keeps = bool(local_parameters) or bool(settings.keep) or buffers == "local" or privacy is not None
+    keeps = bool(local_parameters) or bool(settings.kept.what) or buffers == "local" or privacy is not None
     keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None
     if conformal_epsilon is not None:
         check_epsilon(conformal_epsilon)

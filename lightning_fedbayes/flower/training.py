@@ -43,7 +43,7 @@ class Task:
         seed: source of all random draws of the federation.
         posterior: the global posterior.
         buffers: the global buffers, name → tensor, none if they are frozen; the method's own tensors are among them.
-        kept: the client's state after its earlier rounds (``Engine.state_dict``).
+        kept: the client's state after its earlier rounds (``States.state_dict``).
         begun: True if the server has fused a round.
         share: the client's share of all clients.
         frozen: digest of the parameters that nobody sends.
@@ -268,7 +268,7 @@ class ClientTraining(L.Callback):
             context, model, self._loader, method=self.method, keep_optimizer=context.keeps_state(settings),
             keep_posteriors=settings.keeps_posteriors, seed=task.seed,
         )
-        self._engine.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
+        self._engine.states.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
         tensors = {name: value.to(pl_module.device) for name, value in split(task.buffers)[1].items()}
         self._engine.begin_method(
             Shared(task.posterior.to(pl_module.device), tensors, task.round, task.share, not task.begun)
@@ -298,7 +298,7 @@ class ClientTraining(L.Callback):
             self._kept = {}
             if isinstance(result, ClientUpdate) and result.client == self._round.cohort[-1]:
                 self._engine.end_round(success=True)
-                self._kept = self._engine.state_dict()
+                self._kept = self._engine.states.state_dict()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log what the module has logged of its training."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.store import Store
 from lightning_fedbayes.fusion.rule import RuleState
 from lightning_fedbayes.fusion.sites import Natural, Sites, by_pieces
 from lightning_fedbayes.methods.method import (
@@ -287,7 +288,7 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
     if not found:
         raise FederationError(f"{shown(federation)}: give a FederatedBayes that has trained, or a checkpoint's content")
     (state,) = found
-    site = state["clients"].get(client, {}).get("kept", {})
+    site = Store.state_in(state["clients"], client).get("kept", {})
     if "precision" not in site:
         raise FederationError(f"client {shown(client)} has no site: it has trained in no federation by fusion='sites'")
     (kept,) = state["rule_states"].values()

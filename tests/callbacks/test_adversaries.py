@@ -381,7 +381,7 @@ def test_personal_heads_and_buffers_stay_what_they_are():
     assert not [name for name in fed.posterior.names if name.startswith("net.3")]
     for attack in (fb.GaussianVector([1]), ()):
         _, fed = run(attack, module=Plain(network(batch_norm=True)), rounds=1, local_parameters=["net.3.*"])
-        heads.append(fed.federation.engine.states[1].local)
+        heads.append(fed.federation.engine.states.of(1).local)
     assert_equal(*heads)
     assert set(heads[0]) == {"net.3.weight", "net.3.bias"}
     one_round = [run(attack, module=Plain(network(batch_norm=True)), rounds=1)[0] for attack in (fb.SignFlip([1]), ())]

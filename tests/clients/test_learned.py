@@ -176,7 +176,7 @@ def test_what_never_leaves_a_client_keeps_its_variance():
     names = federation.posterior.names
     assert names
     assert not any("2" in name for name in names)
-    kept = federation.federation.engine.state_dict()[0]["local"]
+    kept = federation.federation.engine.states.state_dict()[0]["local"]
     variances = [value for name, value in kept.items() if name.endswith("(variance)")]
     assert len(variances) == 2
     assert all((value > 0).all() and value.std() > 0 for value in variances)
@@ -330,7 +330,7 @@ def test_a_client_of_ivon_keeps_what_its_next_round_reads(engine):
     """Not the precision, which is the global posterior's, nor the prior: 24 bytes per parameter with a site."""
     made = fb.FederatedBayes(fb.IIDPartition(3), fusion="sites", engine=engine)
     federate(Plain(optimizer=fb.IVON), made, 2)
-    state = made.federation.engine.states[0]
+    state = made.federation.engine.states.of(0)
     assert {key for entries in state.optimizers[0].values() for key in entries} <= {*KEPT}
     kept = [*state.kept.values(), *(v for each in state.optimizers[0].values() for v in each.values() if v.dim())]
     assert sum(each.numel() * each.element_size() for each in kept) == 24 * made.posterior.num_parameters

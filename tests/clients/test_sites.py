@@ -423,7 +423,7 @@ def test_processes_that_see_parts_of_batches_measure_by_batches(monkeypatch):
         engine.context = replace(engine.context, mean_over_processes=mean)
         server = federation.federation.server
         engine.begin_method(fb.Shared(server.posterior, round=3, share=1 / 3, is_new=False))
-        parts.append(engine.problem(0, engine.states[0]).cavity.batch_part)
+        parts.append(engine.problem(0, engine.states.of(0)).cavity.batch_part)
     assert parts == [0.25, 1.0]
 
 
@@ -541,7 +541,7 @@ def test_training_that_leaves_the_finite_numbers_fails_that_client_alone(engine,
 def test_a_site_of_another_network_is_refused():
     module, federation = Exact(), fb.FederatedBayes(fb.SizesPartition((30, 20, 10)), fusion="sites")
     trainer = federate(module, federation, 1, whole(data()))
-    federation.federation.engine.states[1].kept["precision"] = torch.zeros(5)
+    federation.federation.engine.states.of(1).kept["precision"] = torch.zeros(5)
     trainer.fit_loop.max_epochs = 2
     with pytest.raises(FederationError, match=r"site of client 1 is of 5 parameters .* the network has 3"):
         trainer.fit(module, whole(data()))

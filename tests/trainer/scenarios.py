@@ -180,6 +180,8 @@ SCENARIOS = {
     "ditto": {"bayesian": 0, "fusion": "ditto", "engine": "sequential", "fraction": 0.8},
     "ditto_stacked": {"bayesian": 0, "fusion": "ditto", "engine": "vectorized"},
     "own_method": {"bayesian": 1, "fusion": of_the_page()["MyFedDyn"](0.1), "engine": "sequential", "fraction": 0.8},
+    "on_disk": {"bayesian": 1, "fusion": "sites", "engine": "sequential", "fraction": 0.8, "disk": True},
+    "on_disk_stacked": {"bayesian": 0, "fusion": "ditto", "engine": "vectorized", "norm": True, "disk": True},
     "stopped": {"bayesian": 0, "fusion": "weighted_average", "engine": "sequential", "callbacks": [Stops()]},
     "split": {"bayesian": 2, "fusion": "conflation", "engine": "sequential", "sizes": (36, 12, 24), "batch_size": 12,
               "estimator": "reparameterization", "strategy": "ddp"},
@@ -194,11 +196,14 @@ def rank():
 
 def run(
     devices, folder, bayesian, sizes=SIZES, broken=False, norm=False, make=None, kind=fb.HybridBayesianClassifier,
-    batch_size=8, estimator="flipout", strategy="fedbayes", shuffled=False, callbacks=(), resume=None, **options,
+    batch_size=8, estimator="flipout", strategy="fedbayes", shuffled=False, callbacks=(), resume=None, disk=False,
+    **options,
 ):
     """Train, and return the result of this process."""
     L.seed_everything(rank(), verbose=False)  # all processes take over the weights of the first
     module = kind(make() if make else network(norm), bayesian_last=bayesian, estimator=estimator)
+    if disk:
+        options["keep"] = fb.Kept(["optimizer", "posterior"], Path(folder) / "clients")
     federation = fb.FederatedBayes(seed=3, **options)
     calls = Calls()
     checkpoint = ModelCheckpoint(folder, monitor="val/accuracy", mode="max", save_last=True, filename="{epoch}-{step}")
@@ -212,6 +217,7 @@ def run(
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer.fit(module, loader, held_out, ckpt_path=resume)
+    states = federation.federation.engine.states
     return {
         "warnings": [str(warning.message) for warning in told],
         "posterior": federation.posterior.state_dict(),
@@ -220,7 +226,7 @@ def run(
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "steps": trainer.global_step,
         "best": Path(checkpoint.best_model_path).name,
-        "states": federation.federation.engine.state_dict(),
+        "states": {each: vars(states.of(each)) for each in range(len(sizes))} if disk else states.state_dict(),
         "calls": calls.rounds,
         "examples": calls.examples,
     }

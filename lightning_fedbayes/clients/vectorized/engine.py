@@ -129,7 +129,7 @@ class VectorizedEngine(Engine):
         self.log.begin_chunk(len(clients))
         seed_everything(derive_seed(self.seed, "training", self.plan.round, min(chunk.clients)))
         for client in clients:
-            self.problem(client.job, self.states.get(client.job, ClientState()))
+            self.problem(client.job, self.states.of(client.job))
         try:
             with self.threads():
                 self._stack = self.stack(clients)
@@ -140,7 +140,7 @@ class VectorizedEngine(Engine):
 
     def stack(self, clients: Sequence[Client]) -> ClientStack:
         """Stack the networks of ``clients``, each at the start of its problem."""
-        states = [self.states.get(client.job, ClientState()) for client in clients]
+        states = [self.states.of(client.job) for client in clients]
         problems = [self._under_way[client.job][1] for client in clients]
         begun = [self.optimizer_states(*each) for each in zip(clients, states, problems)]
         probed = self.probed
@@ -277,7 +277,7 @@ class VectorizedEngine(Engine):
                 metrics = {"train_loss": losses[slot] / self._batches[slot], **metrics}
             results.append(ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds))
             kept = self.kept_states([self._kept[slot]] if slot in self._kept else [])
-            self._trained[number] = ClientState(stack.read_local(slot), kept, **own)
+            self.states.keep(number, ClientState(stack.read_local(slot), kept, **own))
         last = self.client(self._positions[chunk.clients[-1]])
         vars(self.context.module).update(attributes_of(stack.attributes, last))
         self._drop_stack()
@@ -290,7 +290,7 @@ class VectorizedEngine(Engine):
         assert self.model.learned is not None
         if slot not in self._failures:
             number = clients[slot]
-            client, local = self.client(self._positions[number]), self.states.get(number, ClientState()).local
+            client, local = self.client(self._positions[number]), self.states.of(number).local
             try:
                 return self.measured(client, local, values, buffers, optimizer)
             except (MisconfigurationException, FedBayesError):
@@ -311,6 +311,7 @@ class VectorizedEngine(Engine):
     def close(self) -> None:
         """Give the optimizer its own parameters back."""
         self._drop_stack()
+        super().close()
 
     def _drop_stack(self) -> None:
         """Remove the stack, if there is one."""

@@ -1,0 +1,145 @@
+"""States that clients keep between rounds, in memory or on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_fedbayes.clients.client import ClientState
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.store import Store
+
+Trained = dict[int, dict[str, Any]]
+"""New states of the clients that one process has trained, ready to be sent."""
+
+
+class States:
+    """States of all clients, by the number by which an engine knows them; a round's new ones count when it ends.
+
+    Args:
+        folder: where they lie; None: in memory.
+        writes: this process writes what all have trained.
+        device: where clients train.
+
+    Attributes:
+        is_shared: True if several processes share the clients of a round.
+        memory: the states in memory.
+
+    Raises:
+        FederationError: the folder cannot be used.
+    """
+
+    def __init__(
+        self, folder: str | Path | None = None, *, writes: bool = True, device: torch.device | None = None
+    ) -> None:
+        self.store = None if folder is None else Store(folder, writes=writes)
+        self.device = torch.device("cpu") if device is None else device
+        self.is_shared = False
+        self.memory: dict[int, ClientState] = {}
+        self._new: dict[int, ClientState] = {}
+
+    def of(self, client: int) -> ClientState:
+        """Return what a client keeps; an empty state if it keeps nothing."""
+        if self.store is None:
+            return self.memory.get(client, ClientState())
+        return self._here(self.store.get(client) or {})
+
+    def keep(self, client: int, state: ClientState) -> None:
+        """Take the state of a client that has trained."""
+        if self.store is None or self.is_shared:
+            self._new[client] = state
+        else:  # at once: memory need not hold a cohort's states
+            self.store.put(client, vars(state))
+
+    def forget(self, client: int) -> None:
+        """Drop the new state of a client whose update is not used."""
+        if self._new.pop(client, None) is None and self.store is not None and not self.is_shared:
+            self.store.forget(client)
+
+    def forget_methods(self) -> None:
+        """Let all clients forget what they have kept for the method."""
+        self.memory = {client: replace(state, kept={}) for client, state in self.memory.items()}
+        if self.store is not None and self.store.rounds:
+            for client in self.store.clients() if self.store.writes else ():
+                self.store.put(client, {**(self.store.get(client) or {}), "kept": {}})
+            self.store.finish(success=True)
+
+    def trained(self) -> Trained:
+        """Return the new states of this process's clients, to be sent to other processes."""
+        return {client: apply_to_collection(vars(state), Tensor, Tensor.cpu) for client, state in self._new.items()}
+
+    def take(self, everyone: Sequence[Trained]) -> None:
+        """Take the new states of the clients of all processes in place of this one's own."""
+        self._new = {client: self._here(state) for states in everyone for client, state in states.items()}
+
+    def begin_round(self) -> None:
+        """Drop what an interrupted round has left."""
+        self._new = {}
+
+    def end_round(self, *, success: bool) -> None:
+        """End the round; clients keep their new states if it was fused."""
+        if self.store is None:
+            self.memory.update(self._new if success else {})
+        else:
+            if success and self.store.writes:
+                for client, state in self._new.items():
+                    self.store.put(client, vars(state))
+            self.store.finish(success=success)
+        self._new = {}
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin with clients that keep nothing.
+
+        Raises:
+            FederationError: the folder holds the clients of another run.
+        """
+        if self.store is not None:
+            self.store.begin()
+
+    def mark(self) -> None:
+        """Keep the present states for the checkpoint that is being written."""
+        if self.store is not None:
+            self.store.mark()
+
+    def close(self) -> None:
+        """Leave the folder to others; a second call does nothing."""
+        if self.store is not None:
+            self.store.close()
+
+    def state_dict(self) -> dict[Any, Any]:
+        """Return the state of every client, or where they lie."""
+        if self.store is not None:
+            return self.store.reference
+        return {client: dict(vars(state)) for client, state in self.memory.items()}
+
+    def load_state_dict(self, states: Mapping[Any, Any]) -> None:
+        """Restore what :meth:`state_dict` gave; states that were in memory are written to the folder, if there is one.
+
+        Raises:
+            FederationError: the states lie in a folder that is not given, or that holds others.
+        """
+        if "folder" not in states:
+            self.memory = {client: ClientState(**state) for client, state in states.items()}
+            if self.store is not None:
+                self.begin()
+                self._new, self.memory = self.memory, {}
+                self.end_round(success=True)
+        elif self.store is None:
+            raise FederationError(
+                f"the clients' states lie in {states['folder']}: resume with keep=fb.Kept(folder={states['folder']!r})"
+            )
+        else:
+            self.store.resume(states["run"], states["rounds"])
+
+    def _here(self, state: Mapping[str, Any]) -> ClientState:
+        """Return a state whose tensors are on the device."""
+        device = self.device
+        return ClientState(**apply_to_collection(dict(state), Tensor, lambda tensor: tensor.to(device)))

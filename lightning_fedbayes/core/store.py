@@ -1,0 +1,261 @@
+"""States of clients on disk, in a file of SQLite in which a round is one transaction."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sqlite3
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.core.errors import FederationError
+
+FILE, LOCK = "clients.sqlite", "lock.sqlite"
+TABLES = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS states (
+    client INTEGER, rounds INTEGER, state BLOB, PRIMARY KEY (client, rounds)
+) WITHOUT ROWID;
+"""
+OLDEST = "AND rounds < (SELECT max(rounds) FROM states WHERE client = :client AND rounds <= :needed)"
+
+
+class Store:
+    """The states of a run's clients in a folder; memory holds none of them.
+
+    The states of a round become those of the run in one transaction, when the round ends: whenever a process is killed,
+    the folder holds whole rounds. Of a client it keeps the last state, and what the last two checkpoints refer to, so
+    that a run goes on from either, also if the last one was not written to its end.
+
+    Args:
+        folder: of this run alone; made if it is missing. Several processes share it.
+        writes: this process writes what all have trained.
+
+    Raises:
+        FederationError: the folder cannot be used, or another process writes into it.
+    """
+
+    def __init__(self, folder: str | Path, *, writes: bool = True) -> None:
+        self.folder, self.writes = Path(folder), writes
+        self.run = ""
+        self.rounds = 0
+        self._marks: list[int] = []
+        self._file: sqlite3.Connection | None = None
+        self._lock: sqlite3.Connection | None = None
+        if writes:
+            with self._told():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._hold()
+                self._open.executescript(TABLES)
+                self.run = self._fact("run", "")
+                self.rounds = self._fact("rounds", 0)
+
+    # -- a run ---------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a new run.
+
+        Raises:
+            FederationError: the folder holds another one.
+        """
+        if not self.writes:
+            return
+        if self._fact("marks", ""):  # otherwise no checkpoint can go on with them
+            raise FederationError(
+                f"{self.folder} holds the clients of another run, of {self.rounds} rounds: go on with it, as by "
+                'fit(ckpt_path="last"), give a folder of its own, or delete it'
+            )
+        self.run, self.rounds, self._marks = uuid.uuid4().hex, 0, []
+        with self._written():
+            self._open.execute("DELETE FROM states")
+            self._note(run=self.run, rounds=0, marks="")
+
+    def resume(self, run: str, rounds: int) -> None:
+        """Go back to where a checkpoint was written.
+
+        Args:
+            run: the checkpoint's.
+            rounds: that were done then.
+
+        Raises:
+            FederationError: the folder holds another run, or no longer, or not yet, the states after that round.
+        """
+        with self._told():
+            if self._fact("run", "") != run:
+                raise FederationError(
+                    f"{self.folder} does not hold the clients of the checkpoint: bring back the folder that the run "
+                    "has written, or begin anew"
+                )
+            known = [int(each) for each in self._fact("marks", "").split()]
+        if self.writes:
+            oldest = known[0] if known else self.rounds
+            if not oldest <= rounds <= self.rounds:
+                raise FederationError(
+                    f"{self.folder} holds the clients after rounds {oldest} to {self.rounds}, and the checkpoint was "
+                    f"written after round {rounds}: resume from one of the last two checkpoints"
+                )
+            self._marks = [each for each in known if each <= rounds]
+            with self._written():
+                self._open.execute("DELETE FROM states WHERE rounds > ?", (rounds,))
+                self._note(rounds=rounds, marks=self._marked)
+        self.run, self.rounds = run, rounds
+
+    def mark(self) -> None:
+        """Keep the states after the last finished round for the checkpoint that is being written."""
+        if self.writes and self.rounds not in self._marks:
+            self._marks = [*self._marks[-1:], self.rounds]
+            if not self._open.in_transaction:  # otherwise the round that is under way writes it, in time
+                with self._written():
+                    self._note(marks=self._marked)
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """Reference that a checkpoint holds in place of the states."""
+        return {"folder": str(self.folder), "run": self.run, "rounds": self.rounds}
+
+    @property
+    def _marked(self) -> str:
+        return " ".join(map(str, self._marks))
+
+    # -- states --------------------------------------------------------------------------------------------------------
+
+    def get(self, client: int) -> dict[str, Any] | None:
+        """Return the state of a client after the last finished round; None if it has none."""
+        if not self.rounds:
+            return None
+        query = "SELECT state FROM states WHERE client = ? AND rounds <= ? ORDER BY rounds DESC LIMIT 1"
+        with self._told():
+            found = self._open.execute(query, (client, self.rounds)).fetchone()
+        return None if found is None else pickle.loads(found[0])
+
+    def put(self, client: int, state: Mapping[str, Any]) -> None:
+        """Write the state of a client after the round that is under way; it counts when :meth:`finish` is called."""
+        with self._told():
+            if not self._open.in_transaction:
+                self._open.execute("BEGIN IMMEDIATE")
+            values = {"client": client, "rounds": self.rounds + 1, "state": _dumps(dict(state))}
+            needed = {"client": client, "needed": self._marks[0] if self._marks else self.rounds}
+            self._open.execute("INSERT OR REPLACE INTO states VALUES (:client, :rounds, :state)", values)
+            self._open.execute(f"DELETE FROM states WHERE client = :client {OLDEST}", needed)
+
+    def forget(self, client: int) -> None:
+        """Drop what the round that is under way has written of a client."""
+        with self._told():
+            self._open.execute("DELETE FROM states WHERE client = ? AND rounds > ?", (client, self.rounds))
+
+    def finish(self, *, success: bool) -> None:
+        """End the round, in which every client keeps its new state, or none does."""
+        if self.writes:
+            with self._told():
+                if success:
+                    self._note(rounds=self.rounds + 1, marks=self._marked)
+                    self._open.commit()
+                else:
+                    self._open.rollback()
+        self.rounds += success
+
+    def clients(self) -> Iterator[int]:
+        """Yield the numbers of the clients that have a state, ascending."""
+        with self._told():
+            query = "SELECT DISTINCT client FROM states WHERE rounds <= ? ORDER BY client"
+            yield from [number for (number,) in self._open.execute(query, (self.rounds,))]
+
+    @staticmethod
+    def state_in(clients: Mapping[Any, Any], client: int) -> Mapping[str, Any]:
+        """Return the state of a client in a checkpoint's ``clients``: states by number, or a :attr:`reference`."""
+        if "folder" not in clients:
+            return clients.get(client, {})
+        store = Store(clients["folder"], writes=False)
+        store.resume(clients["run"], clients["rounds"])
+        found = store.get(client)
+        store.close()
+        return found or {}
+
+    def close(self) -> None:
+        """Let others use the folder; states can still be read."""
+        for each in (self._file, self._lock):
+            if each is not None:
+                each.close()
+        self._file = self._lock = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_file": None, "_lock": None}
+
+    # -- the file ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _open(self) -> sqlite3.Connection:
+        if self._file is None:
+            self._file = sqlite3.connect(self.folder / FILE, timeout=60, isolation_level=None, check_same_thread=False)
+            self._file.execute("PRAGMA synchronous = FULL")
+        return self._file
+
+    def _hold(self) -> None:
+        """Let no other process write here until this one ends, however it ends."""
+        self._lock = sqlite3.connect(self.folder / LOCK, timeout=0, isolation_level=None, check_same_thread=False)
+        try:
+            self._lock.execute("BEGIN EXCLUSIVE")
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error):
+                raise
+            raise FederationError(
+                f"{self.folder} is in use by another run: give each run a folder of its own"
+            ) from error
+
+    def _fact(self, name: str, default: Any) -> Any:
+        found = self._open.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return default if found is None else found[0]
+
+    def _note(self, **facts: Any) -> None:
+        if not self._open.in_transaction:
+            self._open.execute("BEGIN IMMEDIATE")
+        self._open.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", facts.items())
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Inside, changes are one transaction."""
+        with self._told():
+            try:
+                yield
+                if self._open.in_transaction:
+                    self._open.commit()
+            except BaseException:
+                self._open.rollback()
+                raise
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Inside, an error of the disk says which folder it was, and what to do."""
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise FederationError(
+                f"clients cannot keep their states in {self.folder}: {error}. The last finished round is whole; make "
+                "room there or give another folder, and resume"
+            ) from error
+
+
+def _dumps(state: dict[str, Any]) -> bytes:
+    """Return a state as bytes, its tensors as they lie in memory: torch.save takes ten times as long for small ones."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(state)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.layout != torch.strided:
+            return NotImplemented
+        flat = value.detach().cpu().contiguous().flatten()
+        return _tensor, (bytearray(flat.view(torch.uint8).numpy()), value.dtype, tuple(value.shape))
+
+
+def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of its own memory."""
+    return torch.frombuffer(content, dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)

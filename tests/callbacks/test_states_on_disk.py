@@ -1,0 +1,135 @@
+"""What clients keep, on disk: the same results, small checkpoints, and nothing lost when a process is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.core.store import FILE, Store
+from tests.callbacks.test_resume import Everything, state
+from tests.federations import Plain, assert_equal, federate, loader
+
+ROUNDS = 4
+SETTINGS = {
+    "sites": {"fusion": "sites", "local_epochs": 2},
+    "everything": {"buffers": "local", "local_parameters": ["network.6.*"], "fusion": "fedavg"},
+    "ditto": {"fusion": "ditto"},
+    "ivon": {"fusion": "sites"},
+}
+WHAT = ["optimizer", "posterior"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
+
+
+def fit(folder, setting, engine, *, disk=True, rounds=ROUNDS, ckpt_path=None, callbacks=(), **options):
+    """Fit with checkpoints in ``folder``, and the clients' states beside them or in them."""
+    module = Plain(optimizer=fb.IVON) if setting == "ivon" else Everything()
+    keep = fb.Kept(WHAT, folder / "clients") if disk else WHAT
+    federation = fb.FederatedBayes(
+        fb.SizesPartition((30, 24, 16, 12, 8)), fraction=0.6, seed=3, engine=engine, keep=keep, **SETTINGS[setting])
+    made = federate(
+        module, federation, rounds, loader(), loader(shuffle=False), ckpt_path, enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(dirpath=folder), *callbacks], **options,
+    )
+    return module, federation, made
+
+
+def everything(module, federation, made):
+    """All that a federation leaves behind, at every client, too."""
+    found = state(module, federation, made)
+    for client in range(5):
+        kept = vars(federation.federation.engine.states.of(client))
+        found |= {f"{client}/{name}": value for name, value in [*kept["kept"].items(), *kept["local"].items()]}
+        own = federation.posterior_of(client)
+        found |= {f"{client}/own/{name}": value for name, value in own.mean.items()}
+    return found
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("setting", ["sites", "everything", "ditto"])
+def test_clients_on_disk_are_clients_in_memory(tmp_path, setting, engine):
+    memory = fit(tmp_path / "memory", setting, engine, disk=False)
+    fit(tmp_path / "disk", setting, engine, rounds=2)
+    disk = fit(tmp_path / "disk", setting, engine, ckpt_path="last")
+    assert_equal(everything(*memory), everything(*disk))
+    assert not disk[1].federation.engine.states.memory
+    large, small = (torch.load(tmp_path / each / "last.ckpt", weights_only=False) for each in ("memory", "disk"))
+    key = next(name for name in large["callbacks"] if "FederatedBayes" in name)
+    assert len(large["callbacks"][key]["clients"]) >= 4
+    assert small["callbacks"][key]["clients"].keys() == {"folder", "run", "rounds"}
+
+
+def test_a_federation_in_memory_goes_on_on_disk_and_not_without_its_folder(tmp_path):
+    whole = fit(tmp_path / "whole", "sites", "sequential", disk=False)
+    fit(tmp_path / "parts", "sites", "sequential", disk=False, rounds=2)
+    parts = fit(tmp_path / "parts", "sites", "sequential", ckpt_path="last")
+    assert_equal(everything(*whole), everything(*parts))
+    with pytest.raises(fb.FederationError, match=r"states lie in .*clients: resume with keep=fb\.Kept\(folder="):
+        fit(tmp_path / "parts", "sites", "sequential", disk=False, rounds=ROUNDS + 1, ckpt_path="last")
+    with pytest.raises(fb.FederationError, match="holds the clients of another run, of 3 rounds"):
+        fit(tmp_path / "parts", "sites", "sequential")
+
+
+def test_a_site_is_removed_from_disk_as_from_memory(tmp_path):
+    _, memory, _ = fit(tmp_path / "memory", "sites", "sequential", disk=False)
+    _, disk, _ = fit(tmp_path / "disk", "sites", "sequential")
+    wanted = fb.remove_client(memory, 1)
+    saved = torch.load(tmp_path / "disk" / "last.ckpt", weights_only=False)
+    for found in (fb.remove_client(disk, 1), fb.remove_client(saved, 1)):
+        assert_equal(dict(found.mean), dict(wanted.mean))
+        assert_equal(dict(found.variance), dict(wanted.variance))
+
+
+def test_a_disk_that_is_full_ends_the_run_at_its_last_round(tmp_path, monkeypatch):
+    put = Store.put
+
+    def full(self, client, state):
+        if self.rounds == 2:
+            self._open.execute(f"PRAGMA max_page_count = {self._open.execute('PRAGMA page_count').fetchone()[0]}")
+        put(self, client, state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "put", full)
+        with pytest.raises(fb.FederationError, match=r"cannot keep their states in .*clients: .*full"):
+            fit(tmp_path / "parts", "everything", "sequential")
+    parts = fit(tmp_path / "parts", "everything", "sequential", ckpt_path="last")
+    assert_equal(everything(*fit(tmp_path / "whole", "everything", "sequential")), everything(*parts))
+
+
+def killed(calls: int, name: str):
+    """Let the process be killed at a call of a method of :class:`Store`."""
+    method, left = getattr(Store, name), [calls]
+
+    def counted(self, *arguments, **options):
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(self, *arguments, **options)
+
+    setattr(Store, name, counted)
+
+
+@pytest.mark.parametrize(("engine", "setting", "name", "calls"), [
+    ("sequential", "everything", "put", 8), ("vectorized", "sites", "mark", 3), ("vectorized", "ivon", "finish", 3),
+])
+def test_a_killed_process_resumes_bit_by_bit(tmp_path, engine, setting, name, calls):
+    program = (
+        "import sys; from pathlib import Path; from tests.callbacks.test_states_on_disk import *; "
+        f"killed({calls}, {name!r}); fit(Path(sys.argv[1]), {setting!r}, {engine!r})"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "parts")], cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True, check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert (tmp_path / "parts" / "clients" / FILE).exists()
+    resumed = fit(tmp_path / "parts", setting, engine, ckpt_path="last")
+    whole = fit(tmp_path / "whole", setting, engine, disk=False)
+    assert_equal(everything(*whole), everything(*resumed))

@@ -1,0 +1,201 @@
+"""States of clients on disk: whole rounds, whatever happens to the process; one run in a folder."""
+
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.store import FILE, Store
+
+TENSORS = [
+    torch.tensor(3.0), torch.arange(6.0, dtype=torch.float64).view(2, 3).T, torch.empty(0), torch.ones(2, 0, 3),
+    torch.tensor([1, -(2**60)]), torch.tensor([True, False]), torch.tensor([1.5], dtype=torch.bfloat16),
+    torch.tensor([[float("nan"), float("inf")], [-0.0, 1e-45]]), torch.tensor([1 + 2j]),
+    torch.nn.Parameter(torch.ones(3)).detach()[1:],
+]
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = Store(tmp_path / "clients")
+    made.begin()
+    yield made
+    made.close()
+
+
+def numbers(store):
+    """Client → its number."""
+    return {client: store.get(client)["number"] for client in store.clients()}
+
+
+def finish(store, success=True, **states):
+    for client, number in states.items():
+        store.put(int(client[1:]), {"number": number})
+    store.finish(success=success)
+
+
+def test_tensors_come_back_bit_by_bit(store):
+    store.put(7, {"tensors": TENSORS, "nested": [{"a": (1, None, "text")}]})
+    store.finish(success=True)
+    found = store.get(7)
+    assert found["nested"] == [{"a": (1, None, "text")}]
+    for one, other in zip(found["tensors"], TENSORS, strict=True):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert one.contiguous().view(-1).view(torch.uint8).equal(other.contiguous().view(-1).view(torch.uint8))
+        one.zero_()  # of its own memory, and may be written to
+    assert store.get(8) is None
+
+
+def test_a_round_counts_whole_or_not_at_all(store):
+    finish(store, c0=1, c1=1)
+    store.put(0, {"number": 2})
+    store.put(2, {"number": 2})
+    assert numbers(store) == {0: 1, 1: 1}, "not before it ends"
+    store.finish(success=False)
+    assert numbers(store) == {0: 1, 1: 1}
+    store.put(0, {"number": 3})
+    store.put(1, {"number": 3})
+    store.forget(1)
+    store.finish(success=True)
+    assert numbers(store) == {0: 3, 1: 1}
+
+
+def test_a_run_goes_on_from_its_last_two_checkpoints(store):
+    rounds = {}
+    for number in range(1, 7):
+        finish(store, **{f"c{number % 3}": number})
+        rounds[number] = numbers(store)
+        if number != 5:
+            store.mark()
+    run = store.run
+    for back in (6, 4):
+        store.resume(run, back)
+        assert numbers(store) == rounds[back]
+    with pytest.raises(FederationError, match=r"after rounds 4 to 4.*written after round 3.*last two checkpoints"):
+        store.resume(run, 3)
+    with pytest.raises(FederationError, match="does not hold the clients of the checkpoint"):
+        store.resume("another", 4)
+
+
+def test_what_no_checkpoint_needs_is_dropped(store):
+    for number in range(1, 30):
+        finish(store, c0=number, c1=number)
+        if number % 7 == 0:
+            store.mark()
+    with sqlite3.connect(store.folder / FILE) as file:
+        (count,) = file.execute("SELECT count(*) FROM states").fetchone()
+    assert count == 2 * (1 + 29 - 21), "of each client its state after round 21, the last but one, and those since"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["put", "forget", "fail", "end", "mark", "crash"]), st.integers(0, 3)),
+                max_size=40))
+@settings(deadline=None, max_examples=60)
+def test_any_run_holds_what_a_dictionary_holds(tmp_path_factory, steps):
+    """Whatever is put, forgotten, refused, marked, and killed and resumed from the last checkpoint."""
+    folder = tmp_path_factory.mktemp("store")
+    store = Store(folder)
+    store.begin()
+    kept, new, saved = {}, {}, None
+    for number, (step, client) in enumerate(steps):
+        if step == "put":
+            store.put(client, {"number": number})
+            new[client] = number
+        elif step == "forget":
+            store.forget(client)
+            new.pop(client, None)
+        elif step in ("fail", "end"):
+            store.finish(success=step == "end")
+            kept, new = ({**kept, **new} if step == "end" else kept), {}
+        elif step == "mark":
+            store.mark()
+            saved = (store.run, store.rounds, dict(kept))
+        elif saved is not None:
+            store.close()
+            store = Store(folder)
+            store.resume(*saved[:2])
+            kept, new = dict(saved[2]), {}
+        assert numbers(store) == kept
+    store.close()
+
+
+def test_two_runs_do_not_share_a_folder(store, tmp_path):
+    with pytest.raises(FederationError, match=r"clients is in use by another run: give each run a folder of its own"):
+        Store(tmp_path / "clients")
+    finish(store, c0=1)
+    store.mark()
+    store.close()
+    other = Store(tmp_path / "clients")
+    with pytest.raises(FederationError, match=r"holds the clients of another run, of 1 rounds: go on with it"):
+        other.begin()
+    other.close()
+
+
+def test_a_run_that_no_checkpoint_can_go_on_with_is_no_obstacle(store, tmp_path):
+    finish(store, c0=1)
+    store.close()
+    other = Store(tmp_path / "clients")
+    other.begin()
+    assert numbers(other) == {}
+    other.close()
+
+
+def test_the_folder_is_free_when_a_process_is_killed(tmp_path):
+    program = (
+        "import os, signal, sys; from lightning_fedbayes.core.store import Store; s = Store(sys.argv[1]); s.begin(); "
+        "s.put(0, {'number': 1}); s.finish(success=True); s.mark(); s.put(0, {'number': 2}); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], capture_output=True, check=False)
+    assert done.returncode < 0, done.stderr
+    store = Store(tmp_path / "run")
+    store.resume(store.run, 1)
+    assert numbers(store) == {0: 1}
+    store.close()
+
+
+def test_a_full_disk_is_named_and_loses_nothing(store):
+    finish(store, c0=1)
+    pages = store._open.execute("PRAGMA page_count").fetchone()[0]
+    store._open.execute(f"PRAGMA max_page_count = {pages + 1}")
+    with pytest.raises(FederationError, match=r"cannot keep their states in .*clients: .*full.*make room there"):
+        store.put(1, {"number": torch.zeros(100_000)})
+    store.finish(success=False)
+    assert numbers(store) == {0: 1}
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FederationError, match=r"cannot keep their states in .*file"):
+        Store(tmp_path / "file")
+    folder = tmp_path / "locked"
+    folder.mkdir()
+    folder.chmod(stat.S_IREAD | stat.S_IEXEC)
+    if subprocess.run(["touch", str(folder / "x")], capture_output=True, check=False).returncode == 0:
+        return  # as root nothing is read-only
+    with pytest.raises(FederationError, match=r"cannot keep their states in .*locked"):
+        Store(folder)
+
+
+def test_another_process_reads_what_one_has_written(store, tmp_path):
+    reader = Store(tmp_path / "clients", writes=False)
+    reader.begin()
+    assert reader.get(0) is None
+    finish(store, c0=1)
+    reader.finish(success=True)
+    assert numbers(reader) == {0: 1}
+    found = []
+    thread = threading.Thread(target=lambda: found.append(reader.get(0)))
+    thread.start()
+    thread.join()
+    assert found == [{"number": 1}]
+    assert Store.state_in(store.reference, 0) == {"number": 1}
+    assert Store.state_in({0: {"number": 5}}, 0) == {"number": 5}
+    reader.close()
