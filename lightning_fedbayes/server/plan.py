@@ -92,6 +92,11 @@ class RoundPlan:
         return self.starts[-1]
 
     @cached_property
+    def members(self) -> frozenset[int]:
+        """The cohort, to look a client up in."""
+        return frozenset(self.cohort)
+
+    @cached_property
     def lengths(self) -> dict[int, int]:
         """Client → its number of batches."""
         return {client: end - start for client, (start, end) in zip(self.cohort, itertools.pairwise(self.starts))}

@@ -207,7 +207,7 @@ class Server:
         if self._plan is None:
             raise FederationError("no round has begun: call begin(RoundPlan(round, cohort)) before admit")
         error = update.error if isinstance(update, ClientFailure) else None
-        if update.client not in self._plan.cohort or update.client in self._outcomes:
+        if update.client not in self._plan.members or update.client in self._outcomes:
             known = "has been heard in this round" if update.client in self._outcomes else "is not in the cohort"
             refusal = FusionError(f"client {update.client} {known}; a client of the cohort sends one update in a round")
             return ClientOutcome(update.client, refusal, update.seconds, update.num_examples)
