@@ -122,7 +122,7 @@ class Aggregation:
         self._unmeasured = 0  # of those held, the last ones
         self._weights: dict[int, float] = {}
         self._rows: dict[int, int] = {}  # client that is measured → its row in the sizes
-        self._sizes = torch.empty(0)  # shape (clients, 4, tensors)
+        self._parts: list[Tensor] = []  # of the sizes, shape (clients, 4, tensors) each
         self._limits: Limits | None = None
         self._num_judged, self._judge_at = 0, FEWEST  # clients that the limits know; that they are to know next
         self._buffers = BufferAverage(buffers, collective.size > 1)
@@ -183,37 +183,36 @@ class Aggregation:
                 sizes = self.guard.shifts([update.posterior for update in recent])
             else:
                 sizes = self.guard.sizes([update.posterior.flatten() for update in recent])
-            self._sizes = torch.cat([self._sizes, sizes]) if self._rows else sizes
+            self._parts.append(sizes)
             self._rows.update((update.client, row) for row, update in enumerate(recent, start=len(self._rows)))
             self._unmeasured = 0
-        if self._streams:
-            if self._limits is not None:
-                self._release()
-            if len(self._rows) >= self._judge_at:
-                self._num_judged, self._judge_at = len(self._rows), 2 * len(self._rows)
-                self._limits = self.guard.limits(self._sizes, list(self._weights.values()))
-                self._release()
+            if self._streams and self._limits is not None:
+                self._release(sizes)
+        if self._streams and len(self._rows) >= self._judge_at:
+            self._num_judged, self._judge_at = len(self._rows), 2 * len(self._rows)
+            self._limits = self.guard.limits(self._sizes, list(self._weights.values()))
+            self._release(self._sizes[[self._rows[update.client] for update in self._held]])
 
-    def _release(self) -> None:
-        """Add the clients that wait and are within the limits that are known so far."""
-        held, self._held = self._held, []
+    @property
+    def _sizes(self) -> Tensor:
+        """The sizes of all clients that are measured."""
+        if len(self._parts) > 1:
+            self._parts = [torch.cat(self._parts)]
+        return self._parts[0]
+
+    def _release(self, sizes: Tensor) -> None:
+        """Add those of the last clients that wait, whose ``sizes`` are given, that are within the limits."""
+        assert self._limits is not None
+        first = len(self._held) - len(sizes)  # those before have been found to be beyond
+        recent, self._held = self._held[first:], self._held[:first]
+        beyond = sizes > self._limits.of(self._weights[update.client] for update in recent)
         ready = []
-        for update, suspect in zip(held, self._suspects(held, self._weights)):
+        for update, suspect in zip(recent, beyond.flatten(1).any(1).tolist(), strict=True):
             if suspect:
                 self._held.append(update)
             else:
                 ready.append((update, update.posterior, self._weights[update.client]))
         self._fuse(ready)
-
-    def _suspects(self, updates: Sequence[ClientUpdate], weights: Mapping[int, float]) -> list[bool]:
-        """Return for each client whether a size of its update is above its limit, or no limits are known yet."""
-        if not self._clips or not updates:
-            return [False] * len(updates)
-        if self._limits is None:
-            return [True] * len(updates)
-        limits = self._limits.of(weights[update.client] for update in updates)
-        rows = [self._rows[update.client] for update in updates]
-        return (self._sizes[rows] > limits).flatten(1).any(1).tolist()
 
     def admitted(self) -> Admitted:
         """Return what the other processes must know of this one's clients before :meth:`finish`."""
