@@ -77,7 +77,8 @@ class FederatedBayes(L.Callback):
             (:func:`~lightning_fedbayes.methods.available_methods`); "auto", or an
             :class:`~lightning_fedbayes.AutoFusion`, chooses a rule in every round on the validation data. None:
             "sites", whose posterior keeps its meaning over many rounds, where they go: Bayesian layers, or IVON, with
-            one normal prior, clients that keep no more than 1 GiB, and no other setting that speaks against them.
+            one normal prior, clients that keep no more than 1 GiB in memory, and no other setting that speaks against
+            them.
             Elsewhere "reverse_kl_barycenter", an average. A line says which, and why.
         weighting: how much each client counts: "equal", "train_size", "max_discrepancy", "distance", their "_l2"
             forms, or a function from a list of :class:`~lightning_fedbayes.server.weighting.ClientFacts` to weights.

@@ -61,7 +61,7 @@ def default_fusion(
     ):
         obstacle = "not all parameters share one normal prior, or some layers are of another package"
     elif obstacle is None and kept > MOST_KEPT and settings.kept.folder is None:
-        obstacle = f"sites of {num_clients} clients would take {kept / 2**30:.1f} GiB"
+        obstacle = f"sites of {num_clients} clients would take {kept / 2**30:.1f} GiB: give keep=fb.Kept(folder=...)"
     if obstacle is not None:
         return Averaging(), f"an average, 'reverse_kl_barycenter', since {obstacle}"
     mean, std = (float(each) for each in next(iter(normal)))

@@ -218,7 +218,7 @@ def test_a_client_that_flips_and_one_that_returns_after_fifty_rounds(rule):
 def test_what_a_round_that_came_to_nothing_was_sent_is_not_counted():
     rule = Sites(1.0, 1.0, "pvi", *PRIOR)
     clients = federation(rule)
-    clients.server.min_clients = 2
+    clients.server.safeguards = fb.Safeguards(min_clients=2)
     clients.server.begin(RoundPlan(0, (0, 1)))
     clients.server.admit(Clients(rule, clients.server).update(0))
     clients.server.finish()
