@@ -85,6 +85,17 @@ def test_a_run_goes_on_from_its_last_two_checkpoints(store):
         store.resume("another", 4)
 
 
+def test_what_came_after_the_checkpoint_does_not_come_back(store):
+    finish(store, c0=1)
+    store.mark()
+    finish(store, c1=2)
+    finish(store, c2=3)
+    store.resume(store.run, 1)
+    finish(store, c0=4)
+    finish(store, c0=5)
+    assert numbers(store) == {0: 5}
+
+
 def test_what_no_checkpoint_needs_is_dropped(store):
     for number in range(1, 30):
         finish(store, c0=number, c1=number)
