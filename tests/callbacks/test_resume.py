@@ -111,6 +111,16 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def killed(program: str, folder: Path) -> None:
+    """Run a program in a process of its own, with ``folder`` as its argument, which ends in a kill."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True, check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+
+
 def run(
     folder: Path, setting: str, ckpt_path=None, callbacks=(), make=None, engine="vectorized", **checkpoint
 ):
@@ -259,12 +269,7 @@ def test_a_killed_process_resumes_bit_by_bit(tmp_path, setting):
         "folder = Path(sys.argv[1]); engine.STEPS_PER_BATCH = 1; "
         f"run(folder, {setting!r}, callbacks=[Interrupt(3, 5, kill)])"
     )
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "parts")], cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True, check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    killed(program, tmp_path / "parts")
     resumed = state(*run(tmp_path / "parts", setting, ckpt_path="last"))
     assert_equal(state(*run(tmp_path / "whole", setting)), resumed)
 

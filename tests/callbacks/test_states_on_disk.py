@@ -1,18 +1,12 @@
 """What clients keep, on disk: the same results, small checkpoints, and nothing lost when a process is killed."""
 
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.store import FILE, Store
-from tests.callbacks.test_resume import Everything, state
+from tests.callbacks.test_resume import Everything, kill, killed, state
 from tests.federations import Plain, assert_equal, federate, loader
 
 ROUNDS = 4
@@ -103,14 +97,14 @@ def test_a_disk_that_is_full_ends_the_run_at_its_last_round(tmp_path, monkeypatc
     assert_equal(everything(*fit(tmp_path / "whole", "everything", "sequential")), everything(*parts))
 
 
-def killed(calls: int, name: str):
+def kill_at(calls: int, name: str):
     """Let the process be killed at a call of a method of :class:`Store`."""
     method, left = getattr(Store, name), [calls]
 
     def counted(self, *arguments, **options):
         left[0] -= 1
         if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill()
         return method(self, *arguments, **options)
 
     setattr(Store, name, counted)
@@ -122,14 +116,9 @@ def killed(calls: int, name: str):
 def test_a_killed_process_resumes_bit_by_bit(tmp_path, engine, setting, name, calls):
     program = (
         "import sys; from pathlib import Path; from tests.callbacks.test_states_on_disk import *; "
-        f"killed({calls}, {name!r}); fit(Path(sys.argv[1]), {setting!r}, {engine!r})"
+        f"kill_at({calls}, {name!r}); fit(Path(sys.argv[1]), {setting!r}, {engine!r})"
     )
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "parts")], cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True, check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    killed(program, tmp_path / "parts")
     assert (tmp_path / "parts" / "clients" / FILE).exists()
     resumed = fit(tmp_path / "parts", setting, engine, ckpt_path="last")
     whole = fit(tmp_path / "whole", setting, engine, disk=False)
