@@ -86,9 +86,10 @@ def make_rule(text: str) -> str | FusionRule:
 
 def make_federation(settings: Settings) -> fb.FederatedBayes:
     """Return the callback of a cell."""
+    rule: Any = make_rule(settings.fusion)
     return fb.FederatedBayes(
         make_partition(settings), local_epochs=settings.local_epochs, weighting=settings.weighting, seed=settings.seed,
-        fusion=fb.Averaging(make_rule(settings.fusion), settings.prior),  # pyright: ignore[reportArgumentType]
+        fusion=rule if settings.prior == "fixed" else fb.Averaging(rule, "global"),
     )
 
 

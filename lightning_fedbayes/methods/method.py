@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FederationError, check_kind
+from lightning_fedbayes.core.errors import FederationError, FusionError, check_kind
 from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.private_torch import version_if_any
@@ -205,6 +205,8 @@ class Method:
     """True if every client keeps the posterior that it has trained last."""
     weighting: ClassVar[str] = ""
     """Weighting of the clients, where the method says so; "": that of the federation."""
+    takes_sites: ClassVar[bool] = False
+    """True if its clients keep sites, without which the server would count each of them anew in every round."""
     problems: ClassVar[int] = 1
     """Problems that a client solves in a round, from 0; the reports of all but the first are kept alone, not sent. The
     last one's posterior is the client's personal one."""
@@ -214,6 +216,11 @@ class Method:
     def __init__(self, rule: str | FusionRule | AutoFusion) -> None:
         chosen = AutoFusion() if isinstance(rule, str) and rule == "auto" else rule
         self.rule = chosen if isinstance(chosen, AutoFusion) else get_rule(chosen)
+        if not self.takes_sites and not isinstance(self.rule, AutoFusion) and self.rule.keeps_sites:
+            raise FusionError(
+                f"{type(self).__name__}(rule={self._rule_name}): sites need clients that keep theirs, and those of "
+                f"{type(self).__name__} keep none: give fusion='{self._rule_name}' itself, or another rule"
+            )
 
     @property
     def auto(self) -> AutoFusion | None:

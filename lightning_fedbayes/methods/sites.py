@@ -47,6 +47,7 @@ class SiteMethod(Method):
 
     keeps: ClassVar[str] = "its site, which the posterior still counts, and would count its data twice"
     keeps_optimizer: ClassVar[bool] = True
+    takes_sites: ClassVar[bool] = True
 
     rule: Sites
 
