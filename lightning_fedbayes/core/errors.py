@@ -41,6 +41,18 @@ class FederationError(FedBayesError):
     """A Trainer, module, data set or round that a federation cannot run with."""
 
 
+class NotSent(FederationError):
+    """The client's privacy does not let it send what it was asked for."""
+
+
+class ClientMismatch(FederationError):
+    """The client's method, network, frozen weights or version are not the server's."""
+
+
+class LostState(FederationError):
+    """The client has lost what it keeps: bring its folder back, or take it out of the server's checkpoint."""
+
+
 class CannotVectorize(FederationError):
     """A module, optimizer or Trainer that the vectorized engine cannot train; the message says why."""
 

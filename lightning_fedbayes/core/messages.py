@@ -1,16 +1,101 @@
-"""Messages of a round: what a client sends, and what became of it at the server."""
+"""Messages: the one form of what leaves a client, a round's update, and what became of it at the server."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FederationError, check_at_least, check_kind, check_number, shown
+from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
+
+T = TypeVar("T")
+
+Kind = Literal["introduction", "update", "scores", "temperature", "counts", "statistics", "curvature", "failure"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """Message of a client, whatever it is about: named tensors and figures, and the number of examples behind them.
+
+    Args:
+        kind: "introduction": which client it is. "update": of a round. "scores": what it logs of a validation.
+            "temperature" and "counts": sums and histograms for a calibration. "statistics" and "curvature": what it
+            sends once, in place of rounds. "failure": that it could not do what it was asked for.
+        client: its number.
+        round: the round that it is based on, from 1; 0 before the first.
+        num_examples: how many examples of the client it is of.
+        tensors: name → tensor.
+        figures: name → number.
+        texts: name → text; of a failure alone: "error", the class of the exception, "stage", and, where clients share
+            them, "text", that of the exception.
+    """
+
+    kind: Kind
+    client: int
+    round: int = 0
+    num_examples: int = 0
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, kind: Kind, client: int, round: int, value: Any, figures: Mapping[str, float] | None = None) -> Message:
+        """Return the message of a dataclass: its tensors and numbers by the names of their fields.
+
+        Args:
+            kind, client, round: see :class:`Message`.
+            value: of fields that are tensors, numbers, dicts name → tensor (sent as "field/name"), or text that the
+                server knows; the field "num_examples", if it has one, is the message's.
+            figures: more of them.
+        """
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, float] = dict(figures or {})
+        for each in fields(value):
+            part = getattr(value, each.name)
+            if isinstance(part, Tensor):
+                tensors[each.name] = part
+            elif isinstance(part, Mapping):
+                tensors |= {f"{each.name}/{name}": tensor for name, tensor in part.items()}
+            elif isinstance(part, Real) and each.name != "num_examples":
+                numbers[each.name] = float(part)
+        return cls(kind, client, round, int(value.num_examples), tensors, numbers)
+
+    def read(self, kind: type[T], **known: Any) -> T:
+        """Return the dataclass that :meth:`of` has sent; nothing in the message is trusted.
+
+        Args:
+            kind: the dataclass, which checks its values.
+            known: fields that are not sent.
+
+        Raises:
+            FusionError: a tensor or number is missing, or one is no part of it.
+            FedBayesError: the dataclass refuses the values.
+        """
+        values, left = dict(known), set(self.tensors)
+        for each in fields(kind):  # pyright: ignore[reportArgumentType]
+            name = each.name
+            if name in values:
+                continue
+            if name == "num_examples":
+                values[name] = self.num_examples
+            elif str(each.type).startswith("Mapping"):
+                values[name] = {
+                    key.removeprefix(f"{name}/"): value for key, value in self.tensors.items()
+                    if key.startswith(f"{name}/")
+                }
+                left -= {f"{name}/{key}" for key in values[name]}
+            elif name in (known_part := self.figures if str(each.type) == "float" else self.tensors):
+                values[name] = known_part[name]
+                left.discard(name)
+            else:
+                raise FusionError(f"client {self.client}: its message has no '{name}'")
+        if left:
+            raise FusionError(f"client {self.client}: '{min(left)}' is no part of a {kind.__name__}")
+        return kind(**values)
 
 
 @dataclass(frozen=True)

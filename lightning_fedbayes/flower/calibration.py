@@ -11,8 +11,6 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
-import torch
-from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset
@@ -28,9 +26,11 @@ from lightning_fedbayes.callbacks.calibration import (
 )
 from lightning_fedbayes.callbacks.calibration.callback import data_of
 from lightning_fedbayes.callbacks.calibration.scores import GRIDS
-from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError
+from lightning_fedbayes.clients.privacy import Door
+from lightning_fedbayes.core.errors import ClientMismatch, FedBayesError, FederationError, FusionError
+from lightning_fedbayes.core.messages import Kind, Message
 from lightning_fedbayes.data import ClientDatasets
-from lightning_fedbayes.flower.wire import MOST_EXAMPLES, examples_of, read_metrics
+from lightning_fedbayes.flower.wire import MOST_EXAMPLES
 
 ACTION = "calibrate"
 """Flower's name of the query."""
@@ -39,8 +39,8 @@ REQUEST = ("kind", "temperature", "bins", "epsilon")
 """Keys of a request: "temperature" or a kind of scores, T of the logits, cells and ε of the sketch, 0 for no noise."""
 
 Calibration = FederatedTemperature | FederatedConformal
-Ask = Callable[[dict[str, Any], "set[int] | None"], Mapping[int, Message]]
-"""Sends a request to some clients, or to all; returns client → reply."""
+Ask = Callable[[dict[str, Any], "set[int] | None", Kind], Mapping[int, Message | FedBayesError]]
+"""Sends a request to some clients, or to all, for messages of a kind: client → message, or why it has none."""
 
 
 # -- server ------------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def find_temperature(scaling: FederatedTemperature, ask: Ask) -> None:
     search, clients = TemperatureSearch(), None
     while not search.done:
         request = {"kind": TEMPERATURE, "temperature": search.temperature, "bins": 1, "epsilon": 0.0}
-        messages = _read(ask(request, clients), _temperature_in)
+        messages = usable(ask(request, clients, "temperature"), lambda message: message.read(TemperatureMessage))
         if clients is not None and messages.keys() != clients:
             search = TemperatureSearch(search.temperature)
         clients = set(messages)
@@ -97,54 +97,48 @@ def take_thresholds(conformal: FederatedConformal, temperature: float, ask: Ask)
         "epsilon": conformal.epsilon or 0.0,
     }
 
-    def sketch_in(reply: Message, who: str) -> tuple[ScoreSketch, float]:
-        return _sketch_in(reply, who, conformal)
+    def read(message: Message) -> tuple[ScoreSketch, float]:
+        return _sketch_in(message, conformal)
 
-    sketches = _read(ask(request, None), sketch_in)
+    sketches = usable(ask(request, None, "counts"), read)
     conformal.fit({str(client): sketch for client, (sketch, _) in sketches.items()})
     if conformal.epsilon is not None:
         spent = max(epsilon for _, epsilon in sketches.values())
         rank_zero_info(f"Noisy counts so far: ε = {spent:g}, the largest of a client")
 
 
-def _read(replies: Mapping[int, Message], read: Callable[[Message, str], Any]) -> dict[int, Any]:
-    """Return client → what it sent, in the order of clients, without those whose reply cannot be used."""
+def usable(replies: Mapping[int, Message | FedBayesError], read: Callable[[Message], Any]) -> dict[int, Any]:
+    """Return client → what it sent, in the order of clients, without those whose reply cannot be used.
+
+    Raises:
+        FederationError: there is none.
+    """
     found, reasons = {}, []
     for client in sorted(replies):
+        reply = replies[client]
         try:
-            found[client] = read(replies[client], f"client {client}")
+            if isinstance(reply, FedBayesError):
+                raise reply
+            found[client] = read(reply)
         except FedBayesError as refusal:
-            reasons.append(str(refusal))
-            rank_zero_info(f"Calibration: left out: {refusal}")
+            text = str(refusal)
+            reasons.append(text if f"client {client}" in text else f"client {client}: {text}")
+    if reasons:
+        more = f"; and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+        rank_zero_info(f"Left out: {reasons[0]}{more}")
     if not found:
-        raise FederationError(f"no client's answer can be used: {'; '.join(reasons) or 'none has come in time'}")
+        raise FederationError(f"no client's answer can be used: {'; '.join(reasons[:3]) or 'none has come in time'}")
     return found
 
 
-def _temperature_in(reply: Message, who: str) -> TemperatureMessage:
-    metrics = read_metrics(reply, who)
-    missing = [name for name in ("gradient", "curvature", "loss") if name not in metrics]
-    if missing:
-        raise FusionError(f"{who}: its reply has no finite {', '.join(missing)}")
-    return TemperatureMessage(
-        metrics["gradient"], metrics["curvature"], metrics["loss"], examples_of(metrics, who, least=1)
-    )
-
-
-def _sketch_in(reply: Message, who: str, conformal: FederatedConformal) -> tuple[ScoreSketch, float]:
+def _sketch_in(message: Message, conformal: FederatedConformal) -> tuple[ScoreSketch, float]:
     """Return a client's sketch, and the ε that it says it has spent."""
-    spent = read_metrics(reply, who).get("epsilon", 0.0)
-    arrays = reply.content.get("arrays")
-    if not isinstance(arrays, ArrayRecord) or "counts" not in arrays:
-        raise FusionError(f"{who}: its reply has no counts")
-    try:
-        counts = torch.from_numpy(arrays["counts"].numpy())
-    except Exception as error:  # bytes of a stranger: NumPy raises what it likes
-        raise FusionError(f"{who}: its counts cannot be read: {error}") from None
-    sketch = ScoreSketch(counts, GRIDS[conformal.kind])
-    if len(counts) != conformal.bins or int(counts.max()) > MOST_EXAMPLES or sketch.num_examples == 0:
-        raise FusionError(f"{who}: its counts are not those of {conformal.bins} cells and of some examples")
-    return sketch, spent
+    sketch = message.read(ScoreSketch, grid=GRIDS[conformal.kind])
+    if len(sketch.counts) != conformal.bins or int(sketch.counts.max()) > MOST_EXAMPLES or sketch.num_examples == 0:
+        raise FusionError(
+            f"client {message.client}: its counts are not those of {conformal.bins} cells and of some examples"
+        )
+    return sketch, message.figures.get("epsilon", 0.0)
 
 
 # -- client ------------------------------------------------------------------------------------------------------------
@@ -173,8 +167,8 @@ def own_data(loaders: Any, client: int) -> tuple[Dataset, int]:
 
 
 def answer(
-    module: nn.Module, data: tuple[Dataset, int], request: Mapping[str, Any], client: int, seed: int, spent: float
-) -> dict[str, ArrayRecord | MetricRecord]:
+    module: nn.Module, data: tuple[Dataset, int], request: Mapping[str, Any], client: int, seed: int
+) -> TemperatureMessage | ScoreSketch:
     """Return what a client answers to a request: four sums, or the counts of a sketch with its noise.
 
     Args:
@@ -183,7 +177,6 @@ def answer(
         request: see :data:`REQUEST`.
         client: its number.
         seed: of the federation. That of the noise is fresh, and nobody knows it.
-        spent: ε of the client's noisy counts so far, this answer among them.
 
     Raises:
         FedBayesError: the data or the module do not suit the request.
@@ -192,45 +185,27 @@ def answer(
     kind, temperature = request["kind"], request["temperature"]
     if kind == TEMPERATURE:
         pair = predictions_of(module, {name: dataset}, batch_size, seed, first=client)[name]
-        message = temperature_message(*pair, temperature)
-        sums = {key: value for key, value in vars(message).items() if key != "num_examples"}
-        return {"metrics": MetricRecord({**sums, "num-examples": message.num_examples})}
+        return temperature_message(*pair, temperature)
     conformal = FederatedConformal(kind=kind, bins=request["bins"])
-    scores = conformal.scores_of(module, {name: dataset}, temperature, batch_size, seed, first=client)[name]
-    sketch = conformal.sketch(scores)
-    if request["epsilon"]:
-        sketch = sketch.noisy(request["epsilon"], secrets.randbits(62))
-    return {"arrays": ArrayRecord({"counts": Array(sketch.counts)}), "metrics": MetricRecord({"epsilon": spent})}
+    sketch = conformal.sketch(
+        conformal.scores_of(module, {name: dataset}, temperature, batch_size, seed, first=client)[name]
+    )
+    return sketch.noisy(request["epsilon"], secrets.randbits(62)) if request["epsilon"] else sketch
 
 
 def request_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request in a message's configuration; raise FederationError if there is none."""
+    """Return the request in a message's configuration; raise ClientMismatch if there is none."""
     missing = [key for key in REQUEST if key not in config]
     if missing:
-        raise FederationError(f"the server's request lacks {', '.join(missing)}: it is of another version")
+        raise ClientMismatch(f"the server's request lacks {', '.join(missing)}: it is of another version")
     return {key: config[key] for key in REQUEST}
 
 
-def check_allowed(request: Mapping[str, Any], private: bool, epsilon: float | None) -> None:
-    """Raise FederationError if a client that protects its data must not answer.
-
-    Args:
-        request: see :data:`REQUEST`.
-        private: the client's updates are private.
-        epsilon: ε of the noise on its counts; None: none is added.
-    """
-    if request["kind"] == TEMPERATURE and (private or epsilon is not None):
-        raise FederationError("this client's data are private, and a temperature needs exact sums: it sends none")
-    if private and epsilon is None:
-        raise FederationError(
-            "this client's updates are private, and the server asks for counts of its scores: allow them with noise, "
-            "by client_app(conformal_epsilon=...)"
-        )
-    if request["kind"] != TEMPERATURE and request["epsilon"] != (epsilon or 0.0):
-        raise FederationError(
-            f"the server asks for counts with epsilon={request['epsilon'] or None}, and this client's is {epsilon}: "
-            "give FederatedConformal(epsilon=...) and client_app(conformal_epsilon=...) the same"
-        )
+def check_allowed(request: Mapping[str, Any], door: Door) -> Kind:
+    """Return the kind of message that answers a request; raise NotSent if it must not leave the client."""
+    kind: Kind = "temperature" if request["kind"] == TEMPERATURE else "counts"
+    door.check(kind, request["epsilon"] or None)
+    return kind
 
 
 def count_noise(folder: Path, client: int, epsilon: float) -> float:

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import flwr.app
 import lightning as L
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.clientapp import ClientApp
 
-from lightning_fedbayes.callbacks.calibration.scores import check_epsilon
 from lightning_fedbayes.clients.model import ResidentModel
-from lightning_fedbayes.clients.privacy import UpdatePrivacy, check_no_buffers
+from lightning_fedbayes.clients.privacy import Door, UpdatePrivacy, check_no_buffers
 from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Fusion, Keep, Source
-from lightning_fedbayes.core.errors import FederationError, check_kind, check_path, check_strings
+from lightning_fedbayes.core.errors import (
+    ClientMismatch,
+    FedBayesError,
+    FederationError,
+    LostState,
+    check_kind,
+    check_path,
+    check_strings,
+)
+from lightning_fedbayes.core.messages import Message
 from lightning_fedbayes.core.quiet import without_banners
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.flower.calibration import ACTION, answer, check_allowed, count_noise, own_data, request_in
 from lightning_fedbayes.flower.checkpoint import StateFile
 from lightning_fedbayes.flower.training import ClientTraining, Task
-from lightning_fedbayes.flower.wire import from_arrays, to_arrays
+from lightning_fedbayes.flower.wire import from_arrays, records_of, tensors_of
 from lightning_fedbayes.methods import get_method
 
+LOG = logging.getLogger(__name__)
+"""The client's own log."""
 NODE_CONFIG_KEY = "partition-id"
 """Key of the client's number in a node's configuration, in Flower's simulation and by ``--node-config``."""
 
@@ -55,6 +66,8 @@ def client_app(
     privacy: UpdatePrivacy | None = None,
     posterior: Source | None = None,
     conformal_epsilon: float | None = None,
+    exact: Collection[str] = (),
+    share_errors: bool = False,
     state_folder: str | Path | None = None,
     trainer: Mapping[str, Any] | None = None,
 ) -> ClientApp:
@@ -88,6 +101,10 @@ def client_app(
             ``FederatedConformal(epsilon=...)``, which must be the same. Each answer costs it anew; the client adds them
             up in its ``state_folder``. It sends no exact sums then, for a temperature. None: counts are exact, and none
             are sent under ``privacy``.
+        exact: kinds of messages that may leave as they are in spite of ``privacy``: "scores" of a validation,
+            "temperature", "counts", "statistics", "curvature"; see the table in docs/privacy.md. Others are not sent.
+        share_errors: send the text of an exception to the server, too, for federations of one owner. Otherwise the
+            server hears of its class and of the stage alone, and the text stays in the client's own log.
         state_folder: where the client keeps its state, which never leaves it: local parameters and buffers, kept
             optimizer state, the number of its messages under ``privacy``.
         trainer: options of the client's Trainer, such as ``{"accelerator": "gpu", "gradient_clip_val": 1.0}``.
@@ -105,8 +122,7 @@ def client_app(
     )
     keeps = bool(local_parameters) or bool(settings.kept.what) or buffers == "local" or privacy is not None
     keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None
-    if conformal_epsilon is not None:
-        check_epsilon(conformal_epsilon)
+    door = Door(privacy, conformal_epsilon, exact, share_errors)
     if keeps and state_folder is None:
         raise FederationError(
             "local parameters, local buffers, kept optimizer states and posteriors, sites and the accounts of privacy "
@@ -115,12 +131,12 @@ def client_app(
     if privacy is not None:
         check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
     folder = check_path("state_folder", state_folder) if keeps else None
-    handler = _MessageHandler(module, datamodule, settings, folder, trainer or {}, conformal_epsilon)
+    handler = _MessageHandler(module, datamodule, settings, folder, trainer or {}, door)
     app = ClientApp()
-    app.query()(handler.introduce)
-    app.train()(handler.train)
-    app.evaluate()(handler.evaluate)
-    app.query(ACTION)(handler.calibrate)
+    app.query()(handler.answering("introduction", handler.introduce))
+    app.train()(handler.answering("training", handler.train))
+    app.evaluate()(handler.answering("evaluation", handler.evaluate))
+    app.query(ACTION)(handler.answering("calibration", handler.calibrate))
     return app
 
 
@@ -144,34 +160,53 @@ class _MessageHandler:
 
     def __init__(
         self, module: L.LightningModule, datamodule: DataModule, settings: FederationSettings,
-        state_folder: Path | None, options: Mapping[str, Any], conformal_epsilon: float | None,
+        state_folder: Path | None, options: Mapping[str, Any], door: Door,
     ) -> None:
         self.module = module
         self.datamodule = datamodule
         self.training = ClientTraining(settings)
         self.state_folder = state_folder
-        self.privacy = settings.privacy
-        self.conformal_epsilon = conformal_epsilon
+        self.door = door
         self.options = {**QUIET, **options}
         self._trainer: L.Trainer | None = None
 
-    def introduce(self, message: Message, context: Context) -> Message:
-        """Say which client this node is."""
-        return _reply(message, client=ConfigRecord({"client": client_number(context)}))
+    def answering(
+        self, stage: str, answer: Callable[[flwr.app.Message, Context], Message]
+    ) -> Callable[[flwr.app.Message, Context], flwr.app.Message]:
+        """Return what Flower calls: it sends what ``answer`` returns, or, where that raises, a failure.
 
-    def train(self, message: Message, context: Context) -> Message:
+        The text of an exception goes to the client's own log.
+        """
+        def reply(message: flwr.app.Message, context: Context) -> flwr.app.Message:
+            try:
+                sent = answer(message, context)
+            except Exception as error:
+                name, own = type(error).__name__, isinstance(error, FedBayesError)
+                LOG.error("%s failed, and the server hears of a %s: %s", stage, name, error, exc_info=not own)
+                number = context.node_config.get(NODE_CONFIG_KEY)
+                client = number if isinstance(number, int) else -1
+                sent = Message("failure", client, texts=self.door.failure(error, stage))
+            return flwr.app.Message(records_of(sent), reply_to=message)
+
+        return reply
+
+    def introduce(self, message: flwr.app.Message, context: Context) -> Message:
+        """Say which client this node is."""
+        return Message("introduction", client_number(context))
+
+    def train(self, message: flwr.app.Message, context: Context) -> Message:
         """Train in the round that the server names, from the posterior that it sends."""
         config = _config(message)
         method = self.training.method
         own = method.agreement()
         if config["method"] != own:
-            raise FederationError(
+            raise ClientMismatch(
                 f"the server's method is ({config['method'] or 'an average'}), this client's ({own or 'an average'}): "
                 "give client_app(fusion=...) what FusionStrategy has"
             )
         kept = StateFile(self.state_folder, client_number(context), config)
         if method.keeps and config["accepted"] and client_number(context) not in kept.before:
-            raise FederationError(
+            raise LostState(
                 f"client {client_number(context)} has lost {method.keeps}: bring its state_folder back, or remove the "
                 "client from the server's checkpoint"
             )
@@ -179,42 +214,38 @@ class _MessageHandler:
         update, after = self._with_trainer(
             lambda trainer: self.training.train(trainer, self.module, self._data(context), task)
         )
-        metrics = dict(update.metrics)
-        if self.privacy is not None:
-            update = self.privacy.send(update, task.posterior, secrets.randbits(63), task.round)
-            metrics = {"privacy/epsilon": kept.count(self.privacy)}
+        update = self.door.protected(update, task.posterior, task.round)
+        spent = {} if self.door.privacy is None else {"privacy/epsilon": kept.count(self.door.privacy)}
         kept.write(after)  # before anything is sent
-        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        return _reply(
-            message,
-            arrays=to_arrays(update.posterior, update.buffers),
-            metrics=MetricRecord({"num-examples": update.num_examples, **metrics}),
-            config=ConfigRecord({"server-round": task.round + 1}),
-        )
+        figures = {name: value for name, value in {**update.metrics, **spent}.items() if math.isfinite(value)}
+        tensors = tensors_of(update.posterior, update.buffers)
+        return Message("update", task.client, task.round + 1, update.num_examples, tensors, figures)
 
-    def evaluate(self, message: Message, context: Context) -> Message:
+    def evaluate(self, message: flwr.app.Message, context: Context) -> Message:
         """Score the server's posterior on the client's own validation data, and the client's own if it keeps one."""
+        self.door.check("scores")
         number, keeps = client_number(context), self.training.settings.keeps_posteriors
         task = _task(message, context, StateFile(self.state_folder, number, _config(message)).before if keeps else {})
-        metrics, count = self._with_trainer(
+        figures, count = self._with_trainer(
             lambda trainer: self.training.evaluate(trainer, self.module, self._data(context), task)
         )
-        return _reply(message, metrics=MetricRecord({"num-examples": count, **metrics}))
+        return Message("scores", number, task.round + 1, count, figures=figures)
 
-    def calibrate(self, message: Message, context: Context) -> Message:
+    def calibrate(self, message: flwr.app.Message, context: Context) -> Message:
         """Answer what the server asks of the client's validation data, to calibrate the posterior that it sends."""
         task, request = _task(message, context, {}), request_in(_config(message))
-        check_allowed(request, self.privacy is not None, self.conformal_epsilon)
+        kind = check_allowed(request, self.door)
         datamodule = self._data(context)
         datamodule.prepare_data()
         datamodule.setup("validate")
         data = own_data(datamodule.val_dataloader(), task.client)
         self.training.load_global(self.module, task)
-        spent = 0.0
+        spent = {}
         if request["epsilon"]:
             assert self.state_folder is not None
-            spent = count_noise(self.state_folder, task.client, request["epsilon"])  # before anything is sent
-        return _reply(message, **answer(self.module, data, request, task.client, task.seed, spent))
+            spent["epsilon"] = count_noise(self.state_folder, task.client, request["epsilon"])  # before it is sent
+        sent = answer(self.module, data, request, task.client, task.seed)
+        return Message.of(kind, task.client, task.round + 1, sent, spent)
 
     def _data(self, context: Context) -> L.LightningDataModule:
         """The client's data module; made anew for every message if a function makes it."""
@@ -232,7 +263,7 @@ class _MessageHandler:
         return result
 
 
-def _task(message: Message, context: Context, kept: Mapping[int, Any]) -> Task:
+def _task(message: flwr.app.Message, context: Context, kept: Mapping[int, Any]) -> Task:
     """Return the task that a message of the server sets."""
     arrays, config = message.content["arrays"], _config(message)
     assert isinstance(arrays, ArrayRecord)
@@ -243,23 +274,18 @@ def _task(message: Message, context: Context, kept: Mapping[int, Any]) -> Task:
     )
 
 
-def _config(message: Message) -> dict[str, Any]:
+def _config(message: flwr.app.Message) -> dict[str, Any]:
     """Return the configuration in a message of the server.
 
     Raises:
-        FederationError: it is not one of FusionStrategy's.
+        ClientMismatch: it is not one of FusionStrategy's.
     """
     config = message.content["config"]
     assert isinstance(config, ConfigRecord)
     missing = [key for key in CONFIG_KEYS if key not in config]
     if missing:
-        raise FederationError(
+        raise ClientMismatch(
             f"the server's message lacks {', '.join(missing)}: this client works with a server that runs "
             "FusionStrategy"
         )
     return dict(config)
-
-
-def _reply(message: Message, **records: ArrayRecord | MetricRecord | ConfigRecord) -> Message:
-    """An answer to ``message``."""
-    return Message(RecordDict(records), reply_to=message)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 
-from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError, FusionError
+from lightning_fedbayes.flower.wire import message_in
 
 POLL_SECONDS = 0.5
 """Interval at which a server that waits for clients looks again."""
@@ -26,7 +27,8 @@ class Roster:
 
     def __init__(self) -> None:
         self.nodes: dict[int, int] = {}
-        self._claims: dict[int, int | None] = {}
+        self._claims: dict[int, int] = {}
+        self._silent: set[int] = set()
 
     def wait(self, grid: Grid, clients: int, timeout: float) -> dict[int, int]:
         """Wait until ``clients`` clients are at hand. Returns client → node.
@@ -56,23 +58,21 @@ class Roster:
                 self._enter(reply)
         holders: dict[int, int] = {}
         for node, number in self._claims.items():  # the first that has claimed a number comes first
-            if number is not None:
-                holders.setdefault(number, node)
+            holders.setdefault(number, node)
         self.nodes = dict(sorted(holders.items()))
         return self.nodes
 
     def _enter(self, reply: Message) -> None:
         """Note what a node says of itself."""
         node = reply.metadata.src_node_id
-        if reply.has_error():  # it will be asked again
-            rank_zero_info(f"Node {node} does not say which client it is: {reply.error.reason}")
+        try:
+            number = message_in(reply, None, "introduction", 0).client
+        except FusionError as refusal:  # it will be asked again
+            if node not in self._silent:
+                rank_zero_info(f"Node {node} does not say which client it is: {refusal}")
+            self._silent.add(node)
             return
-        record = reply.content.get("client")
-        number = record.get("client") if isinstance(record, ConfigRecord) else None
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            rank_zero_info(f"Node {node} is left out: it says that it is client {number!r}, which is no number from 0")
-            number = None
-        elif number in self._claims.values():
+        if number in self._claims.values():
             rank_zero_info(
                 f"Node {node} is left out: it says that it is client {number}, and so does another node that came "
                 "before; give every SuperNode a partition-id of its own"

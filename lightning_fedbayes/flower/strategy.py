@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting, check_cohort
 from lightning_fedbayes.core.errors import (
+    FedBayesError,
     FederationError,
     FusionError,
     check_at_least,
@@ -21,7 +22,8 @@ from lightning_fedbayes.core.errors import (
     check_number,
     check_path,
 )
-from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
+from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate, Kind
+from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.flower.calibration import ACTION, Calibration, calibrate, check_calibration
@@ -30,10 +32,9 @@ from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import (
     client_scores,
     digest_in,
-    examples_of,
     from_arrays,
+    message_in,
     probabilistic_names,
-    read_metrics,
     read_update,
     to_arrays,
 )
@@ -283,7 +284,8 @@ class FusionStrategy(Strategy):
                 rank_zero_info(f"Round {server_round}: node {reply.metadata.src_node_id} answers, but was not asked")
                 continue
             try:
-                updates[client] = read_update(reply, client, server_round, self._probabilistic)
+                message = message_in(reply, client, "update", server_round)
+                updates[client] = read_update(message, self._probabilistic)
             except FusionError as refusal:
                 updates[client] = ClientFailure(client, refusal)
         for client in set(self._asked.values()) - updates.keys():
@@ -323,12 +325,13 @@ class FusionStrategy(Strategy):
         self._roster.wait(grid, self.wait_for, timeout)
         rounds = max(1, self.server.rounds)
 
-        def ask(request: dict[str, Any], clients: set[int] | None) -> dict[int, Message]:
+        def ask(
+            request: dict[str, Any], clients: set[int] | None, kind: Kind
+        ) -> dict[int, ClientMessage | FedBayesError]:
             nodes = {n: c for c, n in self._roster.nodes.items() if clients is None or c in clients}
-            kind = f"{MessageType.QUERY}.{ACTION}"
-            questions = self._messages(kind, rounds, arrays, ConfigRecord(request), nodes)
-            replies = grid.send_and_receive(questions, timeout=timeout)
-            return {nodes[reply.metadata.src_node_id]: reply for reply in replies}
+            action = f"{MessageType.QUERY}.{ACTION}"
+            questions = self._messages(action, rounds, arrays, ConfigRecord(request), nodes)
+            return read_all(grid.send_and_receive(questions, timeout=timeout), nodes, kind, rounds)
 
         calibrate(calibration, ask)
         self._save({each.state_key: each.state_dict() for each in calibration})
@@ -351,19 +354,36 @@ class FusionStrategy(Strategy):
         Of each figure over the clients that sent it as a finite number; see Flower's ``Strategy``.
         :attr:`client_scores` holds what each client sent.
         """
-        sent: dict[int, tuple[int, dict[str, float]]] = {}
-        for reply in replies:
-            try:
-                metrics = read_metrics(reply, f"node {reply.metadata.src_node_id}")
-                count = examples_of(metrics, f"node {reply.metadata.src_node_id}")
-            except FusionError as refusal:
-                rank_zero_info(f"Round {server_round}: an evaluation is left out: {refusal}")
-                continue
-            if count > 0:
-                own = {name: float(value) for name, value in metrics.items() if name != "num-examples"}
-                node = reply.metadata.src_node_id
-                sent[self._scoring.get(node, node)] = int(count), own
-        self.client_scores = client_scores(sent)
+        found = read_all(replies, self._scoring, "scores", server_round)
+        refused = [each for each in found.values() if isinstance(each, FedBayesError)]
+        if refused:
+            left = f"{len(refused)} of {len(found)} evaluations are left out"
+            rank_zero_info(f"Round {server_round}: {left}: {refused[0]}")
+        self.client_scores = client_scores({
+            client: (each.num_examples, each.figures) for client, each in found.items()
+            if isinstance(each, ClientMessage) and each.num_examples > 0
+        })
         return MetricRecord(
             {name: self.client_scores.mean(name) for name in self.client_scores.values}
         ) if self.client_scores.values else None
+
+
+def read_all(
+    replies: Iterable[Message], nodes: Mapping[int, int], kind: Kind, server_round: int
+) -> dict[int, ClientMessage | FedBayesError]:
+    """Return what each client has sent, or why it cannot be read, by the client's number.
+
+    Args:
+        replies: of the nodes; those of others are left out.
+        nodes: node → client, those that were asked.
+        kind, server_round: what they were asked for, and about which round.
+    """
+    found: dict[int, ClientMessage | FedBayesError] = {}
+    for reply in replies:
+        client = nodes.get(reply.metadata.src_node_id)
+        if client is not None:
+            try:
+                found[client] = message_in(reply, client, kind, server_round)
+            except FedBayesError as refusal:
+                found[client] = refusal
+    return dict(sorted(found.items()))

@@ -21,7 +21,7 @@ from lightning_fedbayes.clients.loader import FederatedLoader, batching_of
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
 from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.clients.settings import FederationSettings
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import ClientMismatch, FederationError, FusionError
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
@@ -111,9 +111,9 @@ def advance_schedulers(trainer: L.Trainer, rounds: int) -> None:
 
 
 def check_same_frozen(model: ResidentModel, digest: str) -> None:
-    """Raise FederationError unless what is frozen is what the server's ``digest`` is of."""
+    """Raise ClientMismatch unless what is frozen is what the server's ``digest`` is of."""
     if model.digest() != digest:
-        raise FederationError(
+        raise ClientMismatch(
             "the frozen parameters of this client's module are not the server's, and nobody sends them: build it with "
             "the same weights at both ends, from one file or one seed"
         )
@@ -222,15 +222,17 @@ class ClientTraining(L.Callback):
         """Load the global model of ``task`` into ``module``.
 
         Raises:
-            FusionError: it is the model of another network.
-            FederationError: what is frozen is not the server's.
+            ClientMismatch: it is the model of another network, or what is frozen is not the server's.
         """
         settings = self.settings
         rest = frozen_names(module) - task.posterior.mean.keys()
         model = ResidentModel(
             module, settings.local_parameters, settings.buffers, learned, self.method.own_starts, rest
         )
-        check_structure(task.posterior, model.read_posterior(), "this client's network")
+        try:
+            check_structure(task.posterior, model.read_posterior(), "this client's network")
+        except FusionError as other:
+            raise ClientMismatch(str(other)) from None
         check_same_frozen(model, task.frozen)
         model.load_posterior(task.posterior, split(task.buffers)[0])
         return model

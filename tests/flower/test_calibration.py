@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
@@ -172,12 +172,20 @@ def test_a_private_client_sends_no_exact_figures(tmp_path):
     strategy = FusionStrategy(wait_for=CLIENTS)
     grid = LocalGrid(apps(**private))
     result = run(grid, strategy, 1, make, buffers="frozen")
-    for callback, text in ((fb.FederatedTemperature(), "needs exact sums"), (fb.FederatedConformal(), "with noise")):
-        with pytest.raises(FederationError, match=text):
+    for callback in (fb.FederatedTemperature(), fb.FederatedConformal()):
+        with pytest.raises(FederationError, match=r"client 0 failed in calibration: NotSent .The client's"):
             strategy.calibrate(grid, result.arrays, [callback], timeout=1)
+    strategy.evaluate = True
+    assert strategy.aggregate_evaluate(1, grid.send_and_receive(
+        strategy.configure_evaluate(1, result.arrays, ConfigRecord(), grid))) is None
+    assert not strategy.client_scores.names
+    allowing = LocalGrid(apps(**private, exact=["temperature", "counts", "scores"]))
+    strategy.calibrate(allowing, result.arrays, [fb.FederatedTemperature(), fb.FederatedConformal()], timeout=1)
+    assert "val/nll" in strategy.aggregate_evaluate(1, allowing.send_and_receive(
+        strategy.configure_evaluate(1, result.arrays, ConfigRecord(), allowing)))
 
 
-def test_noisy_counts_are_the_clients_own_and_are_added_up(tmp_path):
+def test_noisy_counts_are_the_clients_own_and_are_added_up(tmp_path, caplog):
     grid, strategy = LocalGrid(apps(tmp_path, conformal_epsilon=1.5)), FusionStrategy(wait_for=CLIENTS, seed=3)
     result = run(grid, strategy, rounds=1, make=make)
     found = []
@@ -188,10 +196,11 @@ def test_noisy_counts_are_the_clients_own_and_are_added_up(tmp_path):
     assert len(set(found)) > 1  # fresh noise, which no seed of the server's repeats
     for client in range(CLIENTS):
         assert json.loads((tmp_path / f"client-{client}-counts.json").read_text()) == {"epsilon": 6.0}
-    with pytest.raises(FederationError, match=r"epsilon=None, and this client's is 1\.5"):
-        strategy.calibrate(grid, result.arrays, [fb.FederatedConformal(0.5)], timeout=1)
-    with pytest.raises(FederationError, match="needs exact sums"):
-        strategy.calibrate(grid, result.arrays, [fb.FederatedTemperature()], timeout=1)
+    for exact in (fb.FederatedConformal(0.5), fb.FederatedTemperature()):
+        with pytest.raises(FederationError, match="NotSent"):
+            strategy.calibrate(grid, result.arrays, [exact], timeout=1)
+    assert "epsilon=None, and this client's is 1.5" in caplog.text
+    assert "sums over its examples, for a temperature, exactly" in caplog.text
     (tmp_path / "client-1-counts.json").write_text("{")
     strategy.calibrate(grid, result.arrays, [conformal := fb.FederatedConformal(0.5, per_client=True, epsilon=1.5)],
                        timeout=1)

@@ -44,7 +44,7 @@ def data_of_two():
 
 
 @pytest.mark.parametrize(("apps", "says"), REFUSALS.values(), ids=REFUSALS)
-def test_clients_that_cannot_train_are_reported_at_the_server(apps, says, caplog):
+def test_clients_that_cannot_train_say_why_and_are_left_out_at_the_server(apps, says, caplog):
     caplog.set_level("INFO")
     made = apps()
     strategy = FusionStrategy(wait_for=4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import lightning_fedbayes as fb
 from lightning_fedbayes.flower import FusionStrategy
 from lightning_fedbayes.flower.checkpoint import ServerState
-from lightning_fedbayes.flower.wire import from_arrays, read_update, to_arrays
+from lightning_fedbayes.flower.wire import from_arrays, message_in, read_update, to_arrays
 from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import FUNCTIONS, POOL, begun, posterior, update
 
@@ -24,11 +24,18 @@ ARRAYS = st.sampled_from([
 NUMBERS = st.sampled_from([0, 1, -1, 5, 2**31, 2**62, 1.5, float("nan"), float("inf")])
 
 
+OWN = {"kind": "update", "client": 0, "server-round": 1}
+
+
 def reply(arrays, metrics=None, config=None):
     content = {"arrays": arrays, "metrics": MetricRecord({"num-examples": 5} if metrics is None else metrics),
-               "config": ConfigRecord({"server-round": 1} if config is None else config)}
+               "config": ConfigRecord({**OWN, **(config or {})})}
     question = Message(RecordDict({}), dst_node_id=1, message_type=MessageType.TRAIN)
     return Message(RecordDict(content), reply_to=question)
+
+
+def read(message):
+    return read_update(message_in(message, 0, "update", 1), PROBABILISTIC)
 
 
 def good():
@@ -38,9 +45,9 @@ def good():
 @st.composite
 def replies(draw):
     """A good reply with an array, its bytes, a figure or the round replaced."""
-    arrays, metrics, config = dict(good()), {"num-examples": 5, "train_loss": 0.5}, {"server-round": 1}
+    arrays, metrics, config = dict(good()), {"num-examples": 5, "train_loss": 0.5}, {}
     key = draw(st.sampled_from(sorted(arrays)))
-    how = draw(st.sampled_from(["array", "bytes", "header", "missing", "key", "examples", "round", "metric"]))
+    how = draw(st.sampled_from(["array", "bytes", "header", "missing", "key", "examples", "round", "metric", "kind"]))
     if how == "array":
         arrays[key] = Array(draw(ARRAYS))
     elif how == "bytes":
@@ -58,6 +65,9 @@ def replies(draw):
         metrics["num-examples"] = draw(NUMBERS)
     elif how == "round":
         config = {"server-round": draw(st.sampled_from([0, 2, True, 1.0, "1", b"1", [1]]))}
+    elif how == "kind":
+        config = {draw(st.sampled_from(["kind", "client"])): draw(st.sampled_from(
+            ["counts", "failure", "", -1, 7, 2**70, "update", [1], b"x", 0.5]))}
     else:
         metrics["train_loss"] = draw(NUMBERS)
     return reply(ArrayRecord(arrays), metrics, config)
@@ -91,7 +101,7 @@ def any_reply(message):
     ran += 1
     with only_own_errors():
         server = begun()
-        outcome = server.admit(read_update(message, 0, 1, PROBABILISTIC))
+        outcome = server.admit(read(message))
         server.admit(update(1))
         server.finish()
         if outcome.error is not None:
@@ -105,7 +115,7 @@ def test_replies_are_used_or_refused_with_errors_of_the_package():
 
 def test_the_good_reply_counts():
     server = begun()
-    assert server.admit(read_update(reply(good()), 0, 1, PROBABILISTIC)).error is None
+    assert server.admit(read(reply(good()))).error is None
 
 
 @pytest.mark.parametrize(("metrics", "config", "says"), [
@@ -113,10 +123,14 @@ def test_the_good_reply_counts():
     ({"num-examples": 2**62}, None, "num-examples.*at most"),
     ({"num-examples": 1.0}, None, "num-examples=1.0.*whole number"),
     (None, {"server-round": True}, "of round True"),
+    (None, {"client": 1}, "says that it is client 1"),
+    (None, {"kind": "counts"}, "of kind 'counts', and it was asked for 'update'"),
+    (None, {"kind": "other"}, "says of itself that it is 'other'"),
+    (None, {"kind": "failure", "error": "OSError", "stage": "training"}, "client 0 failed in training: OSError"),
 ])
 def test_figures_that_must_not_count_are_refused(metrics, config, says):
     with pytest.raises(fb.FusionError, match=says):
-        read_update(reply(good(), metrics, config), 0, 1, PROBABILISTIC)
+        read(reply(good(), metrics, config))
 
 
 @pytest.mark.parametrize(("array", "says"), [

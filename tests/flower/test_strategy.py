@@ -64,9 +64,10 @@ BAD = {
         lambda r: resend(r, arrays={"buffer/network.1.num_batches_tracked": Array(np.array(3.0))}), "dtypes"
     ),
     "an old round": (lambda r: resend(r, config={"server-round": 1}), "is of round 1, and this is round 2"),
-    "no figures": (lambda r: resend(r, drop=["metrics"]), "no metrics"),
+    "no figures": (lambda r: resend(r, drop=["metrics"]), "num-examples=0"),
+    "another kind": (lambda r: resend(r, config={"kind": "scores"}), "of kind 'scores', and it was asked for 'update'"),
     "no arrays": (lambda r: resend(r, drop=["arrays"]), "no arrays"),
-    "no size": (lambda r: resend(r, metrics={"num-examples": None}), "num-examples=None"),
+    "no size": (lambda r: resend(r, metrics={"num-examples": None}), "num-examples=0"),
     "negative size": (lambda r: resend(r, metrics={"num-examples": -5}), "num-examples=-5"),
     "no number": (lambda r: resend(r, metrics={"num-examples": float("nan")}), "num-examples=nan"),
     "death": (lambda r: None, "no reply within 1 s"),
@@ -113,18 +114,24 @@ def test_a_bad_client_is_left_out_of_its_round(change, says, without, caplog):
     assert_equal(strategy.server.posterior.variance, without.posterior.variance)
 
 
-def test_a_client_that_raises_is_left_out(caplog):
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_client_that_raises_is_left_out_and_its_text_stays_with_it(shared, caplog):
     caplog.set_level("INFO")
 
     class Raises(Plain):
         def on_client_start(self, client):
             if client.number == 2:
-                raise RuntimeError("the disk is full")
+                raise RuntimeError("cannot parse row 17: name=...")
 
     strategy = FusionStrategy("weighted_average", wait_for=4)
-    run(LocalGrid(client_apps(make=Raises)), strategy, rounds=2, make=Raises)
+    run(LocalGrid(client_apps(make=Raises, share_errors=shared)), strategy, rounds=2, make=Raises)
     assert [figures["valid_clients"] for figures in strategy.server.history] == [3, 3]
-    assert "client 2 failed: RuntimeError: the disk is full" in caplog.text
+    of_server = [each.message for each in caplog.records if not each.name.startswith("lightning_fedbayes")]
+    assert any("client 2 failed in training: RuntimeError" in line for line in of_server)
+    assert any("row 17" in line for line in of_server) == shared
+    of_client = [each for each in caplog.records if each.name == "lightning_fedbayes.flower.client"]
+    assert "row 17" in of_client[0].message
+    assert of_client[0].exc_info is not None
 
 
 def test_sizes_that_are_all_0_leave_the_posterior(caplog):
