@@ -30,6 +30,16 @@ from lightning_fedbayes.core.quiet import without_banners
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.flower.calibration import ACTION, answer, check_allowed, count_noise, own_data, request_in
 from lightning_fedbayes.flower.checkpoint import StateFile
+from lightning_fedbayes.flower.one_shot import (
+    ONCE,
+    OneShot,
+    answer_once,
+    check_agreed,
+    check_one_shot,
+    kind_of,
+    needs_training,
+    training_data,
+)
 from lightning_fedbayes.flower.training import ClientTraining, Task
 from lightning_fedbayes.flower.wire import from_arrays, records_of, tensors_of
 from lightning_fedbayes.methods import get_method
@@ -65,6 +75,7 @@ def client_app(
     local_parameters: Sequence[str] = (),
     privacy: UpdatePrivacy | None = None,
     posterior: Source | None = None,
+    one_shot: OneShot | None = None,
     conformal_epsilon: float | None = None,
     exact: Collection[str] = (),
     share_errors: bool = False,
@@ -97,6 +108,9 @@ def client_app(
         privacy: clips what the client sends and adds noise to it, in every message from a fresh seed that nobody knows.
             The client counts all messages that it has ever sent from its ``state_folder``, those for a round that is
             asked for again and those of other federations among them, and tells the server their ε.
+        one_shot: an :class:`~lightning_fedbayes.KroneckerLaplace` or an
+            :class:`~lightning_fedbayes.HierarchicalLinearRegression`, by which the client may be asked to send once, in
+            place of rounds; see :meth:`FusionStrategy.one_shot`. None: it sends no such thing.
         conformal_epsilon: ε of the noise on counts of scores, where the server calibrates by
             ``FederatedConformal(epsilon=...)``, which must be the same. Each answer costs it anew; the client adds them
             up in its ``state_folder``. It sends no exact sums then, for a temperature. None: counts are exact, and none
@@ -131,12 +145,16 @@ def client_app(
     if privacy is not None:
         check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
     folder = check_path("state_folder", state_folder) if keeps else None
+    if one_shot is not None:
+        check_one_shot(one_shot)
     handler = _MessageHandler(module, datamodule, settings, folder, trainer or {}, door)
+    handler.one_shot = one_shot
     app = ClientApp()
     app.query()(handler.answering("introduction", handler.introduce))
     app.train()(handler.answering("training", handler.train))
     app.evaluate()(handler.answering("evaluation", handler.evaluate))
     app.query(ACTION)(handler.answering("calibration", handler.calibrate))
+    app.query(ONCE)(handler.answering("training", handler.send_once))
     return app
 
 
@@ -168,6 +186,7 @@ class _MessageHandler:
         self.state_folder = state_folder
         self.door = door
         self.options = {**QUIET, **options}
+        self.one_shot: OneShot | None = None
         self._trainer: L.Trainer | None = None
 
     def answering(
@@ -246,6 +265,18 @@ class _MessageHandler:
             spent["epsilon"] = count_noise(self.state_folder, task.client, request["epsilon"])  # before it is sent
         sent = answer(self.module, data, request, task.client, task.seed)
         return Message.of(kind, task.client, task.round + 1, sent, spent)
+
+    def send_once(self, message: flwr.app.Message, context: Context) -> Message:
+        """Send what a federation without rounds asks for: sums, or weights after training with their curvature."""
+        task = _task(message, context, {})
+        method = check_agreed(self.one_shot, str(message.content["config"].get("one-shot")))
+        kind = kind_of(method)
+        self.door.check(kind)
+        datamodule = self._data(context)
+        loader = training_data(datamodule, self.training.settings, task.client, task.seed)
+        if needs_training(method):
+            self._with_trainer(lambda trainer: self.training.train(trainer, self.module, datamodule, task))
+        return Message.of(kind, task.client, task.round + 1, answer_once(method, self.module, loader))
 
     def _data(self, context: Context) -> L.LightningDataModule:
         """The client's data module; made anew for every message if a function makes it."""

@@ -26,8 +26,9 @@ from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate, Kind
 from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
-from lightning_fedbayes.flower.calibration import ACTION, Calibration, calibrate, check_calibration
+from lightning_fedbayes.flower.calibration import ACTION, Calibration, calibrate, check_calibration, usable
 from lightning_fedbayes.flower.checkpoint import ServerState
+from lightning_fedbayes.flower.one_shot import ONCE, Once, OneShot, check_one_shot, fused, kind_of, read_once
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import (
     client_scores,
@@ -335,6 +336,40 @@ class FusionStrategy(Strategy):
 
         calibrate(calibration, ask)
         self._save({each.state_key: each.state_dict() for each in calibration})
+
+    def one_shot(self, grid: Grid, arrays: ArrayRecord, method: OneShot, timeout: float = 3600) -> Once:
+        """Federate without rounds: ask every client once, and return what the server makes of the answers.
+
+        ::
+
+            posterior = strategy.one_shot(grid, initial_arrays(network), fb.KroneckerLaplace())
+            model = strategy.one_shot(grid, initial_arrays(network), fb.HierarchicalLinearRegression(random=[0]))
+
+        For an :class:`~lightning_fedbayes.KroneckerLaplace` every client trains from ``arrays`` as it would in the
+        first round, and sends its weights with their curvature; for an
+        :class:`~lightning_fedbayes.HierarchicalLinearRegression` it sends sums over its training examples, and no
+        network is trained. The result is that of the same calls in one process. A client that fails is left out.
+
+        Args:
+            grid: how the server reaches the clients.
+            arrays: the network before training.
+            method: the clients' own, ``client_app(one_shot=...)``.
+            timeout: seconds that the server waits.
+
+        Returns: the global posterior of the network, or the fitted linear model, whose clients go by their numbers.
+
+        Raises:
+            FederationError: an argument cannot be used, or no client answers.
+            FedBayesError: the answers give no result.
+        """
+        check_one_shot(method)
+        check_number("timeout", timeout, "(0, inf)")
+        server = self.server or self._resume(arrays)
+        nodes = {node: client for client, node in self._roster.wait(grid, self.wait_for, timeout).items()}
+        asked = f"{MessageType.QUERY}.{ONCE}"
+        questions = self._messages(asked, 1, arrays, ConfigRecord({"one-shot": repr(method)}), nodes)
+        replies = read_all(grid.send_and_receive(questions, timeout=timeout), nodes, kind_of(method), 1)
+        return fused(method, usable(replies, lambda message: read_once(message, method, server.posterior)))
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,137 @@
+"""Federations without rounds over Flower: the result is that of the same calls in one process."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
+from tests.federations import Plain, federate
+from tests.flower.clients import BlobData
+from tests.flower.grid import LocalGrid
+
+SCHOOLS = 5
+
+
+def schools():
+    generator = torch.Generator().manual_seed(4)
+    parts = {}
+    for school in range(SCHOOLS):
+        inputs = torch.randn(12 + school, 2, generator=generator)
+        offset = torch.randn((), generator=generator)
+        noise = 0.3 * torch.randn(len(inputs), generator=generator)
+        parts[f"s{school}"] = TensorDataset(inputs, offset + inputs @ torch.tensor([2.0, -1.0]) + noise)
+    return parts
+
+
+class Schools(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(fb.ClientDatasets(schools()), batch_size=4, shuffle=True)
+
+
+def ask(apps, method, make, change=None, **options):
+    grid = LocalGrid(apps)
+    if change is not None:
+        answer = grid._answer
+        grid._answer = lambda message: change(answer(message), message)
+    strategy = FusionStrategy(wait_for=len(apps), **options)
+    return strategy.one_shot(grid, initial_arrays(make()), method, timeout=1)
+
+
+def test_a_linear_mixed_model_is_that_of_one_process():
+    method = fb.HierarchicalLinearRegression(random=[0])
+    apps = [client_app(Plain(), Schools(), one_shot=method)] * SCHOOLS
+    found = ask(apps, method, Plain)
+    alone = method.fit({
+        str(number): fb.LinearStatistics.of(*part.tensors) for number, part in enumerate(schools().values())
+    })
+    assert sorted(found.clients) == [str(number) for number in range(SCHOOLS)]
+    for field in ("fixed", "fixed_covariance", "random_covariance", "noise_variance", "log_likelihood"):
+        torch.testing.assert_close(
+            torch.as_tensor(getattr(found, field)), torch.as_tensor(getattr(alone, field)), rtol=1e-9, atol=1e-9)
+
+
+def network():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def plain():
+    return Plain(network())
+
+
+def test_one_shot_with_kronecker_factors_is_that_of_one_process():
+    """Clients train as in the first round, and what they send is fused as where all of it is in one process."""
+    parts = fb.DirichletPartition(clients=3, alpha=1.0)
+    method = fb.KroneckerLaplace(fb.Laplace(prior_std=1.0))
+    data = BlobData()
+    apps = [client_app(plain(), data, partition=parts, one_shot=method, trainer={"accelerator": "cpu"})] * 3
+    found = ask(apps, method, plain)
+
+    class Heard(Plain):
+        needs_client_posteriors = True
+
+        def on_round_end(self, posterior, clients):
+            self.heard: list[GaussianPosterior] = [each.clone() for each in clients]
+
+    module = Heard(network())
+    made = fb.FederatedBayes(parts, fusion="rklb", engine="sequential")
+    federate(module, made, 1, data.train_dataloader())
+    sites = []
+    for trained, dataset in zip(module.heard, made.clients.datasets, strict=True):
+        own = plain()
+        own.load_state_dict({**own.state_dict(), **trained.mean})
+        sites.append(method.site(own, DataLoader(dataset, 16)))
+    expected = method.fuse(sites)
+    for name, mean in expected.mean.items():
+        torch.testing.assert_close(found.mean[name], mean, rtol=1e-5, atol=1e-6)
+    rows = torch.randn(4, 6)
+    torch.manual_seed(0)
+    draws = fb.PosteriorPredictive(plain(), found, 5).sample(rows)
+    torch.manual_seed(0)
+    torch.testing.assert_close(draws, fb.PosteriorPredictive(plain(), expected, 5).sample(rows), rtol=1e-3, atol=1e-4)
+
+
+def spoilt(value):
+    def change(reply, message):
+        if "arrays" in reply.content and 1000 - message.metadata.dst_node_id == 1:
+            arrays = reply.content["arrays"]
+            name = next(key for key in arrays if key.startswith("mean/") and key.endswith("0.weight"))
+            arrays[name] = type(arrays[name])(value(arrays[name].numpy()))
+        return reply
+    return change
+
+
+@pytest.mark.parametrize("value", [lambda v: v * float("nan"), lambda v: v[:3].copy()])
+def test_a_client_that_cannot_be_used_is_left_out(value, caplog):
+    caplog.set_level("INFO")
+    method = fb.KroneckerLaplace(fb.Laplace(prior_std=1.0))
+    apps = [
+        client_app(plain(), BlobData(), partition=fb.IIDPartition(3), one_shot=method, trainer={"accelerator": "cpu"})
+    ] * 3
+    found = ask(apps, method, plain, spoilt(value))
+    assert all(bool(mean.isfinite().all()) for mean in found.mean.values())
+    assert "Left out: client 1: its weights" in caplog.text
+
+
+def test_a_client_sends_once_only_what_it_has_been_told_and_its_privacy_allows(caplog, tmp_path):
+    method = fb.HierarchicalLinearRegression(random=[0])
+    other = fb.HierarchicalLinearRegression(random=[1])
+    private = {"privacy": fb.UpdatePrivacy(), "state_folder": tmp_path}
+    for options, error in (({}, "ClientMismatch"), ({"one_shot": other}, "ClientMismatch"),
+                           ({"one_shot": method, **private}, "NotSent")):
+        with pytest.raises(FederationError, match=f"client 0 failed in training: {error}"):
+            ask([client_app(Plain(), Schools(), **options)] * SCHOOLS, method, Plain)
+    assert "sums over its examples, for a linear model, exactly" in caplog.text
+    allowed = client_app(Plain(), Schools(), one_shot=method, exact=["statistics"], **private)
+    assert len(ask([allowed] * SCHOOLS, method, Plain).clients) == SCHOOLS
+    with pytest.raises(FederationError, match="give an fb.KroneckerLaplace or"):
+        ask([allowed] * SCHOOLS, "kronecker", Plain)
+    with pytest.raises(FederationError, match="exact='statistic': did you mean 'statistics'"):
+        client_app(Plain(), Schools(), exact=["statistic"])
