@@ -1,0 +1,193 @@
+"""A server that reads everything: what leaves clients under UpdatePrivacy is what the page on privacy lists."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.clients.privacy.door import EXACT
+from lightning_fedbayes.modules import mlp
+from tests.federations import trainer
+from tests.flower.deployment import deployed
+
+PAGE = Path(__file__).parents[2] / "docs" / "privacy.md"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "flower"
+ROUNDS, CLIP, NOISE = 20, 1.0, 0.5
+SECRET = "patients/jane_doe_positive"
+
+APP = '''
+import torch
+from flwr.serverapp import ServerApp
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
+from lightning_fedbayes.modules import mlp
+
+
+class Careless(fb.HybridBayesianClassifier):
+    """Its errors name what nobody may know."""
+
+    def on_client_start(self, client):
+        super().on_client_start(client)
+        if (client.number, client.round) in ((1, 3), (0, 11)):
+            raise FileNotFoundError("no file {secret}.dcm")
+
+
+class Data(fb.DigitsDataModule):
+    def val_dataloader(self):
+        return super().val_dataloader()
+
+
+def network():
+    torch.manual_seed(0)
+    return Careless(mlp(64, 10, hidden=[8]), bayesian_last=1, learning_rate=0.01)
+
+
+client = client_app(
+    network(), Data(), partition=fb.IIDPartition(clients=2), keep=["posterior"], state_folder="{folder}/state",
+    privacy=fb.UpdatePrivacy({clip}, {noise}), conformal_epsilon=1.0, trainer={{"accelerator": "cpu"}},
+)
+server = ServerApp()
+
+
+class Tap:
+    """A grid that writes down all that comes."""
+
+    def __init__(self, grid):
+        self.grid, self.seen = grid, []
+
+    def __getattr__(self, name):
+        return getattr(self.grid, name)
+
+    def send_and_receive(self, messages, timeout=None):
+        replies = list(self.grid.send_and_receive(messages, timeout=timeout))
+        for reply in replies:
+            if reply.has_error():
+                self.seen.append({{"error": reply.error.reason}})
+                continue
+            self.seen.append({{
+                name: {{
+                    key: torch.from_numpy(value.numpy().copy()) if name == "arrays" else value
+                    for key, value in record.items()
+                }} for name, record in reply.content.items()
+            }})
+        return replies
+
+
+@server.main()
+def main(grid, context):
+    tap = Tap(grid)
+    strategy = FusionStrategy("rklb", weighting="equal", wait_for=2, evaluate=True)
+    arrays = strategy.start(tap, initial_arrays(network()), {rounds}, timeout=600).arrays
+    for callback in (fb.FederatedTemperature(), fb.FederatedConformal(bins=64), fb.FederatedConformal(epsilon=1.0, bins=64)):
+        try:
+            strategy.calibrate(tap, arrays, [callback], timeout=600)
+        except fb.FederationError as error:
+            print("refused:", error)
+    try:
+        strategy.one_shot(tap, arrays, fb.KroneckerLaplace(), timeout=600)
+    except fb.FederationError as error:
+        print("refused:", error)
+    torch.save(tap.seen, "{folder}/seen.pt")
+'''
+
+
+def listed():
+    """Message → "arrays", "metrics" or "config" → patterns of names that the page lists for UpdatePrivacy."""
+    rows = re.findall(r"^\| (every one|`\w+`) \|(.*?)\|(.*?)\|(.*?)\|(.*?)\|$", PAGE.read_text(), re.MULTILINE)
+    table: dict[str, dict[str, list[str]]] = {}
+    for kind, fields, _, _, private in rows:
+        if private.strip().startswith(("refused", "not sent", "with `share_errors")):
+            continue
+        entry = table.setdefault(kind.strip("`"), {"arrays": [], "metrics": [], "config": []})
+        for record, names in re.findall(r"`(\w+): (.*?)`", fields):
+            entry[record] += names.split(", ")
+    every = table.pop("every one")["config"]
+    for entry in table.values():
+        entry["config"] += every
+    return table
+
+
+def test_the_page_lists_what_the_door_knows():
+    table = listed()
+    assert {"introduction", "update", "counts", "failure"} == set(table)  # all others are refused
+    kinds = set(re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE))
+    assert kinds == {"introduction", "update", "failure", *EXACT}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """The records of every reply of a run over Flower's own processes."""
+    folder = tmp_path_factory.mktemp("run")
+    shutil.copytree(EXAMPLE, folder / "app", ignore=shutil.ignore_patterns("__pycache__"))
+    values = {"secret": SECRET, "folder": folder, "clip": CLIP, "noise": NOISE, "rounds": ROUNDS}
+    (folder / "app" / "digits_app.py").write_text(APP.format(**values))
+    with deployed(folder) as deployment:
+        deployment.start_simulation(2)
+        log = deployment.run(folder / "app", f"rounds={ROUNDS}")
+        text = log + deployment.logs()
+    assert log.count("refused:") == 3, log
+    return torch.load(folder / "seen.pt"), text
+
+
+def test_no_field_leaves_a_client_that_the_page_does_not_list(seen):
+    replies, table = seen[0], listed()
+    kinds = [reply["config"]["kind"] for reply in replies]
+    assert kinds.count("update") == 2 * ROUNDS - 2
+    assert kinds.count("failure") == 2 + 2 * ROUNDS + 6  # two careless clients, every evaluation, three requests
+    assert kinds.count("counts") == 2
+    for reply in replies:
+        patterns = table[reply["config"]["kind"]]
+        assert reply.keys() <= {"arrays", "metrics", "config"}
+        for record, content in reply.items():
+            for name in content:
+                assert any(fnmatchcase(name, pattern) for pattern in patterns[record]), (reply["config"], name)
+
+
+def test_no_text_of_an_exception_leaves_a_client(seen):
+    replies, _ = seen
+    failures = [reply["config"] for reply in replies if reply["config"]["kind"] == "failure"]
+    assert {(each["error"], each["stage"]) for each in failures} == {
+        ("FileNotFoundError", "training"), ("NotSent", "evaluation"), ("NotSent", "calibration"),
+        ("ClientMismatch", "training"),
+    }
+    for reply in replies:
+        assert "doe" not in str({name: str(content) for name, content in reply.items()})
+
+
+def test_no_figure_of_an_update_is_exact(seen):
+    """In the first round the residual of the clipped update has the standard deviation z C, in every entry."""
+    class Heard(fb.HybridBayesianClassifier):
+        needs_client_posteriors = True
+
+        def on_round_end(self, posterior, clients):
+            self.heard = [each.clone() for each in clients]
+
+    torch.manual_seed(0)
+    module = Heard(mlp(64, 10, hidden=[8]), bayesian_last=1, learning_rate=0.01)
+    start = fb.read_posterior(module).clone()
+    made = fb.FederatedBayes(fb.IIDPartition(clients=2), fusion="rklb", weighting="equal", engine="sequential")
+    trainer(1, [made], limit_val_batches=0).fit(module, datamodule=fb.DigitsDataModule())
+    first = [reply for reply in seen[0] if reply["config"]["kind"] == "update" and reply["config"]["server-round"] == 1]
+    assert len(first) == 2
+    for reply in first:
+        exact = module.heard[reply["config"]["client"]]
+        moved, sent = [], []
+        for name, mean in start.mean.items():
+            moved.append((exact.mean[name] - mean).flatten())
+            sent.append((reply["arrays"][f"mean/{name}"] - mean).flatten())
+            if f"variance/{name}" in reply["arrays"]:
+                for values, into in ((exact.variance[name], moved), (reply["arrays"][f"variance/{name}"], sent)):
+                    into.append((values / start.variance[name]).log().flatten() / 2)
+        u = torch.cat(moved)
+        residual = torch.cat(sent) - u * min(1.0, CLIP / float(u.norm()))
+        assert float(residual.std()) == pytest.approx(CLIP * NOISE, rel=0.1)
+        assert bool((torch.cat(sent) != u).all())
+    epsilons = [reply["metrics"]["privacy/epsilon"] for reply in seen[0] if "privacy/epsilon" in reply.get("metrics", {})]
+    assert max(epsilons) == pytest.approx(fb.UpdatePrivacy(CLIP, NOISE).figures(ROUNDS)["privacy/epsilon"], rel=0.05)
