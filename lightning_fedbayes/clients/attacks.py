@@ -111,6 +111,8 @@ def poisoned(clients: Clients, attacks: Mapping[int, Sequence[Attack]]) -> Clien
             "are no classes to flip. Give the data set an integer attribute `targets` or `labels` with one entry per "
             "example, or use an attack on the update, such as SignFlip"
         )
+    if not flips:
+        return clients
     datasets, known = list(clients.datasets), {}
     for client, found in flips.items():
         for _ in found:

@@ -17,7 +17,7 @@ from lightning_fedbayes.clients.attacks import poisoned
 from lightning_fedbayes.clients.settings import FederationSettings, check_cohort
 from lightning_fedbayes.core.errors import FederationError, sendable
 from lightning_fedbayes.core.seeding import derive_seed, seed_host
-from lightning_fedbayes.data.clients import Clients, clients_of, tensors_of
+from lightning_fedbayes.data.clients import Clients, TensorsOfClients, clients_of
 from lightning_fedbayes.server.plan import (
     Batching,
     Fraction,
@@ -75,6 +75,7 @@ class FederatedLoader:
         arrangement: the order of batches; None: client after client.
         tensors: per client, the tensors in memory that hold its data, and its rows of them; empty if they are not in
             memory.
+        shapes: of single examples in memory.
     """
 
     def __init__(
@@ -91,11 +92,10 @@ class FederatedLoader:
         self._plan = plan
         self._worker_seed = torch.Generator()
         in_memory = loader.collate_fn is default_collate and not loader.pin_memory
-        tensors = [tensors_of(dataset) for dataset in clients.datasets] if in_memory else [None]
-        found = [each for each in tensors if each is not None]
-        self.tensors = OfClients(found if len(found) == len(clients) else ())
+        self.tensors = OfClients(tensors := TensorsOfClients(clients.datasets if in_memory else ()))
+        self.shapes = tensors.shapes
         self._datasets, self._sizes = OfClients(clients.datasets), OfClients(clients.sizes)
-        self._loader = None if self.tensors else self.dataloader(client_after_client)
+        self._loader = None if len(self.tensors) else self.dataloader(client_after_client)
 
     def __len__(self) -> int:
         plan = self._plan()

@@ -48,7 +48,8 @@ class States:
         """Return what a client keeps; an empty state if it keeps nothing."""
         if self.store is None:
             return self.memory.get(client, ClientState())
-        return self._here(self.store.get(client) or {})
+        state = self.store.get(client)
+        return self._here(state) if state else ClientState()
 
     def keep(self, client: int, state: ClientState) -> None:
         """Take the state of a client that has trained."""
@@ -142,4 +143,6 @@ class States:
     def _here(self, state: Mapping[str, Any]) -> ClientState:
         """Return a state whose tensors are on the device."""
         device = self.device
+        if device.type == "cpu":
+            return ClientState(**state)
         return ClientState(**apply_to_collection(dict(state), Tensor, lambda tensor: tensor.to(device)))

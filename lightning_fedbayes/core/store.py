@@ -252,8 +252,12 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.layout != torch.strided:
             return NotImplemented
-        flat = value.detach().cpu().contiguous().flatten()
-        return _tensor, (bytearray(flat.view(torch.uint8).numpy()), value.dtype, tuple(value.shape))
+        value = value.detach().cpu()
+        try:
+            content = value.numpy().tobytes()
+        except (TypeError, RuntimeError):  # bfloat16 and others that NumPy lacks
+            content = value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return _tensor, (bytearray(content), value.dtype, tuple(value.shape))
 
 
 def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

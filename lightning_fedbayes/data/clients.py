@@ -188,6 +188,41 @@ def check_dataset(name: str, dataset: Any) -> None:
         )
 
 
+class Parts(Sequence[Dataset]):
+    """Subsets of one data set, one for each client, made when they are asked for: a million take no memory.
+
+    Args:
+        dataset: of all clients.
+        indices: the examples of each client, int64 vectors.
+    """
+
+    def __init__(self, dataset: Dataset, indices: Sequence[Tensor]) -> None:
+        self.dataset = dataset
+        self.rows = torch.cat([torch.zeros(0, dtype=torch.int64), *indices])
+        self.ends = torch.tensor([0, *map(len, indices)]).cumsum(0)
+        self._last: tuple[int, Dataset | None] = (-1, None)
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, client: Any) -> Any:
+        if isinstance(client, slice):
+            return tuple(self[each] for each in range(*client.indices(len(self))))
+        client = range(len(self))[client]
+        if self._last[0] != client:  # a loader asks for one client's examples again and again
+            self._last = client, Subset(self.dataset, self.rows_of(client).tolist())
+        return self._last[1]
+
+    def rows_of(self, client: int) -> Tensor:
+        """Return the examples of a client, int64."""
+        return self.rows[int(self.ends[client]):int(self.ends[client + 1])]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of examples of each client."""
+        return tuple(self.ends.diff().tolist())
+
+
 @dataclass(frozen=True)
 class Clients:
     """The clients of a federation and their data.
@@ -200,13 +235,15 @@ class Clients:
     """
 
     names: tuple[str, ...]
-    datasets: tuple[Dataset, ...]
+    datasets: Sequence[Dataset]
     counts: Tensor | None = None
     classes: tuple = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of examples of each client."""
+        if isinstance(self.datasets, Parts):
+            return self.datasets.sizes
         return tuple(len(dataset) for dataset in self.datasets)  # pyright: ignore[reportArgumentType]
 
     def __len__(self) -> int:
@@ -246,7 +283,7 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
                 f"({partition}): drop the partition, or give a plain ConcatDataset to deal all examples out anew"
             )
         split = partition.split(labels_of(dataset, partition.labels), seed, num_examples=len(dataset))  # pyright: ignore[reportArgumentType]
-        datasets = tuple(Subset(dataset, indices.tolist()) for indices in split.indices)
+        datasets = Parts(dataset, split.indices)
         names = tuple(str(k) for k in range(len(datasets)))
         counts, classes = split.counts, split.classes
     clients = Clients(tuple(names), datasets, counts, classes)
@@ -288,6 +325,37 @@ def _count_parts(labels: Sequence[Tensor]) -> tuple[Tensor, tuple]:
     starts = torch.tensor([0, *(len(each) for each in labels)]).cumsum(0).tolist()
     indices = [torch.arange(start, stop) for start, stop in pairwise(starts)]
     return counts_table(indices, torch.cat(list(labels)))
+
+
+class TensorsOfClients(Sequence[Any]):
+    """What :func:`tensors_of` gives of each client's data, of parts of one data set when it is asked for.
+
+    Empty if the data of one client are not tensors in memory.
+
+    Args:
+        datasets: of the clients.
+    """
+
+    def __init__(self, datasets: Sequence[Dataset]) -> None:
+        self._parts = datasets if isinstance(datasets, Parts) else None
+        found = [tensors_of(each) for each in (datasets if self._parts is None else [self._parts.dataset])]
+        self._found = found if all(each is not None for each in found) else []
+        self._length = len(datasets) if self._found else 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, client: Any) -> Any:
+        if self._parts is None:
+            return self._found[client]
+        assert self._found[0] is not None
+        (tensors, rows), own = self._found[0], self._parts.rows_of(range(self._length)[client])
+        return tensors, own if rows is None else rows[own]
+
+    @property
+    def shapes(self) -> set[tuple[torch.Size, ...]]:
+        """Shapes of single examples."""
+        return {tuple(tensor.shape[1:] for tensor in each[0]) for each in self._found if each is not None}
 
 
 def tensors_of(dataset: Dataset) -> tuple[tuple[Tensor, ...], Tensor | None] | None:

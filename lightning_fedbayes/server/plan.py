@@ -102,11 +102,21 @@ class RoundPlan:
         return {client: end - start for client, (start, end) in zip(self.cohort, itertools.pairwise(self.starts))}
 
 
-class OfClients(tuple[Any, ...]):
-    """One value for each client, by its number or that of any of its problems."""
+class OfClients(Sequence[Any]):
+    """One value for each client, by its number or that of any of its problems.
+
+    Args:
+        values: one for each client.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
 
     def __getitem__(self, number: Any) -> Any:
-        return super().__getitem__(number % STRIDE if isinstance(number, int) else number)
+        return self.values[number % STRIDE if isinstance(number, int) else number]
 
 
 def plan_round(round: int, sizes: Sequence[int], batching: Batching) -> RoundPlan:

@@ -22,8 +22,9 @@ from torch.utils.data import (
 )
 
 from lightning_fedbayes import FederationError
-from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader, batching_of, tensors_of
+from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader, batching_of
 from lightning_fedbayes.data import Clients
+from lightning_fedbayes.data.clients import tensors_of
 from lightning_fedbayes.server.plan import Batching, batches_per_epoch, plan_round
 
 

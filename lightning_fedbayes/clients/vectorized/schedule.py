@@ -227,8 +227,7 @@ class StackedBatches:
     def __init__(self, loader: FederatedLoader, scheduler: Scheduler) -> None:
         self.loader = loader
         self.schedule = scheduler
-        shapes = {tuple(tensor.shape[1:] for tensor in tensors) for tensors, _ in loader.tensors}
-        self._loader = None if len(shapes) == 1 else loader.dataloader(scheduler.batch_order)
+        self._loader = None if len(loader.shapes) == 1 else loader.dataloader(scheduler.batch_order)
 
     def length(self, plan: RoundPlan) -> int:
         """Return the number of the Trainer's batches in the round."""
