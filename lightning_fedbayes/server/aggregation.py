@@ -209,7 +209,10 @@ class Aggregation:
         ready = []
         for update, suspect in zip(recent, beyond.flatten(1).any(1).tolist(), strict=True):
             if suspect:
-                self._held.append(update)
+                own = update.posterior
+                if self._is_small:  # memory of its own: until now it was a row of a stack of many clients
+                    own = own.unflatten(*own.flatten())
+                self._held.append(_with(update, own, dict(update.buffers)))
             else:
                 ready.append((update, update.posterior, self._weights[update.client]))
         self._fuse(ready)
