@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from lightning_fedbayes.core.errors import (
     check_at_least,
     check_kind,
     check_number,
+    listed,
     nearest,
     shown,
 )
@@ -27,6 +30,8 @@ from lightning_fedbayes.data.partition import Partition, counts_table
 from lightning_fedbayes.data.partition.base import LabelSource, as_labels
 
 LABEL_ATTRIBUTES = ("targets", "labels", "y")
+MOST_SIZES = 100
+"""Most clients whose sizes are written one by one."""
 
 
 def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | None:
@@ -213,6 +218,24 @@ class Clients:
         return len(self.datasets)
 
 
+def described_sizes(sizes: Sequence[int] | dict[str, Any]) -> list[int] | dict[str, Any]:
+    """Return the clients' sizes as they are logged: of more than 100 a summary, with a digest that tells all of them.
+
+    >>> described_sizes((3, 1))
+    [3, 1]
+    >>> described_sizes(range(1, 1001))["median"], described_sizes(range(1, 1001))["total"]
+    (500.5, 500500)
+    """
+    if isinstance(sizes, dict):  # they are described already
+        return sizes
+    if len(sizes) <= MOST_SIZES:
+        return list(sizes)
+    digest = sha256(",".join(map(str, sizes)).encode()).hexdigest()[:16]
+    return {
+        "smallest": min(sizes), "median": median(sizes), "largest": max(sizes), "total": sum(sizes), "digest": digest,
+    }
+
+
 def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clients:
     """Return the clients into which ``partition`` divides ``dataset``; without a partition, one client per part.
 
@@ -243,7 +266,7 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
         if isinstance(dataset, ClientDatasets):
             raise FederationError(
                 f"the training data are a ClientDatasets of {len(dataset.names)} clients, and there is a partition "
-                f"({partition}): drop the partition, or give a plain ConcatDataset to deal all examples out anew"
+                f"({shown(partition)}): drop the partition, or give a plain ConcatDataset to deal all examples out anew"
             )
         split = partition.split(labels_of(dataset, partition.labels), seed, num_examples=len(dataset))  # pyright: ignore[reportArgumentType]
         datasets = tuple(Subset(dataset, indices.tolist()) for indices in split.indices)
@@ -253,7 +276,7 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
     check_classes(clients)
     empty = [name for name, size in zip(clients.names, clients.sizes, strict=True) if size == 0]
     if empty:
-        raise FederationError(f"clients without an example: {', '.join(empty)}; leave them out or give them data")
+        raise FederationError(f"clients without an example: {listed(empty)}; leave them out or give them data")
     return clients
 
 
@@ -264,14 +287,14 @@ def check_classes(clients: Clients) -> None:
     absent = [clients.classes[column] for column in (clients.counts.sum(0) == 0).nonzero().flatten().tolist()]
     if absent:
         raise FederationError(
-            f"no client has an example of class {', '.join(map(str, absent))}, and a network that never sees it cannot "
+            f"no client has an example of class {listed(absent)}, and a network that never sees it cannot "
             "tell it: leave it out of the data, or let the partition deal out more examples"
         )
     known = {int(each) for each in clients.classes}
     gaps = sorted(set(range(max(known))) - known) if min(known) == 0 and max(known) < 2 * len(known) else []
     if gaps:  # labels that do not count from 0 are names
         rank_zero_warn(
-            f"no client has an example of class {', '.join(map(str, gaps))}: if the network has outputs for it, they "
+            f"no client has an example of class {listed(gaps)}: if the network has outputs for it, they "
             "will not learn it"
         )
 

@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from torch import Tensor
 
 from lightning_fedbayes.clients.evaluation import ClientScores
-from lightning_fedbayes.core.errors import FusionError, PosteriorError, check_at_least, is_whole
+from lightning_fedbayes.core.errors import FusionError, PosteriorError, check_at_least, is_whole, listed
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 
@@ -79,7 +79,7 @@ def from_arrays(arrays: ArrayRecord, who: str) -> tuple[GaussianPosterior, dict[
         parts[kind][name] = value
     orphans = sorted(parts["variance"].keys() - parts["mean"].keys())
     if orphans:
-        raise FusionError(f"{who}: variances without a mean: {', '.join(orphans)}")
+        raise FusionError(f"{who}: variances without a mean: {listed(orphans)}")
     try:
         posterior = GaussianPosterior.from_state_dict(parts)
     except PosteriorError as error:
@@ -129,7 +129,7 @@ def read_update(reply: Message, client: int, server_round: int, probabilistic: s
     if wrong:
         raise FusionError(
             f"{who}: it must send the variances of the probabilistic parameters and of no others; wrong are "
-            f"{', '.join(wrong)}"
+            f"{listed(wrong)}"
         )
     count = examples_of(metrics, who, least=1)
     return ClientUpdate(client, count, posterior, buffers, {n: v for n, v in metrics.items() if n != "num-examples"})

@@ -138,8 +138,8 @@ class UpdateAttack(Attack):
         mean = self.falsify(posterior.flatten()[0], knowledge)
         if mean.shape != knowledge.previous.shape:
             raise FusionError(
-                f"{self}: falsify returned a tensor of shape {tuple(mean.shape)}; return one mean per parameter, shape "
-                f"{tuple(knowledge.previous.shape)}"
+                f"{shown(self)}: falsify returned a tensor of shape {tuple(mean.shape)}; return one mean per "
+                f"parameter, shape {tuple(knowledge.previous.shape)}"
             )
         return GaussianPosterior(posterior.unflatten(mean, None).mean, posterior.variance)
 
@@ -209,8 +209,10 @@ def _number(attack: Attack, client: int | str, names: Sequence[str]) -> int:
     """Return the number of a client that is given by number or name; raise FederationError if there is none."""
     if isinstance(client, int):
         if not 0 <= client < len(names):
-            raise FederationError(f"{attack}: there is no client {client}; clients are numbered 0 to {len(names) - 1}")
+            raise FederationError(
+                f"{shown(attack)}: there is no client {client}; clients are numbered 0 to {len(names) - 1}"
+            )
         return client
     if client not in names:
-        raise FederationError(f"{attack}: no client is named '{client}': {nearest(client, names)}")
+        raise FederationError(f"{shown(attack)}: no client is named '{client}': {nearest(client, names)}")
     return names.index(client)
