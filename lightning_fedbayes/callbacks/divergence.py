@@ -23,6 +23,6 @@ def divergence_of(names: Sequence[str]) -> str:
     'the training of clients a, b has diverged: th'
     """
     return (
-        f"the training of client{'s' if len(names) > 1 else ''} {listed(names)} has diverged: the loss is far above that "
-        "of the first round, which began without knowledge. Take a smaller learning rate or fewer local epochs"
+        f"the training of client{'s' if len(names) > 1 else ''} {listed(names)} has diverged: the loss is far above "
+        "that of the first round, which began without knowledge. Take a smaller learning rate or fewer local epochs"
     )

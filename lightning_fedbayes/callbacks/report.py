@@ -20,7 +20,7 @@ from lightning_fedbayes.clients.client import Client
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.errors import listed, told_failures
 from lightning_fedbayes.core.messages import ClientOutcome
-from lightning_fedbayes.core.tables import markdown_table
+from lightning_fedbayes.core.tables import MOST_ROWS, badness_of, markdown_table, worst_rows
 from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.layers import BayesianLayer, gaussian_parameters
 from lightning_fedbayes.layers.kl import KLWatch
@@ -280,27 +280,30 @@ class FederationReport:
         tell_of_sites(history)
         if not trainer.loggers or not self.records:
             return
-        rows = []
+        rows, names, sizes = [], self._clients.names, self._clients.sizes
         for client, record in self.records.items():
             score = math.nan if accuracy is None else float(accuracy[client])
             rows.append([
-                self._clients.names[client], self._clients.sizes[client], record.rounds, record.failures,
-                record.weight, record.train_loss, score, record.seconds, record.megabytes_up, record.last_failure,
+                names[client], sizes[client], record.rounds, record.failures, record.weight, record.train_loss, score,
+                record.seconds, record.megabytes_up, record.last_failure,
             ])
-        log_table(trainer, "federation/clients", CLIENT_COLUMNS, rows, round=trainer.current_epoch)
+        shown = worst_rows(rows, lambda row: (row[3], badness_of(-float(row[6])), badness_of(float(row[5]))))
+        log_table(trainer, "federation/clients", CLIENT_COLUMNS, shown, round=trainer.current_epoch)
         self._log_reliabilities(trainer)
         log_choices(trainer, history)
 
     def _log_reliabilities(self, trainer: L.Trainer) -> None:
-        """Log the clients' reliabilities over the rounds, if the rule has inferred any."""
+        """Log the clients' reliabilities over the rounds, if the rule has inferred any; of many, the last round's."""
         if not self.reliabilities:
             return
         names = self._clients.names
         rows = [
             [each["round"], names[client], share, each["excluded"].get(client, "")]
-            for each in self.reliabilities
+            for each in (self.reliabilities if len(names) <= MOST_ROWS else self.reliabilities[-1:])
             for client, share in each["shares"].items()
         ]
+        if len(names) > MOST_ROWS:
+            rows = worst_rows(rows, lambda row: (bool(row[3]), badness_of(-float(row[2]))))
         log_table(trainer, "federation/reliability_by_round", RELIABILITY_COLUMNS, rows, round=trainer.current_epoch)
         table = torch.full((len(names), self.reliabilities[-1]["round"]), torch.nan)
         for each in self.reliabilities:

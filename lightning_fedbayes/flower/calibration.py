@@ -28,7 +28,7 @@ from lightning_fedbayes.callbacks.calibration import (
 )
 from lightning_fedbayes.callbacks.calibration.callback import data_of
 from lightning_fedbayes.callbacks.calibration.scores import GRIDS
-from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, told_failures
 from lightning_fedbayes.data import ClientDatasets
 from lightning_fedbayes.flower.wire import MOST_EXAMPLES, examples_of, read_metrics
 
@@ -109,15 +109,17 @@ def take_thresholds(conformal: FederatedConformal, temperature: float, ask: Ask)
 
 def _read(replies: Mapping[int, Message], read: Callable[[Message, str], Any]) -> dict[int, Any]:
     """Return client → what it sent, in the order of clients, without those whose reply cannot be used."""
-    found, reasons = {}, []
+    found, failures = {}, dict[str, Exception]()
     for client in sorted(replies):
         try:
             found[client] = read(replies[client], f"client {client}")
         except FedBayesError as refusal:
-            reasons.append(str(refusal))
-            rank_zero_info(f"Calibration: left out: {refusal}")
+            failures[str(client)] = refusal
+    told = told_failures(failures)
+    for line in told:
+        rank_zero_info(f"Calibration: {line}")
     if not found:
-        raise FederationError(f"no client's answer can be used: {'; '.join(reasons) or 'none has come in time'}")
+        raise FederationError(f"no client's answer can be used: {'; '.join(told) or 'none has come in time'}")
     return found
 
 

@@ -20,6 +20,7 @@ from lightning_fedbayes.core.errors import (
     check_flag,
     check_number,
     check_path,
+    told_failures,
 )
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
@@ -254,10 +255,9 @@ class FusionStrategy(Strategy):
         """
         assert self.server is not None
         updates = self._read(server_round, replies)
-        for client in sorted(updates):  # not as they arrive: sums depend on the order
-            outcome = self.server.admit(updates[client])
-            if outcome.error is not None:
-                rank_zero_info(f"Round {server_round}: left out: {outcome.error}")
+        outcomes = [self.server.admit(updates[client]) for client in sorted(updates)]  # sums depend on the order
+        for line in told_failures({str(each.client): each.error for each in outcomes if each.error is not None}):
+            rank_zero_info(f"Round {server_round}: {line}")
         seed_everything(derive_seed(self.seed, "fusion", server_round - 1))  # of rules that draw
         try:
             result = self.server.finish()
@@ -352,17 +352,20 @@ class FusionStrategy(Strategy):
         :attr:`client_scores` holds what each client sent.
         """
         sent: dict[int, tuple[int, dict[str, float]]] = {}
+        refusals: list[FusionError] = []
         for reply in replies:
             try:
                 metrics = read_metrics(reply, f"node {reply.metadata.src_node_id}")
                 count = examples_of(metrics, f"node {reply.metadata.src_node_id}")
             except FusionError as refusal:
-                rank_zero_info(f"Round {server_round}: an evaluation is left out: {refusal}")
+                refusals.append(refusal)
                 continue
             if count > 0:
                 own = {name: float(value) for name, value in metrics.items() if name != "num-examples"}
                 node = reply.metadata.src_node_id
                 sent[self._scoring.get(node, node)] = int(count), own
+        if refusals:
+            rank_zero_info(f"Round {server_round}: evaluations left out: {len(refusals):,}; the first: {refusals[0]}")
         self.client_scores = client_scores(sent)
         return MetricRecord(
             {name: self.client_scores.mean(name) for name in self.client_scores.values}
