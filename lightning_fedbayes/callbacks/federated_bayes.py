@@ -36,7 +36,6 @@ from lightning_fedbayes.clients.settings import (
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
-from lightning_fedbayes.data.clients import described_sizes
 from lightning_fedbayes.server.plan import Batching, Fraction, RoundPlan, plan_round, share_of
 from lightning_fedbayes.trainer import (
     FitLoop,
@@ -232,7 +231,7 @@ class FederatedBayes(L.Callback):
         return {
             "partition": known.pop("partition"),
             "clients": None if clients is None else len(clients),
-            "client_sizes": None if clients is None else described_sizes(clients.sizes),
+            "client_sizes": None if clients is None else clients.described_sizes,
             **known,
             "engine": known["engine"] if self._federation is None else self._federation.engine.name,
         }

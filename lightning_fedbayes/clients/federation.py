@@ -168,11 +168,9 @@ class Federation:
     def _tell_not_kept(self) -> None:
         """Warn of clients whose own networks could not be trained, in one line with the first reason."""
         if self._not_kept:
-            several, first = len(self._not_kept) > 1, next(iter(self._not_kept.values()))
-            own = "their own networks stay as they were" if several else "its own network stays as it was"
             rank_zero_warn(
-                f"Client{'s' if several else ''} {listed(self._not_kept)}: {own}, because {'the' if several else 'its'} "
-                f"training failed: {first}"
+                f"The own networks of clients {listed(self._not_kept)} stay as they were, because their training failed: "
+                f"{next(iter(self._not_kept.values()))}"
             )
 
     @property

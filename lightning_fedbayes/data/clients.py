@@ -214,6 +214,11 @@ class Clients:
         """Number of examples of each client."""
         return tuple(len(dataset) for dataset in self.datasets)  # pyright: ignore[reportArgumentType]
 
+    @property
+    def described_sizes(self) -> list[int] | dict[str, Any]:
+        """Return the sizes as they are logged: see :func:`described_sizes`."""
+        return described_sizes(self.sizes)
+
     def __len__(self) -> int:
         return len(self.datasets)
 
