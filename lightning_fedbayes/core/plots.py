@@ -19,13 +19,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
+from lightning_fedbayes.core.tables import MOST_ROWS
+
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
 INK, GRID = "#333333", "#E3E3E3"
 SEQUENTIAL = LinearSegmentedColormap.from_list("white_to_blue", ["#FFFFFF", "#9CC8E3", "#0072B2", "#00324F"])
 DPI = 120
-MOST_ROWS = 100
-"""Most clients, or classes, that a picture shows; of more it shows a sample at equal distances."""
 
 
 def empty_figure(width: float, height: float) -> Figure:
@@ -102,7 +102,7 @@ def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
         counts: shape (clients, classes), non-negative.
         classes: labels of the columns.
     """
-    clients, shown = sample(len(counts)), sample(len(classes))
+    clients, shown = map(sample, counts.shape)
     table = _array(counts)[np.ix_(clients, shown)]
     rows, columns = table.shape
     figure, axes = _figure(min(max(0.55 * columns + 1.9, 4.4), 12), min(max(0.34 * rows + 1.3, 2.6), 10))

@@ -8,7 +8,7 @@ from typing import Any
 
 Row = Sequence[str | float]
 MOST_ROWS = 100
-"""Of a table that people read."""
+"""Most rows of a table, or of a picture, that people look at; and most clients that settings list one by one."""
 
 
 def texts(rows: Iterable[Row]) -> list[list[str]]:

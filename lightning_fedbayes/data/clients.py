@@ -26,12 +26,11 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.core.seeding import generator
+from lightning_fedbayes.core.tables import MOST_ROWS
 from lightning_fedbayes.data.partition import Partition, counts_table
 from lightning_fedbayes.data.partition.base import LabelSource, as_labels
 
 LABEL_ATTRIBUTES = ("targets", "labels", "y")
-MOST_SIZES = 100
-"""Most clients whose sizes are written one by one."""
 
 
 def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | None:
@@ -233,7 +232,7 @@ def described_sizes(sizes: Sequence[int] | dict[str, Any]) -> list[int] | dict[s
     """
     if isinstance(sizes, dict):  # they are described already
         return sizes
-    if len(sizes) <= MOST_SIZES:
+    if len(sizes) <= MOST_ROWS:
         return list(sizes)
     digest = sha256(",".join(map(str, sizes)).encode()).hexdigest()[:16]
     return {

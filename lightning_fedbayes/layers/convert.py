@@ -173,8 +173,8 @@ def choose_last(candidates: dict[str, nn.Module], last: int) -> dict[str, nn.Mod
         return {}
     already = [name for name, module in candidates.items() if isinstance(module, BaseVariationalLayer_)]
     if already:
-        raise ConversionError(f"last={last} counts the layers of a deterministic network, but [{listed(map(repr, already))}] "
-                              "are Bayesian already; choose by names")
+        raise ConversionError(f"last={last} counts the layers of a deterministic network, but "
+                              f"[{listed(map(repr, already))}] are Bayesian already; choose by names")
     affine = [name for name, module in candidates.items() if affine_kind(module) is not None]
     if not affine:
         raise ConversionError("the network has no linear or convolutional layer; choose other modules by names")
