@@ -169,8 +169,8 @@ class Federation:
         """Warn of clients whose own networks could not be trained, in one line with the first reason."""
         if self._not_kept:
             rank_zero_warn(
-                f"The own networks of clients {listed(self._not_kept)} stay as they were, because their training "
-                f"failed: {next(iter(self._not_kept.values()))}"
+                "Clients whose own networks stay as they were, because their training failed: "
+                f"{listed(self._not_kept)}; the first: {next(iter(self._not_kept.values()))}"
             )
 
     @property

@@ -215,29 +215,20 @@ class Clients:
 
     @property
     def described_sizes(self) -> list[int] | dict[str, Any]:
-        """Return the sizes as they are logged: see :func:`described_sizes`."""
-        return described_sizes(self.sizes)
+        """Sizes as they are logged: of more than 100 clients a summary, with a digest that tells all of them.
+
+        >>> Clients((), (range(3), range(1))).described_sizes
+        [3, 1]
+        """
+        sizes = self.sizes
+        if len(sizes) <= MOST_ROWS:
+            return list(sizes)
+        digest = sha256(",".join(map(str, sizes)).encode()).hexdigest()[:16]
+        return {"smallest": min(sizes), "median": median(sizes), "largest": max(sizes), "total": sum(sizes),
+                "digest": digest}
 
     def __len__(self) -> int:
         return len(self.datasets)
-
-
-def described_sizes(sizes: Sequence[int] | dict[str, Any]) -> list[int] | dict[str, Any]:
-    """Return the clients' sizes as they are logged: of more than 100 a summary, with a digest that tells all of them.
-
-    >>> described_sizes((3, 1))
-    [3, 1]
-    >>> described_sizes(range(1, 1001))["median"], described_sizes(range(1, 1001))["total"]
-    (500.5, 500500)
-    """
-    if isinstance(sizes, dict):  # they are described already
-        return sizes
-    if len(sizes) <= MOST_ROWS:
-        return list(sizes)
-    digest = sha256(",".join(map(str, sizes)).encode()).hexdigest()[:16]
-    return {
-        "smallest": min(sizes), "median": median(sizes), "largest": max(sizes), "total": sum(sizes), "digest": digest,
-    }
 
 
 def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clients:

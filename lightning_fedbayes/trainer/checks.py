@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_fedbayes.clients.adversaries import UpdateAttack
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.data.clients import Clients, described_sizes
+from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.trainer.data import held_out_batches
 from lightning_fedbayes.trainer.strategy import ClientParallelStrategy
 
@@ -176,7 +176,6 @@ def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], setting
         settings: the present ones.
     """
     made: Any = trainer
-    stored = {**stored, "client_sizes": described_sizes(stored["client_sizes"])}  # those of many were a list once
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
     names = (*names, "privacy", "local_parameters", "posterior")
     changed = [f"{name}={settings[name]} (was {stored[name]})" for name in names if stored[name] != settings[name]]

@@ -15,11 +15,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration.predictions import check_apart
 from lightning_fedbayes.callbacks.report import FederationReport
-from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients.adversaries import assign
 from lightning_fedbayes.core.tables import MOST_ROWS
-from lightning_fedbayes.data.clients import Clients, check_classes, clients_of, described_sizes
-from lightning_fedbayes.metrics.functional import calibration_diagram
+from lightning_fedbayes.data.clients import Clients, check_classes, clients_of
 from lightning_fedbayes.server import RoundResult
 from lightning_fedbayes.server.aggregation import Aggregate
 from lightning_fedbayes.server.plan import Batching, check_batches
@@ -220,34 +218,97 @@ def test_accuracies_of_many_clients_are_a_sample_of_a_hundred_bars():
     assert axes.get_title() == "Accuracy of the clients\n100 of 1,000 clients"
 
 
-def test_pictures_of_an_evaluation_do_not_grow_with_classes():
-    def ticks(classes):
-        report = UncertaintyReport()
-        report.update(torch.rand(50, classes).softmax(-1), torch.arange(50) % classes)
-        diagram = calibration_diagram(torch.rand(50, classes).softmax(-1), torch.arange(50) % classes)
-        return len(report._calibration.plot()[0].axes[0].patches), len(diagram.counts)
-
-    assert ticks(10)[1] == ticks(1_000)[1] == 15
-    assert max(ticks(1_000)) <= MOST_ROWS
-
-
 # -- the sizes of the clients ------------------------------------------------------------------------------------------
 
 
 def settings_of(sizes):
     """What a checkpoint says of a federation."""
-    return {"seed": 0, "clients": len(sizes), "client_sizes": described_sizes(sizes), "privacy": "None",
+    clients = Clients((), tuple(map(range, sizes)))
+    return {"seed": 0, "clients": len(clients), "client_sizes": clients.described_sizes, "privacy": "None",
             "local_parameters": [], "posterior": "None"}
 
 
 @pytest.mark.parametrize("clients", [3, 100, 101, 10_000])
 def test_a_federation_with_one_client_of_another_size_is_another(clients):
     sizes = [2] * clients
-    check_same_federation(trainer(), settings_of(sizes), settings_of(tuple(sizes)))
-    check_same_federation(trainer(), {**settings_of(sizes), "client_sizes": sizes}, settings_of(sizes))
+    check_same_federation(trainer(), settings_of(sizes), settings_of(list(sizes)))
     for other in ([3, *sizes[1:]], [*sizes[:-2], 1, 3], [*sizes[:-2], 3, 1], [*sizes, 2]):  # two of them of equal sum
         with pytest.raises(fb.FederationError, match="client_sizes"):
             check_same_federation(trainer(), settings_of(sizes), settings_of(other))
+
+
+# -- lines of a round --------------------------------------------------------------------------------------------------
+
+
+class Remembering(nn.Linear):
+    """A layer that keeps a list of its own, as those of Hugging Face keep a configuration."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+        self.seen = []
+
+    def forward(self, inputs):
+        self.seen.append(len(inputs))
+        return super().forward(inputs)
+
+
+class Regression(L.LightningModule):
+    """A regression, with one layer after another, of targets that may be torn."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def training_step(self, batch, batch_idx):
+        if bool(batch[1].isnan().any()):
+            raise OSError("torn")
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def lines_of(module, method, targets):
+    """Lines of one round of a federation of a client for each target, whose error ends it."""
+    parts = {str(k): TensorDataset(torch.ones(1, 1), target.view(1, 1)) for k, target in enumerate(targets)}
+    federation = fb.FederatedBayes(
+        fusion=method, engine="sequential", safeguards=fb.Safeguards(max_failed_rounds=1, min_clients=1))
+    run = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+                    enable_progress_bar=False, enable_model_summary=False, callbacks=[federation])
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        for place in ("clients.sequential.rank_zero_info", "callbacks.report.rank_zero_info",
+                      "clients.federation.rank_zero_warn"):
+            patch.setattr(f"lightning_fedbayes.{place}", lines.append)
+        try:
+            run.fit(module, DataLoader(fb.ClientDatasets(parts), 1))
+        except fb.FederationError as error:
+            lines.append(str(error))
+    return lines
+
+
+@pytest.mark.parametrize("layers", [1, 3, 300])
+def test_attributes_that_clients_share_are_named_up_to_a_few(layers):
+    (line,) = lines_of(Regression(Remembering() for _ in range(layers)), "weighted_average", torch.zeros(2))
+    names = "self.layers.0.seen" + {1: "", 3: ", self.layers.1.seen, self.layers.2.seen"}.get(
+        layers, ", self.layers.1.seen, self.layers.10.seen and 297 others")
+    assert line == f"Clients share {names}, which training changes and which cannot be put back."
+
+
+def test_clients_whose_own_networks_fail_are_one_line():
+    lines = lines_of(Regression([nn.Linear(1, 1)]), fb.Ditto(0.1), torch.tensor([torch.nan] * 9 + [0.0]))
+    assert lines == [
+        "Clients whose own networks stay as they were, because their training failed: 0, 1, 2 and 6 others; the first: "
+        "torn",
+        "Round 1: clients 0, 1, 2 and 6 others are left out; the first: OSError: torn",
+    ]
+
+
+def test_failures_are_told_where_they_end_the_run():
+    lines = lines_of(Regression([nn.Linear(1, 1)]), "weighted_average", torch.full((9,), torch.nan))
+    assert lines[0] == "Round 1: clients 0, 1, 2 and 6 others are left out; the first: OSError: torn"
+    assert "1 rounds in a row had fewer than min_clients=1 valid updates" in lines[1]
+    assert len(lines) == 2
 
 
 # -- warnings and errors -----------------------------------------------------------------------------------------------
@@ -285,7 +346,7 @@ def unknown_attackers(clients, classes):
 
 def other_parameters(clients, classes):
     sides = [{f"{side}{number}": torch.zeros(1) for number in range(classes)} for side in "ab"]
-    fb.fuse([fb.GaussianPosterior.point_mass(side) for side in sides], "weighted_average")
+    fb.fuse("weighted_average", [fb.GaussianPosterior.point_mass(side) for side in sides])
 
 
 def other_sizes(clients, classes):
