@@ -161,7 +161,8 @@ def client_accuracy(accuracies: Tensor) -> Figure:
     bars = order[sample(len(order))]
     figure, axes = _figure()
     axes.bar(range(len(bars)), _array(accuracies[bars]), color=PALETTE[0])
-    axes.set_xticks(range(len(bars)), [str(client) for client in bars.tolist()])
+    every = 1 if len(bars) <= 20 else len(bars) // 10
+    axes.set_xticks(range(0, len(bars), every), [str(client) for client in bars[::every].tolist()])
     if len(order):
         mean = float(accuracies[order].mean())
         axes.axhline(mean, color=INK, linestyle="--", linewidth=1.2, label=f"mean {mean:.1%}")

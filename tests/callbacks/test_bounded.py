@@ -214,7 +214,8 @@ def test_accuracies_of_many_clients_are_a_sample_of_a_hundred_bars():
     for client in range(0, 10_000, 10):
         metric.update(torch.tensor([[0.9, 0.1]] * 2), torch.tensor([0, client % 3 > 0]), client)
     axes = metric.plot()[0].axes[0]
-    assert len(axes.patches) == len(axes.get_xticks()) == MOST_ROWS
+    assert len(axes.patches) == MOST_ROWS
+    assert len(axes.get_xticks()) <= 20
     assert axes.get_title() == "Accuracy of the clients\n100 of 1,000 clients"
 
 
