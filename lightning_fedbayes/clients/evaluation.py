@@ -134,10 +134,10 @@ class ClientScores:
 
     def table(self) -> tuple[list[str], list[Row]]:
         """Return head and rows as people read them: of many clients the worst by the first figure, and a count."""
-        figure = next(iter(self.values))
+        figure = next(iter(self.values), "")
 
         def badness(row: Row) -> float:
-            return badness_of(-sign_of(figure) * float(row[2]))
+            return badness_of(-sign_of(figure) * float(row[2])) if figure else 0.0
 
         return ["client", "examples", *self.values], worst_rows([list(row.values()) for row in self.rows()], badness)
 

@@ -190,6 +190,7 @@ def test_scores_of_many_clients_show_the_worst_and_a_file_holds_all(tmp_path):
     assert scores._repr_html_().count("<tr>") == 1 + MOST_ROWS + 3
     scores.to_csv(tmp_path / "scores.csv")
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == 10_001
+    assert len(fb.ClientScores(scores.names, scores.num_examples, {}).table()[1]) == MOST_ROWS
     few = scores_of(100)
     assert [row[0] for row in few.table()[1]] == [str(client) for client in range(100)]
 
