@@ -120,8 +120,7 @@ class ClientReport(L.Callback):
     def _table(self, trainer: L.Trainer, stage: str) -> None:
         for key, name in ((stage, f"{stage}/clients"), (f"personal/{stage}", f"{stage}/personal")):
             if key in self.scores and trainer.loggers:
-                rows = self.scores[key].rows()
-                log_table(trainer, name, list(rows[0]), [list(row.values()) for row in rows], trainer.current_epoch)
+                log_table(trainer, name, *self.scores[key].table(), trainer.current_epoch)
 
 
 def predictor_of(

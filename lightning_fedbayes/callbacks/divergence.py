@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MOST_NAMES = 3
-"""Most clients that a message names."""
+from lightning_fedbayes.core.errors import listed
 
 
 def worst_loss(first: float) -> float:
@@ -18,14 +17,12 @@ def worst_loss(first: float) -> float:
 
 
 def divergence_of(names: Sequence[str]) -> str:
-    """Return the message that the training of clients has diverged; it names :data:`MOST_NAMES`, and counts the others.
+    """Return the message that the training of clients has diverged.
 
-    >>> divergence_of(["a", "b", "c", "d", "e"])[:58]
-    'the training of clients a, b, c and 2 more has diverged: t'
+    >>> divergence_of(["a", "b"])[:45]
+    'the training of clients a, b has diverged: th'
     """
-    shown, more = ", ".join(names[:MOST_NAMES]), len(names) - MOST_NAMES
-    who = f"client{'s' if len(names) > 1 else ''} {shown}" + (f" and {more} more" if more > 0 else "")
     return (
-        f"the training of {who} has diverged: the loss is far above that of the first round, which began without "
-        "knowledge. Take a smaller learning rate or fewer local epochs"
+        f"the training of client{'s' if len(names) > 1 else ''} {listed(names)} has diverged: the loss is far above "
+        "that of the first round, which began without knowledge. Take a smaller learning rate or fewer local epochs"
     )

@@ -22,7 +22,7 @@ from lightning_fedbayes.clients.privacy.accountant import (
 )
 from lightning_fedbayes.clients.privacy.example_gradients import GradSamples, check_network
 from lightning_fedbayes.clients.sequential import SequentialEngine
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError, listed
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.layers import kl_divergence
 from lightning_fedbayes.modules import BayesianModule
@@ -240,7 +240,7 @@ def check_all_sampled(module: nn.Module, parameters: Sequence[Tensor]) -> None:
     missing = [names[id(each)] for each in parameters if getattr(each, "grad_sample", None) is None]
     if missing:
         raise FederationError(
-            f"ExamplePrivacy: the loss of this batch does not depend on {', '.join(missing)} through the layers that "
+            f"ExamplePrivacy: the loss of this batch does not depend on {listed(missing)} through the layers that "
             "hold them; call the layers themselves, and freeze what is not used (requires_grad_(False))"
         )
 

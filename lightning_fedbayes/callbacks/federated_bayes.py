@@ -231,7 +231,7 @@ class FederatedBayes(L.Callback):
         return {
             "partition": known.pop("partition"),
             "clients": None if clients is None else len(clients),
-            "client_sizes": None if clients is None else list(clients.sizes),
+            "client_sizes": None if clients is None else clients.described_sizes,
             **known,
             "engine": known["engine"] if self._federation is None else self._federation.engine.name,
         }
@@ -359,14 +359,15 @@ class FederatedBayes(L.Callback):
         """At a client's last batch, take its posterior; at the last client's, fuse."""
         federation = self.federation
         for outcome in federation.receive(federation.engine.end_batch(batch_idx)):
-            self._report.client(federation.round, outcome)
+            self._report.client(outcome)
         if federation.is_complete:
             assert self._loop is not None
+            self._report.tell_failures(federation.round)  # here: finish raises if too many rounds have failed
             own = set(federation.share.cohort)
             result = federation.finish(note=self._loop.own_steps(idle=not own))
             for outcome in result.outcomes:
                 if outcome.client not in own:  # another process has trained it
-                    self._report.client(federation.round, outcome)
+                    self._report.client(outcome)
             steps = federation.notes_of(result)
             if len(steps) > 1:
                 self._loop.count_steps(steps)
@@ -421,6 +422,7 @@ class FederatedBayes(L.Callback):
     def _drop_unfinished_round(self) -> None:
         """Forget a round that was cut short, by early stopping, a time limit or an exception."""
         if self._federation is not None and self._federation.stage == "training":
+            self._report.tell_failures(self._federation.round)
             self._federation.abandon()
             rank_zero_info(
                 f"Round {self._federation.round + 1} was cut short; the module holds the global posterior that it "

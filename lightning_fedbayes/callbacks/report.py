@@ -18,8 +18,9 @@ from lightning_fedbayes.callbacks.divergence import divergence_of, worst_loss
 from lightning_fedbayes.callbacks.loggers import log_figure, log_table
 from lightning_fedbayes.clients.client import Client
 from lightning_fedbayes.core import plots
+from lightning_fedbayes.core.errors import listed, told_failures
 from lightning_fedbayes.core.messages import ClientOutcome
-from lightning_fedbayes.core.tables import markdown_table
+from lightning_fedbayes.core.tables import MOST_ROWS, badness_of, markdown_table, worst_rows
 from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.layers import BayesianLayer, gaussian_parameters
 from lightning_fedbayes.layers.kl import KLWatch
@@ -76,6 +77,7 @@ class FederationReport:
         self._with_axis: set[str] = set()
         self._told: set[str] = set()
         self._unheld: list[str] = []
+        self._failures: dict[str, Exception] = {}
         self._losses: dict[int, float] = {}
         self._drawn: Tensor | None = None
 
@@ -123,8 +125,8 @@ class FederationReport:
         ):
             bar.progress.update(bar.train_progress_bar_id, description=text)
 
-    def client(self, round: int, outcome: ClientOutcome) -> None:
-        """Note the outcome of a client in ``round``, from 0; print a line if it is left out."""
+    def client(self, outcome: ClientOutcome) -> None:
+        """Note the outcome of a client."""
         record = self.records[outcome.client]
         record.rounds += 1
         record.seconds = outcome.seconds
@@ -139,15 +141,21 @@ class FederationReport:
             return
         record.failures += 1
         record.last_failure = f"{type(outcome.error).__name__}: {outcome.error}"
-        name = self._clients.names[outcome.client]
-        rank_zero_info(f"Round {round + 1}: client {name} is left out: {record.last_failure}")
+        self._failures[self._clients.names[outcome.client]] = outcome.error
+
+    def tell_failures(self, round: int) -> None:
+        """Print a line about the clients that are left out of ``round``, from 0, for each kind of failure."""
+        for line in told_failures(self._failures):
+            rank_zero_info(f"Round {round + 1}: {line}")
+        self._failures = {}
 
     def fused(self, result: RoundResult) -> None:
         """Note the clients' weights, and their reliabilities if the rule infers them; print a refusal of the rule.
 
-        After the first round of a fit, print a line if the loss lacks the KL divergence; in every round, one about the
-        clients whose training has diverged in it.
+        After the first round of a fit, print a line if the loss lacks the KL divergence; in every round, lines about
+        the clients that are left out of it, and one about those whose training has diverged in it.
         """
+        self.tell_failures(result.round)
         if self._diverged:
             names = [self._clients.names[client] for client in sorted(self._diverged)]
             rank_zero_info(f"Round {result.round + 1}: {divergence_of(names)}")
@@ -170,7 +178,7 @@ class FederationReport:
         new = set() if result.aggregate is None else set(result.aggregate.outlying) - self._outlying
         self._outlying |= new
         if new:
-            names = ", ".join(self._clients.names[client] for client in sorted(new))
+            names = listed(self._clients.names[client] for client in sorted(new))
             rank_zero_info(
                 f"Round {result.round + 1}: the updates of {names} stand out; where they are more than max_influence "
                 "times as large as the median client's, they are clipped (Safeguards(max_influence=None) does not)"
@@ -272,27 +280,30 @@ class FederationReport:
         tell_of_sites(history)
         if not trainer.loggers or not self.records:
             return
-        rows = []
+        rows, names, sizes = [], self._clients.names, self._clients.sizes
         for client, record in self.records.items():
             score = math.nan if accuracy is None else float(accuracy[client])
             rows.append([
-                self._clients.names[client], self._clients.sizes[client], record.rounds, record.failures,
-                record.weight, record.train_loss, score, record.seconds, record.megabytes_up, record.last_failure,
+                names[client], sizes[client], record.rounds, record.failures, record.weight, record.train_loss, score,
+                record.seconds, record.megabytes_up, record.last_failure,
             ])
-        log_table(trainer, "federation/clients", CLIENT_COLUMNS, rows, round=trainer.current_epoch)
+        shown = worst_rows(rows, lambda row: (row[3], badness_of(-float(row[6])), badness_of(float(row[5]))))
+        log_table(trainer, "federation/clients", CLIENT_COLUMNS, shown, round=trainer.current_epoch)
         self._log_reliabilities(trainer)
         log_choices(trainer, history)
 
     def _log_reliabilities(self, trainer: L.Trainer) -> None:
-        """Log the clients' reliabilities over the rounds, if the rule has inferred any."""
+        """Log the clients' reliabilities over the rounds, if the rule has inferred any; of many, the last round's."""
         if not self.reliabilities:
             return
         names = self._clients.names
         rows = [
             [each["round"], names[client], share, each["excluded"].get(client, "")]
-            for each in self.reliabilities
+            for each in (self.reliabilities if len(names) <= MOST_ROWS else self.reliabilities[-1:])
             for client, share in each["shares"].items()
         ]
+        if len(names) > MOST_ROWS:
+            rows = worst_rows(rows, lambda row: (bool(row[3]), badness_of(-float(row[2]))))
         log_table(trainer, "federation/reliability_by_round", RELIABILITY_COLUMNS, rows, round=trainer.current_epoch)
         table = torch.full((len(names), self.reliabilities[-1]["round"]), torch.nan)
         for each in self.reliabilities:

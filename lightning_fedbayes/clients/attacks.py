@@ -20,7 +20,7 @@ from lightning_fedbayes.clients.adversaries import (
     UpdateAttack,
     flip_labels,
 )
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError, listed
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed
@@ -168,7 +168,7 @@ class FlippedLabels(Dataset):
         except (KeyError, TypeError, ValueError, RuntimeError):
             raise FederationError(
                 f"LabelFlip: the last entry of an example is {label!r}, which is none of the classes "
-                f"{list(self.mirror)}; give the label last"
+                f"{listed(self.mirror)}; give the label last"
             ) from None
         return *inputs, torch.full_like(label, flipped) if isinstance(label, Tensor) else type(label)(flipped)
 

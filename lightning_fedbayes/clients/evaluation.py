@@ -28,7 +28,7 @@ from lightning_fedbayes.core.errors import (
 )
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_tensor
 from lightning_fedbayes.core.seeding import derive_seed
-from lightning_fedbayes.core.tables import html_table, markdown_table, texts
+from lightning_fedbayes.core.tables import Row, badness_of, html_table, markdown_table, texts, worst_rows
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.metrics.functional import (
@@ -117,7 +117,7 @@ class ClientScores:
             FedBayesError: there is no such figure, or ``fraction`` is not in (0, 1].
         """
         values = self._of(figure)
-        sign = 1 if figure.rpartition("/")[2] in HIGHER_IS_BETTER else -1
+        sign = sign_of(figure)
         return sign * float(worst_fraction_accuracy(sign * values, fraction))
 
     def spread(self, figure: str) -> float:
@@ -131,6 +131,15 @@ class ClientScores:
             {"client": name, "examples": count, **{figure: float(self.values[figure][k]) for figure in self.values}}
             for k, (name, count) in enumerate(zip(self.names, self.num_examples, strict=True))
         ]
+
+    def table(self) -> tuple[list[str], list[Row]]:
+        """Return head and rows as people read them: of many clients the worst by the first figure, and a count."""
+        figure = next(iter(self.values), "")
+
+        def badness(row: Row) -> float:
+            return badness_of(-sign_of(figure) * float(row[2])) if figure else 0.0
+
+        return ["client", "examples", *self.values], worst_rows([list(row.values()) for row in self.rows()], badness)
 
     def summary(self) -> dict[str, float]:
         """Return mean, worst 10 % and spread of every figure, under the names by which a logger takes them."""
@@ -157,12 +166,16 @@ class ClientScores:
         head, lines = self._lines()
         return html_table(head, [[escape(each) for each in line] for line in texts(lines)])
 
-    def _lines(self) -> tuple[list[str], list[list[str | float]]]:
+    def _lines(self) -> tuple[list[str], list[Row]]:
         """Return the head and the lines of the table."""
         ends = [("mean", self.mean), ("worst 10 %", self.worst), ("spread", self.spread)]
-        lines = [list(row.values()) for row in self.rows()]
-        lines += [[name, "", *(of(figure) for figure in self.values)] for name, of in ends]
-        return ["client", "examples", *self.values], lines
+        head, lines = self.table()
+        return head, [*lines, *([name, "", *(of(figure) for figure in self.values)] for name, of in ends)]
+
+
+def sign_of(figure: str) -> int:
+    """Return 1 for a figure of which more is better, and -1 for any other."""
+    return 1 if figure.rpartition("/")[2] in HIGHER_IS_BETTER else -1
 
 
 def evaluate_clients(

@@ -15,7 +15,7 @@ from lightning_fedbayes.clients.attacks import RoundAdversaries, held_back
 from lightning_fedbayes.clients.engine import Engine, Results
 from lightning_fedbayes.clients.scoring import held_out_loss, kept_attributes, own_hook
 from lightning_fedbayes.clients.settings import FederationSettings
-from lightning_fedbayes.core.errors import FederationError, FusionError, is_whole, nearest, shown
+from lightning_fedbayes.core.errors import FederationError, FusionError, is_whole, listed, nearest, shown
 from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
@@ -81,6 +81,7 @@ class Federation:
         self._is_shared = engine.log.is_shared = engine.states.is_shared = collective.size > 1
         self._received = 0
         self._waiting: list[ClientUpdate] = []
+        self._not_kept: dict[str, Exception] = {}
         self._sent: dict[int, GaussianPosterior] = {}
 
     @property
@@ -106,7 +107,7 @@ class Federation:
             rank_zero_info(advice)
         attackers = assign(self.settings.attacks, self.engine.names, self.settings.seed)
         self._adversaries = RoundAdversaries(attackers, plan.senders, self.server.posterior, self.settings.seed)
-        self._received, self._waiting, self._sent = 0, [], {}
+        self._received, self._waiting, self._not_kept, self._sent = 0, [], {}, {}
         self._keeps_clients = bool(getattr(module, "needs_client_posteriors", False))
         self.engine.begin_round(self.share)
 
@@ -152,6 +153,7 @@ class Federation:
                 else:
                     outcomes.append(self._admit(result))
             if self.is_complete:
+                self._tell_not_kept()
                 outcomes += [self._admit(update) for update in self._waiting]
                 self._waiting = []
         return outcomes
@@ -161,8 +163,15 @@ class Federation:
         self.engine.log.forget(result.client)
         if isinstance(result, ClientFailure):
             self.engine.forget(result.client)
-            who = f"Client {self.engine.names[result.client]}"
-            rank_zero_warn(f"{who}: its own network stays as it was, because its training failed: {result.error}")
+            self._not_kept[self.engine.names[result.client]] = result.error
+
+    def _tell_not_kept(self) -> None:
+        """Warn of clients whose own networks could not be trained, in one line with the first reason."""
+        if self._not_kept:
+            rank_zero_warn(
+                "Clients whose own networks stay as they were, because their training failed: "
+                f"{listed(self._not_kept)}; the first: {next(iter(self._not_kept.values()))}"
+            )
 
     @property
     def is_complete(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.clients.learned import LearnedPosterior, variance_of
 from lightning_fedbayes.clients.settings import BufferPolicy
-from lightning_fedbayes.core.errors import FederationError, nearest
+from lightning_fedbayes.core.errors import FederationError, listed, nearest, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.layers.functional import softplus_std
@@ -72,8 +72,8 @@ class ResidentModel:
         self._look()
         if not self.view.read().names:
             raise FederationError(
-                f"local_parameters={list(local_parameters)} keeps every parameter on the clients; nothing is left to "
-                "federate. Match fewer"
+                f"local_parameters={shown(list(local_parameters))} keeps every parameter on the clients; nothing is "
+                "left to federate. Match fewer"
             )
         if not set(frozen).issuperset(self.view.read().names):
             self.frozen_names = set(frozen)
@@ -349,7 +349,7 @@ def check_real(parameters: Mapping[str, Tensor]) -> None:
     wrong = [name for name, parameter in parameters.items() if parameter.is_complex()]
     if wrong:
         raise FederationError(
-            f"complex parameters cannot be fused: {', '.join(wrong)}; keep real and imaginary parts "
+            f"complex parameters cannot be fused: {listed(wrong)}; keep real and imaginary parts "
             "(torch.view_as_real) as the parameters instead"
         )
 

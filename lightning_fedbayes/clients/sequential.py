@@ -23,7 +23,7 @@ from lightning_fedbayes.clients.log import TrainingLog
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import ClientOptimizer, remade
 from lightning_fedbayes.clients.snapshot import RoundState
-from lightning_fedbayes.core.errors import FedBayesError, FusionError, PosteriorError
+from lightning_fedbayes.core.errors import FedBayesError, FusionError, PosteriorError, listed
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server.plan import RoundPlan
@@ -252,7 +252,7 @@ class SequentialEngine(Engine):
         new = sorted(names - self._told)
         self._told |= names
         if new:
-            rank_zero_info(text.format(", ".join(new)))
+            rank_zero_info(text.format(listed(new)))
 
     def _seed_client(self) -> None:
         """Seed the global generators for the next client.

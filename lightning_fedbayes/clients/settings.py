@@ -36,6 +36,8 @@ Fusion = str | FusionRule | AutoFusion | Method
 Weighting = str | CohortWeights
 Adversaries = Attack | Sequence[Attack]
 Source = Laplace | SWAG | PosteriorSource
+MOST_DESCRIBED = 300
+"""Most characters of a partition, or of an attack, among the settings that are logged."""
 
 
 @dataclass(frozen=True)
@@ -163,12 +165,12 @@ class FederationSettings:
         rules = rule.rules if isinstance(rule, AutoFusion) else () if rule is None else (rule,)
         weighting = self.weighting if isinstance(self.weighting, str) else getattr(self.weighting, "__name__", "custom")
         forms = {
-            "partition": repr(self.partition),
+            "partition": shown(self.partition, MOST_DESCRIBED),
             "fusion": None if self.fusion is None else self.method.described,
             "weighting": weighting if not rules or any(rule.uses_weights for rule in rules) else "none",
             "keep": list(self.kept.what),
             "local_parameters": list(self.local_parameters),
-            "adversaries": [repr(attack) for attack in self.attacks],
+            "adversaries": [shown(attack, MOST_DESCRIBED) for attack in self.attacks],
             "privacy": repr(self.privacy),
             "posterior": repr(self.posterior),
         }

@@ -3,7 +3,7 @@
 import difflib
 import math
 import pickle
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cache
 from numbers import Integral, Number, Rational, Real
 from os import PathLike
@@ -13,6 +13,8 @@ from typing import Any
 
 MOST_CHARACTERS, MOST_ITEMS, MOST_BITS = 80, 20, 256
 """Of a value in an error message."""
+MOST_LISTED, MOST_KNOWN, EXAMPLES = 5, 100, 3
+"""Of a list in a message: most items that are all named, most to choose from, and examples of a longer list."""
 LARGEST = 2**63 - 1
 """Largest whole number that tensors can count with."""
 
@@ -66,11 +68,39 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     guess = f"did you mean '{close[0]}'? " if close else ""
-    return f"{guess}Known: {', '.join(names)}"
+    return f"{guess}Known: {listed(names, MOST_KNOWN)}"
 
 
-def shown(value: Any) -> str:
-    """Return ``value`` as an error message shows it: at most 80 characters, an array or tensor by its shape.
+def listed(items: Iterable[Any], most: int = MOST_LISTED) -> str:
+    """Return a list as messages show it: all items if there are at most ``most``, else a few and the number of others.
+
+    >>> listed(["b", "a"]), listed(range(4315))
+    ('b, a', '0, 1, 2 and 4,312 others')
+    """
+    names = list(map(str, items))
+    others = f" and {len(names) - EXAMPLES:,} others" if len(names) > most else ""
+    return ", ".join(names[:EXAMPLES] if others else names) + others
+
+
+def told_failures(failures: Mapping[str, Exception]) -> list[str]:
+    """Return a line for each kind of error that clients have failed with, whatever their number.
+
+    >>> told_failures({"a": OSError("torn")})
+    ['client a is left out: OSError: torn']
+    >>> told_failures({str(client): OSError("torn") for client in range(9)})
+    ['clients 0, 1, 2 and 6 others are left out; the first: OSError: torn']
+    """
+    by_kind: dict[str, list[str]] = {}
+    for name, error in failures.items():
+        by_kind.setdefault(type(error).__name__, []).append(name)
+    return [
+        f"client{'s' if len(names) > 1 else ''} {listed(names)} {'are' if len(names) > 1 else 'is'} left out"
+        f"{'; the first' if len(names) > 1 else ''}: {kind}: {failures[names[0]]}" for kind, names in by_kind.items()
+    ]
+
+
+def shown(value: Any, most: int = MOST_CHARACTERS) -> str:
+    """Return ``value`` as messages show it: ``most`` characters at the most, an array or tensor by its shape.
 
     >>> shown("mean"), shown(float("nan"))
     ("'mean'", 'nan')
@@ -82,7 +112,7 @@ def shown(value: Any) -> str:
     if isinstance(value, list | tuple | dict | set) and len(value) > MOST_ITEMS:
         return f"a {type(value).__name__} of {len(value)}"
     text = repr(value)
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS - 1]}…"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def is_whole(value: Any) -> bool:
@@ -149,7 +179,7 @@ def check_choice(
     """Raise ``error``, with the nearest choice, unless an argument is one of ``choices``."""
     known = tuple(choices)
     if not isinstance(value, str) or value not in known:
-        remedy = nearest(value, known) if isinstance(value, str) else f"give one of {', '.join(known)}"
+        remedy = nearest(value, known) if isinstance(value, str) else f"give one of {listed(known, MOST_KNOWN)}"
         raise error(f"{name}={shown(value)}: {remedy}")
 
 

@@ -19,6 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
+from lightning_fedbayes.core.tables import MOST_ROWS
+
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
 INK, GRID = "#333333", "#E3E3E3"
@@ -94,18 +96,22 @@ def accuracy_retained(curves: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
 def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
     """Heat map of the examples of each class (columns) at each client (rows).
 
+    Of more than 100 clients, or classes, it shows every n-th.
+
     Args:
         counts: shape (clients, classes), non-negative.
         classes: labels of the columns.
     """
-    table = _array(counts)
+    clients, shown = map(sample, counts.shape)
+    table = _array(counts)[np.ix_(clients, shown)]
     rows, columns = table.shape
     figure, axes = _figure(min(max(0.55 * columns + 1.9, 4.4), 12), min(max(0.34 * rows + 1.3, 2.6), 10))
     image = axes.imshow(table, cmap=SEQUENTIAL, vmin=0, aspect="auto")
     axes.grid(False)
     axes.spines[:].set_visible(False)
-    _ticks(axes, [str(c) for c in classes], [str(k) for k in range(rows)])
-    axes.set(xlabel="class", ylabel="client", title="Examples per client and class")
+    _ticks(axes, [str(classes[c]) for c in shown], [str(k) for k in clients])
+    part = _part((rows, len(counts), "clients"), (columns, len(classes), "classes"))
+    axes.set(xlabel="class", ylabel="client", title=f"Examples per client and class{part}")
     if rows <= 20 and columns <= 12:
         dark = table > 0.45 * max(table.max(), 1)
         for (k, c), value in np.ndenumerate(table):
@@ -118,11 +124,16 @@ def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
 def client_reliability(shares: Tensor, names: Sequence[str]) -> Figure:
     """Heat map of each client's inferred share of the fusion (rows) in each round (columns).
 
+    Of more than 100 clients it shows a sample, from the lowest mean share to the highest.
+
     Args:
         shares: shape (clients, rounds), in [0, 1], NaN where a client did not take part.
         names: of the clients.
     """
-    table = _array(shares)
+    order = np.arange(len(shares))
+    if len(order) > MOST_ROWS:
+        order = _array(shares.nanmean(1).nan_to_num(nan=torch.inf).argsort())[sample(len(shares))]
+    table = _array(shares)[order]
     rows, columns = table.shape
     figure, axes = _figure(min(max(0.12 * columns + 2.9, 4.4), 12), min(max(0.34 * rows + 1.3, 2.6), 10))
     image = axes.imshow(table, cmap=SEQUENTIAL, vmin=0, aspect="auto", extent=(0.5, columns + 0.5, rows - 0.5, -0.5),
@@ -132,29 +143,33 @@ def client_reliability(shares: Tensor, names: Sequence[str]) -> Figure:
     axes.spines[:].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     step = -(-rows // 40)
-    axes.set_yticks(range(0, rows, step), [str(name) for name in names][::step])
-    axes.set(xlabel="round", ylabel="client", title="Reliability of the clients (grey: absent)")
+    axes.set_yticks(range(0, rows, step), [str(names[client]) for client in order[::step]])
+    part = _part((rows, len(shares), "clients, by their mean"))
+    axes.set(xlabel="round", ylabel="client", title=f"Reliability of the clients (grey: absent){part}")
     figure.colorbar(image, ax=axes, label="share of the fusion", aspect=40).outline.set_visible(False)  # type: ignore[operator]
     return figure
 
 
 def client_accuracy(accuracies: Tensor) -> Figure:
-    """Bars of every client's accuracy, from the worst to the best, with their mean.
+    """Bars of every client's accuracy, from the worst to the best, with their mean; of more than 100 a sample.
 
     Args:
         accuracies: shape (clients,), NaN for a client without examples, which is left out.
     """
     known = ~torch.isnan(accuracies)
     order = torch.argsort(accuracies.where(known, torch.inf))[: int(known.sum())]
+    bars = order[sample(len(order))]
     figure, axes = _figure()
-    axes.bar(range(len(order)), _array(accuracies[order]), color=PALETTE[0])
-    axes.set_xticks(range(len(order)), [str(client) for client in order.tolist()])
+    axes.bar(range(len(bars)), _array(accuracies[bars]), color=PALETTE[0])
+    every = 1 if len(bars) <= 20 else len(bars) // 10
+    axes.set_xticks(range(0, len(bars), every), [str(client) for client in bars[::every].tolist()])
     if len(order):
         mean = float(accuracies[order].mean())
         axes.axhline(mean, color=INK, linestyle="--", linewidth=1.2, label=f"mean {mean:.1%}")
         _legend(axes, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set(title="Accuracy of the clients", xlabel="client, from the worst to the best", ylabel="accuracy")
+    part = _part((len(bars), len(order), "clients"))
+    axes.set(title=f"Accuracy of the clients{part}", xlabel="client, from the worst to the best", ylabel="accuracy")
     return figure
 
 
@@ -266,6 +281,21 @@ def _style(axes: Axes) -> None:
     axes.title.set(fontsize=11, color=INK)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set(fontsize=10, color=INK)
+
+
+def sample(number: int) -> np.ndarray:
+    """Return at most 100 of the numbers below ``number``, from the first to the last, at equal distances.
+
+    >>> sample(3).tolist(), sample(100_000)[[0, 1, -1]].tolist()
+    ([0, 1, 2], [0, 1010, 99999])
+    """
+    return np.linspace(0, max(number - 1, 0), min(number, MOST_ROWS)).round().astype(int)
+
+
+def _part(*counts: tuple[int, int, str]) -> str:
+    """Return the end of a title that says how many are drawn, of (drawn, number, what); none for all."""
+    parts = [f"{drawn} of {number:,} {what}" for drawn, number, what in counts if drawn < number]
+    return f"\n{', '.join(parts)}" if parts else ""
 
 
 def _ticks(axes: Axes, columns: Sequence[str], rows: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_kind, check_strings, shown
+from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_kind, check_strings, listed, shown
 from lightning_fedbayes.core.tables import html_table
 
 MOST_ROWS = 20
@@ -266,7 +266,7 @@ class GaussianPosterior:
         if self.names == names:
             return self
         if set(self.names) != set(names):
-            raise PosteriorError(f"names={shown(names)}: give each of {', '.join(self.names)} once")
+            raise PosteriorError(f"names={shown(names)}: give each of {listed(self.names)} once")
         mean, variance = {n: self.mean[n] for n in names}, {n: self.variance[n] for n in names}
         return self._of_checked(mean, variance, linearised=self.linearised)
 
@@ -461,7 +461,7 @@ def check_same_structure(
         missing, extra = sorted(first.keys() - second.keys()), sorted(second.keys() - first.keys())
         raise error(
             f"{first_name} and {second_name} name different parameters: "
-            f"only {first_name} has {missing or 'none'}, only {second_name} has {extra or 'none'}; "
+            f"only {first_name} has {listed(missing) or 'none'}, only {second_name} has {listed(extra) or 'none'}; "
             "all clients must train the same network"
         )
     for name, value in first.items():

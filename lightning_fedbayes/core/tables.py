@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 Row = Sequence[str | float]
+MOST_ROWS = 100
+"""Most rows of a table, or of a picture, that people look at; and most clients that settings list one by one."""
 
 
 def texts(rows: Iterable[Row]) -> list[list[str]]:
@@ -14,6 +18,28 @@ def texts(rows: Iterable[Row]) -> list[list[str]]:
     [['a', '0.1235', '3']]
     """
     return [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+
+
+def worst_rows(rows: Sequence[Row], badness: Callable[[Row], Any]) -> list[Row]:
+    """Return the rows of a table; of more than 100 the worst, the worst first, and a last row that counts the others.
+
+    The count stands in the first column of text, such as the client's name.
+
+    >>> rows = worst_rows([[str(client), client / 4] for client in range(500)], badness=lambda row: row[1])
+    >>> len(rows), rows[0], rows[-1]
+    (100, ['499', 124.75], ['401 others, no worse', nan])
+    """
+    if len(rows) <= MOST_ROWS:
+        return list(rows)
+    worst = sorted(rows, key=badness, reverse=True)[: MOST_ROWS - 1]
+    last: list[str | float] = ["" if isinstance(cell, str) else math.nan for cell in worst[0]]
+    last[last.index("")] = f"{len(rows) - len(worst):,} others, no worse"
+    return [*worst, last]
+
+
+def badness_of(value: float) -> float:
+    """Return ``value`` as a key of :func:`worst_rows`: NaN is not known to be bad."""
+    return -math.inf if math.isnan(value) else value
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Row]) -> str:

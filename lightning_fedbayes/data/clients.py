@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,10 +21,12 @@ from lightning_fedbayes.core.errors import (
     check_at_least,
     check_kind,
     check_number,
+    listed,
     nearest,
     shown,
 )
 from lightning_fedbayes.core.seeding import generator
+from lightning_fedbayes.core.tables import MOST_ROWS
 from lightning_fedbayes.data.partition import Partition, counts_table
 from lightning_fedbayes.data.partition.base import LabelSource, as_labels
 
@@ -246,6 +250,20 @@ class Clients:
             return self.datasets.sizes
         return tuple(len(dataset) for dataset in self.datasets)  # pyright: ignore[reportArgumentType]
 
+    @property
+    def described_sizes(self) -> list[int] | dict[str, Any]:
+        """Sizes as they are logged: of more than 100 clients a summary, with a digest that tells all of them.
+
+        >>> Clients((), (range(3), range(1))).described_sizes
+        [3, 1]
+        """
+        sizes = self.sizes
+        if len(sizes) <= MOST_ROWS:
+            return list(sizes)
+        digest = sha256(",".join(map(str, sizes)).encode()).hexdigest()[:16]
+        return {"smallest": min(sizes), "median": median(sizes), "largest": max(sizes), "total": sum(sizes),
+                "digest": digest}
+
     def __len__(self) -> int:
         return len(self.datasets)
 
@@ -280,7 +298,7 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
         if isinstance(dataset, ClientDatasets):
             raise FederationError(
                 f"the training data are a ClientDatasets of {len(dataset.names)} clients, and there is a partition "
-                f"({partition}): drop the partition, or give a plain ConcatDataset to deal all examples out anew"
+                f"({shown(partition)}): drop the partition, or give a plain ConcatDataset to deal all examples out anew"
             )
         split = partition.split(labels_of(dataset, partition.labels), seed, num_examples=len(dataset))  # pyright: ignore[reportArgumentType]
         datasets = Parts(dataset, split.indices)
@@ -290,7 +308,7 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
     check_classes(clients)
     empty = [name for name, size in zip(clients.names, clients.sizes, strict=True) if size == 0]
     if empty:
-        raise FederationError(f"clients without an example: {', '.join(empty)}; leave them out or give them data")
+        raise FederationError(f"clients without an example: {listed(empty)}; leave them out or give them data")
     return clients
 
 
@@ -301,14 +319,14 @@ def check_classes(clients: Clients) -> None:
     absent = [clients.classes[column] for column in (clients.counts.sum(0) == 0).nonzero().flatten().tolist()]
     if absent:
         raise FederationError(
-            f"no client has an example of class {', '.join(map(str, absent))}, and a network that never sees it cannot "
+            f"no client has an example of class {listed(absent)}, and a network that never sees it cannot "
             "tell it: leave it out of the data, or let the partition deal out more examples"
         )
     known = {int(each) for each in clients.classes}
     gaps = sorted(set(range(max(known))) - known) if min(known) == 0 and max(known) < 2 * len(known) else []
     if gaps:  # labels that do not count from 0 are names
         rank_zero_warn(
-            f"no client has an example of class {', '.join(map(str, gaps))}: if the network has outputs for it, they "
+            f"no client has an example of class {listed(gaps)}: if the network has outputs for it, they "
             "will not learn it"
         )
 

@@ -18,7 +18,7 @@ import torch
 from scipy.io import loadmat
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError, listed
 
 
 class LabelledImages(NamedTuple):
@@ -52,7 +52,7 @@ def find_files(directory: Path, layouts: Sequence[tuple[str, Sequence[str]]]) ->
         if not missing:
             return [path for path in found if path is not None]
         if len(missing) < len(names):
-            raise FederationError(f"{directory / folder} lacks {', '.join(missing)}; complete the folder")
+            raise FederationError(f"{directory / folder} lacks {listed(missing)}; complete the folder")
     inside = ", ".join(sorted(path.name for path in directory.iterdir())[:20]) or "nothing"
     places = ", ".join(str(Path(folder) / names[0]) for folder, names in layouts)
     raise FederationError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lightning_fedbayes.core.errors import FederationError, check_at_least, check_flag, check_number, check_path
+from lightning_fedbayes.core.errors import FederationError, check_at_least, check_flag, check_number, check_path, listed
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.data.image_files import LabelledImages, find_files, join, read_cifar, read_idx_images, read_svhn
 from lightning_fedbayes.data.splits import SplitDataModule, check_seed, stratified_order
@@ -195,7 +195,7 @@ class ImageDataModule(SplitDataModule):
 
 def _listed(counts: Tensor) -> str:
     """The classes that have no example, as text."""
-    return ", ".join(map(str, (counts == 0).nonzero().flatten().tolist()))
+    return listed((counts == 0).nonzero().flatten().tolist())
 
 
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")

@@ -27,7 +27,7 @@ from lightning_fedbayes.callbacks.calibration import (
 from lightning_fedbayes.callbacks.calibration.callback import data_of
 from lightning_fedbayes.callbacks.calibration.scores import GRIDS
 from lightning_fedbayes.clients.privacy import Door
-from lightning_fedbayes.core.errors import ClientMismatch, FedBayesError, FederationError, FusionError
+from lightning_fedbayes.core.errors import ClientMismatch, FedBayesError, FederationError, FusionError, told_failures
 from lightning_fedbayes.core.messages import Kind, Message
 from lightning_fedbayes.data import ClientDatasets
 from lightning_fedbayes.flower.wire import MOST_EXAMPLES
@@ -113,7 +113,7 @@ def usable(replies: Mapping[int, Message | FedBayesError], read: Callable[[Messa
     Raises:
         FederationError: there is none.
     """
-    found, reasons = {}, []
+    found, failures = {}, dict[str, Exception]()
     for client in sorted(replies):
         reply = replies[client]
         try:
@@ -121,13 +121,12 @@ def usable(replies: Mapping[int, Message | FedBayesError], read: Callable[[Messa
                 raise reply
             found[client] = read(reply)
         except FedBayesError as refusal:
-            text = str(refusal)
-            reasons.append(text if f"client {client}" in text else f"client {client}: {text}")
-    if reasons:
-        more = f"; and {len(reasons) - 1} more" if len(reasons) > 1 else ""
-        rank_zero_info(f"Left out: {reasons[0]}{more}")
+            failures[str(client)] = refusal
+    told = told_failures(failures)
+    for line in told:
+        rank_zero_info(line[0].upper() + line[1:])
     if not found:
-        raise FederationError(f"no client's answer can be used: {'; '.join(reasons[:3]) or 'none has come in time'}")
+        raise FederationError(f"no client's answer can be used: {'; '.join(told) or 'none has come in time'}")
     return found
 
 

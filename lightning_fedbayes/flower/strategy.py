@@ -21,6 +21,7 @@ from lightning_fedbayes.core.errors import (
     check_flag,
     check_number,
     check_path,
+    told_failures,
 )
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate, Kind
 from lightning_fedbayes.core.messages import Message as ClientMessage
@@ -256,10 +257,9 @@ class FusionStrategy(Strategy):
         """
         assert self.server is not None
         updates = self._read(server_round, replies)
-        for client in sorted(updates):  # not as they arrive: sums depend on the order
-            outcome = self.server.admit(updates[client])
-            if outcome.error is not None:
-                rank_zero_info(f"Round {server_round}: left out: {outcome.error}")
+        outcomes = [self.server.admit(updates[client]) for client in sorted(updates)]  # sums depend on the order
+        for line in told_failures({str(each.client): each.error for each in outcomes if each.error is not None}):
+            rank_zero_info(f"Round {server_round}: {line}")
         seed_everything(derive_seed(self.seed, "fusion", server_round - 1))  # of rules that draw
         try:
             result = self.server.finish()
@@ -390,10 +390,9 @@ class FusionStrategy(Strategy):
         :attr:`client_scores` holds what each client sent.
         """
         found = read_all(replies, self._scoring, "scores", server_round)
-        refused = [each for each in found.values() if isinstance(each, FedBayesError)]
-        if refused:
-            left = f"{len(refused)} of {len(found)} evaluations are left out"
-            rank_zero_info(f"Round {server_round}: {left}: {refused[0]}")
+        refused = {str(client): each for client, each in found.items() if isinstance(each, FedBayesError)}
+        for line in told_failures(refused):
+            rank_zero_info(f"Round {server_round}, evaluation: {line}")
         self.client_scores = client_scores({
             client: (each.num_examples, each.figures) for client, each in found.items()
             if isinstance(each, ClientMessage) and each.num_examples > 0

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core import errors
-from lightning_fedbayes.core.errors import FedBayesError, FusionError, PosteriorError, check_at_least, is_whole, shown
+from lightning_fedbayes.core.errors import (
+    FedBayesError,
+    FusionError,
+    PosteriorError,
+    check_at_least,
+    is_whole,
+    listed,
+    shown,
+)
 from lightning_fedbayes.core.messages import ClientUpdate, Kind, Message
 from lightning_fedbayes.core.posterior import GaussianPosterior
 
@@ -101,7 +109,7 @@ def posterior_in(tensors: Mapping[str, Tensor], who: str) -> tuple[GaussianPoste
         parts[kind][name] = value
     orphans = sorted(parts["variance"].keys() - parts["mean"].keys())
     if orphans:
-        raise FusionError(f"{who}: variances without a mean: {', '.join(orphans)}")
+        raise FusionError(f"{who}: variances without a mean: {listed(orphans)}")
     try:
         posterior = GaussianPosterior.from_state_dict(parts)
     except PosteriorError as error:
@@ -214,7 +222,7 @@ def read_update(message: Message, probabilistic: set[str]) -> ClientUpdate:
     if wrong:
         raise FusionError(
             f"{who}: it must send the variances of the probabilistic parameters and of no others; wrong are "
-            f"{', '.join(wrong)}"
+            f"{listed(wrong)}"
         )
     check_at_least(f"{who}: num-examples", message.num_examples, 1, MOST_EXAMPLES, error=FusionError)
     return ClientUpdate(message.client, message.num_examples, posterior, buffers, dict(message.figures))

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FusionError, check_number
+from lightning_fedbayes.core.errors import FusionError, check_number, listed
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.fusion.registry import register_fusion
 from lightning_fedbayes.fusion.rule import Moments, Statistics, SumRule, add_number, add_precisions
@@ -181,7 +181,7 @@ def _vague(precision: Tensor, low: Tensor, like: GaussianPosterior) -> str:
                 f"'{name}' at {int(low[part].sum())} of {value.numel()} entries (minimum {precision[part].min():.3g})"
             )
     return (
-        f"dwc: fused precision is not positive: {', '.join(places)}: clients are less certain there than the previous "
+        f"dwc: fused precision is not positive: {listed(places)}: clients are less certain there than the previous "
         "global posterior. Pre-train it, use prior='global', or pass "
         "DistributedWeightConsolidation(min_precision=...)"
     )

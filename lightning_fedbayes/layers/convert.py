@@ -20,6 +20,7 @@ from lightning_fedbayes.core.errors import (
     check_kind,
     check_number,
     check_strings,
+    listed,
     nearest,
     shown,
 )
@@ -162,7 +163,7 @@ def choose(
     if not found:
         present = sorted({type(module).__name__ for module in candidates.values()})
         raise ConversionError(f"no layer is an instance of {[kind.__name__ for kind in wanted]}; "
-                              f"the network has {', '.join(present)}")
+                              f"the network has {listed(present)}")
     return found
 
 
@@ -172,13 +173,13 @@ def choose_last(candidates: dict[str, nn.Module], last: int) -> dict[str, nn.Mod
         return {}
     already = [name for name, module in candidates.items() if isinstance(module, BaseVariationalLayer_)]
     if already:
-        raise ConversionError(f"last={last} counts the layers of a deterministic network, but {already} are Bayesian "
-                              "already; choose by names")
+        raise ConversionError(f"last={last} counts the layers of a deterministic network, but "
+                              f"[{listed(map(repr, already))}] are Bayesian already; choose by names")
     affine = [name for name, module in candidates.items() if affine_kind(module) is not None]
     if not affine:
         raise ConversionError("the network has no linear or convolutional layer; choose other modules by names")
     if last > len(affine):
-        raise ConversionError(f"last={last}, but only {len(affine)} layers can be converted: {', '.join(affine)}")
+        raise ConversionError(f"last={last}, but only {len(affine)} layers can be converted: {listed(affine)}")
     return {name: candidates[name] for name in affine[-last:]}
 
 
@@ -219,7 +220,7 @@ def check_convertible(network: nn.Module, name: str, module: nn.Module) -> None:
         reason = "has hooks, which would be lost: register them after the conversion"
     elif not any(p.is_floating_point() for p in module._parameters.values() if p is not None):
         children = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
-        reason = f"holds no parameter itself: choose among {', '.join(children)}" if children else "has no parameter"
+        reason = f"holds no parameter itself: choose among {listed(children)}" if children else "has no parameter"
     elif affine_kind(module) is None and not any(p.requires_grad for p in module.parameters()):
         reason = "has only frozen parameters, which stay deterministic: set requires_grad first"
     else:

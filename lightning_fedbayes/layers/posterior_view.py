@@ -13,7 +13,7 @@ import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
-from lightning_fedbayes.core.errors import PosteriorError, check_kind, check_strings, nearest
+from lightning_fedbayes.core.errors import PosteriorError, check_kind, check_strings, listed, nearest
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, zeros_like
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.functional import inverse_softplus_std
@@ -201,8 +201,9 @@ class PosteriorView:
             missing = [name for name in self._entries if name not in posterior.mean]
             extra = [name for name in posterior.mean if name not in self._entries]
             raise PosteriorError(
-                f"the posterior is not of this module: it lacks {missing or 'nothing'} and has {extra or 'nothing'} "
-                "that the module does not have; read it from the same network with the same exclude"
+                f"the posterior is not of this module: it lacks {listed(missing) or 'nothing'} and has "
+                f"{listed(extra) or 'nothing'} that the module does not have; read it from the same network with the "
+                "same exclude"
             )
         for name, entry in self._entries.items():
             live = entry.mean if isinstance(entry, GaussianParameter) else parameter_of(entry)

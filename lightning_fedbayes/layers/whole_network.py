@@ -10,7 +10,7 @@ from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from lightning_fedbayes.core.errors import ConversionError, PosteriorError, check_kind, check_strings
+from lightning_fedbayes.core.errors import ConversionError, PosteriorError, check_kind, check_strings, listed
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior
 from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, check_estimator, sum_kl
 from lightning_fedbayes.layers.dropout import MCDropout
@@ -72,7 +72,7 @@ def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: C
         mean, variance = posterior.mean.get(name), posterior.variance.get(name)
         if mean is None or variance is None:
             raise PosteriorError(f"the posterior has no '{name}', so it cannot be its prior; it has "
-                                 f"{', '.join(posterior.names)}")
+                                 f"{listed(posterior.names)}")
         if mean.shape != parameter.mean.shape:
             raise PosteriorError(f"'{name}' has shape {tuple(mean.shape)} in the posterior but "
                                  f"{tuple(parameter.mean.shape)} in the module; give a prior of the same shape")

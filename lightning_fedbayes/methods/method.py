@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FederationError, FusionError, check_kind
+from lightning_fedbayes.core.errors import FederationError, FusionError, check_kind, listed
 from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.private_torch import version_if_any
@@ -354,8 +354,8 @@ def report_of(method: Method, shared: Shared, client: Participant, trained: Trai
             check_mapping(f"{method.name}: {name}", given, Tensor)
     expected = shared.tensors.keys() if method.sends else set()
     if report.sent.keys() != expected:
-        wanted = f"send the names of init, {', '.join(expected)}" if expected else "say sends = True in its class"
-        found = ", ".join(report.sent) or "nothing"
+        wanted = f"send the names of init, {listed(expected)}" if expected else "say sends = True in its class"
+        found = listed(report.sent) or "nothing"
         raise FederationError(f"{method.name}: a client sends {found} beside its posterior; {wanted}, or send nothing")
     if versions != [version_if_any(each) for each in tensors]:
         raise FederationError(

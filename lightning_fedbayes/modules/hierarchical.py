@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_flag, check_kind, nearest, shown
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_flag, check_kind, listed, nearest, shown
 from lightning_fedbayes.modules.linear_regression import check_real
 
 STARTS = (0.1, 1.0, 10.0)
@@ -327,12 +327,12 @@ class HierarchicalLinearRegression:
         gram = data.gram / data.scale / data.scale.unsqueeze(1)
         zero = (data.gram.diagonal() <= 0).nonzero().flatten().tolist()
         if zero:
-            raise FedBayesError(f"column {', '.join(map(str, zero))} is 0 in all clients: leave it out")
+            raise FedBayesError(f"column {listed(zero)} is 0 in all clients: leave it out")
         values, vectors = torch.linalg.eigh(gram)
         if values[0] < DEPENDENT:
             which = (vectors[:, 0].abs() > 0.1).nonzero().flatten().tolist()
             raise FedBayesError(
-                f"columns {', '.join(map(str, which))} are linearly dependent over all clients (smallest eigenvalue of "
+                f"columns {listed(which)} are linearly dependent over all clients (smallest eigenvalue of "
                 f"the scaled Gram matrix {float(values[0]):.1g}): leave one out, standardise inputs with a large mean, "
                 "or give more examples than columns"
             )

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number, listed
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.modules.regressor import RegressionPrediction
 
@@ -103,7 +103,7 @@ class BayesianLinearRegression:
             wrong = (~values.isfinite()).any(0).nonzero().flatten().tolist()
             if wrong:
                 raise FedBayesError(
-                    f"{name} are not finite in column {', '.join(map(str, wrong))}: leave out the examples, or put the "
+                    f"{name} are not finite in column {listed(wrong)}: leave out the examples, or put the "
                     "column's mean in their place"
                 )
         design, targets = _with_bias(inputs), targets.double()

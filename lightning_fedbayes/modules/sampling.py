@@ -11,7 +11,7 @@ import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
-from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_at_least, check_kind
+from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_at_least, check_kind, listed
 from lightning_fedbayes.core.posterior import (
     GaussianPosterior,
     check_posterior,
@@ -88,7 +88,7 @@ def outputs_with(
     paths = parameter_paths(network)
     unknown = sorted(sets.keys() - paths.keys())
     if unknown:
-        raise PosteriorError(f"the network has no parameter {', '.join(unknown)}: the posterior is of another network")
+        raise PosteriorError(f"the network has no parameter {listed(unknown)}: the posterior is of another network")
     values = {paths[name]: value for name, value in sets.items()}
 
     def forward(parameters: Mapping[str, Tensor]) -> Tensor:

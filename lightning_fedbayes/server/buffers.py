@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FusionError
+from lightning_fedbayes.core.errors import FusionError, listed
 from lightning_fedbayes.core.exchange import Reduction
 from lightning_fedbayes.core.exchange.reduction import Statistics
 from lightning_fedbayes.fusion.rule import add
@@ -37,7 +37,7 @@ class BufferAverage:
         wrong = [name for name in sorted(like.keys() | buffers.keys()) if not _alike(like.get(name), buffers.get(name))]
         if wrong:
             raise FusionError(
-                f"{who}: buffers {', '.join(wrong)} are not those of the clients before (names, shapes or dtypes "
+                f"{who}: buffers {listed(wrong)} are not those of the clients before (names, shapes or dtypes "
                 "differ); all clients must train the same network"
             )
         for name, value in buffers.items():

@@ -11,7 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import LARGEST, FederationError, check_at_least, check_number, is_whole, shown
+from lightning_fedbayes.core.errors import (
+    LARGEST,
+    FederationError,
+    check_at_least,
+    check_number,
+    is_whole,
+    listed,
+    shown,
+)
 from lightning_fedbayes.core.seeding import generator
 
 STRIDE = 2**31
@@ -216,11 +224,11 @@ def check_batches(names: Sequence[str], sizes: Sequence[int], batching: Batching
     idle = [f"{n} ({s})" for n, s in zip(names, sizes, strict=True) if batches_per_epoch(s, batching) == 0]
     if idle and batching.limit != 1.0:
         raise FederationError(
-            f"limit_train_batches={batching.limit} leaves no batch to the clients {', '.join(idle)} (their numbers of "
+            f"limit_train_batches={batching.limit} leaves no batch to the clients {listed(idle)} (their numbers of "
             "examples in brackets); give a number of batches of each client, or a larger share"
         )
     if idle:
         raise FederationError(
             f"clients with fewer examples than one batch of {batching.batch_size}, and drop_last=True: "
-            f"{', '.join(idle)}; they would never train. Use drop_last=False or a smaller batch"
+            f"{listed(idle)}; they would never train. Use drop_last=False or a smaller batch"
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, check_kind, sendable
+from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, check_kind, listed, sendable
 from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, bytes_of, check_mapping
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_posterior
@@ -310,7 +310,7 @@ class Server:
             losses = self.collective.broadcast(losses)
             finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
             if not finite:
-                raise FusionError(f"fusion='auto': none of {', '.join(self.rules)} can be used: {reason}")
+                raise FusionError(f"fusion='auto': none of {listed(self.rules)} can be used: {reason}")
             best = min(finite, key=lambda name: finite[name])
         self._rule_states = states
         return results[best], losses

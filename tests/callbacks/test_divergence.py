@@ -58,7 +58,7 @@ def test_who_diverges_is_named_once_and_who_learns_is_not(caplog, engine, name):
 
 def test_a_message_names_three_and_counts_the_others():
     assert "of client a has diverged" in divergence_of(["a"])
-    assert "of clients a, b, c and 97 more has" in divergence_of([*"abc", *map(str, range(97))])
+    assert "of clients a, b, c and 97 others has" in divergence_of([*"abc", *map(str, range(97))])
     assert len(divergence_of([str(i) for i in range(10_000)])) < 250
 
 

@@ -97,7 +97,7 @@ def test_kl_matches_parameters_by_name():
 
 def test_kl_of_different_networks_is_refused():
     q = draw_posterior([(3,), (2,)], 0)
-    with pytest.raises(PosteriorError, match=r"only this posterior has \['p1'\].*none.*same network"):
+    with pytest.raises(PosteriorError, match=r"only this posterior has p1, .*none.*same network"):
         q.kl(draw_posterior([(3,)], 0))
     with pytest.raises(PosteriorError, match=r"'p1' has shape \(2,\).*\(3,\) in the other"):
         q.kl(draw_posterior([(3,), (3,)], 0))
@@ -109,7 +109,7 @@ def test_kl_of_different_networks_is_refused():
 def test_variances_must_be_variances():
     with pytest.raises(PosteriorError, match=r"'w' is negative at 1 of 2 entries \(minimum -0\.5\)"):
         GaussianPosterior({"w": torch.zeros(2)}, {"w": torch.tensor([1.0, -0.5])})
-    with pytest.raises(PosteriorError, match=r"only mean has \['w'\], only variance has \['v'\]"):
+    with pytest.raises(PosteriorError, match=r"only mean has w, only variance has v;"):
         GaussianPosterior({"w": torch.zeros(2)}, {"v": torch.ones(2)})
     with pytest.raises(PosteriorError, match=r"'w' has shape \(2,\) in mean but \(3,\) in variance"):
         GaussianPosterior({"w": torch.zeros(2)}, {"w": torch.ones(3)})

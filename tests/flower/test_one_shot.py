@@ -117,7 +117,7 @@ def test_a_client_that_cannot_be_used_is_left_out(value, caplog):
     ] * 3
     found = ask(apps, method, plain, spoilt(value))
     assert all(bool(mean.isfinite().all()) for mean in found.mean.values())
-    assert "Left out: client 1: its weights" in caplog.text
+    assert "Client 1 is left out: FusionError: client 1: its weights" in caplog.text
 
 
 def test_a_client_sends_once_only_what_it_has_been_told_and_its_privacy_allows(caplog, tmp_path):

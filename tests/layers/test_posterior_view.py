@@ -130,7 +130,7 @@ def test_excluded_parameters_are_neither_read_nor_written():
 def test_foreign_posteriors_are_refused_by_name_and_shape():
     network = nn.Linear(2, 1)
     good = read_posterior(network)
-    with pytest.raises(PosteriorError, match=r"lacks \['bias'\] and has \['bia'\]"):
+    with pytest.raises(PosteriorError, match=r"lacks bias and has bia that"):
         load_posterior(network, GaussianPosterior.point_mass({"weight": good.mean["weight"], "bia": torch.zeros(1)}))
     with pytest.raises(PosteriorError, match=r"'weight' has shape \(1, 1\)"):
         load_posterior(network, GaussianPosterior.point_mass({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}))

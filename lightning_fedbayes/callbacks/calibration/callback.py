@@ -88,9 +88,7 @@ class CalibrationCallback(L.Callback):
             if len(scores.names) == 1:  # whose mean is its worst
                 summary = {name: summary[name] for name in scores.values}
             pl_module.log_dict({f"test/{self.label}/{name}": value for name, value in summary.items()})
-            rows = scores.rows()
-            log_table(trainer, f"test/{self.label}", list(rows[0]), [list(row.values()) for row in rows],
-                      trainer.current_epoch)
+            log_table(trainer, f"test/{self.label}", *scores.table(), trainer.current_epoch)
 
         self._run(trainer, pl_module, trainer.test_dataloaders, score, raises=False)
 

@@ -40,6 +40,7 @@ from lightning_fedbayes.core.errors import (
     check_choice,
     check_flag,
     check_number,
+    listed,
     nearest,
     shown,
 )
@@ -138,7 +139,7 @@ class FederatedConformal(CalibrationCallback):
         """Take the thresholds from each client's scores or sketch; return self.
 
         Fewer than level / (1 − level) examples, 9 for a level of 90 %, allow no finite threshold: sets then hold every
-        class, and intervals are the whole line. A warning names the client.
+        class, and intervals are the whole line. A warning names the client, or some of many.
 
         Args:
             clients: name → scores of held-out examples, shape (examples,), or their sketch, to which the client has
@@ -155,13 +156,13 @@ class FederatedConformal(CalibrationCallback):
         sketches = {name: self._checked(name, each, own) for (name, each), own in zip(clients.items(), seeds)}
         pooled = reduce(add, sketches.values())
         self.threshold = pooled.threshold(self.level)
-        self._warn("all clients", pooled, self.threshold)
+        self._warn({"all clients": pooled} if math.isinf(self.threshold) else {})
         self.thresholds = {}
         if self.per_client:
             for name, sketch in sketches.items():
                 share = sketch.num_examples / (sketch.num_examples + self.shrinkage)
                 self.thresholds[name] = mixed_threshold(sketch, pooled, share, self.level)
-                self._warn(f"client {name}", sketch, self.thresholds[name])
+            self._warn({f"client {name}": each for name, each in sketches.items() if math.isinf(self.thresholds[name])})
         return self
 
     def fit_from(
@@ -309,17 +310,18 @@ class FederatedConformal(CalibrationCallback):
             raise FedBayesError(f"client {name} has no held-out example: leave it out, or hold some of its data out")
         return sketch
 
-    def _warn(self, who: str, sketch: ScoreSketch, threshold: float) -> None:
-        """Warn of an infinite threshold."""
-        if not math.isinf(threshold):
+    def _warn(self, infinite: Mapping[str, ScoreSketch]) -> None:
+        """Warn of those whose threshold is infinite, in one line with the reason of the first."""
+        if not infinite:
             return
-        least = math.ceil(self.level / (1 - self.level) - ROUNDING)
+        sketch, least = next(iter(infinite.values())), math.ceil(self.level / (1 - self.level) - ROUNDING)
+        others = f" (and likewise {listed(list(infinite)[1:])})" if len(infinite) > 1 else ""
         if sketch.num_examples < least:
             why = f"{sketch.num_examples} held-out examples, and a level of {self.level} needs {least}"
         else:
             why = f"at a level of {self.level} the threshold lies beyond the sketch, which ends at {self.bins - 1}"
         what = "every interval is the whole line" if self.kind == "interval" else "every set holds every class"
-        rank_zero_warn(f"{who}: {why}, so {what}; hold more examples out, or lower the level")
+        rank_zero_warn(f"{next(iter(infinite))}: {why}{others}, so {what}; hold more examples out, or lower the level")
 
     # -- in a Trainer --------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_fedbayes.clients.evaluation import batches_of
-from lightning_fedbayes.core.errors import LARGEST, FedBayesError, check_at_least, check_kind, shown
+from lightning_fedbayes.core.errors import LARGEST, FedBayesError, check_at_least, check_kind, listed, shown
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.layers import evaluation_mode
@@ -148,7 +148,7 @@ def _pair(name: str, batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def check_apart(datasets: Datasets, trained_on: Dataset | None) -> None:
-    """Warn, by client, of calibration examples that were trained on, as far as data sets and indices of Subsets tell.
+    """Warn, in one line, of calibration examples that were trained on, as far as data sets and indices of Subsets tell.
 
     Args:
         datasets: calibration data, by client.
@@ -157,17 +157,21 @@ def check_apart(datasets: Datasets, trained_on: Dataset | None) -> None:
     if trained_on is None:
         return
     check_dataset("trained_on", trained_on)
-    used = [_rows(part) for part in _parts(trained_on)]
+    used: dict[int, set[int]] = {}
+    for base, rows in map(_rows, _parts(trained_on)):
+        used.setdefault(id(base), set()).update(rows)
+    shared = {}
     for name, dataset in by_name(datasets).items():
-        shared = 0
-        for part in _parts(dataset):
-            base, rows = _rows(part)
-            shared += len(set().union(*(rows & others for other, others in used if other is base)))
-        if shared:
-            rank_zero_warn(
-                f"client {name}: {shared} of its {len(dataset)} calibration examples were trained on, so what is "  # pyright: ignore[reportArgumentType]
-                "calibrated is too confident; hold examples out before training"
-            )
+        number = sum(len(rows & used.get(id(base), set())) for base, rows in map(_rows, _parts(dataset)))
+        if number:
+            shared[name] = number, len(dataset)  # pyright: ignore[reportArgumentType]
+    if shared:
+        own, total = map(sum, zip(*shared.values()))
+        who, whose = ("client", "its") if len(shared) == 1 else ("clients", "their")
+        rank_zero_warn(
+            f"{who} {listed(shared)}: {own} of {whose} {total} calibration examples were trained on, so what is "
+            "calibrated is too confident; hold examples out before training"
+        )
 
 
 def _parts(dataset: Dataset) -> list[Dataset]:

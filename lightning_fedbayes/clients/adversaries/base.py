@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -138,8 +138,8 @@ class UpdateAttack(Attack):
         mean = self.falsify(posterior.flatten()[0], knowledge)
         if mean.shape != knowledge.previous.shape:
             raise FusionError(
-                f"{self}: falsify returned a tensor of shape {tuple(mean.shape)}; return one mean per parameter, shape "
-                f"{tuple(knowledge.previous.shape)}"
+                f"{shown(self)}: falsify returned a tensor of shape {tuple(mean.shape)}; return one mean per "
+                f"parameter, shape {tuple(knowledge.previous.shape)}"
             )
         return GaussianPosterior(posterior.unflatten(mean, None).mean, posterior.variance)
 
@@ -177,12 +177,13 @@ def assign(attacks: Sequence[Attack], names: Sequence[str], seed: int) -> dict[i
     names = check_strings("names", names, "give the name of every client")
     if not attacks or not names:
         return {}
+    numbers = {name: number for number, name in reversed(list(enumerate(names)))}
     order = torch.randperm(len(names), generator=generator(seed, "adversaries")).tolist()
     assigned: dict[int, tuple[Attack, ...]] = {}
     for attack in attacks:
         check_kind("an attack", attack, Attack, "give one, such as SignFlip(clients=0.3)")
         if isinstance(attack.clients, Sequence):
-            chosen = list(dict.fromkeys(_number(attack, client, names) for client in attack.clients))
+            chosen = list(dict.fromkeys(_number(attack, client, numbers) for client in attack.clients))
         else:
             count = int(attack.clients * len(names) + 0.5)
             _check_share(attack, count, len(order), len(names))
@@ -205,12 +206,14 @@ def _check_share(attack: Attack, count: int, left: int, clients: int) -> None:
         )
 
 
-def _number(attack: Attack, client: int | str, names: Sequence[str]) -> int:
+def _number(attack: Attack, client: int | str, numbers: Mapping[str, int]) -> int:
     """Return the number of a client that is given by number or name; raise FederationError if there is none."""
     if isinstance(client, int):
-        if not 0 <= client < len(names):
-            raise FederationError(f"{attack}: there is no client {client}; clients are numbered 0 to {len(names) - 1}")
+        if not 0 <= client < len(numbers):
+            raise FederationError(
+                f"{shown(attack)}: there is no client {client}; clients are numbered 0 to {len(numbers) - 1}"
+            )
         return client
-    if client not in names:
-        raise FederationError(f"{attack}: no client is named '{client}': {nearest(client, names)}")
-    return names.index(client)
+    if client not in numbers:
+        raise FederationError(f"{shown(attack)}: no client is named '{client}': {nearest(client, numbers)}")
+    return numbers[client]

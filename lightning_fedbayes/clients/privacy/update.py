@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.clients.privacy.accountant import check_clip, check_delta, check_noise, check_opacus, epsilon_of
-from lightning_fedbayes.core.errors import LARGEST, FederationError, FusionError, check_at_least, check_flag, check_kind
+from lightning_fedbayes.core.errors import (
+    LARGEST,
+    FederationError,
+    FusionError,
+    check_at_least,
+    check_flag,
+    check_kind,
+    listed,
+)
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, is_zero
 from lightning_fedbayes.core.seeding import generator
@@ -193,7 +201,7 @@ def check_no_buffers(buffers: Mapping[str, Tensor] | Sequence[str]) -> None:
     """Raise FederationError if clients would send buffers, such as BatchNorm's statistics, which no noise protects."""
     if buffers:
         raise FederationError(
-            f"privacy: clients would send their buffers unprotected: {', '.join(sorted(buffers))}. Give "
+            f"privacy: clients would send their buffers unprotected: {listed(sorted(buffers))}. Give "
             "FederatedBayes(buffers='frozen'), or local_parameters with patterns for them, or put GroupNorm or "
             "LayerNorm in BatchNorm's place"
         )

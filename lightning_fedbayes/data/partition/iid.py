@@ -62,16 +62,16 @@ class SizesPartition(Partition):
             check_number("a size", size, error=PartitionError)
         if len({isinstance(size, float) for size in self.sizes}) > 1:
             raise PartitionError(
-                f"sizes {self.sizes} mix integers and floats; give all numbers of examples (integers) or all "
+                f"sizes {shown(self.sizes)} mix integers and floats; give all numbers of examples (integers) or all "
                 "fractions (floats)"
             )
         if not all(size > 0 for size in self.sizes):
-            raise PartitionError(f"sizes {self.sizes} must all be above 0; leave out clients that hold no data")
+            raise PartitionError(f"sizes {shown(self.sizes)} must all be above 0; leave out clients that hold no data")
         if not self.fractional and not all(map(is_whole, self.sizes)):
-            raise PartitionError(f"sizes {self.sizes}: give integers (numbers of examples) or floats (fractions)")
+            raise PartitionError(f"sizes={shown(self.sizes)}: give integers (numbers of examples) or floats, fractions")
         if self.fractional and sum(self.sizes) > 1 + 1e-9:
             raise PartitionError(
-                f"fractions {self.sizes} sum to {sum(self.sizes):.6g}, but there is only 1 to share; "
+                f"fractions {shown(self.sizes)} sum to {sum(self.sizes):.6g}, but there is only 1 to share; "
                 "lower them, or pass integers for numbers of examples"
             )
 
@@ -93,7 +93,7 @@ class SizesPartition(Partition):
             ends = np.floor(ends * total + 0.5).astype(np.int64)
         if ends[-1] > total:
             raise PartitionError(
-                f"sizes {self.sizes} sum to {ends[-1]}, but there are {total} examples; lower the sizes, or "
+                f"sizes {shown(self.sizes)} sum to {ends[-1]}, but there are {total} examples; lower the sizes, or "
                 "pass fractions as floats"
             )
         return np.split(generator.permutation(total)[: ends[-1]], ends[:-1])

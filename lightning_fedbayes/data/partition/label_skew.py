@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from lightning_fedbayes.core.errors import PartitionError, check_at_least, check_choice, check_flag, check_number
+from lightning_fedbayes.core.errors import PartitionError, check_at_least, check_choice, check_flag, check_number, shown
 from lightning_fedbayes.data.partition.base import Array, LabelPartition, LabelSource, check_clients, check_enough
 
 Per = Literal["label", "client"]
@@ -79,7 +79,7 @@ class ClassPartition(LabelPartition):
         if wanted > most.sum():
             raise PartitionError(
                 f"{self.clients} clients × {self.classes_per_client} classes need {wanted} shards, but classes of "
-                f"{sizes.tolist()} examples give only {most.sum()}; lower clients or classes_per_client"
+                f"{shown(sizes.tolist())} examples give only {most.sum()}; lower clients or classes_per_client"
             )
         shards, tie = np.ones_like(sizes), generator.permutation(len(sizes))
         for _ in range(wanted - len(sizes)):
