@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -14,8 +13,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_fedbayes.callbacks.divergence import divergence_of, worst_loss
+from lightning_fedbayes.callbacks.divergence import divergence_of
 from lightning_fedbayes.callbacks.loggers import log_figure, log_table
+from lightning_fedbayes.callbacks.records import ClientRecords
 from lightning_fedbayes.clients.client import Client
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.errors import listed, told_failures
@@ -38,38 +38,11 @@ ZERO = ("failed_clients", "failed_rounds", "excluded_clients")
 RELIABILITY_COLUMNS = ("round", "client", "reliability", "left_out")
 
 
-@dataclass
-class ClientRecord:
-    """Record of one client over the federation.
-
-    Attributes:
-        rounds: rounds that it took part in.
-        failures: rounds that it was left out of.
-        train_loss: mean training loss in its last round.
-        first_loss: mean training loss in its first round.
-        diverged: whether its training loss has left :func:`worst_loss` behind in some round.
-        weight: its normalised weight ω in its last round.
-        seconds: training time in its last round.
-        megabytes_up: size of its last update.
-        last_failure: the reason why it was left out last.
-    """
-
-    rounds: int = 0
-    failures: int = 0
-    train_loss: float = math.nan
-    first_loss: float = math.nan
-    diverged: bool = False
-    weight: float = math.nan
-    seconds: float = 0.0
-    megabytes_up: float = 0.0
-    last_failure: str = ""
-
-
 class FederationReport:
     """Keeps one record per client and the reliabilities that the rule infers, and logs tables and pictures of them."""
 
     def __init__(self) -> None:
-        self.records: dict[int, ClientRecord] = {}
+        self.records = ClientRecords(0)
         self.reliabilities: list[dict[str, Any]] = []
         self._clients = Clients((), ())
         self._outlying: set[int] = set()
@@ -99,7 +72,8 @@ class FederationReport:
     def set_clients(self, clients: Clients) -> None:
         """Take the clients' names and sizes from ``clients``."""
         self._clients = clients
-        self.records = {client: self.records.get(client, ClientRecord()) for client in range(len(clients))}
+        if len(self.records) != len(clients):
+            self.records = ClientRecords(len(clients))
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
@@ -127,21 +101,12 @@ class FederationReport:
 
     def client(self, outcome: ClientOutcome) -> None:
         """Note the outcome of a client."""
-        record = self.records[outcome.client]
-        record.rounds += 1
-        record.seconds = outcome.seconds
+        if self.records.note(outcome):
+            self._diverged.append(outcome.client)
         if outcome.error is None:
-            record.megabytes_up = outcome.num_bytes / 1e6
-            record.train_loss = outcome.metrics.get("train_loss", math.nan)
-            self._losses[outcome.client] = record.train_loss
-            record.first_loss = record.train_loss if math.isnan(record.first_loss) else record.first_loss
-            if not record.diverged and record.train_loss > worst_loss(record.first_loss):
-                record.diverged = True
-                self._diverged.append(outcome.client)
-            return
-        record.failures += 1
-        record.last_failure = f"{type(outcome.error).__name__}: {outcome.error}"
-        self._failures[self._clients.names[outcome.client]] = outcome.error
+            self._losses[outcome.client] = self.records.train_loss[outcome.client]
+        else:
+            self._failures[self._clients.names[outcome.client]] = outcome.error
 
     def tell_failures(self, round: int) -> None:
         """Print a line about the clients that are left out of ``round``, from 0, for each kind of failure."""
@@ -174,7 +139,7 @@ class FederationReport:
                 f"{result.refusal}"
             )
         for client, weight in result.weights.items():
-            self.records[client].weight = weight
+            self.records.weight[client] = weight
         new = set() if result.aggregate is None else set(result.aggregate.outlying) - self._outlying
         self._outlying |= new
         if new:
@@ -263,7 +228,7 @@ class FederationReport:
     @property
     def most_rounds(self) -> int:
         """Number of rounds of the client that took part in most."""
-        return max(record.rounds for record in self.records.values())
+        return max(self.records.rounds)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -278,15 +243,15 @@ class FederationReport:
             history: the figures of every round.
         """
         tell_of_sites(history)
-        if not trainer.loggers or not self.records:
+        known = self.records
+        if not trainer.loggers or not len(known):
             return
-        rows, names, sizes = [], self._clients.names, self._clients.sizes
-        for client, record in self.records.items():
-            score = math.nan if accuracy is None else float(accuracy[client])
-            rows.append([
-                names[client], sizes[client], record.rounds, record.failures, record.weight, record.train_loss, score,
-                record.seconds, record.megabytes_up, record.last_failure,
-            ])
+        scores = [math.nan] * len(known) if accuracy is None else accuracy.tolist()
+        failures = [known.last_failure.get(client, "") for client in range(len(known))]
+        rows = [list(row) for row in zip(
+            self._clients.names, self._clients.sizes, known.rounds, known.failures, known.weight, known.train_loss,
+            scores, known.seconds, known.megabytes_up, failures, strict=True,
+        )]
         shown = worst_rows(rows, lambda row: (row[3], badness_of(-float(row[6])), badness_of(float(row[5]))))
         log_table(trainer, "federation/clients", CLIENT_COLUMNS, shown, round=trainer.current_epoch)
         self._log_reliabilities(trainer)
@@ -313,12 +278,12 @@ class FederationReport:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the records and reliabilities, for a checkpoint."""
-        records = {client: vars(record).copy() for client, record in self.records.items()}
-        return {"records": records, "reliabilities": list(self.reliabilities), "told": sorted(self._told)}
+        reliabilities, told = list(self.reliabilities), sorted(self._told)
+        return {"records": self.records.state_dict(), "reliabilities": reliabilities, "told": told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
-        self.records = {client: ClientRecord(**record) for client, record in state["records"].items()}
+        self.records.load_state_dict(state["records"])
         self.reliabilities = list(state["reliabilities"])
         self._told = set(state["told"])
 

@@ -346,7 +346,7 @@ def _count_parts(labels: Sequence[Tensor]) -> tuple[Tensor, tuple]:
 
 
 class TensorsOfClients(Sequence[Any]):
-    """What :func:`tensors_of` gives of each client's data, of parts of one data set when it is asked for.
+    """Tensors and rows of each client's data, as :func:`tensors_of` has them; those of :class:`Parts` when asked for.
 
     Empty if the data of one client are not tensors in memory.
 

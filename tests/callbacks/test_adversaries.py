@@ -242,8 +242,8 @@ def test_invalid_clients_are_not_seen_and_fail_as_before():
         torch.testing.assert_close(parameters(module)[name], value, rtol=1e-5, atol=1e-6, msg=name)
     assert fed.history[-1]["valid_clients"] == 4
     assert fed.history[-1]["failed_clients"] == 2
-    assert fed._report.records[3].last_failure == "RuntimeError: out of order"
-    assert fed._report.records[0].rounds == 1
+    assert fed._report.records.last_failure[3] == "RuntimeError: out of order"
+    assert fed._report.records.rounds[0] == 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -251,7 +251,7 @@ def test_updates_that_are_not_a_number_are_left_out_and_the_run_goes_on(engine):
     """The model is that of the other clients alone."""
     module, fed = run(fb.NotANumber([0, 3]), engine)
     assert [row["failed_clients"] for row in fed.history] == [2.0, 2.0]
-    assert "is not finite" in fed._report.records[0].last_failure
+    assert "is not finite" in fed._report.records.last_failure[0]
     sizes = [0 if client in (0, 3) else size for client, size in enumerate(SIZES.sizes)]
     others, _ = run((), engine, weighting=lambda facts: [sizes[each.client] for each in facts])
     assert_close(others, module)

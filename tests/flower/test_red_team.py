@@ -45,8 +45,9 @@ def network():
 
 
 client = client_app(
-    network(), fb.DigitsDataModule(), partition=fb.IIDPartition(clients=2), keep=["posterior"], state_folder="{folder}/state",
-    privacy=fb.UpdatePrivacy({clip}, {noise}), conformal_epsilon=1.0, trainer={{"accelerator": "cpu"}},
+    network(), fb.DigitsDataModule(), partition=fb.IIDPartition(clients=2), keep=["posterior"],
+    state_folder="{folder}/state", privacy=fb.UpdatePrivacy({clip}, {noise}), conformal_epsilon=1.0,
+    trainer={{"accelerator": "cpu"}},
 )
 server = ServerApp()
 

@@ -1,0 +1,84 @@
+"""Records of the clients of a federation, a column for each figure."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from lightning_fedbayes.callbacks.divergence import worst_loss
+from lightning_fedbayes.core.messages import ClientOutcome
+
+DTYPES = {"l": torch.int64, "b": torch.int8, "d": torch.float64}
+
+
+class ClientRecords:
+    """Records of all clients over the federation, a column for each figure: a million take 56 MB.
+
+    Args:
+        clients: their number.
+
+    Attributes:
+        rounds: rounds that each took part in.
+        failures: rounds that it was left out of.
+        train_loss: mean training loss in its last round.
+        first_loss: mean training loss in its first round.
+        diverged: 1 if its training loss has left :func:`worst_loss` behind in some round.
+        weight: its normalised weight ω in its last round.
+        seconds: training time in its last round.
+        megabytes_up: size of its last update.
+        last_failure: client → the reason why it was left out last.
+    """
+
+    COLUMNS: ClassVar[dict[str, tuple[str, float]]] = {
+        "rounds": ("l", 0), "failures": ("l", 0), "train_loss": ("d", math.nan), "first_loss": ("d", math.nan),
+        "diverged": ("b", 0), "weight": ("d", math.nan), "seconds": ("d", 0.0), "megabytes_up": ("d", 0.0),
+    }
+
+    def __init__(self, clients: int) -> None:
+        self.rounds: array[int]
+        self.failures: array[int]
+        self.diverged: array[int]
+        self.train_loss: array[float]
+        self.first_loss: array[float]
+        self.weight: array[float]
+        self.seconds: array[float]
+        self.megabytes_up: array[float]
+        for name, (kind, start) in self.COLUMNS.items():
+            setattr(self, name, array(kind, [int(start) if kind in "lb" else start]) * clients)
+        self.last_failure: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.rounds)
+
+    def note(self, outcome: ClientOutcome) -> bool:
+        """Note the outcome of a client; return whether its training diverges in this round for the first time."""
+        client = outcome.client
+        self.rounds[client] += 1
+        self.seconds[client] = outcome.seconds
+        if outcome.error is not None:
+            self.failures[client] += 1
+            self.last_failure[client] = f"{type(outcome.error).__name__}: {outcome.error}"
+            return False
+        loss = outcome.metrics.get("train_loss", math.nan)
+        self.megabytes_up[client], self.train_loss[client] = outcome.num_bytes / 1e6, loss
+        if math.isnan(self.first_loss[client]):
+            self.first_loss[client] = loss
+        diverges = not self.diverged[client] and loss > worst_loss(self.first_loss[client])
+        self.diverged[client] |= diverges
+        return diverges
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the columns, as tensors, and the failures."""
+        columns = {name: torch.tensor(getattr(self, name), dtype=DTYPES[kind]) for name, (kind, _) in
+                   self.COLUMNS.items()}
+        return {**columns, "last_failure": dict(self.last_failure)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        for name, (kind, _) in self.COLUMNS.items():
+            setattr(self, name, array(kind, state[name].tolist()))
+        self.last_failure = dict(state["last_failure"])
