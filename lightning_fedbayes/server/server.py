@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -95,6 +96,9 @@ class Server:
                 server.admit(ClientUpdate(client, num_examples, posterior_of(client)))
             result = server.finish()
 
+    Several threads may call :meth:`admit`, as where each connection of a transport has its own: one update is taken in
+    at a time. Sums are then added up in the order of arrival, on which their last digits depend.
+
     It knows neither Lightning nor any other way to train: whoever drives it trains the clients of the cohort from
     ``server.posterior`` and brings their updates. The callback and Flower's strategy drive the same one. A rule that
     draws random numbers draws from torch's global generator: seed it before :meth:`finish`.
@@ -153,6 +157,13 @@ class Server:
         self._shared = Shared(posterior)
         self._aggregations: dict[str, Aggregation] = {}
         self._outcomes: dict[int, ClientOutcome] = {}
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
 
     @property
     def rule_states(self) -> dict[str, RuleState]:
@@ -204,6 +215,11 @@ class Server:
         here: they may be overwritten afterwards.
         """
         check_kind("update", update, ClientUpdate | ClientFailure, "give a ClientUpdate or a ClientFailure")
+        with self._lock:
+            return self._admit(update)
+
+    def _admit(self, update: ClientUpdate | ClientFailure) -> ClientOutcome:
+        """See :meth:`admit`; one thread at a time."""
         if self._plan is None:
             raise FederationError("no round has begun: call begin(RoundPlan(round, cohort)) before admit")
         error = update.error if isinstance(update, ClientFailure) else None

@@ -1,6 +1,8 @@
 """The server by itself, driven by hand: no Trainer, no engine."""
 
 import math
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -160,3 +162,24 @@ def test_the_callback_drives_this_server():
     callback = fb.FederatedBayes(fb.IIDPartition(3))
     federate(Plain(), callback, rounds=1)
     assert type(callback.federation.server) is Server
+
+
+@pytest.mark.parametrize("fusion", ["weighted_average", "rklb", "sites", "coordinate_median"])
+def test_updates_of_several_threads_are_those_of_one(fusion):
+    """Eight threads bring two thousand clients, who wait, stand out, are clipped: the same result but for rounding."""
+    clients, random = 2000, torch.Generator().manual_seed(0)
+    values = torch.randn(clients, generator=random).tolist()
+    results = []
+    for threads in (1, 8):
+        server = Server(START, fusion=fusion, weighting="equal")
+        server.begin(RoundPlan(0, tuple(range(clients))))
+        with ThreadPoolExecutor(threads) as pool:
+            outcomes = list(pool.map(lambda client, s=server: s.admit(update(client, values[client])), range(clients)))
+        assert not [each.error for each in outcomes if each.error is not None]
+        result = server.finish()
+        assert result.figures["valid_clients"] == clients
+        results.append(server.posterior)
+    for kind in ("mean", "variance"):
+        first, second = (getattr(each, kind)["w"] for each in results)
+        torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-7)
+    assert pickle.loads(pickle.dumps(server)).admit is not None
