@@ -404,8 +404,13 @@ class FederatedBayes(L.Callback):
             )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the table of clients; drop a round that was cut short."""
+        """Log the table of clients; drop a round that was cut short.
+
+        Raises:
+            FederationError: no round of the federation has come to anything, so that nothing is trained.
+        """
         self._drop_unfinished_round()
+        self.federation.check_trained()
         self.federation.take_over()  # what hooks have changed after the last round
         self._report.finish(trainer, self._uncertainty.client_accuracy, self.history)
 

@@ -283,6 +283,12 @@ class Federation:
         with model.unchanged(), kept_attributes(model.module, "global_round"):
             yield score
 
+    def check_trained(self) -> None:
+        """Raise FederationError if there have been rounds, and each of them came to nothing."""
+        server, last = self.server, self.result
+        if last is not None and server.failed_rounds == len(server.history):
+            raise server.failure(last.refusal, last.outcomes)
+
     def personal(self, client: int | str, weight: float) -> GaussianPosterior:
         """Return a client's posterior: see :meth:`~lightning_fedbayes.FederatedBayes.posterior_of`."""
         if not self.settings.keeps_posteriors:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_fedbayes.core.errors import PosteriorError, check_kind, check_strings, listed, nearest
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, zeros_like
@@ -125,7 +126,8 @@ class PosteriorView:
             replaces the entries.
 
     Raises:
-        PosteriorError: two parameters would have one name, or ``exclude`` names a parameter that is not there.
+        PosteriorError: two parameters would have one name, one is not initialised (``nn.LazyLinear``), or ``exclude``
+            names a parameter that is not there.
 
     >>> view = PosteriorView(nn.Linear(2, 1))
     >>> view.read().names
@@ -136,6 +138,12 @@ class PosteriorView:
         self, module: nn.Module, exclude: Collection[str] = (), variances: dict[str, Tensor] | None = None
     ) -> None:
         gaussian = gaussian_parameters(module)
+        lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+        if lazy:
+            raise PosteriorError(
+                f"parameters that are not initialised have no posterior: {listed(lazy)}; call the network with a batch "
+                "first"
+            )
         exclude = check_strings("exclude", exclude, "give names of parameters", error=PosteriorError)
         by_mean = {id(each.mean): (name, each) for name, each in gaussian.items()}
         seen = {id(each.rho) for each in gaussian.values()}

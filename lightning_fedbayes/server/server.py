@@ -284,7 +284,7 @@ class Server:
         self.history.append(figures)
         round, self._plan, self._aggregations = self._plan.round, None, {}
         if self.failed_rounds >= self.safeguards.max_failed_rounds:
-            raise self._too_many_failures(refusal, outcomes)
+            raise self.failure(refusal, outcomes)
         return RoundResult(round, self.posterior, self.buffers, aggregate, refusal, outcomes, figures, notes)
 
     def _report(self, note: Any) -> ProcessReport:
@@ -365,16 +365,15 @@ class Server:
             figures["privacy/epsilon"] = max(spent)
         return figures
 
-    def _too_many_failures(
-        self, refusal: FusionError | None, outcomes: Sequence[ClientOutcome]
-    ) -> FederationError:
+    def failure(self, refusal: FusionError | None, outcomes: Sequence[ClientOutcome]) -> FederationError:
         """Return the error that ends a run whose rounds come to nothing, with the reason of the last one."""
         failed = [outcome.error for outcome in outcomes if outcome.error is not None]
         cause = refusal or (failed[0] if failed else FusionError("no client was heard of"))
         too_few = f"had fewer than min_clients={self.safeguards.min_clients} valid updates"
+        rounds = f"{self.failed_rounds} round{'s' if self.failed_rounds > 1 else ''} in a row"
         error = FederationError(
-            f"{self.failed_rounds} rounds in a row {'could not be fused' if refusal else too_few}; the global "
-            "posterior of the last good round is kept. "
+            f"{rounds} {'could not be fused' if refusal else too_few}; the global posterior of the last good "
+            "round is kept. "
             f"{'The rule says' if refusal else 'The first failure of this round was'} {type(cause).__name__}: {cause}"
         )
         error.__cause__ = cause

@@ -457,3 +457,22 @@ def test_only_clients_that_train_at_once_change_the_number_of_threads(engine, ch
     federate(Plain(), federation)
     assert bool(set_to) is changes
     assert set_to[-1:] in ([], [2])
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized", "auto"])
+def test_a_network_that_is_not_initialised_is_refused_before_training(engine):
+    with pytest.raises(fb.PosteriorError, match=r"not initialised have no posterior: .*call the network with a batch"):
+        federate(Plain(torch.nn.LazyLinear(3)), fb.FederatedBayes(fb.IIDPartition(2), engine=engine), 1, loader())
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_fit_in_which_no_round_comes_to_anything_does_not_end_normally(rounds):
+    class Fails(Plain):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("no such column")
+
+    module = Fails()
+    before = [p.clone() for p in module.parameters()]
+    with pytest.raises(fb.FederationError, match=rf"{rounds} rounds? in a row.*RuntimeError: no such column"):
+        federate(module, fb.FederatedBayes(fb.IIDPartition(2), fusion="rklb"), rounds, loader())
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before))
