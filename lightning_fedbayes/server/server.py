@@ -431,3 +431,4 @@ def check_state(state: Any) -> None:
     for name in ("rounds", "failed_rounds"):
         check_at_least(f"state['{name}']", state.get(name), 0)
     check_mapping("state['buffers']", state["buffers"], Tensor)
+    check_mapping("state['rule_states']", state["rule_states"], Mapping)

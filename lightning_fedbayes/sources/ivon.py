@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedbayes.core.errors import FederationError, check_at_least, check_flag, check_number, shown
+from lightning_fedbayes.core.errors import FederationError, check_at_least, check_flag, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.core.private_torch import foreach
 from lightning_fedbayes.sources.ivon_state import (
@@ -161,7 +161,11 @@ class IVON(Optimizer):
             "lr": lr, "num_examples": num_examples, "prior_std": prior_std, "hessian_init": hessian_init,
             "betas": betas, "temperature": temperature, "curvature": curvature, "posterior": True,
         }
-        super().__init__(params, options)
+        try:
+            super().__init__(params, options)
+        except (TypeError, AttributeError) as error:  # of torch, for what are no parameters
+            remedy = "give module.parameters(), or dicts of them"
+            raise FederationError(f"params={shown(params)}: {error}; {remedy}") from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with their options; see torch's."""
@@ -199,6 +203,8 @@ class IVON(Optimizer):
         """
         result = None
         if closure is not None:
+            if not callable(closure):
+                raise FederationError(f"closure={shown(closure)}: give a function that evaluates the loss")
             if any(p.grad is not None for group in self.param_groups for p in group["params"]):
                 raise FederationError(
                     "IVON: there are gradients from before the draw of the parameters, as of accumulated batches, and "
@@ -393,7 +399,14 @@ class IVON(Optimizer):
         """Return the posterior of ``module``, some or all of whose parameters this optimizer trains.
 
         Parameters that have none, and such as have not been drawn yet, are point masses. The means are copies.
+
+        Raises:
+            FederationError: it trains none of them.
         """
+        check_kind("module", module, nn.Module, "give the network that this optimizer trains")
+        own = {id(p) for group in self.param_groups for p in group["params"]}
+        if own.isdisjoint(map(id, module.parameters())):
+            raise FederationError(f"this IVON trains no parameter of the {type(module).__name__}: give its own network")
         mean, variance = {}, {}
         for name, p in module.named_parameters():
             mean[name] = p.detach().clone()

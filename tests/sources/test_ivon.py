@@ -535,3 +535,21 @@ def test_a_copy_steps_as_the_original():
             p.square().sum().backward()
         each.step()
     assert torch.equal(parameter, other)
+
+
+@pytest.mark.parametrize("params", [None, "abc", 3, [1.0], [{"params": 3}]])
+def test_what_are_no_parameters_is_refused_by_name(params):
+    with pytest.raises(fb.FederationError, match=r"params=.*give module\.parameters\(\)"):
+        fb.IVON(params)
+
+
+def test_a_closure_and_a_network_that_are_none_are_refused():
+    layer = nn.Linear(2, 1)
+    optimizer = fb.IVON(layer.parameters(), num_examples=3)
+    with pytest.raises(fb.FederationError, match="closure=3: give a function"):
+        optimizer.step(3)
+    with pytest.raises(fb.FederationError, match="trains no parameter of the Linear"):
+        optimizer.posterior(nn.Linear(2, 1))
+    with pytest.raises(fb.FederationError, match="give the network"):
+        optimizer.posterior(None)
+    assert optimizer.posterior(layer).num_parameters == 3

@@ -177,6 +177,7 @@ class Laplace:
             batches: (inputs, targets).
             others: values in place of the module's own other parameters and buffers.
         """
+        check_kind("batches", batches, Iterable, "give batches of (inputs, targets), such as a DataLoader")
         values = {name: p.detach() for name, p in parameters.items()}
         total, count = {name: torch.zeros_like(value) for name, value in values.items()}, 0
         with evaluation_mode(module):

@@ -109,6 +109,7 @@ class KroneckerLaplace:
                 weight or is of another kind of convolution, or a batch is not (inputs, targets).
         """
         check_kind("module", module, nn.Module, "give a torch.nn.Module")
+        check_kind("batches", batches, Iterable, "give batches of (inputs, targets), such as a DataLoader")
         layers = self._layers(module)
         inner, outer, count = dict[str, Tensor](), dict[str, Tensor](), 0
         with evaluation_mode(module):
