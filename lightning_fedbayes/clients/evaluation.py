@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fedbayes.core.errors import (
@@ -43,6 +43,8 @@ from lightning_fedbayes.modules import PosteriorPredictive
 from lightning_fedbayes.modules.classifier import ClassPrediction
 from lightning_fedbayes.modules.regressor import RegressionPrediction, shaped_like
 
+Predicted = dict[str, Tensor]
+"""Predictions of some examples: "target" and "probs", or "target", "mean" and "variance"; perhaps "logits"."""
 Predictors = L.LightningModule | Mapping[str, L.LightningModule]
 HIGHER_IS_BETTER = ("accuracy", "coverage")
 REMEDY = (
@@ -228,28 +230,68 @@ def _score(module: L.LightningModule, dataset: Dataset, batch_size: int, seed: i
     """Return the figures of ``module`` on a data set."""
     check_kind("module", module, L.LightningModule, "give a LightningModule, or a PosteriorPredictive of it",
                error=FedBayesError)
-    if type(module).predict_step is L.LightningModule.predict_step:
+    if not has_predict_step(module):
         raise FedBayesError(f"{type(module).__name__} has no predict_step of its own: {REMEDY}")
-    parts, targets, devices = list[Any](), list[Tensor](), [module.device] if module.device.type == "cuda" else []
+    parts, devices = list[Predicted](), [module.device] if module.device.type == "cuda" else []
     with evaluation_mode(module), torch.random.fork_rng(devices):
         torch.manual_seed(derive_seed(seed, "evaluation"))
         for batch in batches_of(dataset, batch_size):
             batch = move_data_to_device(batch, module.device)
-            parts.append(module.predict_step(batch, 0))
-            targets.append(batch[1])
-    target = torch.cat(targets)
-    if isinstance(parts[0], ClassPrediction):
-        probs = torch.cat([each.probs for each in parts])
-        return class_figures(probs, target)
-    if isinstance(parts[0], RegressionPrediction):
-        mean, variance = (torch.cat([getattr(each, kind) for each in parts]) for kind in ("mean", "variance"))
-        target = shaped_like(target, mean).to(mean)
-        return {
-            "rmse": float((mean - target).square().mean().sqrt()),
-            "nll": float(gaussian_nll(mean, variance, target).mean()),
-            "coverage": float(interval_coverage(mean, variance, target, level=0.9).float().mean()),
-        }
-    raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(parts[0])}: {REMEDY}")
+            prediction = module.predict_step(batch, 0)
+            found = predicted(prediction, batch[1])
+            if found is None:
+                raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(prediction)}: {REMEDY}")
+            parts.append({name: value[0] if name == "probs" else value for name, value in found.items()})
+    return figures_of({name: torch.cat([each[name] for each in parts]) for name in parts[0]})
+
+
+def has_predict_step(module: L.LightningModule) -> bool:
+    """Return True if a module has a ``predict_step`` of its own."""
+    return type(module).predict_step is not L.LightningModule.predict_step
+
+
+def predicted(prediction: Any, target: Tensor) -> Predicted | None:
+    """Return what a ``predict_step`` of this package has predicted, "probs" as one draw; None for anything else."""
+    if isinstance(prediction, ClassPrediction):
+        return {"probs": prediction.probs.unsqueeze(0), "target": target}
+    if isinstance(prediction, RegressionPrediction):
+        mean = prediction.mean
+        return {"mean": mean, "variance": prediction.variance, "target": shaped_like(target, mean)}
+    return None
+
+
+def outputs_of(predictive: nn.Module, inputs: Tensor) -> Tensor:
+    """Return draws of the network's output if the module can draw, otherwise its output; shape (*, batch, classes).
+
+    Raises:
+        FedBayesError: the output has no such shape.
+    """
+    sample: Any = getattr(predictive, "sample", None)
+    outputs: Any = sample(inputs) if callable(sample) else predictive(inputs)
+    if not isinstance(outputs, Tensor) or outputs.ndim < 2:
+        raise FedBayesError(
+            f"{type(predictive).__name__} gives {shown(outputs)}; logits of shape (batch, classes), or "
+            "draws of them, are needed. A regressor is calibrated by FederatedConformal(kind='interval')"
+        )
+    return outputs
+
+
+def figures_of(found: Predicted) -> dict[str, float]:
+    """Return the figures of a client's predictions.
+
+    Args:
+        found: "probs" (batch, classes) and "target" (batch,), or "mean", "variance" and "target", (batch, targets).
+    """
+    target = found["target"]
+    if "probs" in found:
+        return class_figures(found["probs"], target)
+    mean, variance = found["mean"], found["variance"]
+    target = target.to(mean)
+    return {
+        "rmse": float((mean - target).square().mean().sqrt()),
+        "nll": float(gaussian_nll(mean, variance, target).mean()),
+        "coverage": float(interval_coverage(mean, variance, target, level=0.9).float().mean()),
+    }
 
 
 def class_figures(probs: Tensor, target: Tensor) -> dict[str, float]:

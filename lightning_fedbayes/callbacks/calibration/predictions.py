@@ -10,15 +10,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_fedbayes.clients.evaluation import batches_of
+from lightning_fedbayes.callbacks.evaluator import Datasets
+from lightning_fedbayes.clients.evaluation import batches_of, outputs_of
 from lightning_fedbayes.core.errors import LARGEST, FedBayesError, check_at_least, check_kind, shown
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.modules.regressor import RegressionPrediction
-
-Datasets = ClientDatasets | Mapping[str, Dataset]
-"""Client name → its data set of (input, target)."""
 
 
 @torch.no_grad()
@@ -69,22 +67,6 @@ def moments_of(
         std = torch.cat([each.variance.sqrt().flatten() for each in predicted])
         found[name] = mean, std, targets_of(batches).flatten()
     return found
-
-
-def outputs_of(predictive: nn.Module, inputs: Tensor) -> Tensor:
-    """Return draws of the network's output if the module can draw, otherwise its output; shape (*, batch, classes).
-
-    Raises:
-        FedBayesError: the output has no such shape.
-    """
-    sample: Any = getattr(predictive, "sample", None)
-    outputs: Any = sample(inputs) if callable(sample) else predictive(inputs)
-    if not isinstance(outputs, Tensor) or outputs.ndim < 2:
-        raise FedBayesError(
-            f"{type(predictive).__name__} gives {shown(outputs)}; logits of shape (batch, classes), or "
-            "draws of them, are needed. A regressor is calibrated by FederatedConformal(kind='interval')"
-        )
-    return outputs
 
 
 def targets_of(batches: list[tuple[Tensor, Tensor]]) -> Tensor:

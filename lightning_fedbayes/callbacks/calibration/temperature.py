@@ -15,9 +15,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback
+from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Found, logits_of
 from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, predictions_of
-from lightning_fedbayes.clients.evaluation import ClientScores, class_figures
+from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, class_figures
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import check_tensor
 
@@ -283,6 +283,8 @@ class FederatedTemperature(CalibrationCallback):
     tensor([0.7500, 0.2500])
     """
 
+    needs_logits = True
+
     def __init__(self, temperature: float | None = None) -> None:
         if temperature is not None:
             check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
@@ -348,12 +350,7 @@ class FederatedTemperature(CalibrationCallback):
         Raises:
             FedBayesError: before :meth:`fit`, or as :meth:`fit_from`.
         """
-        predictions = predictions_of(predictive, datasets, batch_size, seed)
-        figures = {}
-        for name, pair in predictions.items():
-            logits, targets = _checked(name, pair)
-            figures[name] = class_figures(self(logits).softmax(-1).mean(0), targets)
-        return ClientScores.of({name: len(targets) for name, (_, targets) in predictions.items()}, figures)
+        return self.score(predictions_of(predictive, datasets, batch_size, seed))
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return logits / T, of the shape of ``logits``; raise FedBayesError before :meth:`fit`."""
@@ -377,11 +374,22 @@ class FederatedTemperature(CalibrationCallback):
         """Name of the figures of scaled probabilities."""
         return "scaled"
 
-    def calibrate(
-        self, trainer: L.Trainer, predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int
-    ) -> None:
+    def read(self, found: Predicted) -> tuple[Tensor, ...]:
+        """Return a client's logits and targets."""
+        return logits_of(found)
+
+    def calibrate(self, trainer: L.Trainer, found: Found, seed: int) -> None:
         """See :class:`CalibrationCallback`."""
-        self.fit_from(predictive, datasets, batch_size=batch_size, seed=seed)
+        self.fit(found)  # pyright: ignore[reportArgumentType]
+
+    def score(self, found: Found) -> ClientScores:
+        """Return accuracy, NLL and ECE of each client's scaled probabilities."""
+        figures, sizes = dict[str, dict[str, float]](), dict[str, int]()
+        for name, pair in found.items():
+            logits, targets = _checked(name, pair)  # pyright: ignore[reportArgumentType]
+            figures[name] = class_figures(self(logits).softmax(-1).mean(0), targets)
+            sizes[name] = len(targets)
+        return ClientScores.of(sizes, figures)
 
     def figures(self) -> dict[str, float]:
         """Return T."""
