@@ -13,7 +13,15 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.utils.data import BatchSampler, ConcatDataset, Dataset, SequentialSampler, default_collate
 
-from lightning_fedbayes.clients.evaluation import REMEDY, Predicted, batches_of, has_predict_step, outputs_of, predicted
+from lightning_fedbayes.clients.evaluation import (
+    REMEDY,
+    Predicted,
+    batches_of,
+    has_predict_step,
+    mean_probs,
+    outputs_of,
+    predicted,
+)
 from lightning_fedbayes.core.errors import FedBayesError, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.core.seeding import derive_seed
@@ -166,8 +174,8 @@ class Evaluator:
             if self._needs_logits or "probs" not in found:
                 kept |= {"logits": found["logits"]} if "logits" in found else {}
             else:  # of the mean predictive: all that sets need
-                draws = found["logits"].double().softmax(-1) if "logits" in found else found["probs"].double()
-                kept["logits"] = draws.mean(0).log()
+                mean = mean_probs(found["logits"]) if "logits" in found else found["probs"].double().mean(0)
+                kept["logits"] = mean.log()
         return {name: value.detach().cpu() for name, value in kept.items()}
 
     @torch.no_grad()

@@ -42,6 +42,10 @@ MEASURES = {
 }
 
 
+ENTRIES = 2**20
+"""Probabilities that are counted at once: a batch by itself takes as long as a small network."""
+
+
 class UncertaintyReport(Reader):
     """Calibration diagram, accuracy against retained examples and accuracy per client, from validation and test.
 
@@ -98,6 +102,7 @@ class UncertaintyReport(Reader):
         for metric in (self._calibration, *self._retained.values()):
             metric.reset()
         self._hits = self._totals = torch.zeros(0, dtype=torch.float64)
+        self._waiting: list[tuple[Tensor, Tensor]] = []
         self._seen = 0
         self._log_likelihood = 0.0
 
@@ -120,21 +125,30 @@ class UncertaintyReport(Reader):
     def update(self, probs: Tensor, target: Tensor) -> None:
         """Add probabilities (samples, batch, classes) or (batch, classes) and targets (batch,)."""
         probs = probs.unsqueeze(0) if probs.ndim == 2 else probs
-        mean = probs.mean(0)
-        correct = mean.argmax(-1) == target
+        if self._waiting and probs.shape[::2] != self._waiting[0][0].shape[::2]:
+            self._count()
         self._seen += len(target)
         likelihood = probs[:, torch.arange(len(target)), target].double()
         self._log_likelihood += float(likelihood.clamp_min(torch.finfo(probs.dtype).tiny).log().mean(0).sum())
+        self._waiting.append((probs, target))
+        if sum(each.numel() for each, _ in self._waiting) >= ENTRIES:
+            self._count()
+
+    def _count(self) -> None:
+        """Count the batches that wait."""
+        if not self._waiting:
+            return
+        probs, target = (torch.cat(parts, dim) for parts, dim in zip(zip(*self._waiting), (1, 0)))
+        self._waiting = []
+        mean = probs.mean(0)
+        correct = mean.argmax(-1) == target
         self._calibration.update(mean, target)
         for name, measure in MEASURES.items():
             self._retained[name].update(correct, measure(probs))
         classes = mean.shape[-1]
+        hits, totals = (each.bincount(minlength=classes).double() for each in (target[correct], target))
         self._hits, self._totals = (
-            sums + values if len(sums) else values
-            for sums, values in (
-                (self._hits, target[correct].bincount(minlength=classes).double()),
-                (self._totals, target.bincount(minlength=classes).double()),
-            )
+            (self._hits + hits, self._totals + totals) if len(self._totals) == classes else (hits, totals)
         )
 
     @property
@@ -166,6 +180,7 @@ class UncertaintyReport(Reader):
         evaluator_of(trainer).complete(trainer, pl_module)
         if not self._seen or trainer.sanity_checking:
             return
+        self._count()
         figures = {
             f"{stage}/retained_area_{name}": float(metric.compute().area) for name, metric in self._retained.items()
         }

@@ -33,7 +33,7 @@ from lightning_fedbayes.callbacks.calibration.scores import (
     mixed_threshold,
 )
 from lightning_fedbayes.callbacks.calibration.temperature import FederatedTemperature
-from lightning_fedbayes.clients.evaluation import ClientScores, Predicted
+from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, mean_probs
 from lightning_fedbayes.core.errors import (
     FedBayesError,
     check_at_least,
@@ -444,12 +444,6 @@ class FederatedConformal(CalibrationCallback):
         """Restore the thresholds."""
         self.threshold, self.temperature = state_dict["threshold"], state_dict["temperature"]
         self.thresholds = dict(state_dict["thresholds"])
-
-
-def mean_probs(logits: Tensor, temperature: float) -> Tensor:
-    """Return the mean predictive of scaled logits, (samples, batch, classes) or (batch, classes), in float64."""
-    probs = (logits.double() / temperature).softmax(-1)
-    return probs.mean(0) if probs.ndim == 3 else probs
 
 
 def share(inside: Tensor) -> float:

@@ -100,14 +100,20 @@ def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> 
     """
     logits, targets = check_logits(logits, targets)
     check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
-    index = targets.expand(logits.shape[:-1]).unsqueeze(-1)
-    scaled = logits / temperature
-    scaled = scaled - scaled.gather(-1, index)  # against the true class, so that small losses keep their digits
-    others = scaled.scatter(-1, index, -math.inf).logsumexp(-1)
+    return _message(logits, targets, temperature)
+
+
+def _message(logits: Tensor, targets: Tensor, temperature: float) -> TemperatureMessage:
+    """Return the message of logits and targets that have been checked."""
+    classes_first = logits.movedim(-1, 0).contiguous()  # where softmax and sums take half the time
+    index = targets.expand(classes_first.shape[1:]).unsqueeze(0)
+    scaled = classes_first / temperature
+    scaled = scaled - scaled.gather(0, index)  # against the true class, so that small losses keep their digits
+    others = scaled.scatter(0, index, -math.inf).logsumexp(0)
     likelihood = -torch.logaddexp(others, torch.zeros_like(others))
-    probs = scaled.softmax(-1)
-    first = (probs * scaled).sum(-1)
-    second = -first - (probs * (scaled - first.unsqueeze(-1)).square()).sum(-1)
+    probs = scaled.softmax(0)
+    first = (probs * scaled).sum(0)
+    second = -first - (probs * (scaled - first).square()).sum(0)
     weight = likelihood.softmax(0)
     mean = (weight * first).sum(0)
     curvature = -(weight * second).sum(0) - (weight * (first - mean).square()).sum(0)
@@ -309,7 +315,7 @@ class FederatedTemperature(CalibrationCallback):
         checked = {name: _checked(name, pair) for name, pair in clients.items()}
         search = TemperatureSearch()
         while not search.done:
-            messages = (temperature_message(*pair, search.temperature) for pair in checked.values())
+            messages = (_message(*pair, search.temperature) for pair in checked.values())
             search = search.after(reduce(add, messages))
         return self.take(search)
 
