@@ -76,6 +76,7 @@ class ClientReport(Reader):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the table if there is no training whose end is still to come."""
+        super().on_validation_end(trainer, pl_module)
         if trainer.state.fn != "fit":
             self._table(trainer, "val")
 

@@ -27,7 +27,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data import ClientDatasets
 from lightning_fedbayes.layers import evaluation_mode
-from lightning_fedbayes.modules import PosteriorPredictive
+from lightning_fedbayes.modules.posterior_predictive import OUTPUT_DRAWS, PosteriorPredictive
 
 Datasets = ClientDatasets | Mapping[str, Dataset]
 """Client name → its data set of (input, target)."""
@@ -71,6 +71,12 @@ class Reader(L.Callback):
         evaluator_of(trainer).collect(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
 
     on_test_batch_end = on_validation_batch_end
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let the predictions go."""
+        evaluator_of(trainer).begin()
+
+    on_test_end = on_validation_end
 
 
 class Evaluator:
@@ -121,7 +127,7 @@ class Evaluator:
         clients = max((len(getattr(reader, "client_sizes", ())) for reader in readers), default=0)
         alone = len(self.loaders) == 1
         data = getattr(self.loaders[0], "dataset", None) if alone else None
-        self._has_clients = isinstance(data, ClientDatasets) or (not alone and len(self.loaders) == clients)
+        self._has_clients = isinstance(data, ClientDatasets) or 1 < len(self.loaders) == clients
         self._in_order = len(numbers) == len(self.loaders) and all(
             gives_all(loader, number, together=isinstance(data, ConcatDataset))
             for loader, number in zip(self.loaders, numbers)
@@ -148,12 +154,12 @@ class Evaluator:
         self._last = loader, number
         found = returned(outputs)
         lacks = found is None or (self._needs_logits and "probs" in found and "logits" not in found)
-        if lacks and self._asks and self._error is None and (self._in_order or not self._keeps):
+        if lacks and self._asks and (self._in_order or not self._keeps):
             try:
                 with drawing(module.device, derive_seed(self._seed, "evaluation", client=loader, step=number)):
                     found = {**self._predict(module, batch), **(found or {})}
             except FedBayesError as error:
-                self._error = error
+                self._asks, self._error = False, error if found is None else None
         if found is not None:
             self._give(found)
             if self._keeps and self._in_order:
@@ -170,12 +176,11 @@ class Evaluator:
         kept = {name: found[name] for name in ("target", "mean", "variance") if name in found}
         if "probs" in found:
             kept["probs"] = found["probs"].mean(0)
-        if self._calibrates and ("logits" in found or "probs" in found):
-            if self._needs_logits or "probs" not in found:
-                kept |= {"logits": found["logits"]} if "logits" in found else {}
-            else:  # of the mean predictive: all that sets need
-                mean = mean_probs(found["logits"]) if "logits" in found else found["probs"].double().mean(0)
-                kept["logits"] = mean.log()
+        if self._calibrates and "logits" in found and (self._needs_logits or "probs" not in found):
+            kept["logits"] = found["logits"]
+        elif self._calibrates and "probs" in found and not self._needs_logits:  # the mean is all that sets need
+            mean = mean_probs(found["logits"]) if "logits" in found else found["probs"].double().mean(0)
+            kept["logits"] = mean.log()
         return {name: value.detach().cpu() for name, value in kept.items()}
 
     @torch.no_grad()
@@ -201,7 +206,7 @@ class Evaluator:
     def _draw(self, predictive: PosteriorPredictive, inputs: Any, target: Tensor) -> Predicted:
         """Return predictions by draws: as many as a report says, and :data:`DRAWS` logits for a calibration."""
         if predictive.is_linearised or not self._calibrates:
-            return _of_logits(predictive.sample(inputs), target)
+            return _of_logits(predictive.sample(inputs, OUTPUT_DRAWS if self._calibrates else None), target)
         logits = predictive.sample(inputs, DRAWS)
         more = [predictive.sample(inputs, self._samples - DRAWS)] if self._samples > DRAWS else []
         found = _of_logits(torch.cat([logits, *more])[: self._samples], target)
@@ -223,7 +228,7 @@ class Evaluator:
 
     def complete(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """See to it that all readers have the predictions that they have asked for."""
-        if self._open(trainer, module) and self._asks and not self._has_given and self._error is None:
+        if self._open(trainer, module) and self._asks and not self._has_given:
             try:
                 self.predictions(trainer, module)
             except FedBayesError:
@@ -272,7 +277,7 @@ class Evaluator:
             )
         return self._pass(module, named, batch_size)
 
-    def _pass(self, module: L.LightningModule, named: dict[str, Dataset], batch_size: int) -> dict[str, Predicted]:
+    def _pass(self, module: L.LightningModule, named: Mapping[str, Dataset], batch_size: int) -> dict[str, Predicted]:
         """Predict the clients' data sets, because nobody knows whose the examples of the batches were."""
         found, are_new = dict[str, Predicted](), not self._has_given
         for number, (name, dataset) in enumerate(named.items()):
@@ -306,13 +311,13 @@ def returned(outputs: Any) -> Predicted | None:
         return None
     target, probs, logits = (outputs.get(name) for name in ("target", "probs", "logits"))
     if are_class_predictions(probs, target):
-        draws = probs.unsqueeze(0) if probs.ndim == 2 else probs
-        has_logits = isinstance(logits, Tensor) and logits.shape == probs.shape
-        return {"probs": draws, "target": target, **({"logits": logits.reshape(draws.shape)} if has_logits else {})}
-    moments = [outputs.get(name) for name in ("mean", "variance", "target")]
-    if all(isinstance(each, Tensor) and each.shape == moments[0].shape and each.ndim for each in moments):
-        return dict(zip(("mean", "variance", "target"), moments))
-    return None
+        found: Predicted = {"probs": probs, "target": target}  # pyright: ignore[reportAssignmentType]
+        if isinstance(logits, Tensor) and logits.shape == found["probs"].shape:
+            found["logits"] = logits
+        return {n: each.unsqueeze(0) if n != "target" and each.ndim == 2 else each for n, each in found.items()}
+    moments = {name: outputs.get(name) for name in ("mean", "variance", "target")}
+    shapes = {each.shape if isinstance(each, Tensor) else None for each in moments.values()}
+    return moments if len(shapes) == 1 and None not in shapes else None  # pyright: ignore[reportReturnType]
 
 
 def are_class_predictions(probs: Any, target: Any) -> bool:
@@ -335,7 +340,7 @@ def gives_all(loader: Any, batches: float, *, together: bool) -> bool:
         batches: how many of them the Trainer takes.
         together: the examples are those of several clients, so that their order within a batch counts.
     """
-    sampler = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(loader, "batch_sampler", None)
     in_order = type(sampler) is BatchSampler and type(sampler.sampler) is SequentialSampler and not sampler.drop_last
     return in_order and batches == len(sampler) and not (together and loader.collate_fn is not default_collate)
 

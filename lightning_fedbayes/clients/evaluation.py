@@ -288,10 +288,15 @@ def figures_of(found: Predicted) -> dict[str, float]:
 
     Args:
         found: "probs" (batch, classes) and "target" (batch,), or "mean", "variance" and "target", (batch, targets).
+
+    Raises:
+        FedBayesError: it holds neither.
     """
     target = found["target"]
     if "probs" in found:
         return class_figures(found["probs"], target)
+    if "mean" not in found:
+        raise FedBayesError(f"there are neither probabilities of classes nor mean and variance: {REMEDY}")
     mean, variance = found["mean"], found["variance"]
     target = target.to(mean)
     return {

@@ -16,6 +16,7 @@ EXAMPLES = 56
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the temperature ends at its limit"),
     pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:client .* calibration examples were trained on"),
 ]
 
@@ -254,3 +255,58 @@ def test_a_test_predicts_once_too():
     scaling = callbacks[2].evaluate(module, clients(16, 40), batch_size=8)
     assert tested["test/scaled/nll"] == pytest.approx(scaling.mean("nll"))
     assert {"test/clients/nll", "test/lac_80/coverage", "test/aps_80/set_size"} <= set(tested)
+
+
+def test_a_linearised_posterior_is_calibrated_by_the_same_draws():
+    found = []
+    for beside in ([], [fb.UncertaintyReport(300)]):
+        scaling = fb.FederatedTemperature()
+        federation = fb.FederatedBayes(posterior=fb.Laplace(), seed=3)
+        federate(Plain(), federation, 1, loader(clients(40, 30)), held_out(), callbacks=[*beside, scaling])
+        found.append(scaling.temperature)
+    assert found[0] == found[1]
+
+
+def test_own_probabilities_without_logits_have_scores_and_sets_but_no_temperature():
+    class Probs(Plain):
+        forward = torch.nn.Module.forward  # none
+
+        def training_step(self, batch, batch_idx):
+            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch, batch_idx):
+            return {"probs": self.net(batch[0]).softmax(-1), "target": batch[1]}
+
+    with pytest.warns(UserWarning, match='FederatedTemperature does nothing: no logits are known: return "logits"'):
+        _, made, _ = rounds_of(Probs(), [fb.FederatedTemperature()], part="net")
+    assert "val/clients/nll" in made.callback_metrics
+    _, made, _ = rounds_of(Probs(), [fb.FederatedConformal(0.8)], part="net")
+    assert {"val/clients/nll", "val/lac_80/threshold"} <= set(made.callback_metrics)
+
+
+def test_nothing_is_kept_after_a_validation():
+    _, made, _ = rounds_of(bayesian(), everything())
+    assert evaluator_of(made)._found is None
+    assert not evaluator_of(made)._kept
+
+
+def test_a_checkpoint_of_a_federation_is_calibrated_by_its_own_posterior(tmp_path):
+    """And not by the last one of the federation that still runs."""
+    saver = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+    scaling = fb.FederatedTemperature()
+    found = []
+
+    class Notes(fb.ClientReport):
+        def on_validation_end(self, trainer, pl_module):
+            found.append(scaling.temperature)
+            super().on_validation_end(trainer, pl_module)
+
+    module, federation = Plain(optimizer=fb.IVON), fb.FederatedBayes(seed=3)
+    made = federate(module, federation, 2, loader(clients(40, 30)), held_out(), num_sanity_val_steps=0,
+                    callbacks=[scaling, Notes(), saver], enable_checkpointing=True)
+    made.validate(module, held_out(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
+    fresh = fb.FederatedTemperature()
+    again = trainer(1, [fb.FederatedBayes(seed=3), fresh])
+    again.validate(Plain(optimizer=fb.IVON), held_out(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
+    assert found[0] != found[1]
+    assert found[2] == found[0] == fresh.temperature

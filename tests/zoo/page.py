@@ -34,8 +34,8 @@ An epoch of the Trainer is a round. Inside it:
 | what | its value |
 |---|---|
 | `batch_idx`, in `training_step` and in hooks | number of the batch in the client's own local epoch |
-| `trainer.num_training_batches`, `trainer.is_last_batch` | in a step, of the client's own local epoch; not in a stack of clients. Between rounds, of the round |
-| `trainer.estimated_stepping_batches` | steps of one client that takes part in every round: in a step, of the client that trains (not in a stack); elsewhere, of the one with most batches |
+| `trainer.num_training_batches`, `trainer.is_last_batch` | of the client's own local epoch; not in a stack of clients |
+| `trainer.estimated_stepping_batches` | a client's own steps in all rounds; outside of a step, of the largest client |
 | `trainer.global_step`, in `training_step` | steps up to the round, and the client's own in it; not in a stack |
 | `trainer.global_step`, in hooks and between rounds | steps of all clients |
 | `trainer.current_epoch` | the round, from 0 |

@@ -119,10 +119,11 @@ class CalibrationCallback(Reader):
 
 
 def logits_of(found: Predicted) -> tuple[Tensor, ...]:
-    """Return a client's logits and targets; raise FedBayesError for a regressor, which has none."""
+    """Return a client's logits and targets; raise FedBayesError if there are none, as of a regressor."""
     if "logits" not in found:
         raise FedBayesError(
-            "the module predicts mean and variance, and no logits: calibrate it by FederatedConformal(kind='interval')"
+            'no logits are known: return "logits" beside "probs" and "target" from validation_step. A regressor has '
+            "none: calibrate it by FederatedConformal(kind='interval')"
         )
     return found["logits"], found["target"]
 

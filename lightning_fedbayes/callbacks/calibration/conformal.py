@@ -238,13 +238,13 @@ class FederatedConformal(CalibrationCallback):
     def score(self, found: Found) -> ClientScores:
         """Return coverage and size, or width, of each client's predictions; see :meth:`evaluate`."""
         figures, sizes = dict[str, dict[str, float]](), dict[str, int]()
-        for name, (*predicted, targets) in found.items():
+        for name, (first, *std, targets) in found.items():
             if self.kind == "interval":
-                ends = self.intervals(*predicted, self._client(name))
+                ends = self.intervals(first, std[0], self._client(name))
                 inside = (ends[:, 0] <= targets) & (targets <= ends[:, 1])
                 figures[name] = {"coverage": share(inside), "width": float((ends[:, 1] - ends[:, 0]).mean())}
             else:
-                probs = mean_probs(*predicted, self.temperature)
+                probs = mean_probs(first, self.temperature)
                 check_targets(targets, probs)
                 sets = self.sets(probs, self._client(name))
                 inside = sets.gather(1, targets.unsqueeze(1))
