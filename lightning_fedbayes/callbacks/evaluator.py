@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.utils.data import BatchSampler, ConcatDataset, Dataset, SequentialSampler, default_collate
 
 from lightning_fedbayes.clients.evaluation import (
     REMEDY,
     Predicted,
-    batches_of,
+    drawing,
     has_predict_step,
+    joined,
     mean_probs,
+    means_of,
     outputs_of,
+    predict_data,
     predicted,
 )
 from lightning_fedbayes.core.errors import FedBayesError, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data import ClientDatasets
-from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.modules.posterior_predictive import OUTPUT_DRAWS, PosteriorPredictive
 
 Datasets = ClientDatasets | Mapping[str, Dataset]
@@ -173,9 +173,7 @@ class Evaluator:
 
     def _keep(self, found: Predicted) -> Predicted:
         """Return, on the CPU, what readers need of a batch once the others are there."""
-        kept = {name: found[name] for name in ("target", "mean", "variance") if name in found}
-        if "probs" in found:
-            kept["probs"] = found["probs"].mean(0)
+        kept = means_of(found)
         if self._calibrates and "logits" in found and (self._needs_logits or "probs" not in found):
             kept["logits"] = found["logits"]
         elif self._calibrates and "probs" in found and not self._needs_logits:  # the mean is all that sets need
@@ -192,12 +190,11 @@ class Evaluator:
         if self._posterior is not None:
             return self._draw(self.predictive(module, self._posterior), inputs, target)
         if has_predict_step(module) and (target.is_floating_point() or not self._needs_logits):
-            prediction = module.predict_step(batch, 0)
-            found = predicted(prediction, target)
-            if found is not None:
-                return found
-            if not self._calibrates:
-                raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(prediction)}: {REMEDY}")
+            try:
+                return predicted(module, batch)
+            except FedBayesError:  # of a user's own predictions; a calibration can do with logits
+                if not self._calibrates:
+                    raise
         try:
             return _of_logits(outputs_of(module, inputs), target)
         except NotImplementedError:
@@ -265,7 +262,7 @@ class Evaluator:
                 raise FedBayesError(
                     f"client {name} has no held-out example: leave it out, or hold some of its data out"
                 )
-        whole = [_joined(self._kept[loader]) for loader in sorted(self._kept)]
+        whole = [joined(self._kept[loader]) for loader in sorted(self._kept)]
         parts = whole if len(self.loaders) > 1 else [p for each in whole for p in _parts(each, list(sizes.values()))]
         self._kept.clear()
         if [len(each["target"]) for each in parts] == list(sizes.values()):
@@ -279,30 +276,23 @@ class Evaluator:
 
     def _pass(self, module: L.LightningModule, named: Mapping[str, Dataset], batch_size: int) -> dict[str, Predicted]:
         """Predict the clients' data sets, because nobody knows whose the examples of the batches were."""
-        found, are_new = dict[str, Predicted](), not self._has_given
+        are_new, found = not self._has_given, dict[str, Predicted]()
+
+        def predict(batch: Any) -> Predicted:
+            own = self._predict(module, batch)
+            if are_new:
+                self._give(own)
+            return self._keep(own)
+
         for number, (name, dataset) in enumerate(named.items()):
-            kept = []
-            with evaluation_mode(module), drawing(module.device, derive_seed(self._seed, "evaluation", client=number)):
-                for batch in batches_of(dataset, batch_size):
-                    own = self._predict(module, move_data_to_device(batch, module.device))
-                    kept.append(self._keep(own))
-                    if are_new:
-                        self._give(own)
-            found[name] = _joined(kept)
+            seed = derive_seed(self._seed, "evaluation", client=number)
+            found[name] = predict_data(module, dataset, batch_size, seed, predict)
         return found
 
 
 def evaluator_of(trainer: L.Trainer) -> Evaluator:
     """Return the evaluator of a Trainer, which all its callbacks share."""
     return vars(trainer).setdefault("fedbayes_evaluator", Evaluator())
-
-
-@contextmanager
-def drawing(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside, torch draws from ``seed``; afterwards its generators are what they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 def returned(outputs: Any) -> Predicted | None:
@@ -379,21 +369,9 @@ def _of_logits(logits: Tensor, target: Tensor) -> Predicted:
     return {"logits": draws, "target": target, **probs}
 
 
-def _joined(parts: Sequence[Predicted]) -> Predicted:
-    """Return the predictions of several batches as one."""
-    if not parts:
-        return {}
-    return {name: torch.cat([each[name] for each in parts], _dim(name)) for name in parts[0]}
-
-
 def _parts(whole: Predicted, sizes: list[int]) -> list[Predicted]:
     """Return the predictions of each client, whose examples follow one another; none if there are more or fewer."""
     if not whole or len(whole["target"]) != sum(sizes):
         return []
-    pieces = {name: value.split(sizes, _dim(name)) for name, value in whole.items()}
+    pieces = {name: value.split(sizes, -2 if name == "logits" else 0) for name, value in whole.items()}
     return [{name: piece[number] for name, piece in pieces.items()} for number in range(len(sizes))]
-
-
-def _dim(name: str) -> int:
-    """Return the dimension of the examples."""
-    return -2 if name == "logits" else 0

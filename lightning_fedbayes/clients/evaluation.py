@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -225,24 +226,46 @@ def batches_of(dataset: Dataset, batch_size: int) -> Iterator[Any]:
         yield batch
 
 
-@torch.no_grad()
 def _score(module: L.LightningModule, dataset: Dataset, batch_size: int, seed: int) -> dict[str, float]:
     """Return the figures of ``module`` on a data set."""
     check_kind("module", module, L.LightningModule, "give a LightningModule, or a PosteriorPredictive of it",
                error=FedBayesError)
     if not has_predict_step(module):
         raise FedBayesError(f"{type(module).__name__} has no predict_step of its own: {REMEDY}")
-    parts, devices = list[Predicted](), [module.device] if module.device.type == "cuda" else []
-    with evaluation_mode(module), torch.random.fork_rng(devices):
-        torch.manual_seed(derive_seed(seed, "evaluation"))
-        for batch in batches_of(dataset, batch_size):
-            batch = move_data_to_device(batch, module.device)
-            prediction = module.predict_step(batch, 0)
-            found = predicted(prediction, batch[1])
-            if found is None:
-                raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(prediction)}: {REMEDY}")
-            parts.append({name: value[0] if name == "probs" else value for name, value in found.items()})
-    return figures_of({name: torch.cat([each[name] for each in parts]) for name in parts[0]})
+    seed = derive_seed(seed, "evaluation")
+    return figures_of(predict_data(module, dataset, batch_size, seed, lambda batch: means_of(predicted(module, batch))))
+
+
+@torch.no_grad()
+def predict_data(
+    module: nn.Module, dataset: Dataset, batch_size: int, seed: int, predict: Callable[[Any], Predicted]
+) -> Predicted:
+    """Return what ``predict`` makes of the batches of a data set, joined; ``module`` is in evaluation mode meanwhile.
+
+    Args:
+        module: whose device the batches come to.
+        dataset: of inputs and targets.
+        batch_size: examples at a time.
+        seed: of the draws; the global generators stay as they are.
+        predict: batch → predictions.
+    """
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    with evaluation_mode(module), drawing(device, seed):
+        return joined([predict(move_data_to_device(batch, device)) for batch in batches_of(dataset, batch_size)])
+
+
+@contextmanager
+def drawing(device: torch.device, seed: int) -> Iterator[None]:
+    """Inside, torch draws from ``seed``; afterwards its generators are what they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def joined(parts: Sequence[Predicted]) -> Predicted:
+    """Return the predictions of several batches as one."""
+    names = parts[0] if parts else ()
+    return {name: torch.cat([each[name] for each in parts], -2 if name == "logits" else 0) for name in names}
 
 
 def has_predict_step(module: L.LightningModule) -> bool:
@@ -250,14 +273,25 @@ def has_predict_step(module: L.LightningModule) -> bool:
     return type(module).predict_step is not L.LightningModule.predict_step
 
 
-def predicted(prediction: Any, target: Tensor) -> Predicted | None:
-    """Return what a ``predict_step`` of this package has predicted, "probs" as one draw; None for anything else."""
+def predicted(module: L.LightningModule, batch: Any) -> Predicted:
+    """Return the predictions of a module's ``predict_step``, "probs" as one draw.
+
+    Raises:
+        FedBayesError: they are not those of this package.
+    """
+    prediction: Any = module.predict_step(batch, 0)
     if isinstance(prediction, ClassPrediction):
-        return {"probs": prediction.probs.unsqueeze(0), "target": target}
+        return {"probs": prediction.probs.unsqueeze(0), "target": batch[1]}
     if isinstance(prediction, RegressionPrediction):
         mean = prediction.mean
-        return {"mean": mean, "variance": prediction.variance, "target": shaped_like(target, mean)}
-    return None
+        return {"mean": mean, "variance": prediction.variance, "target": shaped_like(batch[1], mean)}
+    raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(prediction)}: {REMEDY}")
+
+
+def means_of(found: Predicted) -> Predicted:
+    """Return the mean predictive of draws, as :func:`figures_of` takes it."""
+    kept = {name: found[name] for name in ("target", "mean", "variance") if name in found}
+    return {**kept, "probs": found["probs"].mean(0)} if "probs" in found else kept
 
 
 def outputs_of(predictive: nn.Module, inputs: Tensor) -> Tensor:
