@@ -331,8 +331,9 @@ def gives_all(loader: Any, batches: float, *, together: bool) -> bool:
         together: the examples are those of several clients, so that their order within a batch counts.
     """
     sampler: Any = getattr(loader, "batch_sampler", None)
-    in_order = type(sampler) is BatchSampler and type(sampler.sampler) is SequentialSampler and not sampler.drop_last
-    return in_order and batches == len(sampler) and not (together and loader.collate_fn is not default_collate)
+    plain = type(sampler) is BatchSampler and type(sampler.sampler) is SequentialSampler and not sampler.drop_last
+    plain = plain and getattr(loader, "in_order", True)  # of its workers
+    return plain and batches == len(sampler) and not (together and loader.collate_fn is not default_collate)
 
 
 def data_of(loaders: Any) -> tuple[Datasets, int]:
