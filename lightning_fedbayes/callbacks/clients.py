@@ -6,11 +6,12 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import lightning as L
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_fedbayes.callbacks.evaluator import BATCH_SIZE, Evaluator, Reader, evaluator_of
 from lightning_fedbayes.callbacks.loggers import log_table
-from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
-from lightning_fedbayes.clients.evaluation import ClientScores, evaluate_clients
+from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
+from lightning_fedbayes.clients.evaluation import ClientScores, evaluate_clients, figures_of, has_predict_step
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.data import ClientDatasets
@@ -29,12 +30,13 @@ class KeepsPosteriors(Protocol):
         ...
 
 
-class ClientReport(L.Callback):
-    """Scores every client on its own validation and test data, where these are a ClientDatasets.
+class ClientReport(Reader):
+    """Scores every client on its own validation and test data.
 
     Return a loader over a :class:`~lightning_fedbayes.ClientDatasets` from ``val_dataloader`` or ``test_dataloader``;
     :class:`~lightning_fedbayes.FederatedBayes` brings this report along, and ``trainer.validate`` or ``trainer.test``
-    take it as a callback. Other data are left alone.
+    take it as a callback. In a federation as many loaders as clients are the clients', in their order. Other data are
+    left alone.
 
     Logged in every validation and test: mean over all examples, mean of the worst 10 % of the clients and spread of
     every figure of :class:`~lightning_fedbayes.ClientScores`, as "val/clients/nll", "val/clients/nll_worst" and
@@ -44,8 +46,9 @@ class ClientReport(L.Callback):
     are those of each client's own posterior, :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` with λ = 1, where
     the parts of the data have the clients' names.
 
-    A module of the user's own is scored where an :class:`~lightning_fedbayes.UncertaintyReport` with ``samples`` says
-    that it is a classifier whose predictions are drawn from the global posterior.
+    Scored are the predictions that ``validation_step`` (``test_step``) returns, or those of ``predict_step``. Another
+    module of the user's own is scored where an :class:`~lightning_fedbayes.UncertaintyReport` with ``samples`` says
+    that it is a classifier whose predictions are drawn from the global posterior; where it is not, one line says so.
 
     Attributes:
         scores: stage ("val" or "test") → the last :class:`~lightning_fedbayes.ClientScores`; "personal/val" and
@@ -58,18 +61,22 @@ class ClientReport(L.Callback):
         self.personal: KeepsPosteriors | None = None
         self._is_silent = False
 
+    def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None) -> bool:
+        """Return True if the module has a ``predict_step`` of its own."""
+        return has_predict_step(module)
+
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score the clients on their validation data."""
-        if not trainer.sanity_checking:
-            self._score(trainer, pl_module, "val", trainer.val_dataloaders)
+        self._score(trainer, pl_module, "val")
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score the clients on their test data, and log the table."""
-        self._score(trainer, pl_module, "test", trainer.test_dataloaders)
+        self._score(trainer, pl_module, "test")
         self._table(trainer, "test")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the table if there is no training whose end is still to come."""
+        super().on_validation_end(trainer, pl_module)
         if trainer.state.fn != "fit":
             self._table(trainer, "val")
 
@@ -77,38 +84,42 @@ class ClientReport(L.Callback):
         """Log the table of the last validation."""
         self._table(trainer, "val")
 
-    def _score(self, trainer: L.Trainer, module: L.LightningModule, stage: str, loader: Any) -> None:
+    def _score(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Score and log; what cannot be scored is said once, and costs nobody a run."""
-        clients, predictor = getattr(loader, "dataset", None), predictor_of(trainer, module)
-        if not isinstance(clients, ClientDatasets) or predictor is None or self._is_silent:
+        evaluator = evaluator_of(trainer)
+        if self._is_silent or not evaluator.has_clients(trainer, module):
             return
-        batch_size = getattr(loader, "batch_size", None) or 256
         try:
-            scores = evaluate_clients(predictor, clients, batch_size=batch_size)
+            found = evaluator.predictions(trainer, module)
+            sizes = {name: len(each["target"]) for name, each in found.items()}
+            scores = ClientScores.of(sizes, {name: figures_of(each) for name, each in found.items()})
         except FedBayesError as error:
             self._is_silent = True
-            rank_zero_warn(f"There are no scores of each client: {error}")
+            say = rank_zero_warn if has_predict_step(module) else rank_zero_info
+            say(f"There are no scores of each client: {error}")
             return
         self.scores[stage] = scores
         figures = scores.summary()
-        if self.personal is not None and set(clients.names) <= set(self.personal.clients.names):
-            own = self._own_scores(trainer, module, self.personal, clients, batch_size)
+        clients = getattr(evaluator.loaders[0], "dataset", None)
+        if self.personal is not None and isinstance(clients, ClientDatasets):
+            own = self._own_scores(evaluator, module, self.personal, clients)
             if own is not None:
                 self.scores[f"personal/{stage}"] = own
                 figures |= {name.replace("clients/", "personal/"): value for name, value in own.summary().items()}
         module.log_dict({f"{stage}/{name}": value for name, value in figures.items()})
 
     def _own_scores(
-        self, trainer: L.Trainer, module: L.LightningModule, federation: KeepsPosteriors, clients: ClientDatasets,
-        batch_size: int,
+        self, evaluator: Evaluator, module: L.LightningModule, federation: KeepsPosteriors, clients: ClientDatasets
     ) -> ClientScores | None:
         """Score every client by the posterior that it has trained last; None if that is not of the module's weights."""
         names, scores = federation.clients.names, []
+        if not set(clients.names) <= set(names):
+            return None
+        batch_size = getattr(evaluator.loaders[0], "batch_size", None) or BATCH_SIZE
         try:
             for name, dataset in zip(clients.names, clients.datasets, strict=True):
                 with federation.holding(names.index(name)) as posterior:
-                    own = predictor_of(trainer, module, posterior)
-                    assert own is not None
+                    own = evaluator.predictor(module, posterior)
                     scores.append(evaluate_clients(own, ClientDatasets({name: dataset}), batch_size=batch_size))
         except FedBayesError:
             return None
@@ -123,30 +134,19 @@ class ClientReport(L.Callback):
                 log_table(trainer, name, *self.scores[key].table(), trainer.current_epoch)
 
 
-def predictor_of(
-    trainer: L.Trainer, module: L.LightningModule, posterior: GaussianPosterior | None = None
-) -> L.LightningModule | None:
-    """Return the module itself if it has predictions of its own, or those of its posterior; None without either.
+def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: KeepsPosteriors | None = None) -> UncertaintyReport:
+    """Return the Trainer's :class:`UncertaintyReport`; it and a :class:`ClientReport` stand behind ``beside``, if new.
 
     Args:
-        trainer: whose :class:`~lightning_fedbayes.UncertaintyReport` says how many draws predict.
-        module: that is scored.
-        posterior: in place of the global one.
+        trainer: whose callbacks get them.
+        beside: one of its callbacks.
+        personal: the federation, if its clients keep their posteriors.
     """
-    if type(module).predict_step is not L.LightningModule.predict_step:
-        return module
-    callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    for report in callbacks:
-        if isinstance(report, UncertaintyReport) and report.samples is not None and report.posterior is not None:
-            return report.predictive(module, posterior or report.posterior)
-    return None
-
-
-def bring_client_report(trainer: L.Trainer, personal: KeepsPosteriors | None, behind: L.Callback) -> None:
-    """Put a :class:`ClientReport` behind a callback of the Trainer, if it has none, and tell it of own posteriors."""
+    first = bring_report(trainer, beside)
     callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     report = next((callback for callback in callbacks if isinstance(callback, ClientReport)), None)
     if report is None:
         report = ClientReport()
-        callbacks.insert(callbacks.index(behind) + 1, report)
+        callbacks.insert(callbacks.index(first) + 1, report)
     report.personal = personal
+    return first

@@ -12,10 +12,10 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_fedbayes.callbacks.clients import bring_client_report
+from lightning_fedbayes.callbacks.clients import bring_reports
 from lightning_fedbayes.callbacks.loggers import prepare_wandb
 from lightning_fedbayes.callbacks.report import FederationReport
-from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
+from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients import FederatedLoader, Federation, federated_loader, make_federation
 from lightning_fedbayes.clients.model import frozen_names, with_rest
 from lightning_fedbayes.clients.settings import (
@@ -249,8 +249,7 @@ class FederatedBayes(L.Callback):
             self._federation, self._restored = None, None
             self._report = FederationReport()
         self._loader = None
-        self._uncertainty = bring_report(trainer, beside=self)
-        bring_client_report(trainer, self if self.settings.keeps_posteriors else None, behind=self._uncertainty)
+        self._uncertainty = bring_reports(trainer, self, self if self.settings.keeps_posteriors else None)
         self._loop = FitLoop(trainer, pl_module)
         self._loop.replace_data(lambda loader: self._federate(trainer, loader))
         for callback in trainer.checkpoint_callbacks:
@@ -341,7 +340,7 @@ class FederatedBayes(L.Callback):
         loop, loader = self._prepare(trainer)
         clients = loader.clients
         loop.begin_round()
-        self._uncertainty.set_clients(clients.sizes, clients.counts, clients.classes)
+        self._uncertainty.set_clients(clients.sizes, clients.counts, clients.classes, clients.names)
         self._report.set_clients(clients)  # data may have been reloaded
         plan = self._planned(trainer, clients, loader.batching)
         share = share_of(plan, loop.collective.rank, loop.collective.size)
@@ -379,7 +378,6 @@ class FederatedBayes(L.Callback):
         """Seed the Monte Carlo samples of the validation; see that it scores the global posterior."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._drop_unfinished_round()
-            self._uncertainty.posterior = self.posterior
             seed_everything(derive_seed(self.settings.seed, "validation", trainer.current_epoch))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -387,7 +385,7 @@ class FederatedBayes(L.Callback):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
             if self.federation.stage == "fused":
-                self.federation.note_likelihood(self._uncertainty.log_likelihood)
+                self.federation.note_likelihood(self._uncertainty.log_likelihood_in(trainer, pl_module))
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round's figures."""

@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning_fedbayes import data, fusion, modules  # noqa: F401 (classes to find by name)
 from lightning_fedbayes.callbacks import FederatedBayes
 from lightning_fedbayes.callbacks.calibration import FederatedConformal
-from lightning_fedbayes.callbacks.uncertainty import bring_report
+from lightning_fedbayes.callbacks.clients import bring_reports
 from lightning_fedbayes.cli.messages import class_help, explain, one_line, option_names, short_help
 from lightning_fedbayes.clients import adversaries  # noqa: F401
 from lightning_fedbayes.core.errors import FedBayesError
@@ -150,7 +150,8 @@ class FederationCLI(LightningCLI):
         self.datamodule.setup("fit")
         examples = self.datamodule.train_dataloader().dataset
         clients = clients_of(examples, federation.settings.partition, federation.settings.seed)
-        bring_report(self.trainer, beside=federation).set_clients(clients.sizes, clients.counts, clients.classes)
+        report = bring_reports(self.trainer, federation)
+        report.set_clients(clients.sizes, clients.counts, clients.classes, clients.names)
 
     before_test = before_validate
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fedbayes.core.errors import (
@@ -43,6 +44,8 @@ from lightning_fedbayes.modules import PosteriorPredictive
 from lightning_fedbayes.modules.classifier import ClassPrediction
 from lightning_fedbayes.modules.regressor import RegressionPrediction, shaped_like
 
+Predicted = dict[str, Tensor]
+"""Predictions of some examples: "target" and "probs", or "target", "mean" and "variance"; perhaps "logits"."""
 Predictors = L.LightningModule | Mapping[str, L.LightningModule]
 HIGHER_IS_BETTER = ("accuracy", "coverage")
 REMEDY = (
@@ -236,33 +239,118 @@ def batches_of(dataset: Dataset, batch_size: int) -> Iterator[Any]:
         yield batch
 
 
-@torch.no_grad()
 def _score(module: L.LightningModule, dataset: Dataset, batch_size: int, seed: int) -> dict[str, float]:
     """Return the figures of ``module`` on a data set."""
     check_kind("module", module, L.LightningModule, "give a LightningModule, or a PosteriorPredictive of it",
                error=FedBayesError)
-    if type(module).predict_step is L.LightningModule.predict_step:
+    if not has_predict_step(module):
         raise FedBayesError(f"{type(module).__name__} has no predict_step of its own: {REMEDY}")
-    parts, targets, devices = list[Any](), list[Tensor](), [module.device] if module.device.type == "cuda" else []
-    with evaluation_mode(module), torch.random.fork_rng(devices):
-        torch.manual_seed(derive_seed(seed, "evaluation"))
-        for batch in batches_of(dataset, batch_size):
-            batch = move_data_to_device(batch, module.device)
-            parts.append(module.predict_step(batch, 0))
-            targets.append(batch[1])
-    target = torch.cat(targets)
-    if isinstance(parts[0], ClassPrediction):
-        probs = torch.cat([each.probs for each in parts])
-        return class_figures(probs, target)
-    if isinstance(parts[0], RegressionPrediction):
-        mean, variance = (torch.cat([getattr(each, kind) for each in parts]) for kind in ("mean", "variance"))
-        target = shaped_like(target, mean).to(mean)
-        return {
-            "rmse": float((mean - target).square().mean().sqrt()),
-            "nll": float(gaussian_nll(mean, variance, target).mean()),
-            "coverage": float(interval_coverage(mean, variance, target, level=0.9).float().mean()),
-        }
-    raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(parts[0])}: {REMEDY}")
+    seed = derive_seed(seed, "evaluation")
+    return figures_of(predict_data(module, dataset, batch_size, seed, lambda batch: means_of(predicted(module, batch))))
+
+
+@torch.no_grad()
+def predict_data(
+    module: nn.Module, dataset: Dataset, batch_size: int, seed: int, predict: Callable[[Any], Predicted]
+) -> Predicted:
+    """Return what ``predict`` makes of the batches of a data set, joined; ``module`` is in evaluation mode meanwhile.
+
+    Args:
+        module: whose device the batches come to.
+        dataset: of inputs and targets.
+        batch_size: examples at a time.
+        seed: of the draws; the global generators stay as they are.
+        predict: batch → predictions.
+    """
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    with evaluation_mode(module), drawing(device, seed):
+        return joined([predict(move_data_to_device(batch, device)) for batch in batches_of(dataset, batch_size)])
+
+
+@contextmanager
+def drawing(device: torch.device, seed: int) -> Iterator[None]:
+    """Inside, torch draws from ``seed``; afterwards its generators are what they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def joined(parts: Sequence[Predicted]) -> Predicted:
+    """Return the predictions of several batches as one."""
+    names = parts[0] if parts else ()
+    return {name: torch.cat([each[name] for each in parts], -2 if name == "logits" else 0) for name in names}
+
+
+def has_predict_step(module: L.LightningModule) -> bool:
+    """Return True if a module has a ``predict_step`` of its own."""
+    return type(module).predict_step is not L.LightningModule.predict_step
+
+
+def predicted(module: L.LightningModule, batch: Any) -> Predicted:
+    """Return the predictions of a module's ``predict_step``, "probs" as one draw.
+
+    Raises:
+        FedBayesError: they are not those of this package.
+    """
+    prediction: Any = module.predict_step(batch, 0)
+    if isinstance(prediction, ClassPrediction):
+        return {"probs": prediction.probs.unsqueeze(0), "target": batch[1]}
+    if isinstance(prediction, RegressionPrediction):
+        mean = prediction.mean
+        return {"mean": mean, "variance": prediction.variance, "target": shaped_like(batch[1], mean)}
+    raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(prediction)}: {REMEDY}")
+
+
+def means_of(found: Predicted) -> Predicted:
+    """Return the mean predictive of draws, as :func:`figures_of` takes it."""
+    kept = {name: found[name] for name in ("target", "mean", "variance") if name in found}
+    return {**kept, "probs": found["probs"].mean(0)} if "probs" in found else kept
+
+
+def outputs_of(predictive: nn.Module, inputs: Tensor) -> Tensor:
+    """Return draws of the network's output if the module can draw, otherwise its output; shape (*, batch, classes).
+
+    Raises:
+        FedBayesError: the output has no such shape.
+    """
+    sample: Any = getattr(predictive, "sample", None)
+    outputs: Any = sample(inputs) if callable(sample) else predictive(inputs)
+    if not isinstance(outputs, Tensor) or outputs.ndim < 2:
+        raise FedBayesError(
+            f"{type(predictive).__name__} gives {shown(outputs)}; logits of shape (batch, classes), or "
+            "draws of them, are needed. A regressor is calibrated by FederatedConformal(kind='interval')"
+        )
+    return outputs
+
+
+def mean_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the mean predictive of scaled logits, (samples, batch, classes) or (batch, classes), in float64."""
+    scaled = logits.movedim(-1, 0).double() / temperature
+    probs = scaled.contiguous().softmax(0).movedim(0, -1)  # over the first dimension in an eighth of the time
+    return probs.mean(0) if probs.ndim == 3 else probs
+
+
+def figures_of(found: Predicted) -> dict[str, float]:
+    """Return the figures of a client's predictions.
+
+    Args:
+        found: "probs" (batch, classes) and "target" (batch,), or "mean", "variance" and "target", (batch, targets).
+
+    Raises:
+        FedBayesError: it holds neither.
+    """
+    target = found["target"]
+    if "probs" in found:
+        return class_figures(found["probs"], target)
+    if "mean" not in found:
+        raise FedBayesError(f"there are neither probabilities of classes nor mean and variance: {REMEDY}")
+    mean, variance = found["mean"], found["variance"]
+    target = target.to(mean)
+    return {
+        "rmse": float((mean - target).square().mean().sqrt()),
+        "nll": float(gaussian_nll(mean, variance, target).mean()),
+        "coverage": float(interval_coverage(mean, variance, target, level=0.9).float().mean()),
+    }
 
 
 def class_figures(probs: Tensor, target: Tensor) -> dict[str, float]:

@@ -23,6 +23,7 @@ from lightning_fedbayes.server.plan import (
     Fraction,
     OfClients,
     RoundPlan,
+    batches_per_epoch,
     check_batches,
     client_batches,
     client_order,
@@ -102,6 +103,11 @@ class FederatedLoader:
         if not plan.cohort:
             return 1
         return plan.num_batches if self.arrangement is None else self.arrangement.length(plan)
+
+    @property
+    def most_batches(self) -> int:
+        """Batches of the largest client in a local epoch."""
+        return batches_per_epoch(max(self.clients.sizes), self.batching)
 
     def __iter__(self) -> Iterator[Any]:
         # a generator: Lightning makes the first iterator before there is an engine, and asks it for batches afterwards

@@ -70,11 +70,12 @@ class ClassScores(nn.Module):
             compute_groups=False,
         )
 
-    def update(self, probs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Add sampled probabilities (samples, batch, classes) and targets (batch,). Returns both by name."""
+    def update(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Add sampled logits (samples, batch, classes) and targets (batch,). Returns both, and "probs", by name."""
+        probs = logits.softmax(-1)
         self.predictive.update(probs.mean(0), targets)
         self.sampled.update(probs)
-        return {"probs": probs, "target": targets}
+        return {"probs": probs, "logits": logits, "target": targets}
 
     def take(self, stage: str) -> dict[str, Tensor]:
         """Return the scores since the last call, with names that begin with ``stage``."""
@@ -204,7 +205,7 @@ class HybridBayesianClassifier(BayesianModule):
         return self.sample(inputs, samples).softmax(-1)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Score a batch. Returns sampled probabilities (samples, batch, classes) and targets (batch,)."""
+        """Score a batch. Returns sampled probabilities and logits (samples, batch, classes) and targets (batch,)."""
         return self._score(batch)
 
     def on_validation_epoch_end(self) -> None:
@@ -221,7 +222,7 @@ class HybridBayesianClassifier(BayesianModule):
 
     def _score(self, batch: Any) -> dict[str, Tensor]:
         inputs, targets = self.unpack(batch)
-        return self._scores.update(self.sample_probs(inputs), targets)
+        return self._scores.update(self.sample(inputs), targets)
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> ClassPrediction:
         """Mean prediction and decomposed uncertainty of a batch: a tensor of inputs, or (inputs, targets)."""

@@ -222,7 +222,7 @@ class PosteriorPredictive(L.LightningModule):
         """Score a batch of inputs and targets; what it returns is what a Bayesian module's step returns."""
         inputs, targets = batch[0], batch[1]
         if isinstance(self._scores, ClassScores):
-            return self._scores.update(self.sample(inputs).softmax(-1), targets)
+            return self._scores.update(self.sample(inputs), targets)
         prediction = self._predict(inputs)
         assert isinstance(prediction, RegressionPrediction)
         return self._scores.update(prediction, targets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.context import TrainingContext
 from lightning_fedbayes.clients.engine import Engine
+from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.core.exchange import Collective
 from lightning_fedbayes.trainer.checkpoints import RoundBoundary, close_round, pending_plateau, step_plateau
 from lightning_fedbayes.trainer.data import FederatedSource, held_out_batches
@@ -57,6 +59,7 @@ class FitLoop:
         self._is_inside = False  # a batch is under way
         self._most_steps, self._limit = self._epoch.max_steps, trainer.limit_train_batches
         self._steps_before = (0, 0)
+        self._class = type(trainer)
 
     @property
     def collective(self) -> Collective:
@@ -74,7 +77,30 @@ class FitLoop:
     def replace_data(self, federate: Callable[[Any], Any]) -> None:
         """Let the Trainer train on what ``federate`` makes of the user's training loader, once the Trainer asks."""
         self._fit._data_source = FederatedSource(self._fit._data_source, federate)
+        self.trainer.__class__ = self._with_own_steps(self._class)
         self.trainer.limit_train_batches = 1.0  # Lightning's is of the epoch, the federation's of each client
+
+    def _with_own_steps(self, plain: type[L.Trainer]) -> type[L.Trainer]:
+        """Return the Trainer's class ``plain`` with ``estimated_stepping_batches`` that are a client's own.
+
+        They are those of the client that trains, or of the client with most batches, if it takes part in every round.
+        """
+        loop = self
+
+        class Federated(plain):
+            @property
+            def estimated_stepping_batches(self) -> int | float:
+                """The optimizer's steps of one client in all rounds."""
+                if self.train_dataloader is None:
+                    self.fit_loop.setup_data()
+                loader, rounds = self.train_dataloader, self.max_epochs
+                if rounds in (None, -1) or not isinstance(loader, FederatedLoader):
+                    return super().estimated_stepping_batches
+                batches = self.num_training_batches if loop._is_inside else loader.most_batches
+                return math.ceil(batches / self.accumulate_grad_batches) * loader.batching.local_epochs * max(rounds, 1)
+
+        Federated.__name__, Federated.__qualname__ = plain.__name__, plain.__qualname__
+        return Federated
 
     def setup_data(self) -> None:
         """Let the Trainer ask for its training loader now."""
@@ -312,6 +338,7 @@ class FitLoop:
         """Give Trainer and module back as they were; a second call does nothing."""
         if isinstance(self._fit._data_source, FederatedSource):
             self._fit._data_source = self._fit._data_source.source
+            self.trainer.__class__ = self._class
             self.trainer.limit_train_batches = self._limit
         for name in ("advance", "on_advance_end", "update_lr_schedulers"):
             vars(self._epoch).pop(name, None)

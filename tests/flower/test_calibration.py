@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app, load_checkpoint
-from tests.federations import blobs, federate, loader, trainer
+from tests.federations import blobs, federate, loader
 from tests.flower.clients import BlobData, hybrid, run
 from tests.flower.grid import LocalGrid
 
@@ -82,13 +82,16 @@ def with_records(**records):
     return change
 
 
-def test_it_ends_where_the_callbacks_in_one_process_end(tmp_path):
+def test_it_ends_where_a_pass_in_one_process_ends(tmp_path):
     over, alone = both(), both()
     strategy, _ = calibrated(over, strategy=FusionStrategy(wait_for=CLIENTS, seed=3, checkpoint=tmp_path / "f.pt"))
     module = make()
     data = OwnData()
     federation = fb.FederatedBayes(engine="sequential", fusion="rklb", seed=3)
-    federate(module, federation, 2, data.train_dataloader(), data.val_dataloader(), callbacks=list(alone))
+    federate(module, federation, 2, data.train_dataloader(), data.val_dataloader())
+    options = {"batch_size": data.val_dataloader().batch_size, "seed": 3}
+    alone[0].fit_from(module, data.val_dataloader().dataset, **options)
+    alone[1].fit_from(module, data.val_dataloader().dataset, temperature=alone[0].temperature, **options)
     assert over[0].temperature == alone[0].temperature != 1
     assert over[1].threshold == alone[1].threshold
     assert list(over[1].thresholds.values()) == list(alone[1].thresholds.values())
@@ -223,5 +226,5 @@ def test_a_clients_own_data_need_no_parts():
     result = run(grid, strategy, rounds=1, make=make)
     strategy.calibrate(grid, result.arrays, [scaling], timeout=1)
     federate(module, fb.FederatedBayes(fb.IIDPartition(1)), 1, loader(own().datasets[0], drop_last=True))
-    trainer(1, [alone]).validate(module, loader(blobs(50), shuffle=False), verbose=False)
+    alone.fit_from(module, {"all": blobs(50)}, batch_size=8)
     assert scaling.temperature == pytest.approx(alone.temperature, rel=1e-6)

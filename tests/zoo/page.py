@@ -35,6 +35,7 @@ An epoch of the Trainer is a round. Inside it:
 |---|---|
 | `batch_idx`, in `training_step` and in hooks | number of the batch in the client's own local epoch |
 | `trainer.num_training_batches`, `trainer.is_last_batch` | of the client's own local epoch; not in a stack of clients |
+| `trainer.estimated_stepping_batches` | a client's own steps in all rounds; outside of a step, of the largest client |
 | `trainer.global_step`, in `training_step` | steps up to the round, and the client's own in it; not in a stack |
 | `trainer.global_step`, in hooks and between rounds | steps of all clients |
 | `trainer.current_epoch` | the round, from 0 |

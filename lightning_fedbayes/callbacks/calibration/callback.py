@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
-from torch.utils.data import ConcatDataset, Dataset
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from lightning_fedbayes.callbacks import ExamplePrivacy, FederatedBayes
-from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart
-from lightning_fedbayes.callbacks.clients import predictor_of
+from lightning_fedbayes.callbacks.calibration.predictions import check_apart
+from lightning_fedbayes.callbacks.evaluator import Datasets, Reader, data_of, evaluator_of
 from lightning_fedbayes.callbacks.loggers import log_table
-from lightning_fedbayes.clients.evaluation import ClientScores
+from lightning_fedbayes.clients.evaluation import ClientScores, Predicted
 from lightning_fedbayes.core.errors import FedBayesError
-from lightning_fedbayes.data import ClientDatasets
 
-BATCH_SIZE = 256
-"""Examples at a time, where a loader does not say."""
+Found = Mapping[str, tuple[Tensor, ...]]
+"""Client name → its logits and targets, or its means, standard deviations and targets."""
 
 
-class CalibrationCallback(L.Callback):
+class CalibrationCallback(Reader):
     """Calibrates in every validation, so that each checkpoint holds the calibration of its own weights.
 
     ``trainer.fit`` and ``trainer.validate`` calibrate on the validation data, ``trainer.test`` scores what is
     calibrated, in tables by client, and ``trainer.predict`` uses it. The clients are those of a
     :class:`~lightning_fedbayes.ClientDatasets` (the parts of a ``ConcatDataset``, one loader each); any other
     validation data are those of one client, "all". Training itself is not changed.
+
+    What is calibrated are the predictions of that validation, those of its evaluator, whatever else reads them.
     """
 
+    calibrates = True
     _compared = False
     """True once the validation data have been compared with the training data."""
 
@@ -41,9 +42,11 @@ class CalibrationCallback(L.Callback):
         """Name of its figures in the log."""
 
     @abstractmethod
-    def calibrate(
-        self, trainer: L.Trainer, predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int
-    ) -> None:
+    def read(self, found: Predicted) -> tuple[Tensor, ...]:
+        """Return what is calibrated of a client's predictions; raise FedBayesError if they are of another kind."""
+
+    @abstractmethod
+    def calibrate(self, trainer: L.Trainer, found: Found, seed: int) -> None:
         """Calibrate on the clients' validation data."""
 
     @abstractmethod
@@ -51,7 +54,7 @@ class CalibrationCallback(L.Callback):
         """Return what is logged of a calibration."""
 
     @abstractmethod
-    def evaluate(self, predictive: nn.Module, datasets: Datasets, *, batch_size: int, seed: int) -> ClientScores:
+    def score(self, found: Found) -> ClientScores:
         """Score what is calibrated on each client's test data."""
 
     @abstractmethod
@@ -72,36 +75,34 @@ class CalibrationCallback(L.Callback):
         if trainer.sanity_checking:
             return
 
-        def calibrate(predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int) -> None:
-            self._compare(trainer, datasets)
-            self.calibrate(trainer, predictive, datasets, batch_size, seed)
+        def calibrate(found: Found) -> None:
+            self._compare(trainer, data_of(trainer.val_dataloaders)[0])
+            federation = federation_of(trainer)
+            self.calibrate(trainer, found, 0 if federation is None else federation.settings.seed)
             pl_module.log_dict({f"val/{self.label}/{name}": value for name, value in self.figures().items()})
 
-        self._run(trainer, pl_module, trainer.val_dataloaders, calibrate, raises=trainer.state.fn == "validate")
+        self._run(trainer, pl_module, calibrate, raises=trainer.state.fn == "validate")
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score what is calibrated on the test data, and log the table of clients."""
 
-        def score(predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int) -> None:
-            scores = self.evaluate(predictive, datasets, batch_size=batch_size, seed=seed)
+        def score(found: Found) -> None:
+            scores = self.score(found)
             summary = {name.removeprefix("clients/"): value for name, value in scores.summary().items()}
             if len(scores.names) == 1:  # whose mean is its worst
                 summary = {name: summary[name] for name in scores.values}
             pl_module.log_dict({f"test/{self.label}/{name}": value for name, value in summary.items()})
             log_table(trainer, f"test/{self.label}", *scores.table(), trainer.current_epoch)
 
-        self._run(trainer, pl_module, trainer.test_dataloaders, score, raises=False)
+        self._run(trainer, pl_module, score, raises=False)
 
     def _run(
-        self, trainer: L.Trainer, module: L.LightningModule, loaders: Any,
-        use: Callable[[nn.Module, Datasets, int, int], None], *, raises: bool,
+        self, trainer: L.Trainer, module: L.LightningModule, use: Callable[[Found], None], *, raises: bool
     ) -> None:
-        """Call ``use`` with predictor, clients' data, batch size and seed; a mistake costs no fit and no test."""
-        federation = federation_of(trainer)
+        """Call ``use`` with the clients' predictions; a mistake costs no fit and no test."""
         try:
-            datasets, batch_size = data_of(loaders)
-            seed = 0 if federation is None else federation.settings.seed
-            use(predictor_of(trainer, module) or module, datasets, batch_size, seed)
+            found = evaluator_of(trainer).predictions(trainer, module)
+            use({name: self.read(each) for name, each in found.items()})
         except FedBayesError as error:
             if raises:
                 raise
@@ -115,23 +116,14 @@ class CalibrationCallback(L.Callback):
             check_apart(datasets, trained_on)
 
 
-def data_of(loaders: Any) -> tuple[Datasets, int]:
-    """Return the data set of each client behind one loader or several, and the batch size.
-
-    Raises:
-        FedBayesError: there is no loader, or it has no data set.
-    """
-    several = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
-    datasets = [getattr(loader, "dataset", None) for loader in several]
-    if not several or any(dataset is None for dataset in datasets):
-        raise FedBayesError("there are no validation data sets: give a DataLoader over a ClientDatasets")
-    batch_size = getattr(several[0], "batch_size", None) or BATCH_SIZE
-    if len(datasets) == 1 and isinstance(datasets[0], ClientDatasets):
-        return datasets[0], batch_size
-    if len(datasets) == 1 and isinstance(datasets[0], ConcatDataset):
-        datasets = datasets[0].datasets
-    named: dict[str, Dataset] = {str(number): dataset for number, dataset in enumerate(datasets)}  # pyright: ignore[reportAssignmentType]
-    return (named if len(named) > 1 else {"all": next(iter(named.values()))}), batch_size
+def logits_of(found: Predicted) -> tuple[Tensor, ...]:
+    """Return a client's logits and targets; raise FedBayesError if there are none, as of a regressor."""
+    if "logits" not in found:
+        raise FedBayesError(
+            'no logits are known: return "logits" beside "probs" and "target" from validation_step. A regressor has '
+            "none: calibrate it by FederatedConformal(kind='interval')"
+        )
+    return found["logits"], found["target"]
 
 
 def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, callbacks_of
+from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Found, callbacks_of, logits_of
 from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, moments_of, predictions_of
 from lightning_fedbayes.callbacks.calibration.scores import (
     BINS,
@@ -33,7 +33,7 @@ from lightning_fedbayes.callbacks.calibration.scores import (
     mixed_threshold,
 )
 from lightning_fedbayes.callbacks.calibration.temperature import FederatedTemperature
-from lightning_fedbayes.clients.evaluation import ClientScores
+from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, mean_probs
 from lightning_fedbayes.core.errors import (
     FedBayesError,
     check_at_least,
@@ -202,13 +202,21 @@ class FederatedConformal(CalibrationCallback):
             FedBayesError: the data or the module do not suit the kind.
         """
         check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
+        return self._scores(self._found(predictive, datasets, batch_size, seed, first), temperature)
+
+    def _found(self, predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int = 0) -> Found:
+        """Return the predictions of each client's data: moments for intervals, logits for sets."""
+        predict = moments_of if self.kind == "interval" else predictions_of
+        return predict(predictive, datasets, batch_size, seed, first)
+
+    def _scores(self, found: Found, temperature: float) -> dict[str, Tensor]:
+        """Return the scores of each client's predictions."""
         if self.kind == "interval":
-            moments = moments_of(predictive, datasets, batch_size, seed, first)
-            return {name: interval_scores(*each) for name, each in moments.items()}
-        predictions = predictions_of(predictive, datasets, batch_size, seed, first)
+            return {name: interval_scores(*each) for name, each in found.items()}
+        kind = self.kind
         return {
-            name: class_scores(mean_probs(logits, temperature), targets, self.kind)
-            for name, (logits, targets) in predictions.items()
+            name: class_scores(mean_probs(logits, temperature), targets, kind)
+            for name, (logits, targets) in found.items()
         }
 
     def evaluate(
@@ -226,21 +234,23 @@ class FederatedConformal(CalibrationCallback):
         Raises:
             FedBayesError: before :meth:`fit`, an unknown client, or as :meth:`fit_from`.
         """
+        return self.score(self._found(predictive, datasets, batch_size, seed))
+
+    def score(self, found: Found) -> ClientScores:
+        """Return coverage and size, or width, of each client's predictions; see :meth:`evaluate`."""
         figures, sizes = dict[str, dict[str, float]](), dict[str, int]()
-        if self.kind == "interval":
-            for name, (mean, std, targets) in moments_of(predictive, datasets, batch_size, seed).items():
-                ends = self.intervals(mean, std, self._client(name))
+        for name, (first, *std, targets) in found.items():
+            if self.kind == "interval":
+                ends = self.intervals(first, std[0], self._client(name))
                 inside = (ends[:, 0] <= targets) & (targets <= ends[:, 1])
                 figures[name] = {"coverage": share(inside), "width": float((ends[:, 1] - ends[:, 0]).mean())}
-                sizes[name] = len(targets)
-        else:
-            for name, (logits, targets) in predictions_of(predictive, datasets, batch_size, seed).items():
-                probs = mean_probs(logits, self.temperature)
+            else:
+                probs = mean_probs(first, self.temperature)
                 check_targets(targets, probs)
                 sets = self.sets(probs, self._client(name))
                 inside = sets.gather(1, targets.unsqueeze(1))
                 figures[name] = {"coverage": share(inside), "set_size": float(sets.sum(1).double().mean())}
-                sizes[name] = len(targets)
+            sizes[name] = len(targets)
         return ClientScores.of(sizes, figures)
 
     def _client(self, name: str) -> str | None:
@@ -367,12 +377,23 @@ class FederatedConformal(CalibrationCallback):
                 "once, after the last round. Call trainer.validate"
             )
 
-    def calibrate(
-        self, trainer: L.Trainer, predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int
-    ) -> None:
+    def read(self, found: Predicted) -> tuple[Tensor, ...]:
+        """Return a client's moments for intervals, its logits for sets, and its targets."""
+        if self.kind != "interval":
+            return logits_of(found)
+        if "mean" not in found:
+            raise FedBayesError(
+                "the module's predict_step gives no mean and variance: give a regressor, or "
+                "PosteriorPredictive(module, posterior, task='regression')"
+            )
+        return found["mean"].flatten(), found["variance"].sqrt().flatten(), found["target"].flatten()
+
+    def calibrate(self, trainer: L.Trainer, found: Found, seed: int) -> None:
         """See :class:`CalibrationCallback`."""
         temperature = self._temperature_in(trainer)
-        self.fit_from(predictive, datasets, temperature=temperature, batch_size=batch_size, seed=seed)
+        scores = self._scores(found, temperature)
+        self.temperature = temperature
+        self.fit(scores, seed=seed)
 
     def _temperature_in(self, trainer: L.Trainer) -> float:
         """Return the temperature by which the Trainer's callbacks scale logits."""
@@ -425,12 +446,6 @@ class FederatedConformal(CalibrationCallback):
         """Restore the thresholds."""
         self.threshold, self.temperature = state_dict["threshold"], state_dict["temperature"]
         self.thresholds = dict(state_dict["thresholds"])
-
-
-def mean_probs(logits: Tensor, temperature: float) -> Tensor:
-    """Return the mean predictive of scaled logits, (samples, batch, classes) or (batch, classes), in float64."""
-    probs = (logits.double() / temperature).softmax(-1)
-    return probs.mean(0) if probs.ndim == 3 else probs
 
 
 def share(inside: Tensor) -> float:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_fedbayes.clients.evaluation import batches_of
+from lightning_fedbayes.callbacks.evaluator import Datasets
+from lightning_fedbayes.clients.evaluation import Predicted, outputs_of, predict_data
 from lightning_fedbayes.core.errors import LARGEST, FedBayesError, check_at_least, check_kind, listed, shown
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
-from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.modules.regressor import RegressionPrediction
 
-Datasets = ClientDatasets | Mapping[str, Dataset]
-"""Client name → its data set of (input, target)."""
 
-
-@torch.no_grad()
 def predictions_of(
     predictive: nn.Module, datasets: Datasets, batch_size: int = 256, seed: int = 0, first: int = 0
 ) -> dict[str, tuple[Tensor, Tensor]]:
@@ -42,13 +37,12 @@ def predictions_of(
     Raises:
         FedBayesError: no module, no data sets by name, a client without an example, examples that are no pairs.
     """
-    return {
-        name: (torch.cat([outputs_of(predictive, inputs) for inputs, _ in batches], -2), targets_of(batches))
-        for name, batches in _batches(predictive, datasets, batch_size, seed, first)
-    }
+    found = _by_client(predictive, datasets, batch_size, seed, first, lambda x, y: {
+        "logits": outputs_of(predictive, x), "target": y
+    })
+    return {name: (each["logits"], each["target"]) for name, each in found}
 
 
-@torch.no_grad()
 def moments_of(
     predictive: nn.Module, datasets: Datasets, batch_size: int = 256, seed: int = 0, first: int = 0
 ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
@@ -62,37 +56,11 @@ def moments_of(
     Raises:
         FedBayesError: as :func:`predictions_of`, or ``predictive`` is no regressor.
     """
-    found = {}
-    for name, batches in _batches(predictive, datasets, batch_size, seed, first):
-        predicted = [_regression(predictive, inputs) for inputs, _ in batches]
-        mean = torch.cat([each.mean.flatten() for each in predicted])
-        std = torch.cat([each.variance.sqrt().flatten() for each in predicted])
-        found[name] = mean, std, targets_of(batches).flatten()
-    return found
+    found = _by_client(predictive, datasets, batch_size, seed, first, lambda x, y: _regression(predictive, x, y))
+    return {name: (each["mean"].flatten(), each["std"].flatten(), each["target"].flatten()) for name, each in found}
 
 
-def outputs_of(predictive: nn.Module, inputs: Tensor) -> Tensor:
-    """Return draws of the network's output if the module can draw, otherwise its output; shape (*, batch, classes).
-
-    Raises:
-        FedBayesError: the output has no such shape.
-    """
-    sample: Any = getattr(predictive, "sample", None)
-    outputs: Any = sample(inputs) if callable(sample) else predictive(inputs)
-    if not isinstance(outputs, Tensor) or outputs.ndim < 2:
-        raise FedBayesError(
-            f"{type(predictive).__name__} gives {shown(outputs)}; logits of shape (batch, classes), or "
-            "draws of them, are needed. A regressor is calibrated by FederatedConformal(kind='interval')"
-        )
-    return outputs
-
-
-def targets_of(batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the targets of all batches."""
-    return torch.cat([targets for _, targets in batches])
-
-
-def _regression(predictive: nn.Module, inputs: Tensor) -> RegressionPrediction:
+def _regression(predictive: nn.Module, inputs: Tensor, targets: Tensor) -> Predicted:
     predict = getattr(predictive, "predict_step", None)
     prediction = predict([inputs, None], 0) if callable(predict) else None
     if not isinstance(prediction, RegressionPrediction):
@@ -100,25 +68,23 @@ def _regression(predictive: nn.Module, inputs: Tensor) -> RegressionPrediction:
             f"{type(predictive).__name__}.predict_step gives no mean and variance: give a regressor, or "
             "PosteriorPredictive(module, posterior, task='regression')"
         )
-    return prediction
+    return {"mean": prediction.mean, "std": prediction.variance.sqrt(), "target": targets}
 
 
-def _batches(
-    predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int
-) -> Iterator[tuple[str, list[tuple[Tensor, Tensor]]]]:
-    """Yield each client's name and batches of (inputs, targets) on the module's device, the module in evaluation.
-
-    The global generators are the client's own until the next one, and what they were at the end.
-    """
+def _by_client(
+    predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int,
+    predict: Callable[[Tensor, Tensor], Predicted],
+) -> Iterator[tuple[str, Predicted]]:
+    """Yield each client's name and what ``predict`` makes of its inputs and targets."""
     check_kind("predictive", predictive, nn.Module, "give a torch.nn.Module", error=FedBayesError)
     check_at_least("batch_size", batch_size, 1, error=FedBayesError)
     check_at_least("seed", seed, -LARGEST, error=FedBayesError)
     check_at_least("first", first, 0, error=FedBayesError)
-    device = next((parameter.device for parameter in predictive.parameters()), torch.device("cpu"))
-    with evaluation_mode(predictive), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        for number, (name, dataset) in enumerate(by_name(datasets).items(), first):
-            torch.manual_seed(derive_seed(seed, "evaluation", client=number))
-            yield name, [_pair(name, batch, device) for batch in batches_of(dataset, batch_size)]
+    for number, (name, dataset) in enumerate(by_name(datasets).items(), first):
+        yield name, predict_data(
+            predictive, dataset, batch_size, derive_seed(seed, "evaluation", client=number),
+            lambda batch, name=name: predict(*_pair(name, batch)),
+        )
 
 
 def by_name(datasets: Datasets) -> dict[str, Dataset]:
@@ -138,13 +104,13 @@ def by_name(datasets: Datasets) -> dict[str, Dataset]:
     return named
 
 
-def _pair(name: str, batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+def _pair(name: str, batch: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(each, Tensor) for each in batch):
         raise FedBayesError(
             f"client {name}: an example is no pair (input, target) but a {type(batch).__name__}; gather its logits and "
             "targets yourself and call fit"
         )
-    return batch[0].to(device), batch[1].to(device)
+    return batch[0], batch[1]
 
 
 def check_apart(datasets: Datasets, trained_on: Dataset | None) -> None:

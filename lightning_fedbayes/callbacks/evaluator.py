@@ -1,0 +1,378 @@
+"""One evaluator for all reports and calibrations of a Trainer: each validation and test predicts once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, ConcatDataset, Dataset, SequentialSampler, default_collate
+
+from lightning_fedbayes.clients.evaluation import (
+    REMEDY,
+    Predicted,
+    drawing,
+    has_predict_step,
+    joined,
+    mean_probs,
+    means_of,
+    outputs_of,
+    predict_data,
+    predicted,
+)
+from lightning_fedbayes.core.errors import FedBayesError, shown
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.core.seeding import derive_seed
+from lightning_fedbayes.data import ClientDatasets
+from lightning_fedbayes.modules.posterior_predictive import OUTPUT_DRAWS, PosteriorPredictive
+
+Datasets = ClientDatasets | Mapping[str, Dataset]
+"""Client name → its data set of (input, target)."""
+BATCH_SIZE = 256
+"""Examples at a time, where a loader does not say."""
+DRAWS = 10
+"""Draws of the parameters by which a module of the user's own is calibrated, whatever a report draws."""
+
+
+class Reader(L.Callback):
+    """Reads the predictions of a validation or a test from the Trainer's :class:`Evaluator`.
+
+    Attributes:
+        calibrates: it needs the predictions of every client, also where the module's steps return none.
+        needs_logits: it needs the logits of every draw, not the mean probabilities alone.
+    """
+
+    calibrates = False
+    needs_logits = False
+
+    def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None) -> bool:
+        """Return True if ``module`` is to predict once more where its steps return no predictions."""
+        return self.calibrates
+
+    def see(self, found: Predicted) -> None:
+        """Receive the predictions of one batch."""
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin anew."""
+        evaluator_of(trainer).begin()
+
+    def on_test_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin anew."""
+        self.on_validation_epoch_start(trainer, pl_module)
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Let the evaluator see a batch; of several readers the first one does."""
+        evaluator_of(trainer).collect(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
+
+    on_test_batch_end = on_validation_batch_end
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let the predictions go."""
+        evaluator_of(trainer).begin()
+
+    on_test_end = on_validation_end
+
+
+class Evaluator:
+    r"""Collects what a module predicts in one validation or test, for every :class:`Reader` of the Trainer.
+
+    Predictions are what ``validation_step`` (``test_step``) returns: a dict with "target", classes (batch,), and
+    "probs", class probabilities (samples, batch, classes) or (batch, classes), or with "mean", "variance" and "target",
+    (batch, targets) each; "logits", of the shape of "probs", beside them where they are to be scaled. A module whose
+    steps return none predicts once more, batch by batch, if a reader asks: by draws from the federation's posterior, by
+    its ``sample`` or ``predict_step``, or by its ``forward``. These draws are seeded by the batch, and leave the global
+    generators alone.
+
+    Whose an example is follows from its position, where a loader gives all examples in their order. Elsewhere
+    (shuffled or sampled, ``limit_val_batches`` below 1, another sampler of Lightning's, a collate function of the
+    user's) the clients' data sets are predicted in one further pass.
+    """
+
+    def __init__(self) -> None:
+        self._predictive: PosteriorPredictive | None = None
+        self._samples = DRAWS
+        self.begin()
+
+    def has_clients(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
+        """Return True if the data are the clients' own: a ClientDatasets, or a loader for each of the federation's."""
+        return bool(self._open(trainer, module)) and self._has_clients
+
+    def begin(self) -> None:
+        """Forget the last validation or test."""
+        self._readers: list[Reader] | None = None
+        self._kept: dict[int, list[Predicted]] = defaultdict(list)
+        self._last: tuple[int, int] | None = None
+        self._found: dict[str, Predicted] | FedBayesError | None = None
+        self._error: FedBayesError | None = None
+        self._has_given = False
+
+    def _open(self, trainer: L.Trainer, module: L.LightningModule) -> list[Reader]:
+        """Return the readers; at the first call see what they need and how the data come."""
+        if self._readers is not None:
+            return self._readers
+        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        self._readers = readers = [] if trainer.sanity_checking else [c for c in callbacks if isinstance(c, Reader)]
+        federation = next((each for each in callbacks if hasattr(each, "posterior_of")), None)
+        self._seed = 0 if federation is None else federation.settings.seed
+        loaders: Any = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+        self.loaders = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+        numbers = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+        numbers = numbers if isinstance(numbers, list) else [numbers]
+        clients = max((len(getattr(reader, "client_sizes", ())) for reader in readers), default=0)
+        alone = len(self.loaders) == 1
+        data = getattr(self.loaders[0], "dataset", None) if alone else None
+        self._has_clients = isinstance(data, ClientDatasets) or 1 < len(self.loaders) == clients
+        self._in_order = len(numbers) == len(self.loaders) and all(
+            gives_all(loader, number, together=isinstance(data, ConcatDataset))
+            for loader, number in zip(self.loaders, numbers)
+        )
+        self._calibrates = any(reader.calibrates for reader in readers)
+        self._needs_logits = any(reader.needs_logits for reader in readers)
+        self._keeps = self._calibrates or self._has_clients
+        posterior = _posterior_of(federation)
+        self._asks = any(reader.asks(module, posterior) for reader in readers)
+        self._samples = next((n for n in (getattr(reader, "samples", None) for reader in readers) if n), DRAWS)
+        draws = posterior is not None and not callable(getattr(module, "sample", None)) and any(
+            not is_zero(each) and bool(each.any()) for each in posterior.variance.values()
+        )
+        self._posterior = posterior if draws else None
+        return readers
+
+    def collect(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, number: int, loader: int
+    ) -> None:
+        """Take the predictions of a batch, once, and give them to all readers."""
+        readers = self._open(trainer, module)
+        if not readers or self._last == (loader, number):
+            return
+        self._last = loader, number
+        found = returned(outputs)
+        lacks = found is None or (self._needs_logits and "probs" in found and "logits" not in found)
+        if lacks and self._asks and (self._in_order or not self._keeps):
+            try:
+                with drawing(module.device, derive_seed(self._seed, "evaluation", client=loader, step=number)):
+                    found = {**self._predict(module, batch), **(found or {})}
+            except FedBayesError as error:
+                self._asks, self._error = False, error if found is None else None
+        if found is not None:
+            self._give(found)
+            if self._keeps and self._in_order:
+                self._kept[loader].append(self._keep(found))
+
+    def _give(self, found: Predicted) -> None:
+        """Give predictions to the readers."""
+        self._has_given = True
+        for reader in self._readers or ():
+            reader.see(found)
+
+    def _keep(self, found: Predicted) -> Predicted:
+        """Return, on the CPU, what readers need of a batch once the others are there."""
+        kept = means_of(found)
+        if self._calibrates and "logits" in found and (self._needs_logits or "probs" not in found):
+            kept["logits"] = found["logits"]
+        elif self._calibrates and "probs" in found and not self._needs_logits:  # the mean is all that sets need
+            mean = mean_probs(found["logits"]) if "logits" in found else found["probs"].double().mean(0)
+            kept["logits"] = mean.log()
+        return {name: value.detach().cpu() for name, value in kept.items()}
+
+    @torch.no_grad()
+    def _predict(self, module: L.LightningModule, batch: Any) -> Predicted:
+        """Return the module's predictions of a batch, which its step has not returned."""
+        if not isinstance(batch, list | tuple) or len(batch) < 2 or not isinstance(batch[1], Tensor):
+            raise FedBayesError(f"a batch is {shown(batch)}: give data sets of inputs and targets")
+        inputs, target = batch[0], batch[1]
+        if self._posterior is not None:
+            return self._draw(self.predictive(module, self._posterior), inputs, target)
+        if has_predict_step(module) and (target.is_floating_point() or not self._needs_logits):
+            try:
+                return predicted(module, batch)
+            except FedBayesError:  # of a user's own predictions; a calibration can do with logits
+                if not self._calibrates:
+                    raise
+        try:
+            return _of_logits(outputs_of(module, inputs), target)
+        except NotImplementedError:
+            raise FedBayesError(f"{type(module).__name__} has no forward that gives logits: {REMEDY}") from None
+
+    def _draw(self, predictive: PosteriorPredictive, inputs: Any, target: Tensor) -> Predicted:
+        """Return predictions by draws: as many as a report says, and :data:`DRAWS` logits for a calibration."""
+        if predictive.is_linearised or not self._calibrates:
+            return _of_logits(predictive.sample(inputs, OUTPUT_DRAWS if self._calibrates else None), target)
+        logits = predictive.sample(inputs, DRAWS)
+        more = [predictive.sample(inputs, self._samples - DRAWS)] if self._samples > DRAWS else []
+        found = _of_logits(torch.cat([logits, *more])[: self._samples], target)
+        return {**found, "logits": logits}
+
+    def predictive(self, module: L.LightningModule, posterior: GaussianPosterior) -> PosteriorPredictive:
+        """Return the predictions of a module by ``posterior``; one object, which warns once."""
+        if self._predictive is None or self._predictive.network is not module:
+            self._predictive = PosteriorPredictive(module, posterior)
+        self._predictive.samples = self._samples
+        self._predictive.posterior = posterior
+        return self._predictive.eval()
+
+    def predictor(self, module: L.LightningModule, posterior: GaussianPosterior) -> L.LightningModule:
+        """Return what predicts by a client's own ``posterior``, which the module holds."""
+        return module if self._posterior is None else self.predictive(module, posterior)
+
+    # -- by client -----------------------------------------------------------------------------------------------------
+
+    def complete(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """See to it that all readers have the predictions that they have asked for."""
+        if self._open(trainer, module) and self._asks and not self._has_given:
+            try:
+                self.predictions(trainer, module)
+            except FedBayesError:
+                return
+
+    def predictions(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Predicted]:
+        """Return the predictions of every client's examples, by its name, on the CPU.
+
+        Clients are those of a :class:`~lightning_fedbayes.ClientDatasets`, the parts of a ``ConcatDataset`` or the
+        loaders by their number, or "all".
+
+        Raises:
+            FedBayesError: there are none, or no data sets.
+        """
+        if self._found is None:
+            self._open(trainer, module)
+            try:
+                self._found = self._by_client(module)
+            except FedBayesError as error:
+                self._found = error
+        if isinstance(self._found, FedBayesError):
+            raise self._found
+        return self._found
+
+    def _by_client(self, module: L.LightningModule) -> dict[str, Predicted]:
+        """Divide what has been collected, or predict the clients' data sets."""
+        if self._error is not None:
+            raise self._error
+        datasets, batch_size = data_of(self.loaders)
+        named = dict(zip(datasets.names, datasets.datasets)) if isinstance(datasets, ClientDatasets) else datasets
+        sizes = {name: len(dataset) for name, dataset in named.items()}  # pyright: ignore[reportArgumentType]
+        for name, size in sizes.items():
+            if not size:
+                raise FedBayesError(
+                    f"client {name} has no held-out example: leave it out, or hold some of its data out"
+                )
+        whole = [joined(self._kept[loader]) for loader in sorted(self._kept)]
+        parts = whole if len(self.loaders) > 1 else [p for each in whole for p in _parts(each, list(sizes.values()))]
+        self._kept.clear()
+        if [len(each["target"]) for each in parts] == list(sizes.values()):
+            return dict(zip(named, parts))
+        if not self._asks:
+            raise FedBayesError(
+                "nobody knows whose the examples of a batch are: give a loader that does not shuffle" if self._has_given
+                else f"{type(module).__name__} returns no predictions from its steps: {REMEDY}"
+            )
+        return self._pass(module, named, batch_size)
+
+    def _pass(self, module: L.LightningModule, named: Mapping[str, Dataset], batch_size: int) -> dict[str, Predicted]:
+        """Predict the clients' data sets, because nobody knows whose the examples of the batches were."""
+        are_new, found = not self._has_given, dict[str, Predicted]()
+
+        def predict(batch: Any) -> Predicted:
+            own = self._predict(module, batch)
+            if are_new:
+                self._give(own)
+            return self._keep(own)
+
+        for number, (name, dataset) in enumerate(named.items()):
+            seed = derive_seed(self._seed, "evaluation", client=number)
+            found[name] = predict_data(module, dataset, batch_size, seed, predict)
+        return found
+
+
+def evaluator_of(trainer: L.Trainer) -> Evaluator:
+    """Return the evaluator of a Trainer, which all its callbacks share."""
+    return vars(trainer).setdefault("fedbayes_evaluator", Evaluator())
+
+
+def returned(outputs: Any) -> Predicted | None:
+    """Return the predictions that a module's step has returned, draws of probabilities among them; None if none."""
+    if not isinstance(outputs, dict):
+        return None
+    target, probs, logits = (outputs.get(name) for name in ("target", "probs", "logits"))
+    if are_class_predictions(probs, target):
+        found: Predicted = {"probs": probs, "target": target}  # pyright: ignore[reportAssignmentType]
+        if isinstance(logits, Tensor) and logits.shape == found["probs"].shape:
+            found["logits"] = logits
+        return {n: each.unsqueeze(0) if n != "target" and each.ndim == 2 else each for n, each in found.items()}
+    moments = {name: outputs.get(name) for name in ("mean", "variance", "target")}
+    shapes = {each.shape if isinstance(each, Tensor) else None for each in moments.values()}
+    return moments if len(shapes) == 1 and None not in shapes else None  # pyright: ignore[reportReturnType]
+
+
+def are_class_predictions(probs: Any, target: Any) -> bool:
+    """Return True for class probabilities (samples, batch, classes) or (batch, classes), and classes (batch,)."""
+    return (
+        isinstance(probs, Tensor)
+        and isinstance(target, Tensor)
+        and probs.ndim in (2, 3)
+        and target.ndim == 1
+        and not target.is_floating_point()
+        and probs.shape[-2] == len(target)
+    )
+
+
+def gives_all(loader: Any, batches: float, *, together: bool) -> bool:
+    """Return True if ``batches`` of a loader are all its examples in their order.
+
+    Args:
+        loader: of a validation or a test.
+        batches: how many of them the Trainer takes.
+        together: the examples are those of several clients, so that their order within a batch counts.
+    """
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    plain = type(sampler) is BatchSampler and type(sampler.sampler) is SequentialSampler and not sampler.drop_last
+    plain = plain and getattr(loader, "in_order", True)  # of its workers
+    return plain and batches == len(sampler) and not (together and loader.collate_fn is not default_collate)
+
+
+def data_of(loaders: Any) -> tuple[Datasets, int]:
+    """Return the data set of each client behind one loader or several, and the batch size.
+
+    Raises:
+        FedBayesError: there is no loader, or it has no data set.
+    """
+    several = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+    datasets = [getattr(loader, "dataset", None) for loader in several]
+    if not several or any(dataset is None for dataset in datasets):
+        raise FedBayesError("there are no validation data sets: give a DataLoader over a ClientDatasets")
+    batch_size = getattr(several[0], "batch_size", None) or BATCH_SIZE
+    if len(datasets) == 1 and isinstance(datasets[0], ClientDatasets):
+        return datasets[0], batch_size
+    if len(datasets) == 1 and isinstance(datasets[0], ConcatDataset):
+        datasets = datasets[0].datasets
+    named: dict[str, Dataset] = {str(number): dataset for number, dataset in enumerate(datasets)}  # pyright: ignore[reportAssignmentType]
+    return (named if len(named) > 1 else {"all": next(iter(named.values()))}), batch_size
+
+
+def _posterior_of(federation: Any) -> GaussianPosterior | None:
+    """Return the global posterior of a federation; None if it has none, or there is no federation."""
+    try:
+        return None if federation is None else federation.posterior
+    except FedBayesError:
+        return None
+
+
+def _of_logits(logits: Tensor, target: Tensor) -> Predicted:
+    """Return predictions of logits (samples, batch, classes) or (batch, classes); with probabilities if of classes."""
+    draws = logits.unsqueeze(0) if logits.ndim == 2 else logits
+    probs = {"probs": draws.softmax(-1)} if are_class_predictions(logits, target) else {}
+    return {"logits": draws, "target": target, **probs}
+
+
+def _parts(whole: Predicted, sizes: list[int]) -> list[Predicted]:
+    """Return the predictions of each client, whose examples follow one another; none if there are more or fewer."""
+    if not whole or len(whole["target"]) != sum(sizes):
+        return []
+    pieces = {name: value.split(sizes, -2 if name == "logits" else 0) for name, value in whole.items()}
+    return [{name: piece[number] for name, piece in pieces.items()} for number in range(len(sizes))]
