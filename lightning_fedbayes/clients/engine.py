@@ -252,7 +252,9 @@ class Engine(ABC):
         """
         self.model.check_frozen()
         is_last = client // STRIDE == self.method.problems - 1
-        own: dict[str, Any] = {"own": posterior.clone().state_dict()} if self.keep_posteriors and is_last else {}
+        own: dict[str, Any] = {}
+        if self.keep_posteriors and is_last:
+            own["own"] = (posterior if self.states.writes_at_once else posterior.clone()).state_dict()
         assert self.shared is not None
         participant, _ = self._under_way.pop(client)
         report = report_of(self.method, self.shared, participant, Trained(posterior, measured))

@@ -44,6 +44,11 @@ class States:
         self.memory: dict[int, ClientState] = {}
         self._new: dict[int, ClientState] = {}
 
+    @property
+    def writes_at_once(self) -> bool:
+        """True if the state of a client is on its way to the disk as soon as it is kept: memory need not hold it."""
+        return self.store is not None and not self.is_shared
+
     def of(self, client: int) -> ClientState:
         """Return what a client keeps; an empty state if it keeps nothing."""
         if self.store is None:
@@ -53,10 +58,10 @@ class States:
 
     def keep(self, client: int, state: ClientState) -> None:
         """Take the state of a client that has trained."""
-        if self.store is None or self.is_shared:
-            self._new[client] = state
-        else:  # at once: memory need not hold a cohort's states
+        if self.store is not None and self.writes_at_once:
             self.store.put(client, vars(state))
+        else:
+            self._new[client] = state
 
     def forget(self, client: int) -> None:
         """Drop the new state of a client whose update is not used."""

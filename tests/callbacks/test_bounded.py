@@ -309,7 +309,7 @@ def test_clients_whose_own_networks_fail_are_one_line():
 def test_failures_are_told_where_they_end_the_run():
     lines = lines_of(Regression([nn.Linear(1, 1)]), "weighted_average", torch.full((9,), torch.nan))
     assert lines[0] == "Round 1: clients 0, 1, 2 and 6 others are left out; the first: OSError: torn"
-    assert "1 rounds in a row had fewer than min_clients=1 valid updates" in lines[1]
+    assert "1 round in a row had fewer than min_clients=1 valid updates" in lines[1]
     assert len(lines) == 2
 
 

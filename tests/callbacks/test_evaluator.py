@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the temperature ends at its limit"),
     pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:client .* calibration examples were trained on"),
+    pytest.mark.filterwarnings("ignore:clients? .* calibration examples were trained on"),
 ]
 
 

@@ -177,6 +177,7 @@ def test_a_full_disk_is_named_and_loses_nothing(store):
     store._open.execute(f"PRAGMA max_page_count = {pages + 1}")
     with pytest.raises(FederationError, match=r"cannot keep their states in .*clients: .*full.*make room there"):
         store.put(1, {"number": torch.zeros(100_000)})
+        store.finish(success=True)
     store.finish(success=False)
     assert numbers(store) == {0: 1}
 
@@ -192,8 +193,23 @@ def test_a_disk_that_has_become_read_only_is_named_and_loses_nothing(store):
     store._open.execute("PRAGMA query_only = ON")
     with pytest.raises(FederationError, match=r"cannot keep their states in .*clients: .*readonly"):
         store.put(1, {"number": 2})
+        store.finish(success=True)
     store.finish(success=False)
     assert numbers(store) == {0: 1}
+
+
+@pytest.mark.parametrize("size", [1, 2**19])
+def test_states_that_wait_to_be_written_are_dropped_and_kept_like_others(store, size):
+    """Whatever their size: of several small ones all wait until the round ends, of large ones two are written."""
+    finish(store, **{f"c{client}": 1 for client in range(4)})
+    for success in (False, True):
+        for client in range(3):
+            store.put(client, {"number": 2, "much": bytes(size)})
+        store.forget(0)
+        store.forget(2)
+        assert numbers(store) == dict.fromkeys(range(4), 1)  # until the round ends
+        store.finish(success=success)
+    assert numbers(store) == {0: 1, 1: 2, 2: 1, 3: 1}
 
 
 def test_another_process_reads_what_one_has_written(store, tmp_path):
