@@ -176,8 +176,7 @@ def test_a_full_disk_is_named_and_loses_nothing(store):
     pages = store._open.execute("PRAGMA page_count").fetchone()[0]
     store._open.execute(f"PRAGMA max_page_count = {pages + 1}")
     with pytest.raises(FederationError, match=r"cannot keep their states in .*clients: .*full.*make room there"):
-        store.put(1, {"number": torch.zeros(100_000)})
-        store.finish(success=True)
+        finish(store, c1=torch.zeros(100_000))
     store.finish(success=False)
     assert numbers(store) == {0: 1}
 
@@ -192,8 +191,7 @@ def test_a_disk_that_has_become_read_only_is_named_and_loses_nothing(store):
     finish(store, c0=1)
     store._open.execute("PRAGMA query_only = ON")
     with pytest.raises(FederationError, match=r"cannot keep their states in .*clients: .*readonly"):
-        store.put(1, {"number": 2})
-        store.finish(success=True)
+        finish(store, c1=2)
     store.finish(success=False)
     assert numbers(store) == {0: 1}
 
