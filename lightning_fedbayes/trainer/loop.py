@@ -100,6 +100,7 @@ class FitLoop:
                 return math.ceil(batches / self.accumulate_grad_batches) * loader.batching.local_epochs * max(rounds, 1)
 
         Federated.__name__, Federated.__qualname__ = plain.__name__, plain.__qualname__
+        Federated.__module__ = plain.__module__  # by which the Trainer of another package is told
         return Federated
 
     def setup_data(self) -> None:

@@ -128,19 +128,19 @@ class VectorizedEngine(Engine):
         self._kept: dict[int, Any] = {}
         self.log.begin_chunk(len(clients))
         seed_everything(derive_seed(self.seed, "training", self.plan.round, min(chunk.clients)))
-        for client in clients:
-            self.problem(client.job, self.states.of(client.job))
+        states = [self.states.of(client.job) for client in clients]  # once: they may be read from a disk
+        for client, state in zip(clients, states, strict=True):
+            self.problem(client.job, state)
         try:
             with self.threads():
-                self._stack = self.stack(clients)
+                self._stack = self.stack(clients, states)
         except Exception as error:  # in on_client_start
             self._failures = dict.fromkeys(range(len(clients)), error)
         self._start = time.perf_counter()
         return clients
 
-    def stack(self, clients: Sequence[Client]) -> ClientStack:
-        """Stack the networks of ``clients``, each at the start of its problem."""
-        states = [self.states.of(client.job) for client in clients]
+    def stack(self, clients: Sequence[Client], states: Sequence[ClientState]) -> ClientStack:
+        """Stack the networks of ``clients``, which have kept these ``states``, each at the start of its problem."""
         problems = [self._under_way[client.job][1] for client in clients]
         begun = [self.optimizer_states(*each) for each in zip(clients, states, problems)]
         probed = self.probed
