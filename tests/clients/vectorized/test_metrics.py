@@ -275,7 +275,7 @@ def test_what_would_differ_is_refused_and_auto_trains_as_sequential_does(case):
     results = []
     for engine in ("auto", "sequential"):
         module, federation = Fed(metric(), feed), fb.FederatedBayes(PARTITION, engine=engine)
-        none_trains = pytest.raises(fb.FederationError, match="1 round in a row.*has no attribute 'items'")
+        none_trains = pytest.raises(fb.FederationError, match=r"1 round in a row.*has no attribute 'items'")
         with none_trains if case == "items" else nullcontext():  # its clients fail one by one, too
             federate(module, federation, 1)
         assert federation.federation.engine.name == "sequential"
