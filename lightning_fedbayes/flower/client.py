@@ -13,6 +13,7 @@ import lightning as L
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.clientapp import ClientApp
 
+from lightning_fedbayes.callbacks import ExamplePrivacy
 from lightning_fedbayes.clients.model import ResidentModel
 from lightning_fedbayes.clients.privacy import Door, UpdatePrivacy, check_no_buffers
 from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Fusion, Keep, Source
@@ -115,7 +116,8 @@ def client_app(
             ``FederatedConformal(epsilon=...)``, which must be the same. Each answer costs it anew; the client adds them
             up in its ``state_folder``. It sends no exact sums then, for a temperature. None: counts are exact, and none
             are sent under ``privacy``.
-        exact: kinds of messages that may leave as they are in spite of ``privacy``: "scores" of a validation,
+        exact: kinds of messages that may leave as they are in spite of ``privacy``, or of an
+            :class:`~lightning_fedbayes.ExamplePrivacy` among the Trainer's callbacks: "scores" of a validation,
             "temperature", "counts", "statistics", "curvature"; see the table in docs/privacy.md. Others are not sent.
         share_errors: send the text of an exception to the server, too, for federations of one owner. Otherwise the
             server hears of its class and of the stage alone, and the text stays in the client's own log.
@@ -136,7 +138,10 @@ def client_app(
     )
     keeps = bool(local_parameters) or bool(settings.kept.what) or buffers == "local" or privacy is not None
     keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None
-    door = Door(privacy, conformal_epsilon, exact, share_errors)
+    callbacks = () if trainer is None else trainer.get("callbacks") or ()
+    callbacks = callbacks if isinstance(callbacks, Sequence) else (callbacks,)
+    protects_examples = any(isinstance(each, ExamplePrivacy) for each in callbacks)
+    door = Door(privacy, conformal_epsilon, exact, share_errors, protects_examples)
     if keeps and state_folder is None:
         raise FederationError(
             "local parameters, local buffers, kept optimizer states and posteriors, sites and the accounts of privacy "

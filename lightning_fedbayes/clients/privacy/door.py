@@ -27,8 +27,9 @@ class Door:
     """The one place where it is decided what leaves a client.
 
     Without ``privacy`` everything may that a client of these settings can be asked for. With it, an update leaves with
-    noise, counts of scores with theirs, and of the other kinds those alone that ``exact`` names. What a failure says
-    does not depend on ``privacy``: its class and stage, never its text, unless errors are shared.
+    noise, counts of scores with theirs, and of the other kinds those alone that ``exact`` names; so it is, but for the
+    updates themselves, where single examples are protected. What a failure says does not depend on either: its class
+    and stage, never its text, unless errors are shared.
 
     Args:
         privacy: protects updates.
@@ -36,6 +37,7 @@ class Door:
         exact: kinds that may leave as they are, in spite of ``privacy``: "scores", "temperature", "counts",
             "statistics" or "curvature".
         share_errors: the texts of exceptions may leave, too, which can hold anything: names of files, rows of tables.
+        examples: single examples are protected, by :class:`~lightning_fedbayes.ExamplePrivacy`.
 
     Raises:
         FederationError: an argument cannot be used.
@@ -45,6 +47,7 @@ class Door:
     conformal_epsilon: float | None = None
     exact: Collection[str] = ()
     share_errors: bool = False
+    examples: bool = False
 
     def __post_init__(self) -> None:
         if self.conformal_epsilon is not None:
@@ -54,6 +57,7 @@ class Door:
             if kind not in get_args(Kind) or kind not in EXACT:
                 raise FederationError(f"exact='{kind}': {nearest(kind, EXACT)}")
         check_flag("share_errors", self.share_errors)
+        check_flag("examples", self.examples)
 
     def check(self, kind: Kind, epsilon: float | None = None) -> None:
         """Raise NotSent if a message may not leave.
@@ -68,7 +72,8 @@ class Door:
                 "give FederatedConformal(epsilon=...) and client_app(conformal_epsilon=...) the same"
             )
         is_noisy = kind == "counts" and epsilon is not None
-        protects = self.privacy is not None or (self.conformal_epsilon is not None and kind == "temperature")
+        protects = self.privacy is not None or self.examples
+        protects = protects or (self.conformal_epsilon is not None and kind == "temperature")
         if kind in EXACT and protects and not is_noisy and kind not in self.exact:
             remedy = "conformal_epsilon=..." if kind == "counts" else f"exact=['{kind}']"
             raise NotSent(
