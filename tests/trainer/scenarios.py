@@ -129,6 +129,13 @@ class Stops(L.Callback):
         trainer.should_stop |= trainer.global_rank == 1 and trainer.current_epoch == 1
 
 
+class Tolerates(L.Callback):
+    """Lets a fit that has trained nothing end, which it would not by itself."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        next(each for each in trainer.callbacks if isinstance(each, fb.FederatedBayes)).federation.result = None
+
+
 class Calls(L.Callback):
     """Counts collective calls from the start of a round to its validation, and the examples of this process."""
 
@@ -160,7 +167,7 @@ SCENARIOS = {
                      "fraction": 0.67},
     "chosen": {"bayesian": 2, "fusion": "auto", "engine": "sequential", "shuffled": True},
     "none_valid": {"bayesian": 0, "fusion": "geometric_median", "engine": "sequential", "broken": True,
-                   "safeguards": fb.Safeguards(min_clients=6, max_failed_rounds=9)},
+                   "safeguards": fb.Safeguards(min_clients=6, max_failed_rounds=9), "callbacks": [Tolerates()]},
     "buffers": {"bayesian": 0, "fusion": Drawn(), "engine": "sequential", "sizes": (30, 12), "make": Features},
     "sites": {"bayesian": 1, "fusion": "sites", "engine": "sequential", "fraction": 0.8},
     "ivon": {"bayesian": 0, "fusion": "sites", "engine": "sequential", "kind": Learned, "fraction": 0.8,
