@@ -1,17 +1,21 @@
 """Posteriors and buffers come back from the wire as they were."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.callbacks.calibration import ScoreSketch, TemperatureMessage
+from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.flower import FusionStrategy
-from lightning_fedbayes.flower.wire import from_arrays, to_arrays
+from lightning_fedbayes.flower.wire import from_arrays, message_in, records_of, to_arrays
+from lightning_fedbayes.sources.curvature import KroneckerSite
 from tests.federations import Plain
 from tests.flower.clients import client_apps, hybrid, run
 from tests.flower.grid import LocalGrid
@@ -102,3 +106,35 @@ def test_methods_send_what_the_page_on_privacy_says(fusion, beside, tmp_path):
         sent = {name.removeprefix("method/") for kind, name in arrays if kind == "buffer"}
         assert sent == (means if beside is None else beside)
         assert {kind for kind, _ in arrays} <= {"mean", "buffer"}
+
+
+SENT = [
+    ("temperature", TemperatureMessage(1.5, -2.0, 0.25, 7), {}),
+    ("counts", ScoreSketch(torch.tensor([3, 0, 2])), {"grid": "unit"}),
+    ("statistics", fb.LinearStatistics.of(torch.randn(5, 2), torch.randn(5)), {}),
+    ("curvature", KroneckerSite(
+        {"w": torch.ones(2)}, {}, {"": torch.eye(3)}, {"": torch.eye(1, dtype=torch.bfloat16)}, 9), {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "known"), SENT, ids=[kind for kind, *_ in SENT])
+def test_what_a_client_sends_comes_back_field_by_field(kind, value, known):
+    question = Message(RecordDict({}), dst_node_id=1, message_type="query")
+    sent = ClientMessage.of(kind, 4, 2, value, {"epsilon": 0.5})
+    came = message_in(Message(records_of(sent), reply_to=question), 4, kind, 2)
+    assert (came.kind, came.client, came.round, came.num_examples) == (kind, 4, 2, value.num_examples)
+    assert came.figures["epsilon"] == 0.5
+    read = vars(came.read(type(value), **known))
+    for name, own in vars(value).items():
+        tensors = own if isinstance(own, dict) else {"": own}
+        others = read[name] if isinstance(own, dict) else {"": read[name]}
+        assert tensors.keys() == others.keys()
+        for key, each in tensors.items():
+            same = others[key] == each
+            assert bool(same.all()) if isinstance(same, torch.Tensor) else same
+    more = replace(came, tensors={**came.tensors, "names": torch.ones(1)})
+    with pytest.raises(fb.FusionError, match="'names' is no part of a"):
+        more.read(type(value), **known)
+    if kind != "curvature":  # whose parts are all dicts, which are checked when sites are fused
+        with pytest.raises(fb.FusionError, match="its message has no"):
+            replace(came, tensors={}, figures={}).read(type(value), **known)
