@@ -123,3 +123,12 @@ def test_a_killed_process_resumes_bit_by_bit(tmp_path, engine, setting, name, ca
     resumed = fit(tmp_path / "parts", setting, engine, ckpt_path="last")
     whole = fit(tmp_path / "whole", setting, engine, disk=False)
     assert_equal(everything(*whole), everything(*resumed))
+
+
+def test_the_bytes_of_a_stacked_optimizer_do_not_depend_on_hashes():
+    module = Plain(optimizer=torch.optim.Adam)
+    made = fb.FederatedBayes(fb.IIDPartition(3), fusion="rklb", engine="vectorized", keep=["optimizer"])
+    federate(module, made, 2, loader())
+    for client in range(3):
+        (state,) = made.federation.engine.states.of(client).optimizers
+        assert all(list(entries) == sorted(entries) and len(entries) == 3 for entries in state.values())

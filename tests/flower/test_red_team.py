@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.privacy.door import EXACT
+from lightning_fedbayes.flower import FusionStrategy, initial_arrays
 from lightning_fedbayes.modules import mlp
-from tests.federations import trainer
+from tests.federations import Plain, trainer
+from tests.flower.clients import client_apps, run
 from tests.flower.deployment import deployed
+from tests.flower.grid import LocalGrid
 
 PAGE = Path(__file__).parents[2] / "docs" / "privacy.md"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower"
@@ -95,12 +99,14 @@ def main(grid, context):
 '''
 
 
-def listed():
-    """Message → "arrays", "metrics" or "config" → patterns of names that the page lists for UpdatePrivacy."""
+def listed(private=True):
+    """Message → "arrays", "metrics" or "config" → patterns of names that the page lists, under UpdatePrivacy or not."""
     rows = re.findall(r"^\| (every one|`\w+`) \|(.*?)\|(.*?)\|(.*?)\|(.*?)\|$", PAGE.read_text(), re.MULTILINE)
     table: dict[str, dict[str, list[str]]] = {}
-    for kind, fields, _, _, private in rows:
-        if private.strip().startswith(("refused", "not sent", "with `share_errors")):
+    for kind, fields, _, plain, protected in rows:
+        if private and protected.strip().startswith(("refused", "not sent", "with `share_errors")):
+            continue
+        if not private and not plain.strip():
             continue
         entry = table.setdefault(kind.strip("`"), {"arrays": [], "metrics": [], "config": []})
         for record, names in re.findall(r"`(\w+): (.*?)`", fields):
@@ -188,3 +194,42 @@ def test_no_figure_of_an_update_is_exact(seen):
         assert bool((torch.cat(sent) != u).all())
     epsilons = [reply.get("metrics", {}).get("privacy/epsilon", 0.0) for reply in seen[0]]
     assert max(epsilons) == pytest.approx(fb.UpdatePrivacy(CLIP, NOISE).figures(ROUNDS)["privacy/epsilon"], rel=0.05)
+
+
+class Careless(Plain):
+    def on_client_start(self, client):
+        if client.number == 2 and client.round == 1:
+            raise FileNotFoundError(SECRET)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_without_privacy_too_no_field_leaves_a_client_that_the_page_does_not_list(shared, tmp_path):
+    """Every kind of message: rounds with kept posteriors, evaluation, calibration, one shot, and a failure."""
+    curvature = fb.KroneckerLaplace(fb.Laplace(prior_std=1.0))
+    told = {"share_errors": shared, "one_shot": curvature}
+    apps = client_apps(make=Careless, keep=["posterior"], state_folder=tmp_path, **told)
+    grid, seen = LocalGrid(apps), []
+    answer = grid._answer
+
+    def tapped(message):
+        reply = answer(message)
+        assert not reply.has_error()
+        seen.append({name: dict(record) for name, record in reply.content.items()})
+        return reply
+
+    grid._answer = tapped
+    strategy = FusionStrategy("rklb", wait_for=4, evaluate=True)
+    arrays = run(grid, strategy, make=Careless).arrays
+    strategy.calibrate(grid, arrays, [fb.FederatedTemperature(), fb.FederatedConformal(0.8)], timeout=1)
+    strategy.one_shot(grid, initial_arrays(Careless()), curvature, timeout=1)
+    table, kinds = listed(private=False), {reply["config"]["kind"] for reply in seen}
+    assert kinds == set(table) - {"statistics"}  # the sums of a linear model, in test_one_shot.py
+    for reply in seen:
+        patterns = table[reply["config"]["kind"]]
+        for record, content in reply.items():
+            for name in content:
+                assert any(fnmatchcase(name, pattern) for pattern in patterns[record]), (reply["config"], name)
+    assert any("doe" in str(reply["config"].get("text", "")) for reply in seen) == shared

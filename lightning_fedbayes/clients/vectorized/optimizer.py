@@ -158,7 +158,7 @@ class StackedOptimizer:
                 kept[i] = {
                     key: (_entry(value, row, self._single[key]) if key in self._counts else
                           value[row].clone() if key in self._stacked_keys else _copy(value))
-                    for key, value in self.optimizer.state[parameter].items()
+                    for key, value in sorted(self.optimizer.state[parameter].items())  # else by the hashes of names
                 }
         return kept
 
