@@ -3,8 +3,8 @@
     python -m benchmarks.engine.clients                                        # one round of 1,000, 10,000, 100,000
     python -m benchmarks.engine.clients --million [--keeps posterior | sites]  # states on disk; killed once, resumed
 
-Network 13-50-1 with Bayesian layers, 751 parameters; every client has one example and takes one step, on the vectorized
-engine, with one thread. In the second study every client keeps 1,502 numbers on disk: the mean and variance that it has
+Network 13-50-1, 751 parameters; every client has one example and takes one step, on the vectorized engine, with one
+thread. The first study averages point masses. In the second the layers are Bayesian, and every client keeps 1,502 numbers on disk: the mean and variance that it has
 trained last, or its site. A tenth of the clients take part in each of ten rounds, with a checkpoint after each. The
 run is made twice: once from start to end, and once killed by SIGKILL inside a round and resumed; both must end at the
 same global posterior and the same states, bit for bit.
@@ -40,18 +40,18 @@ from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.modules import mlp
 
 FEATURES, HIDDEN = 13, 50
-FUSIONS = {"nothing": "rklb", "posterior": "rklb", "sites": "sites"}
+FUSIONS = {"nothing": "weighted_average", "posterior": "rklb", "sites": "sites"}
 """What clients keep → the rule."""
 
 
 class Regressor(L.LightningModule):
-    """Two Bayesian layers under the squared error, with plain SGD."""
+    """Two layers under the squared error, with plain SGD."""
 
-    def __init__(self) -> None:
+    def __init__(self, bayesian: bool) -> None:
         super().__init__()
-        self.network = fb.bayesianize(
-            mlp(FEATURES, 1, hidden=[HIDDEN]), types=[nn.Linear], estimator="reparameterization"
-        )
+        self.network = mlp(FEATURES, 1, hidden=[HIDDEN])
+        if bayesian:
+            self.network = fb.bayesianize(self.network, types=[nn.Linear], estimator="reparameterization")
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return (self.network(batch[0]) - batch[1]).square().mean() + 1e-3 * fb.kl_divergence(self.network)
@@ -96,7 +96,7 @@ def work(options: argparse.Namespace) -> None:
     inputs = torch.randn(options.clients, FEATURES, generator=generator)
     data = TensorDataset(inputs, inputs[:, :3].sum(1, keepdim=True))
     L.seed_everything(0, verbose=False)
-    module, last = Regressor(), folder / "checkpoints" / "last.ckpt"
+    module, last = Regressor(keeps != "nothing"), folder / "checkpoints" / "last.ckpt"
     with quietly():
         trainer = L.Trainer(
             max_epochs=options.rounds, accelerator="cpu", logger=False, callbacks=[Watch(), made, checkpoints],
