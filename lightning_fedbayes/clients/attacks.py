@@ -73,7 +73,7 @@ class RoundAdversaries:
         posterior = update.posterior.ordered(self.previous.names)
         for attack in attacks:
             posterior = attack.send(posterior, self._knowledge(update.client, attack))
-        return replace(update, posterior=posterior)
+        return replace(update, posterior=posterior, kept=None)
 
     def observe(self, update: ClientUpdate) -> None:
         """Show the adversaries a valid update."""

@@ -71,7 +71,8 @@ class Federation:
         self.settings = settings
         self.engine = engine
         self.server = Server(
-            model.read_posterior().clone(), model.federated_buffers, collective=collective, **settings.server_options()
+            model.read_posterior().clone(), model.federated_buffers, collective=collective,
+            counted_of=lambda client: engine.states.of(client).kept, **settings.server_options(),
         )
         self.held_out = held_out
         self.stage: Stage = "between"
@@ -218,6 +219,10 @@ class Federation:
         if self._is_shared:
             self.engine.take_trained([each.trained for each in result.notes])
         if result.aggregate is not None:
+            for client, kept in result.aggregate.counted.items():
+                self.engine.states.amend(client, kept)
+            for client in result.aggregate.refused:
+                self.engine.forget(client)
             self._load(result.aggregate, result.notes, getattr(self.engine.model.module, "on_round_end", None))
         self._end(success=result.success)
         self.result = result

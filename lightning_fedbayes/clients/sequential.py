@@ -201,7 +201,9 @@ class SequentialEngine(Engine):
             self.model.read_local(), self.kept_states([state for state, _ in kept]), [changes for _, changes in kept],
             **own,
         ))
-        return ClientUpdate(client.job, client.num_examples, posterior, buffers, metrics, self.seconds())
+        return ClientUpdate(
+            client.job, client.num_examples, posterior, buffers, metrics, self.seconds(), own["kept"]
+        )
 
     def _measure(self) -> Exception | None:
         """Bring the variances of the client that has just trained beside the module; return why it cannot be."""

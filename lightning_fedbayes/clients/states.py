@@ -63,6 +63,13 @@ class States:
         else:
             self._new[client] = state
 
+    def amend(self, client: int, kept: Mapping[str, Tensor]) -> None:
+        """Let a client that has trained in this round keep ``kept`` for the method, as the server has counted it."""
+        if client in self._new:
+            self._new[client] = replace(self._new[client], kept=dict(kept))
+        elif self.store is not None and self.writes_at_once:
+            self.store.put(client, {**(self.store.pending(client) or {}), "kept": dict(kept)})
+
     def forget(self, client: int) -> None:
         """Drop the new state of a client whose update is not used."""
         if self._new.pop(client, None) is None and self.store is not None and not self.is_shared:

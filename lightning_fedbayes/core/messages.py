@@ -110,6 +110,8 @@ class ClientUpdate:
             among them, under names that begin with "method/".
         metrics: figures of its training, name → value; "train_loss" is averaged over the round.
         seconds: time that it took.
+        kept: what the client keeps of it, in the process of the server; it never travels. None: the server works out
+            what such a client keeps, where it has to know.
 
     Raises:
         FederationError: a value of another kind. The server checks what the tensors hold.
@@ -121,6 +123,7 @@ class ClientUpdate:
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    kept: Mapping[str, Tensor] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_client(self.client, self.num_examples, self.seconds)

@@ -145,6 +145,15 @@ class Store:
         if self._size >= MOST_WAITING:
             self._flush()
 
+    def pending(self, client: int) -> dict[str, Any] | None:
+        """Return what :meth:`put` was given of a client in the round that is under way; None for nothing."""
+        if client in self._waiting:
+            return pickle.loads(self._waiting[client])
+        query = "SELECT state FROM states WHERE client = ? AND rounds = ?"
+        with self._told():
+            found = self._open.execute(query, (client, self.rounds + 1)).fetchone()
+        return None if found is None else pickle.loads(found[0])
+
     def _flush(self) -> None:
         """Write the states that wait."""
         if not self._waiting:

@@ -147,7 +147,6 @@ class Sites(StatefulSumRule):
     """
 
     keeps_sites: ClassVar[bool] = True
-    resists: ClassVar[bool] = True  # no update is clipped: the client would keep another site than the server counts
 
     def __init__(
         self, step: float | str = "share", damping: float | str = 0.4, averaging: float | str = "pvi",
@@ -258,10 +257,14 @@ class Sites(StatefulSumRule):
             counts = (base[0] + (wanted - old) / scale).maximum(LEAST_PART * base[0])
             counts = counts if site is None else counts.minimum(base[0])
             own = own.where(measured.isnan(), counts)
-        new = wanted.clamp_min((self._least - self.prior_std**-2) * share)
+        new = wanted.clamp_min(self.least_site(share))
         new = torch.maximum(new, old - (1 - LEAST_PART) * base[0])
         centre, mean = base[1] / base[0], trained[1] / trained[0]
         return base[0] + (new - old), base[1] + scale * own * (mean - centre) + (new - old) * centre
+
+    def least_site(self, share: float) -> float:
+        """Return the least precision of a site in a federation of 1 / ``share`` clients."""
+        return (self._least - self.prior_std**-2) * share
 
     # -- at the server -------------------------------------------------------------------------------------------------
 

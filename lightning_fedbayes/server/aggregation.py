@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from lightning_fedbayes.core.posterior import MOST_AT_ONCE, PIECE, GaussianPoste
 from lightning_fedbayes.fusion import FusionAccumulator, FusionRule, RuleState, SumRule
 from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
 from lightning_fedbayes.fusion.distributed import fuse_distributed
+from lightning_fedbayes.fusion.sites import known_weights
 from lightning_fedbayes.server.buffers import BufferAverage
 from lightning_fedbayes.server.disagreement import Disagreement, merge_disagreement
-from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, Guard, Limits
+from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, MOST_MOVE, Guard, Limits
 from lightning_fedbayes.server.weighting import (
     PER_CLIENT,
     ClientFacts,
@@ -43,6 +45,8 @@ class Aggregate:
         state: the rule's state for the next round.
         outlying: clients whose updates stand out, so that they count only in part, see
             :mod:`lightning_fedbayes.server.guard`.
+        refused: client → why its update does not count at all.
+        counted: client → what it has to keep in place of what it sent, so that both ends keep the same.
     """
 
     posterior: GaussianPosterior
@@ -53,6 +57,8 @@ class Aggregate:
     excluded: dict[int, str]
     state: RuleState
     outlying: tuple[int, ...] = ()
+    refused: Mapping[int, str] = field(default_factory=dict)
+    counted: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,9 @@ class Admitted:
         weights: their weights, not normalised; empty where the weighting compares clients.
         facts: the clients' facts for such a weighting; otherwise empty.
         error: the reason why a weight cannot be computed.
-        sizes: the sizes of their updates, see :mod:`lightning_fedbayes.server.guard`, shape (clients, 4, tensors); None
-            where nothing guards the round.
+        sizes: the sizes of their updates, see :mod:`lightning_fedbayes.server.guard`, shape (clients, kinds, tensors);
+            None where nothing guards the round.
+        refused: client → why its update does not count.
     """
 
     clients: tuple[int, ...]
@@ -73,6 +80,7 @@ class Admitted:
     facts: tuple[ClientFacts, ...] = ()
     error: FusionError | None = None
     sizes: Tensor | None = None
+    refused: Mapping[int, str] = field(default_factory=dict)
 
 
 class Aggregation:
@@ -124,6 +132,7 @@ class Aggregation:
         self._rows: dict[int, int] = {}  # client that is measured → its row in the sizes
         self._parts: list[Tensor] = []  # of the sizes, shape (clients, 4, tensors) each
         self._limits: Limits | None = None
+        self._refused: dict[int, str] = {}
         self._num_judged, self._judge_at = 0, FEWEST  # clients that the limits know; that they are to know next
         self._buffers = BufferAverage(buffers, collective.size > 1)
         borrows = self._by_pieces and guard is not None and collective.size == 1
@@ -153,7 +162,10 @@ class Aggregation:
         if self.guard is not None:
             self.guard.check(posterior, who)
         if self._streams:
-            self._weights[update.client] = self._weight(update)
+            weight = self._weight(update)
+            if self.guard is None and self.rule.keeps_sites:
+                known_weights(self.state, {update.client: weight})
+            self._weights[update.client] = weight
         if self._streams and not self._clips:
             self._fuse([(update, posterior, self._weights[update.client])])
         else:
@@ -179,10 +191,8 @@ class Aggregation:
         assert self.guard is not None
         if self._unmeasured:
             recent = self._held[len(self._held) - self._unmeasured :]
-            if self._by_pieces:
-                sizes = self.guard.shifts([update.posterior for update in recent])
-            else:
-                sizes = self.guard.sizes([update.posterior.flatten() for update in recent])
+            sizes = self.guard.sizes_of(recent)
+            recent, sizes = self._without_absurd(recent, sizes)
             self._parts.append(sizes)
             self._rows.update((update.client, row) for row, update in enumerate(recent, start=len(self._rows)))
             self._unmeasured = 0
@@ -192,6 +202,23 @@ class Aggregation:
             self._num_judged, self._judge_at = len(self._rows), 2 * len(self._rows)
             self._limits = self.guard.limits(self._sizes, list(self._weights.values()))
             self._release(self._sizes[[self._rows[update.client] for update in self._held]])
+
+    def _without_absurd(self, recent: list[ClientUpdate], sizes: Tensor) -> tuple[list[ClientUpdate], Tensor]:
+        """Return the clients that were held last and their sizes, without those whose updates do not count at all."""
+        assert self.guard is not None
+        absurd = self.guard.absurd(sizes)
+        if not bool(absurd.any()):
+            return recent, sizes
+        refused = [update.client for update, is_absurd in zip(recent, absurd.tolist(), strict=True) if is_absurd]
+        for client in refused:
+            self._refused[client] = (
+                f"client {client}: it moves the means by more than a factor of {MOST_MOVE:g}: check its training, or "
+                "turn the guard off by safeguards=fb.Safeguards(max_influence=None)"
+            )
+            self._weights.pop(client, None)
+        recent = [update for update in recent if update.client not in self._refused]
+        self._held = [update for update in self._held if update.client not in self._refused]
+        return recent, sizes[~absurd]
 
     @property
     def _sizes(self) -> Tensor:
@@ -221,23 +248,23 @@ class Aggregation:
         """Return what the other processes must know of this one's clients before :meth:`finish`."""
         if self._clips:
             self._judge()
-        sizes = self._sizes if self._rows else None
+        known: dict[str, Any] = {"sizes": self._sizes if self._rows else None, "refused": self._refused}
         if self._streams:
-            return Admitted(tuple(self._weights), tuple(self._weights.values()), sizes=sizes)
+            return Admitted(tuple(self._weights), tuple(self._weights.values()), **known)
         clients = tuple(update.client for update in self._held)
         if not self.rule.uses_weights:
-            return Admitted(clients, (1.0,) * len(clients), sizes=sizes)
+            return Admitted(clients, (1.0,) * len(clients), **known)
         facts = [ClientFacts.of(update, self.previous) for update in self._held]
         if isinstance(self.weighting, str) and self.weighting in PER_CLIENT:
             one = PER_CLIENT[self.weighting]
             try:
-                return Admitted(clients, tuple(one(fact) for fact in facts), sizes=sizes)
+                return Admitted(clients, tuple(one(fact) for fact in facts), **known)
             except FusionError as error:
                 return Admitted(clients, error=error)
         if self.collective.size > 1:
             before = self.previous.to("cpu")
             facts = [replace(fact, posterior=fact.posterior.to("cpu"), previous=before) for fact in facts]
-        return Admitted(clients, facts=tuple(facts), sizes=sizes)
+        return Admitted(clients, facts=tuple(facts), **known)
 
     def finish(self, everyone: Sequence[Admitted] | None = None) -> Aggregate:
         """Fuse the clients of all processes; the result is the same in each.
@@ -254,18 +281,19 @@ class Aggregation:
         several = self.collective.size > 1
         total = sum(weights.values()) if several else self._accumulator.total
         self._accumulator.check_not_empty(total)
+        state = self.state if self.guard is None else self.guard.carried(self.state, weights)
         if isinstance(self.rule, SumRule) and not several:
-            fused = self._accumulator.result(self.state, weights)
+            fused = self._accumulator.result(state, weights)
             shares = shares_of(weights, {})
             apart, buffers = self._merge(shares)
         elif isinstance(self.rule, SumRule):
             shares = shares_of(weights, {})
             sums = Reduction(self._accumulator.statistics, self.previous.num_parameters, self.rule.merge)
             apart, buffers, merged = self._merge(shares, sums)
-            fused = self._accumulator.finish(merged, self.state, weights)
+            fused = self._accumulator.finish(merged, state, weights)
         else:
             cohort = self._accumulator.cohort(total)
-            fused = fuse_distributed(self.rule, cohort, self._accumulator.like, self.state, self.collective)
+            fused = fuse_distributed(self.rule, cohort, self._accumulator.like, state, self.collective)
             shares = shares_of(weights, fused.reliability)
             apart, buffers = self._merge(shares)
         check_finite(fused.posterior, "the fused posterior")
@@ -282,7 +310,16 @@ class Aggregation:
             excluded=fused.excluded,
             state=fused.state,
             outlying=outlying,
+            refused={client: why for each in everyone for client, why in each.refused.items()},
+            counted=self._counted(),
         )
+
+    def _counted(self) -> dict[int, dict[str, Tensor]]:
+        """Return what clients of all processes have to keep in place of what they sent."""
+        if self.guard is None:
+            return {}
+        counted = self.collective.all_gather(self.guard.counted) if self.rule.keeps_sites else [self.guard.counted]
+        return {client: kept for each in counted for client, kept in each.items()}
 
     def _fuse_held(self, weights: Mapping[int, float], everyone: Sequence[Admitted]) -> tuple[int, ...]:
         """Add the clients that had to wait until all were known, in the order of arrival, clipped where needed.
@@ -290,15 +327,20 @@ class Aggregation:
         Returns: the clients of all processes that stand out.
         """
         outlying: tuple[int, ...] = ()
-        if self._clips and (self._held or self.collective.size > 1):
+        measured = [each.sizes for each in everyone if each.sizes is not None]
+        if self._clips and measured:
             assert self.guard is not None
-            sizes = torch.cat([each.sizes for each in everyone if each.sizes is not None])
+            sizes = torch.cat(measured)
             clients = [client for each in everyone for client in each.clients]
             ordered = [weights[client] for client in clients]
-            if self._limits is None or self._num_judged < len(clients):
+            waited = bool(self._held) or self.collective.size > 1
+            if self._limits is None or (waited and self._num_judged < len(clients)):
                 self._limits = self.guard.limits(sizes, ordered)
-            beyond = (sizes > self._limits.of(ordered)).flatten(1).any(1).tolist()
-            outlying = tuple(sorted(client for client, is_beyond in zip(clients, beyond, strict=True) if is_beyond))
+            limits = self._limits.of(ordered)
+            if waited:
+                beyond = (sizes > limits).flatten(1).any(1).tolist()
+                outlying = tuple(sorted(client for client, is_beyond in zip(clients, beyond, strict=True) if is_beyond))
+            self.guard.remember(torch.minimum(sizes, limits), ordered)
         ready = []
         for update in self._held:
             posterior, weight, suspect = update.posterior, weights[update.client], update.client in outlying
@@ -306,7 +348,7 @@ class Aggregation:
                 assert self.guard is not None
                 assert self._limits is not None
                 limits, sizes = self._limits.of([weight])[0], self._sizes[self._rows[update.client]]
-                mean, variance = self.guard.clip(*posterior.flatten(), limits, sizes)
+                mean, variance = self.guard.clip(update, limits, sizes)
                 sums = isinstance(self.rule, SumRule)  # for which the vectors are enough
                 posterior = posterior.with_flat(mean, variance) if sums else posterior.unflatten(mean, variance)
             ready.append((update, posterior, weight))

@@ -6,21 +6,25 @@ Sizes of a client's update against the global posterior :math:`N(\mu_o, \sigma_o
 * pull :math:`\|(\mu - \mu_o)\,\sigma_o^2 / \sigma^2\|`, by which products of densities move;
 * sureness :math:`\max \sigma_o^2 / \sigma^2` and vagueness :math:`\max \sigma^2 / \sigma_o^2` over the entries.
 
-A size is too large if it exceeds a multiple of the clients' weighted median. Sizes are numbers, so the guard streams.
+A size is too large if it exceeds a multiple of the clients' weighted median; where a round has few clients, lengths
+are compared with those of the rounds before, and with the second largest. Sizes are numbers, so the guard streams.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError
+from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, flatten, is_zero
+from lightning_fedbayes.fusion.rule import RuleState
 
 MOST_CHANGE = 1e12
 """Factor by which a variance may change in one round: of σ a million. The most that honest clients did was
@@ -30,6 +34,15 @@ FEWEST = 7
 clients, of few batches each, may differ by more than ``max_influence``. So many wait for one another before any is
 added to sums. Of small networks twice as many wait, or :data:`MOST_MEASURED` entries of them, and are measured
 together, which takes a fraction of the time."""
+FEW = 2.0
+"""Factor by which the bound is wider where there are fewer."""
+FEWEST_RANKED = 3
+"""Least number of clients whose second largest says something of the largest."""
+DECAY = 0.9
+"""Factor by which sizes of earlier rounds count less in every round, where there are few clients."""
+MOST_MOVE = 1e9
+"""Multiple of one plus the largest global mean by which the means of a tensor may move in a round, as their root mean
+square."""
 MOST_MEASURED = 2**16
 """Entries of all clients that are measured at once: more would not stay in the cache."""
 
@@ -68,12 +81,25 @@ class Guard:
         previous: the global posterior that the clients started from.
         probabilistic: names of the tensors to which the network gives a variance.
         max_influence: multiple of the median size that is allowed, at least 1.
+        past: what :attr:`past` was after the round before; None before the first.
+
+    Attributes:
+        past: usual sizes of the rounds so far, shape (kinds of sizes, tensors), the earlier the less.
+        counted: client → what the server counts of it in place of what it sent, where clients have to keep the same.
     """
 
-    def __init__(self, previous: GaussianPosterior, probabilistic: Collection[str], max_influence: float) -> None:
+    num_lengths: ClassVar[int] = 2
+    """Number of kinds of sizes that are lengths; they come first."""
+
+    def __init__(
+        self, previous: GaussianPosterior, probabilistic: Collection[str], max_influence: float,
+        past: Tensor | None = None,
+    ) -> None:
         self.previous = previous
         self.probabilistic = probabilistic
         self.max_influence = max_influence
+        self.past = past
+        self.counted: dict[int, dict[str, Tensor]] = {}
         self._deterministic = [name for name in previous.names if name not in probabilistic]
         self._lengths = [value.numel() for value in previous.mean.values()]
         self._numels = torch.tensor([n for n in self._lengths if n], dtype=torch.float64)
@@ -134,6 +160,22 @@ class Guard:
                     "client's training, or turn the guard off by safeguards=fb.Safeguards(max_influence=None)"
                 )
 
+    def sizes_of(self, updates: Sequence[ClientUpdate]) -> Tensor:
+        """Return :meth:`sizes` of updates whose parameters are in the order of the global ones."""
+        posteriors = [update.posterior for update in updates]
+        if self._is_point_mass and self.previous.num_parameters > PIECE:
+            return self.shifts(posteriors)
+        return self.sizes([each.flatten() for each in posteriors])
+
+    def absurd(self, sizes: Tensor) -> Tensor:
+        """Return which clients of these ``sizes`` no training can have sent, shape (clients,)."""
+        return (sizes[:, 0] > MOST_MOVE * (1 + self._largest) * self._numels.sqrt()).any(1)
+
+    @cached_property
+    def _largest(self) -> float:
+        """The largest of the global means."""
+        return max((float(value.abs().max()) for value in self.previous.mean.values() if value.numel()), default=0.0)
+
     def sizes(self, clients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return shift, pull, sureness and vagueness of every tensor, shape (clients, 4, tensors), float64, on the CPU.
 
@@ -178,7 +220,9 @@ class Guard:
         They are ``max_influence`` times the weighted medians over the clients. Lengths may be
         :math:`1 + 2 / \sqrt n` times as large for a tensor of n entries, since those of short vectors scatter, and a
         tensor that most clients leave alone may move as far per entry as the whole network does. Nothing is bounded
-        if the median client has not moved, or if there are fewer than :data:`FEWEST` clients.
+        if the median client has not moved. Of fewer than :data:`FEWEST` clients lengths alone are bounded, by
+        :data:`FEW` times ``max_influence`` times the second largest of at least three, or what was usual in the rounds
+        before, if that is more.
 
         Args:
             sizes: of all clients, shape (clients, 4, tensors).
@@ -186,25 +230,48 @@ class Guard:
         """
         weight = sum(weights) / len(weights)
         if len(sizes) < FEWEST:
-            return Limits(torch.full_like(sizes[0], math.inf), weight)
+            limits = torch.full_like(sizes[0], math.inf)
+            usual = self._second(sizes) if len(sizes) >= FEWEST_RANKED else torch.zeros_like(limits)
+            usual = usual if self.past is None else torch.maximum(usual, self.past)
+            count = self.num_lengths
+            limits[:count] = torch.where(usual > 0, FEW * self.max_influence * usual, math.inf)[:count]
+            return Limits(limits, weight)
         medians = weighted_median(sizes, weights)
-        shifts = medians[:2]
+        shifts = medians[: self.num_lengths]
         if not bool(shifts.all()):
-            whole = weighted_median(torch.linalg.vector_norm(sizes[:, :2], dim=2), weights)[:, None]
+            norms = torch.linalg.vector_norm(sizes[:, : self.num_lengths], dim=2)
+            whole = weighted_median(norms, weights)[:, None]
             typical = torch.where(whole > 0, whole * (self._numels / self._numels.sum()).sqrt(), math.inf)
             torch.where(shifts > 0, shifts, typical, out=shifts)
         shifts *= 1 + 2 / self._numels.sqrt()
         return Limits(self.max_influence * medians, weight)
 
-    def clip(self, mean: Tensor, variance: Tensor, limits: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    def carried(self, state: RuleState, weights: Mapping[int, float]) -> RuleState:
+        """Return the rule's state for these weights of the clients, where it depends on them; by default as it is."""
+        return state
+
+    def remember(self, sizes: Tensor, weights: Sequence[float]) -> None:
+        """Let the sizes of a round's clients, as they count, be what is usual in later rounds of few clients."""
+        usual = self._second(sizes)
+        self.past = usual if self.past is None else torch.maximum(usual, DECAY * self.past)
+
+    @staticmethod
+    def _second(sizes: Tensor) -> Tensor:
+        """Return the second largest sizes over the clients; the largest of fewer than three."""
+        return sizes.topk(2, dim=0).values[1] if len(sizes) >= FEWEST_RANKED else sizes.amax(0)
+
+    def clip(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance with every size within its limit; entries that are within stay as they are.
 
         Variances are brought to the nearest allowed value, entry by entry; then each tensor's update is shortened.
 
         Args:
-            mean, variance: of the client, shape (P,), float64; they are not changed.
+            update: of the client; it is not changed.
             limits, sizes: of this client, shape (4, tensors).
+
+        Returns: flat vectors, shape (P,), float64.
         """
+        mean, variance = update.posterior.flatten()
         limits, sizes = limits.to(mean.device), sizes.to(mean.device)
         lengths = self._numels.to(mean.device, torch.int64)
         if bool((sizes[2:] > limits[2:]).any()):

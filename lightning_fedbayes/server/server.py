@@ -18,12 +18,14 @@ from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_po
 from lightning_fedbayes.fusion import FusionRule, RuleState
 from lightning_fedbayes.fusion.accumulator import check_finite
 from lightning_fedbayes.fusion.auto import AutoFusion, names_of
+from lightning_fedbayes.fusion.sites import Sites
 from lightning_fedbayes.methods.method import Method, Shared, joined, split
 from lightning_fedbayes.methods.registry import get_method
 from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation
 from lightning_fedbayes.server.guard import Guard, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
+from lightning_fedbayes.server.site_guard import SiteGuard
 from lightning_fedbayes.server.weighting import CohortWeights, check_probabilistic, check_weighting
 
 HELD_OUT_LOSS = "held_out_loss/"
@@ -111,6 +113,8 @@ class Server:
         weighting: see :class:`~lightning_fedbayes.FederatedBayes`.
         safeguards: quorum, rounds that may fail in a row before :meth:`finish` raises, and the bound on one client.
         collective: the processes that share the clients of a round; each has a server, and all hold the same posterior.
+        counted_of: where the caller keeps what has been counted of each client's site, it returns that; empty for none.
+            None: the server keeps them itself.
 
     Attributes:
         posterior, buffers: the global model after the last round; the buffers hold the method's own tensors, too, under
@@ -120,6 +124,8 @@ class Server:
         failed_rounds: number of rounds in a row, up to the last, that came to nothing.
         history: one dict of figures per finished round, in order; its "round" counts from 1.
         accepted: client → number of rounds that were done when its last update counted; missing if none has.
+        sites: client → what has been counted of its site, under the names that the client's own has; empty without
+            sites, without a ``max_influence``, and where the caller keeps them.
 
     Raises:
         FusionError, FederationError: an argument cannot be used.
@@ -134,6 +140,7 @@ class Server:
         weighting: str | CohortWeights = "train_size",
         safeguards: Safeguards = USUAL,
         collective: Collective = ALONE,
+        counted_of: Callable[[int], Mapping[str, Tensor]] | None = None,
     ) -> None:
         check_posterior(posterior, "posterior")
         check_mapping("buffers", {} if buffers is None else buffers, Tensor)
@@ -151,6 +158,9 @@ class Server:
         self.failed_rounds = 0
         self.history: list[dict[str, float]] = []
         self.accepted: dict[int, int] = {}
+        self.sites: dict[int, Mapping[str, Tensor]] = {}
+        self._past: Tensor | None = None
+        self._counted_of = counted_of
         self._rule_states: dict[str, RuleState] = {name: rule.init() for name, rule in self.rules.items()}
         self._probabilistic = probabilistic_names(posterior)
         self._plan: RoundPlan | None = None
@@ -191,7 +201,7 @@ class Server:
         previous, bound = self.posterior, self.safeguards.max_influence
         if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else nobody needs it as one vector
             previous = previous.flattened()
-        guard = None if bound is None else Guard(previous, self._probabilistic, bound)
+        guard = None if bound is None else self._guard(previous, bound, plan.share)
         expected = self.buffers if self.method.sends else split(self.buffers)[0]
         self._aggregations = {
             name: Aggregation(
@@ -200,6 +210,16 @@ class Server:
             for name, rule in self.rules.items()
         }
         return self._shared
+
+    def _guard(self, previous: GaussianPosterior, bound: float, share: float) -> Guard:
+        """Return what bounds the round's clients."""
+        rule = next(iter(self.rules.values()))
+        if not isinstance(rule, Sites):
+            return Guard(previous, self._probabilistic, bound, self._past)
+        if self.is_new:
+            self.sites = {}
+        counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
+        return SiteGuard(rule, previous, self.rule_state, self._probabilistic, bound, share, counted_of, self._past)
 
     @property
     def is_new(self) -> bool:
@@ -267,6 +287,12 @@ class Server:
             except FusionError as error:
                 refusal = error
         if aggregate is not None:
+            refused = {client: FusionError(why) for client, why in aggregate.refused.items()}
+            outcomes = tuple(replace(each, error=each.error or refused.get(each.client)) for each in outcomes)
+            guard = next(iter(self._aggregations.values())).guard
+            self._past = None if guard is None else guard.past
+            if self._counted_of is None:
+                self.sites |= aggregate.counted
             fused = aggregate.posterior
             self.posterior = fused.marked(fused.linearised or self.posterior.linearised)
             self.buffers = {**self.buffers, **aggregate.buffers}
@@ -391,6 +417,8 @@ class Server:
             "history": list(self.history),
             "accepted": dict(self.accepted),
             "rule_states": dict(self._rule_states),
+            "sites": {client: dict(kept) for client, kept in self.sites.items()},
+            "past": {} if self._past is None else {"sizes": self._past},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -410,6 +438,8 @@ class Server:
         self.rounds = state["rounds"]
         self.history = list(state["history"])
         self.accepted = dict(state["accepted"])
+        self.sites = dict(state["sites"])
+        self._past = state["past"].get("sizes")
         known = {name: stored for name, stored in state["rule_states"].items() if name in self.rules}
         self._rule_states = {**self._rule_states, **known}
 
@@ -425,7 +455,8 @@ def candidates(method: Method) -> dict[str, FusionRule]:
 def check_state(state: Any) -> None:
     """Raise FederationError unless ``state`` has the parts of :meth:`Server.state_dict`."""
     check_kind("state", state, Mapping, "give what Server.state_dict() returned")
-    kinds = {"posterior": Mapping, "buffers": Mapping, "history": list, "accepted": Mapping, "rule_states": Mapping}
+    maps = ("posterior", "buffers", "accepted", "rule_states", "sites", "past")
+    kinds: dict[str, type] = {"history": list, **dict.fromkeys(maps, Mapping)}
     for name, kind in kinds.items():
         check_kind(f"state['{name}']", state.get(name), kind, "give what Server.state_dict() returned")
     for name in ("rounds", "failed_rounds"):

@@ -275,7 +275,9 @@ class VectorizedEngine(Engine):
             metrics = logged[slot]
             if self._batches[slot]:
                 metrics = {"train_loss": losses[slot] / self._batches[slot], **metrics}
-            results.append(ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds))
+            results.append(
+                ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds, own["kept"])
+            )
             kept = self.kept_states([self._kept[slot]] if slot in self._kept else [])
             self.states.keep(number, ClientState(stack.read_local(slot), kept, **own))
         last = self.client(self._positions[chunk.clients[-1]])
