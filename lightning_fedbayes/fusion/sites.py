@@ -463,6 +463,6 @@ def known_weights(state: RuleState, weights: Mapping[int, float]) -> dict[int, f
         if before.get(client, weight) != weight:
             raise FusionError(
                 f"client {client} has weight {weight:g}, but {before[client]:g} in an earlier round, by which its dual "
-                "variable counts: keep the numbers of examples, or give weighting='equal' or pull=None"
+                "variable counts: keep the numbers of examples, or give weighting='equal', pull=None or a max_influence"
             )
     return {**before, **weights}

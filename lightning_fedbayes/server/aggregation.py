@@ -191,7 +191,7 @@ class Aggregation:
         assert self.guard is not None
         if self._unmeasured:
             recent = self._held[len(self._held) - self._unmeasured :]
-            sizes = self.guard.sizes_of(recent)
+            sizes = self.guard.sizes_of(recent, by_pieces=self._by_pieces)
             recent, sizes = self._without_absurd(recent, sizes)
             self._parts.append(sizes)
             self._rows.update((update.client, row) for row, update in enumerate(recent, start=len(self._rows)))
@@ -232,7 +232,7 @@ class Aggregation:
         assert self._limits is not None
         first = len(self._held) - len(sizes)  # those before have been found to be beyond
         recent, self._held = self._held[first:], self._held[:first]
-        beyond = sizes > self._limits.of(self._weights[update.client] for update in recent)
+        beyond = sizes > self._limits.of({update.client: self._weights[update.client] for update in recent})
         ready = []
         for update, suspect in zip(recent, beyond.flatten(1).any(1).tolist(), strict=True):
             if suspect:
@@ -336,7 +336,7 @@ class Aggregation:
             waited = bool(self._held) or self.collective.size > 1
             if self._limits is None or (waited and self._num_judged < len(clients)):
                 self._limits = self.guard.limits(sizes, ordered)
-            limits = self._limits.of(ordered)
+            limits = self._limits.of(dict(zip(clients, ordered, strict=True)))
             if waited:
                 beyond = (sizes > limits).flatten(1).any(1).tolist()
                 outlying = tuple(sorted(client for client, is_beyond in zip(clients, beyond, strict=True) if is_beyond))
@@ -347,7 +347,7 @@ class Aggregation:
             if suspect:
                 assert self.guard is not None
                 assert self._limits is not None
-                limits, sizes = self._limits.of([weight])[0], self._sizes[self._rows[update.client]]
+                limits, sizes = self._limits.of({update.client: weight})[0], self._sizes[self._rows[update.client]]
                 mean, variance = self.guard.clip(update, limits, sizes)
                 sums = isinstance(self.rule, SumRule)  # for which the vectors are enough
                 posterior = posterior.with_flat(mean, variance) if sums else posterior.unflatten(mean, variance)

@@ -13,7 +13,7 @@ are compared with those of the rounds before, and with the second largest. Sizes
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -36,8 +36,6 @@ added to sums. Of small networks twice as many wait, or :data:`MOST_MEASURED` en
 together, which takes a fraction of the time."""
 FEW = 2.0
 """Factor by which the bound is wider where there are fewer."""
-FEWEST_RANKED = 3
-"""Least number of clients whose second largest says something of the largest."""
 DECAY = 0.9
 """Factor by which sizes of earlier rounds count less in every round, where there are few clients."""
 MOST_MOVE = 1e9
@@ -64,12 +62,12 @@ class Limits:
     sizes: Tensor
     weight: float
 
-    def of(self, weights: Iterable[float]) -> Tensor:
-        """Return the limits of clients, shape (clients, 4, tensors).
+    def of(self, clients: Mapping[int, float]) -> Tensor:
+        """Return the limits of clients, client → weight, shape (clients, kinds, tensors).
 
         What counts is size times weight, so a light client may be larger.
         """
-        factors = [max(1.0, self.weight / weight) if weight > 0 else math.inf for weight in weights]
+        factors = [max(1.0, self.weight / weight) if weight > 0 else math.inf for weight in clients.values()]
         limits = self.sizes * torch.tensor(factors, dtype=torch.float64)[:, None, None]
         return limits.nan_to_num_(nan=math.inf, posinf=math.inf)
 
@@ -90,6 +88,8 @@ class Guard:
 
     num_lengths: ClassVar[int] = 2
     """Number of kinds of sizes that are lengths; they come first."""
+    fewest_ranked: ClassVar[int] = 3
+    """Least number of clients whose second largest says something of the largest."""
 
     def __init__(
         self, previous: GaussianPosterior, probabilistic: Collection[str], max_influence: float,
@@ -160,12 +160,15 @@ class Guard:
                     "client's training, or turn the guard off by safeguards=fb.Safeguards(max_influence=None)"
                 )
 
-    def sizes_of(self, updates: Sequence[ClientUpdate]) -> Tensor:
-        """Return :meth:`sizes` of updates whose parameters are in the order of the global ones."""
+    def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
+        """Return :meth:`sizes` of updates whose parameters are in the order of the global ones.
+
+        Args:
+            updates: of the clients.
+            by_pieces: make no copy of a client, of a deterministic network.
+        """
         posteriors = [update.posterior for update in updates]
-        if self._is_point_mass and self.previous.num_parameters > PIECE:
-            return self.shifts(posteriors)
-        return self.sizes([each.flatten() for each in posteriors])
+        return self.shifts(posteriors) if by_pieces else self.sizes([each.flatten() for each in posteriors])
 
     def absurd(self, sizes: Tensor) -> Tensor:
         """Return which clients of these ``sizes`` no training can have sent, shape (clients,)."""
@@ -231,7 +234,7 @@ class Guard:
         weight = sum(weights) / len(weights)
         if len(sizes) < FEWEST:
             limits = torch.full_like(sizes[0], math.inf)
-            usual = self._second(sizes) if len(sizes) >= FEWEST_RANKED else torch.zeros_like(limits)
+            usual = self._second(sizes) if len(sizes) >= self.fewest_ranked else torch.zeros_like(limits)
             usual = usual if self.past is None else torch.maximum(usual, self.past)
             count = self.num_lengths
             limits[:count] = torch.where(usual > 0, FEW * self.max_influence * usual, math.inf)[:count]
@@ -255,10 +258,9 @@ class Guard:
         usual = self._second(sizes)
         self.past = usual if self.past is None else torch.maximum(usual, DECAY * self.past)
 
-    @staticmethod
-    def _second(sizes: Tensor) -> Tensor:
-        """Return the second largest sizes over the clients; the largest of fewer than three."""
-        return sizes.topk(2, dim=0).values[1] if len(sizes) >= FEWEST_RANKED else sizes.amax(0)
+    def _second(self, sizes: Tensor) -> Tensor:
+        """Return the second largest sizes over the clients; the largest where there are too few."""
+        return sizes.topk(2, dim=0).values[1] if len(sizes) >= self.fewest_ranked else sizes.amax(0)
 
     def clip(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance with every size within its limit; entries that are within stay as they are.

@@ -18,14 +18,13 @@ from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_po
 from lightning_fedbayes.fusion import FusionRule, RuleState
 from lightning_fedbayes.fusion.accumulator import check_finite
 from lightning_fedbayes.fusion.auto import AutoFusion, names_of
-from lightning_fedbayes.fusion.sites import Sites
 from lightning_fedbayes.methods.method import Method, Shared, joined, split
 from lightning_fedbayes.methods.registry import get_method
 from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation
 from lightning_fedbayes.server.guard import Guard, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
-from lightning_fedbayes.server.site_guard import SiteGuard
+from lightning_fedbayes.server.site_guard import guard_of
 from lightning_fedbayes.server.weighting import CohortWeights, check_probabilistic, check_weighting
 
 HELD_OUT_LOSS = "held_out_loss/"
@@ -213,13 +212,11 @@ class Server:
 
     def _guard(self, previous: GaussianPosterior, bound: float, share: float) -> Guard:
         """Return what bounds the round's clients."""
-        rule = next(iter(self.rules.values()))
-        if not isinstance(rule, Sites):
-            return Guard(previous, self._probabilistic, bound, self._past)
         if self.is_new:
             self.sites = {}
+        rule, state = next(iter(self.rules.values())), next(iter(self._rule_states.values()))
         counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
-        return SiteGuard(rule, previous, self.rule_state, self._probabilistic, bound, share, counted_of, self._past)
+        return guard_of(rule, previous, state, self._probabilistic, bound, share, counted_of, self._past)
 
     @property
     def is_new(self) -> bool:

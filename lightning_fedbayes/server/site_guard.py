@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -24,9 +25,9 @@ from torch import Tensor
 
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.fusion.rule import RuleState
+from lightning_fedbayes.fusion.rule import FusionRule, RuleState
 from lightning_fedbayes.fusion.sites import TOLERANCE, Natural, Sites
-from lightning_fedbayes.server.guard import MOST_MEASURED, Guard, Limits
+from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, Guard, Limits
 
 Tensors = Mapping[str, Tensor]
 
@@ -36,12 +37,22 @@ LEAST_LEFT = 1e-3
 """Part of the global precision that is left whatever a site takes away; honest clients leave 250 times as much."""
 
 
+@dataclass(frozen=True)
 class SiteLimits(Limits):
-    """The largest sizes that are allowed: a client of many examples may have a larger site."""
+    """The largest sizes that are allowed: a client of many examples may have a larger site.
 
-    def of(self, weights: Iterable[float]) -> Tensor:
-        """Return the limits of clients of these weights, shape (clients, 5, tensors)."""
-        return self.sizes * _credits(weights, self.weight)
+    Args:
+        sizes, weight: see :class:`~lightning_fedbayes.server.guard.Limits`.
+        is_new: returns True for a client whose lengths are not bounded, since it has no site yet, and too few others do.
+    """
+
+    is_new: Callable[[int], bool]
+
+    def of(self, clients: Mapping[int, float]) -> Tensor:
+        """Return the limits of clients, client → weight, shape (clients, 5, tensors)."""
+        limits = self.sizes * _credits(clients.values(), self.weight)
+        limits[torch.tensor([self.is_new(client) for client in clients]), :4] = torch.inf
+        return limits
 
 
 class SiteGuard(Guard):
@@ -63,6 +74,7 @@ class SiteGuard(Guard):
     """
 
     num_lengths: ClassVar[int] = 4
+    fewest_ranked: ClassVar[int] = FEWEST  # sites of few clients differ as much as their data do
 
     def __init__(
         self, rule: Sites, previous: GaussianPosterior, state: RuleState, probabilistic: Collection[str],
@@ -88,7 +100,7 @@ class SiteGuard(Guard):
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
-    def sizes_of(self, updates: Sequence[ClientUpdate]) -> Tensor:
+    def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
         """Return the sizes of the clients' sites as they would be, shape (clients, 5, tensors)."""
         at_once = max(1, MOST_MEASURED // max(1, sum(self._lengths)))
         groups = (updates[start : start + at_once] for start in range(0, len(updates), at_once))
@@ -104,7 +116,8 @@ class SiteGuard(Guard):
                 for group in zip(*pairs)
             )
             changes = [new - old for new, old in zip(after, before)]
-            values = (*self._moves(*changes), *self._moves(*after), -after[0])
+            lack = -after[0] - TOLERANCE * self._base[0]  # a change that travels in single precision is not exact
+            values = (*self._moves(*changes), *self._moves(*after), lack)
             sites = zip(*(value.split(self._parts_of[True], 1) for value in values))
         if self._parts_of[False]:
             moved = [self._moved(update, *pair) for update, pair in zip(updates, pairs)]
@@ -143,7 +156,8 @@ class SiteGuard(Guard):
         weight = statistics.median(weights)
         limits = super().limits(sizes / _credits(weights, weight), [1.0] * len(weights)).sizes
         limits[4] = 1 + TOLERANCE
-        return SiteLimits(limits, weight)
+        few = len(sizes) < FEWEST
+        return SiteLimits(limits, weight, lambda client: few and not self._counted_of(client))
 
     def remember(self, sizes: Tensor, weights: Sequence[float]) -> None:
         """See :meth:`Guard.remember`."""
@@ -248,6 +262,16 @@ class SiteGuard(Guard):
 
     def _split(self, flat: Tensor, has_site: bool) -> list[Tensor]:
         return [part for part, own in zip(flat.split(self._lengths), self._has_site) if own is has_site]
+
+
+def guard_of(
+    rule: FusionRule, previous: GaussianPosterior, state: RuleState, probabilistic: Collection[str],
+    max_influence: float, share: float, counted_of: Callable[[int], Tensors], past: Tensor | None,
+) -> Guard:
+    """Return the guard of a round by a rule; for the arguments see :class:`SiteGuard`."""
+    if isinstance(rule, Sites):
+        return SiteGuard(rule, previous, state, probabilistic, max_influence, share, counted_of, past)
+    return Guard(previous, probabilistic, max_influence, past)
 
 
 def _credits(weights: Iterable[float], typical: float) -> Tensor:

@@ -54,7 +54,14 @@ class Clients:
         self.server.begin(RoundPlan(number, cohort))
         for update in [self.update(client) for client in cohort]:
             assert self.server.admit(update).error is None
-        return self.server.finish().figures
+        figures = self.server.finish().figures
+        self.listen()
+        return figures
+
+    def listen(self) -> None:
+        """Keep what the server has counted."""
+        for client, kept in self.server.sites.items():
+            self.sites[client] = kept["precision"], kept["shift"]
 
 
 def federation(rule: Sites) -> Clients:
@@ -177,7 +184,12 @@ def test_server_and_clients_count_the_same_to_the_bit(seed, dtype, rule):
             before = site[0] - (once[0] - base[0]), site[1] - (once[1] - base[1])
             clients.sites[client] = before[0] + (now[0] - base[0]), before[1] + (now[1] - base[1])
             assert clients.server.admit(ClientUpdate(client, 1, cast)).error is None
-        clients.server.finish()
+        result = clients.server.finish()
+        assert result.aggregate is not None
+        for client in set(cohort) - set(result.aggregate.outlying):  # what the client has worked out is what counts
+            for own, name in zip(clients.sites[client], ("precision", "shift"), strict=True):
+                assert torch.equal(own, clients.server.sites[client][name])
+        clients.listen()
         assert_counted(clients)
 
 
@@ -236,10 +248,10 @@ def test_what_a_foreign_client_takes_away_is_held_at_the_bound():
     for client in (0, 1):
         server.admit(ClientUpdate(client, 1, vague))
     result = server.finish()
-    assert result.figures["sites/held_back"] == 1
+    assert result.figures["sites/held_back"] == 0
     precision = 1 / result.posterior.variance["w"]
     torch.testing.assert_close(precision, torch.tensor([LEAST_SHARE, 1.0]).double())
-    torch.testing.assert_close(server.rule_state["precision"], torch.tensor([1 - 2 * 0.98, 1.0]).double())
+    torch.testing.assert_close(server.rule_state["precision"], torch.tensor([LEAST_SHARE, 1.0]).double())
     torch.testing.assert_close(result.posterior.mean["w"][0], torch.tensor(0.04 / LEAST_SHARE).double())
 
 
@@ -275,14 +287,34 @@ def test_a_pull_corrects_the_mean_by_the_duals_of_all_clients():
     torch.testing.assert_close(server.rule_state["dual"][2], torch.tensor(30 * duals[0] + 10 * duals[1]).double())
 
 
-def test_a_client_whose_weight_changes_is_refused():
-    """Its dual counts by the weight of the rounds before."""
-    server = Server(GaussianPosterior.point_mass({"w": torch.zeros(1)}), fusion=Sites(pull=1.0))
+def test_a_dual_counts_by_its_clients_present_weight():
+    """The sum of all duals times weights is that of the clients' own, whatever their numbers of examples become."""
+    start = GaussianPosterior.point_mass({"w": torch.zeros(2).double()})
+    server, duals = Server(start, fusion=Sites(pull=0.5)), {0: 0.0, 1: 0.0, 2: 0.0}
+    for number, sizes in enumerate([{0: 10, 1: 30, 2: 20}, {0: 11, 1: 30}, {0: 12, 2: 5}, {1: 60, 2: 6}]):
+        before = server.posterior.mean["w"]
+        server.begin(RoundPlan(number, tuple(sizes)))
+        for client, size in sizes.items():
+            sent = torch.full((2,), 1.0 + client - number).double()
+            assert server.admit(ClientUpdate(client, size, GaussianPosterior.point_mass({"w": sent}))).error is None
+            duals[client] += 0.5 * float(before[0] - sent[0])
+        assert server.finish().success
+    weights = server.rule_state["weights"]
+    assert weights == {0: 12, 1: 60, 2: 6}
+    expected = sum(weights[client] * dual for client, dual in duals.items())
+    torch.testing.assert_close(server.rule_state["dual"], torch.full((2,), expected).double())
+
+
+def test_without_a_guard_a_client_whose_weight_changes_is_left_out():
+    """Nobody knows its dual, which counts by the weight of the rounds before."""
+    unbounded = fb.Safeguards(max_influence=None)
+    server = Server(GaussianPosterior.point_mass({"w": torch.zeros(1)}), fusion=Sites(pull=1.0), safeguards=unbounded)
     for number, size in enumerate((10, 20)):
-        server.begin(RoundPlan(number, (0,)))
-        server.admit(ClientUpdate(0, size, GaussianPosterior.point_mass({"w": torch.ones(1)})))
-        result = server.finish()
-    assert "client 0 has weight 20, but 10 in an earlier round" in str(result.refusal)
+        server.begin(RoundPlan(number, (0, 1)))
+        server.admit(ClientUpdate(1, 10, GaussianPosterior.point_mass({"w": torch.ones(1)})))
+        outcome = server.admit(ClientUpdate(0, size, GaussianPosterior.point_mass({"w": torch.ones(1)})))
+        assert server.finish().success
+    assert "client 0 has weight 20, but 10 in an earlier round" in str(outcome.error)
 
 
 @pytest.mark.parametrize("wrong", [

@@ -128,7 +128,9 @@ def test_a_longer_update_is_clipped_to_twice_the_median_one():
     allowed = 2 * (1 + 2 / math.sqrt(10_000))
     torch.testing.assert_close(fused.mean["w"], step * (6 + allowed) / 7)
     fewer, _ = fuse("weighted_average", updates[1:], start)
-    torch.testing.assert_close(fewer.mean["w"], step * 105 / 6)  # six clients are too few to judge one
+    torch.testing.assert_close(fewer.mean["w"], step * (5 + 4) / 6)  # four times the second largest of six
+    two, _ = fuse("weighted_average", updates[5:], start)
+    torch.testing.assert_close(two.mean["w"], step * 101 / 2)  # nobody knows which of two is usual
 
 
 @pytest.mark.parametrize("place", [0, 9])
@@ -237,7 +239,7 @@ def test_a_large_deterministic_network_is_fused_in_pieces_as_in_one_vector(monke
     expected = result_of(updates(), rule)
     assert result.figures["disagreement"] == pytest.approx(expected.figures["disagreement"], rel=1e-9)
     assert result.figures["outlying_clients"] == expected.figures["outlying_clients"]
-    assert (result.figures["outlying_clients"] > 0) == (count == 17 and bool(attacked))
+    assert (result.figures["outlying_clients"] > 0) == bool(attacked)
     for name in WIDE:
         torch.testing.assert_close(result.posterior.mean[name], expected.posterior.mean[name], rtol=1e-7, atol=1e-7)
         if not attacked:
