@@ -60,8 +60,7 @@ class ClientRecords:
         self.rounds[client] += 1
         self.seconds[client] = outcome.seconds
         if outcome.error is not None:
-            self.failures[client] += 1
-            self.last_failure[client] = f"{type(outcome.error).__name__}: {outcome.error}"
+            self.fail(client, outcome.error)
             return False
         loss = outcome.metrics.get("train_loss", math.nan)
         self.megabytes_up[client], self.train_loss[client] = outcome.num_bytes / 1e6, loss
@@ -70,6 +69,11 @@ class ClientRecords:
         diverges = not self.diverged[client] and loss > worst_loss(self.first_loss[client])
         self.diverged[client] |= diverges
         return diverges
+
+    def fail(self, client: int, error: Exception) -> None:
+        """Note why a client is left out of a round."""
+        self.failures[client] += 1
+        self.last_failure[client] = f"{type(error).__name__}: {error}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the columns, as tensors, and the failures."""

@@ -120,6 +120,10 @@ class FederationReport:
         After the first round of a fit, print a line if the loss lacks the KL divergence; in every round, lines about
         the clients that are left out of it, and one about those whose training has diverged in it.
         """
+        for outcome in result.outcomes:
+            if outcome.error is not None and self._losses.pop(outcome.client, None) is not None:  # seen beside others
+                self.records.fail(outcome.client, outcome.error)
+                self._failures[self._clients.names[outcome.client]] = outcome.error
         self.tell_failures(result.round)
         if self._diverged:
             names = [self._clients.names[client] for client in sorted(self._diverged)]

@@ -206,7 +206,7 @@ class Aggregation:
     def _without_absurd(self, recent: list[ClientUpdate], sizes: Tensor) -> tuple[list[ClientUpdate], Tensor]:
         """Return the clients that were held last and their sizes, without those whose updates do not count at all."""
         assert self.guard is not None
-        absurd = self.guard.absurd(sizes)
+        absurd = self.guard.absurd(recent, sizes)
         if not bool(absurd.any()):
             return recent, sizes
         refused = [update.client for update, is_absurd in zip(recent, absurd.tolist(), strict=True) if is_absurd]

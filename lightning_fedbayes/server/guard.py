@@ -38,7 +38,7 @@ FEW = 2.0
 """Factor by which the bound is wider where there are fewer."""
 DECAY = 0.9
 """Factor by which sizes of earlier rounds count less in every round, where there are few clients."""
-MOST_MOVE = 1e9
+MOST_MOVE = 1e15
 """Multiple of one plus the largest global mean by which the means of a tensor may move in a round, as their root mean
 square."""
 MOST_MEASURED = 2**16
@@ -86,8 +86,10 @@ class Guard:
         counted: client → what the server counts of it in place of what it sent, where clients have to keep the same.
     """
 
+    num_kinds: ClassVar[int] = 4
+    """Number of kinds of sizes."""
     num_lengths: ClassVar[int] = 2
-    """Number of kinds of sizes that are lengths; they come first."""
+    """Number of them that are lengths; they come first."""
     fewest_ranked: ClassVar[int] = 3
     """Least number of clients whose second largest says something of the largest."""
 
@@ -98,11 +100,12 @@ class Guard:
         self.previous = previous
         self.probabilistic = probabilistic
         self.max_influence = max_influence
-        self.past = past
         self.counted: dict[int, dict[str, Tensor]] = {}
         self._deterministic = [name for name in previous.names if name not in probabilistic]
         self._lengths = [value.numel() for value in previous.mean.values()]
         self._numels = torch.tensor([n for n in self._lengths if n], dtype=torch.float64)
+        is_known = past is not None and past.shape == (self.num_kinds, len(self._numels))  # else of other parameters
+        self.past = past if is_known else None
         self._is_point_mass = previous.is_point_mass
         if self._is_point_mass:
             return
@@ -170,8 +173,8 @@ class Guard:
         posteriors = [update.posterior for update in updates]
         return self.shifts(posteriors) if by_pieces else self.sizes([each.flatten() for each in posteriors])
 
-    def absurd(self, sizes: Tensor) -> Tensor:
-        """Return which clients of these ``sizes`` no training can have sent, shape (clients,)."""
+    def absurd(self, updates: Sequence[ClientUpdate], sizes: Tensor) -> Tensor:
+        """Return which of the ``updates``, of these ``sizes``, no training can have sent, shape (clients,)."""
         return (sizes[:, 0] > MOST_MOVE * (1 + self._largest) * self._numels.sqrt()).any(1)
 
     @cached_property

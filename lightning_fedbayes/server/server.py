@@ -275,6 +275,7 @@ class Server:
         outcomes = tuple(outcome for report in reports for outcome in report.outcomes)
         if self.collective.size > 1:
             outcomes = tuple(sorted(outcomes, key=lambda outcome: outcome.client))
+        outcomes = _with_refusals(outcomes, [each for report in reports for each in report.admitted.values()])
         notes = tuple(report.note for report in reports)
         aggregate, refusal, losses = None, None, {}
         if sum(report.count for report in reports) >= self.safeguards.min_clients:
@@ -284,8 +285,6 @@ class Server:
             except FusionError as error:
                 refusal = error
         if aggregate is not None:
-            refused = {client: FusionError(why) for client, why in aggregate.refused.items()}
-            outcomes = tuple(replace(each, error=each.error or refused.get(each.client)) for each in outcomes)
             guard = next(iter(self._aggregations.values())).guard
             self._past = None if guard is None else guard.past
             if self._counted_of is None:
@@ -447,6 +446,14 @@ def candidates(method: Method) -> dict[str, FusionRule]:
     if isinstance(rule, AutoFusion):
         return dict(zip(rule.names, rule.rules, strict=True))
     return {next(names_of([rule])): rule}
+
+
+def _with_refusals(outcomes: tuple[ClientOutcome, ...], admitted: Sequence[Admitted]) -> tuple[ClientOutcome, ...]:
+    """Return the outcomes with those of clients whose updates turned out not to count when all were known."""
+    refused = {client: FusionError(why) for each in admitted for client, why in each.refused.items()}
+    if not refused:
+        return outcomes
+    return tuple(replace(each, error=each.error or refused.get(each.client)) for each in outcomes)
 
 
 def check_state(state: Any) -> None:

@@ -27,12 +27,15 @@ from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.rule import FusionRule, RuleState
 from lightning_fedbayes.fusion.sites import TOLERANCE, Natural, Sites
-from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, Guard, Limits
+from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, MOST_MOVE, Guard, Limits
 
 Tensors = Mapping[str, Tensor]
 
 BEYOND = 3
 """Power of bound over size by which a change counts that is beyond."""
+SETTLED = 1e-3
+"""Change of a site, as part of the largest that it may be, below which clients have arrived: what remains is noise, and
+which of it is the largest says nothing."""
 LEAST_LEFT = 1e-3
 """Part of the global precision that is left whatever a site takes away; honest clients leave 250 times as much."""
 
@@ -43,7 +46,7 @@ class SiteLimits(Limits):
 
     Args:
         sizes, weight: see :class:`~lightning_fedbayes.server.guard.Limits`.
-        is_new: returns True for a client whose lengths are not bounded, since it has no site yet, and too few others do.
+        is_new: returns True for a client whose lengths are not bounded: it has no site yet, and too few others do.
     """
 
     is_new: Callable[[int], bool]
@@ -73,6 +76,7 @@ class SiteGuard(Guard):
         past: see :class:`~lightning_fedbayes.server.guard.Guard`.
     """
 
+    num_kinds: ClassVar[int] = 5
     num_lengths: ClassVar[int] = 4
     fewest_ranked: ClassVar[int] = FEWEST  # sites of few clients differ as much as their data do
 
@@ -129,10 +133,9 @@ class SiteGuard(Guard):
                 continue
             sizes = [part.norm(dim=1) for part in parts[:4]]
             nothing = torch.zeros_like(sizes[0])
-            found.append(torch.stack(
-                [*sizes, parts[4].amax(1) / -self._least] if has_site else [sizes[0], nothing, sizes[1], nothing, nothing],
-                1,
-            ))
+            lack = parts[4].amax(1) / -self._least if has_site else nothing
+            sizes = [*sizes, lack] if has_site else [sizes[0], nothing, sizes[1], nothing, nothing]
+            found.append(torch.stack(sizes, 1))
         return torch.stack(found, 2)
 
     @property
@@ -151,10 +154,16 @@ class SiteGuard(Guard):
         dual = proposed["dual"]
         return (dual - old["dual"] if "dual" in old else dual), dual
 
+    def absurd(self, updates: Sequence[ClientUpdate], sizes: Tensor) -> Tensor:
+        """See :meth:`Guard.absurd`; sizes are in units of widths, which may be tiny."""
+        largest = torch.stack([update.posterior.flatten()[0].abs().amax() for update in updates])
+        return largest.cpu() > MOST_MOVE * (1 + self._largest)
+
     def limits(self, sizes: Tensor, weights: Sequence[float]) -> Limits:
         """Return the largest sizes that are allowed, for a client of the median number of examples."""
         weight = statistics.median(weights)
         limits = super().limits(sizes / _credits(weights, weight), [1.0] * len(weights)).sizes
+        limits[:2] = limits[:2].maximum(SETTLED * limits[2:4])
         limits[4] = 1 + TOLERANCE
         few = len(sizes) < FEWEST
         return SiteLimits(limits, weight, lambda client: few and not self._counted_of(client))
@@ -173,7 +182,8 @@ class SiteGuard(Guard):
             limits, sizes: of this client, shape (5, tensors).
         """
         proposed, old = self._proposed(update), self._counted_of(update.client)
-        mean, variance = (each.clone() for each in update.posterior.flatten())
+        mean, variance = update.posterior.flatten()
+        mean, variance = mean.clone(), variance.clone() if self._parts_of[True] else variance
         kept = torch.where(sizes > limits, limits / sizes, 1.0)
         aims = torch.where(sizes > limits, limits * kept ** (BEYOND - 1), limits)[:2]
         moved, certain = (row.repeat_interleave(self._numels.long()).to(mean.device) for row in kept[2:4])

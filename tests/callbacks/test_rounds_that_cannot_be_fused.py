@@ -32,13 +32,22 @@ class OnlyOnce(UpdateAttack):
         return mean * 0 + self.value if OnlyOnce.rounds == 2 else mean
 
 
-@pytest.mark.parametrize(
-    ("rule", "value"), [(TrimmedMean(2), float("nan")), (MultiKrum(1), float("nan")), ("linear_pool", 1e30)]
-)
-def test_the_round_is_lost_and_the_run_goes_on(rule, value):
+@pytest.mark.parametrize("clients", [2, 5, 20])
+@pytest.mark.parametrize("rule", ["linear_pool", "weighted_average", "sites"])
+def test_a_client_that_no_training_explains_is_left_out_by_name(rule, clients, caplog):
+    OnlyOnce.rounds = 0
+    made = fb.FederatedBayes(fb.IIDPartition(clients), fusion=rule, adversaries=OnlyOnce([0], 1e30))
+    federate(bayesian(), made, rounds=3)
+    assert [row["failed_clients"] for row in made.history] == [0.0, 1.0, 0.0]
+    assert "client 0: it moves the means by more than a factor of 1e+15" in caplog.text
+    assert all(bool(torch.isfinite(value).all()) for value in made.posterior.variance.values())
+
+
+@pytest.mark.parametrize("rule", [TrimmedMean(2), MultiKrum(1)])
+def test_the_round_is_lost_and_the_run_goes_on(rule):
     OnlyOnce.rounds = 0
     made = fb.FederatedBayes(
-        fb.IIDPartition(5), fusion=rule, adversaries=OnlyOnce([0], value), weighting="equal", engine="sequential"
+        fb.IIDPartition(5), fusion=rule, adversaries=OnlyOnce([0]), weighting="equal", engine="sequential"
     )
     after = []
 
