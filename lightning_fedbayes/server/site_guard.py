@@ -33,9 +33,9 @@ Tensors = Mapping[str, Tensor]
 
 BEYOND = 3
 """Power of bound over size by which a change counts that is beyond."""
-SETTLED = 1e-3
-"""Change of a site, as part of the largest that it may be, below which clients have arrived: what remains is noise, and
-which of it is the largest says nothing."""
+SETTLED = 0.02
+"""Change, as part of the largest site, that counts whole however small the others' are: a client that is the last one
+far from its own site arrives there, within fifty rounds."""
 LEAST_LEFT = 1e-3
 """Part of the global precision that is left whatever a site takes away; honest clients leave 250 times as much."""
 
