@@ -130,6 +130,12 @@ def stack_of(tensor: Tensor, level: int) -> Tensor | None:
     return None
 
 
+def outside_of_vmap(tensor: Tensor) -> Tensor:
+    """Return the values of all clients where vmap shows those of one, and any other tensor as it is."""
+    is_stacked = getattr(_functorch, "is_batchedtensor", None)
+    return _functorch.get_unwrapped(tensor) if is_stacked is not None and is_stacked(tensor) else tensor
+
+
 version_of = attrgetter("_version")
 """Number of times that a tensor has been written into."""
 
