@@ -141,10 +141,10 @@ version_of = attrgetter("_version")
 
 
 def version_if_any(tensor: Tensor) -> int | None:
-    """Return :func:`version_of` the tensor; None inside a functional transform, where tensors have no version."""
+    """Return :func:`version_of` the tensor; None in a functional transform, or if made under ``inference_mode``."""
     is_transformed = getattr(_functorch, "is_functorch_wrapped_tensor", None)
-    if is_transformed is not None:
-        return None if is_transformed(tensor) else version_of(tensor)
+    if is_transformed is not None and is_transformed(tensor):
+        return None
     try:
         return version_of(tensor)
     except RuntimeError:
