@@ -142,7 +142,8 @@ class RoundState:
             if type(each).__module__.split(".")[0] not in LIBRARIES and not isinstance(each, Metric)
         }
         self._module, live = module, dict(module.named_buffers())
-        self._buffers = {n: (live[n], version_if_any(live[n]), live[n].clone()) for n in noted_buffers(module, federated)}
+        noted = {name: live[name] for name in noted_buffers(module, federated)}
+        self._buffers = {name: (each, version_if_any(each), each.clone()) for name, each in noted.items()}
         self._by_hook: set[tuple[str, str]] = set()
         self.dropped: set[str] = set()
         self.shared: set[str] = set()

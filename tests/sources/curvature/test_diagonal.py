@@ -14,6 +14,7 @@ import lightning_fedbayes as fb
 from tests.federations import Plain, blobs, federate, from_yaml, loader, network, trainer
 
 ENGINES = ("sequential", "vectorized")
+X, Y = torch.ones(3, 2), torch.arange(3)
 SIZES = fb.SizesPartition([40, 25, 13, 12])
 
 
@@ -349,7 +350,7 @@ def test_what_cannot_be_is_refused_with_the_remedy(engine, module, settings, mes
         run(engine, module=module(), **settings)
 
 
-@pytest.mark.parametrize("engine", ("sequential", "auto"))
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
 @pytest.mark.parametrize(
     ("module", "source", "collate", "message"),
     [
@@ -400,6 +401,11 @@ def test_data_that_cannot_be_read_again_fail_their_client_alone(caplog):
         (lambda: fb.Laplace(temperature=0.0), "temperature=0.0"),
         (lambda: fb.Laplace().posterior(nn.Linear(2, 2), [[torch.zeros(1, 2), torch.zeros(1)]]), "one class"),
         (lambda: fb.Laplace().posterior("network", []), "module"),
+        (lambda: fb.Laplace().posterior(nn.Linear(2, 3), [({"x": X}, Y)]), "Linear cannot be measured: TypeError"),
+        (lambda: fb.Laplace().posterior(nn.Linear(2, 3), [(X, Y[:2])]), "give as many of both"),
+        (lambda: fb.Laplace().posterior(nn.Linear(2, 3), [(X[:0], Y[:0])]), "at least one"),
+        (lambda: fb.Laplace("classification", "empirical").posterior(nn.Linear(2, 3), [(X, Y + 2)]), "from 2 to 4"),
+        (lambda: fb.Laplace().posterior(nn.Linear(2, 3), [(X * torch.nan, Y)]), "is not finite at 6 of 6 entries"),
         (lambda: fb.KroneckerLaplace(fb.Laplace(prior_std=None)), "KroneckerLaplace needs the prior"),
         (lambda: fb.Laplace().fuse(nn.Linear(2, 2), []), "no site"),
         (lambda: fb.Laplace().fuse(nn.Linear(2, 2), [{"weight": torch.ones(2, 2)}]), "'bias' is missing"),
