@@ -99,7 +99,7 @@ class FusionRule(ABC):
         """Return the state of the rule before the first round."""
         return {}
 
-    def check_state(self, state: Any, parameters: int) -> None:
+    def check_state(self, state: Any, parameters: int) -> None:  # noqa: B027
         """Raise FusionError unless ``state`` is what :meth:`apply` has left, of so many ``parameters``; here anything.
 
         A rule with a state overrides this: a checkpoint may be damaged, or of another network.
@@ -291,7 +291,7 @@ def check_part(rule: FusionRule, state: Any, name: str, shape: tuple[int, ...] |
     if shape is None or not is_dense(value) or value.shape != shape or not bool(value.isfinite().all()):
         wanted = "a dict" if shape is None else f"a finite tensor of shape {shape}"
         raise FusionError(
-            f"{type(rule).__name__}: '{name}' of its state is {shown(value)}, and not {wanted}: the checkpoint is damaged "
-            "or of another network; go on from another one, or start anew"
+            f"{type(rule).__name__}: '{name}' of its state is {shown(value)}, and not {wanted}: the checkpoint is "
+            "damaged, or of another network; go on from another one, or start anew"
         )
     return value

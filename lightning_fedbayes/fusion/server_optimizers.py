@@ -95,9 +95,9 @@ class ServerOptimizer(StatefulSumRule):
         if not state:
             return
         self.then.check_state(check_part(self, state, "then"), parameters)
-        if kept := check_part(self, state, "optimizer"):
-            for name, like in self.step({}, torch.zeros(parameters))[1].items():
-                check_part(self, kept, name, like.shape)
+        kept = check_part(self, state, "optimizer")
+        for name, like in self.step({}, torch.zeros(parameters))[1].items():
+            check_part(self, kept, name, tuple(like.shape))
 
 
 @register_fusion("fedavgm")
