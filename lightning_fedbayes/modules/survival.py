@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torchmetrics import MetricCollection
 
 from lightning_fedbayes.core.errors import FedBayesError
+from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.core.private_torch import outside_of_vmap
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.metrics.functional.survival import check_survival
@@ -218,8 +219,9 @@ def event_and_time(targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the columns of ``targets``, shape (batch, 2).
 
     Raises:
-        FedBayesError: another shape.
+        FedBayesError: another shape, or no tensor.
     """
+    check_tensor("targets", targets, error=FedBayesError)
     if targets.ndim != 2 or targets.shape[1] != 2:
         raise FedBayesError(
             f"targets have shape {tuple(targets.shape)}, but two columns are needed, event (1 or 0) and time; "

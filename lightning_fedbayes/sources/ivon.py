@@ -163,7 +163,9 @@ class IVON(Optimizer):
         }
         try:
             super().__init__(params, options)
-        except (TypeError, AttributeError) as error:  # of torch, for what are no parameters
+        except FederationError:
+            raise
+        except (TypeError, AttributeError, IndexError, ValueError) as error:  # of torch, for what are no parameters
             remedy = "give module.parameters(), or dicts of them"
             raise FederationError(f"params={shown(params)}: {error}; {remedy}") from error
 

@@ -145,6 +145,8 @@ class Laplace:
         Raises:
             FederationError: there is no site, or one of another network, or with a value that is no information.
         """
+        check_kind("module", module, nn.Module, "give a torch.nn.Module")
+        check_kind("sites", sites, list | tuple, "give a list of what site() has returned")
         if not sites:
             raise FederationError("fuse: no site; give what site() has returned, of every client")
         mean = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -367,6 +369,7 @@ def check_shapes(
 def _check_site(number: int, site: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
     """Raise FederationError unless a client's ``site`` is information of the ``parameters``."""
     rule = "all clients have to take site() of this module"
+    check_kind(f"sites[{number}]", site, Mapping, rule)
     check_shapes(f"sites[{number}]", site, parameters, "the module", rule)
     for name, value in site.items():
         if not bool((torch.isfinite(value) & (value >= 0)).all()):

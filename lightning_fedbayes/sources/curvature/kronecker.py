@@ -149,6 +149,7 @@ class KroneckerLaplace:
         Raises:
             FederationError: there is no site, sites differ in their names or shapes, or a value is not finite.
         """
+        check_kind("sites", sites, list | tuple, "give a list of what site() has returned")
         if not sites:
             raise FederationError("fuse: no site; give what site() has returned, of every client")
         for number, each in enumerate(sites):
