@@ -184,7 +184,7 @@ SETTINGS = {
 def ivon_step(closure):
     """Take a step of an IVON that has a gradient."""
     weight = torch.zeros(2, requires_grad=True)
-    optimizer = fb.IVON([weight])
+    optimizer = fb.IVON([weight], num_examples=10)
     with optimizer.sampled():
         weight.square().sum().backward()
     optimizer.step(closure)
