@@ -231,7 +231,7 @@ def batches_of(dataset: Dataset, batch_size: int) -> Iterator[Any]:
     while True:
         try:
             batch = next(loader, None)
-        except (TypeError, RuntimeError) as error:  # torch's words for examples of a kind or shape that do not stack
+        except (TypeError, ValueError, RuntimeError) as error:  # torch's words for what does not stack
             raise FedBayesError(f"the examples make no batch ({error}): give pairs of input and target") from error
         if batch is None:
             return

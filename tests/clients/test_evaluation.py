@@ -172,6 +172,7 @@ def test_a_personal_weight_without_a_finite_score_is_not_chosen():
     (lambda: fb.evaluate_clients({}, clients(5)), "no module for client c0"),
     (lambda: fb.evaluate_clients(Plain(), blobs()), "ClientDatasets"),
     (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [None, None]})), "make no batch"),
+    (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [10**400]})), "make no batch"),
     (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": torch.zeros(3, 6)})), "a batch is"),
     (lambda: fb.evaluate_clients(Plain(), fb.ClientDatasets({"a": TensorDataset(torch.zeros(0, 6))})), "no example"),
     (lambda: fb.hold_out(clients(1, 5)), "client c0 has 1 examples"),
