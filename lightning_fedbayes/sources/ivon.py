@@ -178,6 +178,7 @@ class IVON(Optimizer):
         if group["lr"] is None:
             group["lr"] = RATES.get(group["curvature"], RATES["squares"])
         check_options(group)
+        group["prior_std"] = float(group["prior_std"])  # NumPy has no negative powers of integers
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "samples": self.samples}

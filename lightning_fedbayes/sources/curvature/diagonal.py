@@ -157,7 +157,7 @@ class Laplace:
         if self.prior_std is None:
             precision = chosen_precision(total.values(), chosen.values())
         else:
-            precision = self.prior_std**-2
+            precision = float(self.prior_std) ** -2  # NumPy has no negative powers of integers
         variance = {
             name: (total[name] + precision).reciprocal() if name in total else zeros_like(value)
             for name, value in mean.items()
@@ -178,7 +178,7 @@ class Laplace:
                 f"Laplace(prior_std=None): {who} needs the prior from the start, and only posterior() and fuse() "
                 "choose it: give prior_std=1.0, and take the posterior of the trained network by them"
             )
-        return self.prior_std
+        return float(self.prior_std)
 
     def information(
         self, module: nn.Module, parameters: Mapping[str, Tensor], batches: Iterable[Any],

@@ -4,6 +4,7 @@ import warnings
 from types import SimpleNamespace
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -365,6 +366,12 @@ def test_what_cannot_be_measured_is_refused_before_the_first_round(engine, modul
     own.training_step = lambda batch, batch_idx: own(torch.zeros(2, 6)).sum()
     with pytest.raises(fb.FederationError, match=message):
         federate(own, fb.FederatedBayes(SIZES, engine=engine, posterior=source), 1, loader(collate_fn=collate))
+
+
+def test_a_prior_of_a_whole_number_of_numpy_is_that_number():
+    module = nn.Linear(2, 3)
+    one, other = (fb.Laplace(prior_std=std).posterior(module, [(X, Y)]) for std in (2.0, np.int64(2)))
+    assert torch.equal(flat(one), flat(other))
 
 
 class Torn(torch.utils.data.Dataset):
