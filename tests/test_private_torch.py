@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from lightning_fedbayes.core.private_torch import (
     PRIMITIVES,
     has_vmap_primitives,
+    outside_of_vmap,
     outside_vmap,
     stack_of,
     to_client_view,
@@ -38,6 +39,14 @@ def test_stacks_are_seen_only_at_their_own_level():
         torch.func.vmap(lambda _: pytest.fail("seen") if stack_of(client, level) is not None else _)(torch.zeros(2))
         assert torch.equal(to_stack(client * 2, level, CLIENTS), stack * 2)
         assert to_stack(torch.ones(2), level, CLIENTS).shape == (CLIENTS, 2)
+
+
+def test_values_of_all_clients_are_seen_outside_of_vmap():
+    stack = torch.randn(CLIENTS, 3)
+    assert outside_of_vmap(stack) is stack
+    with vmap_level(CLIENTS) as level:
+        assert torch.equal(outside_of_vmap(to_client_view(stack, level)[1:]), stack[:, 1:])
+    torch.func.vmap(lambda row: row if bool((outside_of_vmap(row) == stack).all()) else pytest.fail("other"))(stack)
 
 
 def test_noise_differs_between_clients():

@@ -4,10 +4,10 @@
     python -m benchmarks.engine.clients --million [--keeps posterior | sites]  # states on disk; killed once, resumed
 
 Network 13-50-1, 751 parameters; every client has one example and takes one step, on the vectorized engine, with one
-thread. The first study averages point masses. In the second the layers are Bayesian, and every client keeps 1,502 numbers on disk: the mean and variance that it has
-trained last, or its site. A tenth of the clients take part in each of ten rounds, with a checkpoint after each. The
-run is made twice: once from start to end, and once killed by SIGKILL inside a round and resumed; both must end at the
-same global posterior and the same states, bit for bit.
+thread. The first study averages point masses. In the second the layers are Bayesian, and every client keeps 1,502
+numbers on disk: the mean and variance that it has trained last, or its site. A tenth of the clients take part in each
+of ten rounds, with a checkpoint after each. The run is made twice: once from start to end, and once killed by SIGKILL
+inside a round and resumed; both must end at the same global posterior and the same states, bit for bit.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class FederatedBayes(L.Callback):
     @property
     def posterior(self) -> GaussianPosterior:
         """The global posterior after the last round."""
-        if self._restored is not None:  # a checkpoint of a complete federation: there was nothing to train
+        if self._restored is not None:  # in the main process of forked ones, or before fit has come to an end
             posterior = GaussianPosterior.from_state_dict(self._restored["posterior"])
             module = None if self._loop is None else self._loop.module
             return posterior if module is None else with_rest(posterior, module, frozen_names(module))
@@ -308,6 +308,18 @@ class FederatedBayes(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the federation, and continue where a checkpoint or an earlier fit left off."""
+        loop, loader, federation = self._make(trainer)
+        loop.install(federation.engine, partial(self._begin_batch, trainer), self._end_batch)
+        if loop.collective.size > 1:
+            loop.stop_together(lambda: federation.stage == "training")
+        start = getattr(pl_module, "on_federation_start", None)
+        if start is not None:
+            start()
+        loop.guard_weights_only(self._between_rounds)
+        self._report.start(trainer, self.described(), loader.clients)
+
+    def _make(self, trainer: L.Trainer) -> tuple[FitLoop, FederatedLoader, Federation]:
+        """Return the loop, the loader and a new federation, in the state of the checkpoint or the earlier fit."""
         loop, loader = self._prepare(trainer)
         if self.settings.fusion is not None and self.settings.method.auto is not None:
             check_held_out(trainer)
@@ -324,14 +336,7 @@ class FederatedBayes(L.Callback):
         else:
             federation.engine.states.begin()
         self._restored = None
-        loop.install(federation.engine, partial(self._begin_batch, trainer), self._end_batch)
-        if loop.collective.size > 1:
-            loop.stop_together(lambda: federation.stage == "training")
-        start = getattr(pl_module, "on_federation_start", None)
-        if start is not None:
-            start()
-        loop.guard_weights_only(self._between_rounds)
-        self._report.start(trainer, self.described(), loader.clients)
+        return loop, loader, federation
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
@@ -411,6 +416,11 @@ class FederatedBayes(L.Callback):
         self.federation.check_trained()
         self.federation.take_over()  # what hooks have changed after the last round
         self._report.finish(trainer, self._uncertainty.client_accuracy, self.history)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """After a checkpoint of a complete federation, which trains nothing, hold its clients, too."""
+        if self._restored is not None:
+            self._make(trainer)[-1].engine.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave the module with the global posterior of the last good round: nothing learnt is lost."""

@@ -17,7 +17,7 @@ from lightning_fedbayes.clients.cavities import Pull, RoundCavities, pull_of
 from lightning_fedbayes.clients.client import Client, ClientState
 from lightning_fedbayes.clients.context import Step, TrainingContext
 from lightning_fedbayes.clients.learned import TrainedClient
-from lightning_fedbayes.clients.loader import FederatedLoader
+from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.clients.log import Collected, TrainingLog
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import OptimizerState
@@ -229,12 +229,24 @@ class Engine(ABC):
             optimizer: the state of its optimizer, by the number of the parameter.
         """
         assert self.model.learned is not None
-        batches = (self.context.bring(batch) for batch in self._loader.batches(client.round, client.job))
+        batches = self._brought(client.round, client.job)
         return self.model.learned.measured(TrainedClient(
             client.num_examples, values, buffers, optimizer, self._priors(self._under_way[client.job][1]),
             self.model.received(local),
             lambda: batches,
         ))
+
+    def check_posterior(self) -> None:
+        """Before any training, raise FederationError if variances cannot be measured with the clients' batches."""
+        if self.model.learned is not None:
+            self.model.learned.check(self._brought(0, 0))
+
+    def _brought(self, round: int, client: int) -> Iterator[Any]:
+        """Yield the batches of a client's first local epoch as ``training_step`` would get them."""
+        for batch in self._loader.batches(round, client):
+            if isinstance(batch, FailedBatch):
+                raise batch.error
+            yield self.context.bring(batch)
 
     def sent_and_kept(
         self, client: int, posterior: GaussianPosterior, buffers: Tensors, measured: Tensors | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -230,7 +231,7 @@ def batches_of(dataset: Dataset, batch_size: int) -> Iterator[Any]:
     while True:
         try:
             batch = next(loader, None)
-        except (TypeError, RuntimeError) as error:  # torch's words for examples of a kind or shape that do not stack
+        except (TypeError, ValueError, RuntimeError) as error:  # torch's words for what does not stack
             raise FedBayesError(f"the examples make no batch ({error}): give pairs of input and target") from error
         if batch is None:
             return
@@ -396,7 +397,7 @@ def choose_personal_weight(
     Source: Jamoussi et al. 2025.
 
     Raises:
-        FedBayesError: there is no example or no weight.
+        FedBayesError: there is no example or no weight, or no weight has a finite NLL.
     """
     check_dataset("held_out", held_out)
     if not len(held_out):  # pyright: ignore[reportArgumentType]
@@ -413,4 +414,10 @@ def choose_personal_weight(
         weight: _score(PosteriorPredictive(module, posterior_of(weight), **options), held_out, batch_size, seed)["nll"]
         for weight in sorted(weights)
     }
-    return min(scores, key=lambda weight: scores[weight]), scores
+    finite = [weight for weight, nll in scores.items() if math.isfinite(nll)]
+    if not finite:
+        raise FedBayesError(
+            "held_out has an NLL that is not finite by every weight: look for NaN in its inputs and targets, and in "
+            "the posteriors"
+        )
+    return min(finite, key=lambda weight: scores[weight]), scores

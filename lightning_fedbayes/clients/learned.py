@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.client import parameters_of
 from lightning_fedbayes.clients.optimizers import OptimizerState
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, RenyiCavityPrior
@@ -102,6 +103,13 @@ class LearnedPosterior(ABC):
             name: natural_prior(replaced.get(name) or self.prior_std(name), full(variance))
             for name, variance in self.variances.items()
         } if replaced else {}
+
+    def check(self, batches: Iterable[Any]) -> None:  # noqa: B027
+        """Before any training, raise FederationError if :meth:`measured` cannot take such ``batches``; by default not.
+
+        Args:
+            batches: of a client, as ``training_step`` gets them.
+        """
 
     def start(
         self, kept: OptimizerState, num_examples: int, priors: Priors | None = None,
@@ -309,6 +317,17 @@ class CurvaturePosterior(LearnedPosterior):
         found = {name: self._prior_of(name, natural) for name in self.variances}
         strengths = {name: each["prior_precision"] * scale for name, each in found.items()}
         return strengths, {name: each["prior_shift"] * scale for name, each in found.items()}
+
+    def check(self, batches: Iterable[Any]) -> None:
+        """See :meth:`LearnedPosterior.check`: measure the first example."""
+        try:
+            batch = self._source.unpacked(next(iter(batches)))
+            first = apply_to_collection(batch, Tensor, lambda tensor: tensor[:1])
+            self._source.information(self._module, chosen_parameters(self._module, self._source.parameters), [first])
+        except FedBayesError:
+            raise
+        except Exception:  # of the network or the data: its client fails with it, when it is measured
+            return
 
     def measured(self, client: TrainedClient) -> Tensors:
         """See :meth:`LearnedPosterior.measured`."""

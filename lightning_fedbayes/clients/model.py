@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.clients.learned import LearnedPosterior, variance_of
 from lightning_fedbayes.clients.settings import BufferPolicy
+from lightning_fedbayes.clients.snapshot import write
 from lightning_fedbayes.core.errors import FederationError, listed, nearest, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers import set_prior
@@ -312,7 +313,7 @@ class ResidentModel:
         live = dict(self.module.named_buffers())
         with torch.no_grad():
             for name, value in values.items():
-                live[name].copy_(value)
+                write(live[name], value)
 
 
 def frozen_names(module: nn.Module) -> set[str]:

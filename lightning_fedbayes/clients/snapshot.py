@@ -18,7 +18,7 @@ from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_fedbayes.core.private_torch import version_if_any, version_of
+from lightning_fedbayes.core.private_torch import version_if_any
 
 UNCHANGING = (int, float, complex, str, bytes, type(None), bool)
 """Types whose objects are what they were as long as they are the same objects."""
@@ -142,7 +142,8 @@ class RoundState:
             if type(each).__module__.split(".")[0] not in LIBRARIES and not isinstance(each, Metric)
         }
         self._module, live = module, dict(module.named_buffers())
-        self._buffers = {n: (live[n], version_of(live[n]), live[n].clone()) for n in noted_buffers(module, federated)}
+        noted = {name: live[name] for name in noted_buffers(module, federated)}
+        self._buffers = {name: (each, version_if_any(each), each.clone()) for name, each in noted.items()}
         self._by_hook: set[tuple[str, str]] = set()
         self.dropped: set[str] = set()
         self.shared: set[str] = set()
@@ -176,10 +177,10 @@ class RoundState:
             snapshot.restore_values([n for n in names if not (keep_hooks and (path, n) in self._by_hook)])
         live = dict(self._module.named_buffers()) if self._buffers else {}
         for name, (buffer, version, values) in self._buffers.items():
-            if live.get(name) is not buffer or version_of(buffer) != version:
+            if live.get(name) is not buffer or version_if_any(buffer) != version:
                 self.dropped.add(f"self.{name}")
                 with torch.no_grad():
-                    live[name].copy_(values)
+                    write(live[name], values)
 
 
 def noted_buffers(module: nn.Module, federated: Collection[str]) -> list[str]:
@@ -187,6 +188,15 @@ def noted_buffers(module: nn.Module, federated: Collection[str]) -> list[str]:
     kinds = (BaseVariationalLayer_, Metric)
     others = {id(buffer) for each in module.modules() if isinstance(each, kinds) for buffer in each.buffers()}
     return [n for n, buffer in module.named_buffers() if n not in federated and id(buffer) not in others]
+
+
+def write(tensor: Tensor, values: Tensor) -> None:
+    """Copy ``values`` into a tensor; only ``inference_mode`` writes into one that was made under it."""
+    if tensor.is_inference():
+        with torch.inference_mode():
+            tensor.copy_(values)
+    else:
+        tensor.copy_(values)
 
 
 @functools.cache

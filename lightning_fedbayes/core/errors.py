@@ -3,7 +3,8 @@
 import difflib
 import math
 import pickle
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import cache
 from numbers import Integral, Number, Rational, Real
 from os import PathLike
@@ -217,6 +218,23 @@ def check_path(name: str, value: Any, *, error: type[FedBayesError] = Federation
     except (OSError, ValueError) as problem:  # too long a name, a character that no name has
         raise error(f"{name}={shown(value)} is no path: {problem}; give another") from None
     return path
+
+
+@contextmanager
+def raised_as(error: type[FedBayesError], what: str, remedy: str) -> Iterator[None]:
+    """Inside, let an error of somebody else's code be an ``error`` that says of ``what``, and the ``remedy``.
+
+    >>> with raised_as(FederationError, "the network cannot take this batch", "give tensors"):
+    ...     raise KeyError("x")
+    Traceback (most recent call last):
+    lightning_fedbayes.core.errors.FederationError: the network cannot take this batch: KeyError: 'x'; give tensors
+    """
+    try:
+        yield
+    except FedBayesError:
+        raise
+    except Exception as problem:
+        raise error(f"{what}: {type(problem).__name__}: {problem}; {remedy}") from problem
 
 
 def sendable(error: Exception) -> Exception:

@@ -130,15 +130,21 @@ def stack_of(tensor: Tensor, level: int) -> Tensor | None:
     return None
 
 
+def outside_of_vmap(tensor: Tensor) -> Tensor:
+    """Return the values of all clients where vmap shows those of one, and any other tensor as it is."""
+    is_stacked = getattr(_functorch, "is_batchedtensor", None)
+    return _functorch.get_unwrapped(tensor) if is_stacked is not None and is_stacked(tensor) else tensor
+
+
 version_of = attrgetter("_version")
 """Number of times that a tensor has been written into."""
 
 
 def version_if_any(tensor: Tensor) -> int | None:
-    """Return :func:`version_of` the tensor; None inside a functional transform, where tensors have no version."""
+    """Return :func:`version_of` the tensor; None in a functional transform, or if made under ``inference_mode``."""
     is_transformed = getattr(_functorch, "is_functorch_wrapped_tensor", None)
-    if is_transformed is not None:
-        return None if is_transformed(tensor) else version_of(tensor)
+    if is_transformed is not None and is_transformed(tensor):
+        return None
     try:
         return version_of(tensor)
     except RuntimeError:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,18 @@ from lightning_fedbayes.clients.model import ResidentModel, frozen_names
 from lightning_fedbayes.clients.privacy import UpdatePrivacy
 from lightning_fedbayes.clients.privacy.accountant import epsilon_spent
 from lightning_fedbayes.clients.settings import BufferPolicy
-from lightning_fedbayes.core.errors import FederationError, check_path
+from lightning_fedbayes.core.errors import (
+    FederationError,
+    check_at_least,
+    check_kind,
+    check_number,
+    check_path,
+)
+from lightning_fedbayes.core.messages import check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.flower.training import call_round_end
 from lightning_fedbayes.server.plan import STRIDE
+from lightning_fedbayes.server.server import check_state
 from lightning_fedbayes.trainer import damage
 
 
@@ -64,11 +72,12 @@ class ServerState:
         return self.server["history"]
 
     def save(self, path: Path) -> None:
-        """Write all of it, or nothing: a crash leaves the file before."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_name(path.name + ".new")
-        torch.save(vars(self), written)
-        os.replace(written, path)
+        """Write all of it, or nothing: a crash leaves the file before.
+
+        Raises:
+            FederationError: the disk does not take it.
+        """
+        write_whole(path, vars(self))
 
     @classmethod
     def load(cls, path: Path) -> ServerState:
@@ -81,12 +90,36 @@ class ServerState:
             if (reason := damage(path)) is not None:
                 raise ValueError(reason)
             state = cls(**torch.load(path, map_location="cpu", weights_only=True))
+            check_state(state.server)
             GaussianPosterior.from_state_dict(state.server["posterior"])
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, OSError, ValueError) as error:
+            check_kind("federation", state.federation, str, "a name is needed")
+            check_kind("seed", state.seed, int, "a number is needed")
+            check_mapping("calibration", state.calibration, Mapping)
+        except Exception as error:  # whatever another program has written
             raise FederationError(
                 f"{path} is no checkpoint of a Flower server: {error}; give checkpoint= a path of its own"
             ) from error
         return state
+
+
+def write_whole(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file of ``torch.save``, or nothing: what fails leaves the file before.
+
+    Raises:
+        FederationError: the disk does not take it.
+    """
+    written = path.with_name(path.name + ".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(dict(content), written)
+        os.replace(written, path)
+    except (OSError, RuntimeError) as error:  # of a full disk torch says that a stream failed
+        with suppress(OSError):
+            written.unlink(missing_ok=True)
+        raise FederationError(
+            f"{path} cannot be written: {error}. Is the disk full, or the folder write-protected? What was there "
+            "before is whole; make room, or give another folder"
+        ) from error
 
 
 def load_checkpoint(
@@ -120,8 +153,9 @@ def load_checkpoint(
 class StateFile:
     """A client's state on its own disk, from round to round, between processes and runs.
 
-    The state after a round counts once the server has admitted that round's update. From a damaged file the client
-    starts anew, with a warning, and counts a private message for each earlier round of the federation.
+    The state after a round counts once the server has admitted that round's update. From a file that is damaged, or no
+    client's state, the client starts anew, with a warning, and counts a private message for each earlier round of the
+    federation.
 
     Args:
         folder: where it lies; None: the client keeps nothing.
@@ -142,12 +176,12 @@ class StateFile:
         self._uncounted = 0
         if self.path is None or not self.path.exists():
             return
-        reason = damage(self.path)
-        if reason is not None:
-            rank_zero_warn(f"the state {self.path} is damaged ({reason}): client {client} starts anew")
+        try:
+            stored = stored_state(self.path)
+        except FederationError as error:
+            rank_zero_warn(f"{error}: client {client} starts anew")
             self._uncounted = self.round - 1
             return
-        stored = torch.load(self.path, map_location="cpu", weights_only=True)
         self.messages = stored["messages"]
         if stored["federation"] == self.federation:
             self.before = stored["after"] if stored["round"] == config["accepted"] else stored["before"]
@@ -162,14 +196,42 @@ class StateFile:
         """Write the state after the round, and the one before it, should the update be refused."""
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        stored = {
+        write_whole(self.path, {
             "federation": self.federation, "round": self.round, "messages": self.messages, "before": self.before,
             "after": after,
-        }
-        written = self.path.with_suffix(".new")
-        torch.save(stored, written)
-        os.replace(written, self.path)
+        })
+
+
+def stored_state(path: Path) -> dict[str, Any]:
+    """Return what :meth:`StateFile.write` has written.
+
+    Raises:
+        FederationError: the file is damaged, or no client's state.
+    """
+    reason = damage(path)
+    if reason is not None:
+        raise FederationError(f"the state {path} is damaged ({reason})")
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+        check_kind("federation", stored["federation"], str, "a name is needed")
+        check_at_least("round", stored["round"], 1)
+        for noise, count in stored["messages"].items():
+            check_number("the noise of messages", noise, "[0, inf)")
+            check_at_least("messages", count, 0)
+        for job, state in (*stored["before"].items(), *stored["after"].items()):
+            check_at_least("client", job, 0)
+            made = ClientState(**state)
+            check_mapping("local", made.local, Tensor)
+            check_mapping("kept", made.kept, Tensor)
+            check_kind("optimizers", made.optimizers, list, "a list is needed")
+            check_kind("options", made.options, list, "a list is needed")
+            if made.own:
+                GaussianPosterior.from_state_dict(made.own)
+    except Exception as error:  # whatever another program has written
+        raise FederationError(
+            f"{path} is no state of a client ({type(error).__name__}: {error}); give each client a folder of its own"
+        ) from error
+    return stored
 
 
 def personal_posterior(
@@ -197,9 +259,9 @@ def personal_posterior(
         FederationError: the client has kept no posterior there, or ``weight`` is not in [0, 1].
     """
     path = check_path("state_folder", state_folder) / f"client-{client}.pt"
-    if not path.exists() or damage(path) is not None:
-        raise FederationError(f"{path} is not there, or damaged: give the folder and the number of one that trains")
-    stored = torch.load(path, map_location="cpu", weights_only=True)
+    if not path.exists():
+        raise FederationError(f"{path} is not there: give the folder and the number of one that trains")
+    stored = stored_state(path)
     jobs = [job for job in stored["after"] if job % STRIDE == client]  # the last of the client's problems is its own
     state = ClientState(**stored["after"][max(jobs)]) if jobs else ClientState()
     if not state.own:

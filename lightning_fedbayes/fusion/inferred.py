@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FusionError, check_number
+from lightning_fedbayes.core.errors import FusionError, check_number, is_whole, shown
 from lightning_fedbayes.fusion.gram import Gram, combine, combine_variances, fused_by_shares, gram_of, squared_distances
 from lightning_fedbayes.fusion.registry import get_rule, rule_name
 from lightning_fedbayes.fusion.robust import GeometricMedian
-from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, check_no_sites
+from lightning_fedbayes.fusion.rule import (
+    Cohort,
+    Fused,
+    FusionRule,
+    ReliabilityRule,
+    RuleState,
+    check_no_sites,
+    check_part,
+)
 
 FAR = 1e8
 """Squared distance to its nearest clients, in units of the others', from which a client is left out."""
@@ -128,6 +136,21 @@ class InferredRule(ReliabilityRule):
 
         Returns: coefficients of the updates, shape (K,), and reliabilities, shape (K,), none negative, of sum 1.
         """
+
+    def check_state(self, state: Any, parameters: int) -> None:
+        """See :meth:`FusionRule.check_state`."""
+        if not state:
+            return
+        clients = state.get("clients")
+        if not isinstance(clients, list) or not all(map(is_whole, clients)) or len({*clients}) < len(clients):
+            raise FusionError(
+                f"{type(self).__name__}: 'clients' of its state is {shown(clients)}, and not a list of different "
+                "numbers: the checkpoint is damaged; go on from another one, or start anew"
+            )
+        for name, dimensions in (("products", 2), ("counts", 2), ("along", 1)):
+            check_part(self, state, name, (len(clients),) * dimensions)
+        for name in ("signal", "rounds"):
+            check_number(f"{type(self).__name__}: state['{name}']", state.get(name), "[0, inf)", error=FusionError)
 
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """See :meth:`FusionRule.apply`."""
@@ -295,6 +318,11 @@ class Reliability(ReliabilityRule):
     def init(self) -> RuleState:
         """See :meth:`FusionRule.init`."""
         return {"by": self.by.init(), "then": self.then.init()}
+
+    def check_state(self, state: Any, parameters: int) -> None:
+        """See :meth:`FusionRule.check_state`."""
+        for name, rule in (("by", self.by), ("then", self.then)):
+            rule.check_state(check_part(self, state, name), parameters)
 
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """See :meth:`FusionRule.apply`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,10 @@ class Preaggregation(FusionRule):
     def init(self) -> RuleState:
         """See :meth:`FusionRule.init`: the state of the rule that fuses."""
         return self.then.init()
+
+    def check_state(self, state: Any, parameters: int) -> None:
+        """See :meth:`FusionRule.check_state`: the state of the rule that fuses."""
+        self.then.check_state(state, parameters)
 
     def fuse(
         self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FusionError
+from lightning_fedbayes.core.errors import FusionError, shown
 from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.core.exchange.reduction import Statistics
-from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_dense, is_zero
 
 RuleState = dict[str, Any]
 """State of a rule from round to round: tensors, numbers, strings, and dicts and lists of them."""
@@ -98,6 +98,12 @@ class FusionRule(ABC):
     def init(self) -> RuleState:
         """Return the state of the rule before the first round."""
         return {}
+
+    def check_state(self, state: Any, parameters: int) -> None:  # noqa: B027
+        """Raise FusionError unless ``state`` is what :meth:`apply` has left, of so many ``parameters``; here anything.
+
+        A rule with a state overrides this: a checkpoint may be damaged, or of another network.
+        """
 
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """Fuse a round's cohort; a rule with a state, or one that infers reliabilities, overrides this.
@@ -275,3 +281,17 @@ def add_precisions(statistics: Statistics, mean: Tensor, variance: Tensor, weigh
         add(statistics, "atom_mean", mean * atom, atom_weight)
     add_product(statistics, "precision_mean", precision, mean)
     add(statistics, "precision", precision)
+
+
+def check_part(rule: FusionRule, state: Any, name: str, shape: tuple[int, ...] | None = None) -> Any:
+    """Return ``state[name]``, a finite tensor of ``shape``, or with None a mapping; raise FusionError if it is not."""
+    value = state.get(name) if isinstance(state, Mapping) else None
+    if shape is None and isinstance(value, Mapping):
+        return value
+    if shape is None or not is_dense(value) or value.shape != shape or not bool(value.isfinite().all()):
+        wanted = "a dict" if shape is None else f"a finite tensor of shape {shape}"
+        raise FusionError(
+            f"{type(rule).__name__}: '{name}' of its state is {shown(value)}, and not {wanted}: the checkpoint is "
+            "damaged, or of another network; go on from another one, or start anew"
+        )
+    return value

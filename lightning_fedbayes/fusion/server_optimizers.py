@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,15 @@ from torch import Tensor
 from lightning_fedbayes.core.errors import FusionError, check_number
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.registry import get_rule, register_fusion
-from lightning_fedbayes.fusion.rule import Fused, RuleState, StatefulSumRule, Statistics, SumRule, check_no_sites
+from lightning_fedbayes.fusion.rule import (
+    Fused,
+    RuleState,
+    StatefulSumRule,
+    Statistics,
+    SumRule,
+    check_no_sites,
+    check_part,
+)
 
 
 class ServerOptimizer(StatefulSumRule):
@@ -80,6 +88,16 @@ class ServerOptimizer(StatefulSumRule):
         step, kept = self.step(state.get("optimizer", {}), target - start)
         posterior = like.unflatten(start + self.lr * step, variance)
         return replace(fused, posterior=posterior, state={"optimizer": kept, "then": fused.state})
+
+
+    def check_state(self, state: Any, parameters: int) -> None:
+        """See :meth:`FusionRule.check_state`."""
+        if not state:
+            return
+        self.then.check_state(check_part(self, state, "then"), parameters)
+        kept = check_part(self, state, "optimizer")
+        for name, like in self.step({}, torch.zeros(parameters))[1].items():
+            check_part(self, kept, name, tuple(like.shape))
 
 
 @register_fusion("fedavgm")

@@ -9,7 +9,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FederationError, FusionError, check_kind, listed
+from lightning_fedbayes.core.errors import (
+    FederationError,
+    FusionError,
+    check_at_least,
+    check_flag,
+    check_kind,
+    check_number,
+    check_strings,
+    listed,
+    raised_as,
+)
 from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.private_torch import version_if_any
@@ -43,6 +53,13 @@ class Shared:
     is_new: bool = True
     notes: dict[str, Any] = field(default_factory=dict, compare=False)
 
+    def __post_init__(self) -> None:
+        check_kind("posterior", self.posterior, GaussianPosterior, "give the global GaussianPosterior")
+        check_mapping("tensors", self.tensors, Tensor)
+        check_at_least("round", self.round, 0)
+        check_number("share", self.share, "(0, 1]")
+        check_flag("is_new", self.is_new)
+
 
 @dataclass(frozen=True)
 class Participant:
@@ -72,6 +89,16 @@ class Participant:
     takes_gradients: bool = True
     sees_batches: bool = True
 
+    def __post_init__(self) -> None:
+        check_at_least("number", self.number, 0)
+        check_at_least("num_examples", self.num_examples, 1)
+        check_at_least("problem", self.problem, 0)
+        check_at_least("steps", self.steps, 0)
+        if self.rate is not None:
+            check_number("rate", self.rate, "[0, inf)")
+        if not isinstance(self.kept, dict) or self.kept:
+            check_mapping("kept", self.kept, Tensor)
+
 
 @dataclass(frozen=True)
 class Quadratic:
@@ -92,18 +119,30 @@ class Quadratic:
     slope: Mapping[str, Tensor] = field(default_factory=dict)
     names: frozenset[str] | None = None
 
+    def __post_init__(self) -> None:
+        check_number("strength", self.strength)
+        if not isinstance(self.slope, dict) or self.slope:
+            check_mapping("slope", self.slope, Tensor)
+        if self.names is not None:
+            check_strings("names", self.names, "give names of the posterior, or None for all")
+
     def __call__(self, values: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
         """Return the term for a loop of one's own, a scalar; the engines have their own way for stacks of clients.
 
         Args:
             values: name → parameter, with gradients.
             start: name → its global value.
+
+        Raises:
+            FederationError: their names or shapes are not those of each other, or of the slope.
         """
-        names = [name for name in values if self.names is None or name in self.names]
-        moves = {name: values[name] - start[name] for name in names}
-        terms = [self.strength / 2 * move.square().sum() for move in moves.values()]
-        terms += [-(slope * moves[name]).sum() for name, slope in self.slope.items() if name in moves]
-        return torch.stack(terms).sum() if terms else torch.zeros(())
+        remedy = "give dict(network.named_parameters()) and the mean of the posterior that the round began with"
+        with raised_as(FederationError, "Quadratic: values and start do not go together", remedy):
+            names = [name for name in values if self.names is None or name in self.names]
+            moves = {name: values[name] - start[name] for name in names}
+            terms = [self.strength / 2 * move.square().sum() for move in moves.values()]
+            terms += [-(slope * moves[name]).sum() for name, slope in self.slope.items() if name in moves]
+            return torch.stack(terms).sum() if terms else torch.zeros(())
 
 
 @dataclass(frozen=True)
@@ -143,6 +182,12 @@ class LocalProblem:
     cavity: Cavity | None = None
     start: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        check_kind("quadratic", self.quadratic, Quadratic | None, "give an fb.Quadratic")
+        check_kind("cavity", self.cavity, Cavity | None, "give a Cavity")
+        if not isinstance(self.start, dict) or self.start:
+            check_mapping("start", self.start, Tensor)
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -155,6 +200,11 @@ class Trained:
 
     posterior: GaussianPosterior
     precisions: Mapping[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        check_kind("posterior", self.posterior, GaussianPosterior, "give a GaussianPosterior")
+        if self.precisions is not None:
+            check_mapping("precisions", self.precisions, Tensor)
 
 
 @dataclass(frozen=True)
@@ -172,7 +222,13 @@ class Report:
     sent: Mapping[str, Tensor] = field(default_factory=dict)
 
     def update(self, client: int, num_examples: int, buffers: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Return the message of a client in a loop of one's own, for :meth:`~lightning_fedbayes.Server.admit`."""
+        """Return the message of a client in a loop of one's own, for :meth:`~lightning_fedbayes.Server.admit`.
+
+        Raises:
+            FederationError: ``buffers``, or what is sent beside the posterior, maps no names to tensors.
+        """
+        for name, given in (("buffers", {} if buffers is None else buffers), ("sent", self.sent)):
+            check_mapping(name, given, Tensor)
         return ClientUpdate(client, num_examples, self.posterior, joined(buffers or {}, self.sent))
 
 
@@ -350,7 +406,7 @@ def report_of(method: Method, shared: Shared, client: Participant, trained: Trai
     if not isinstance(report, Report):
         check_kind(f"{method.name}: report(...)", report, Report, "return an fb.Report")
     for name, given in (("kept", report.kept), ("sent", report.sent)):
-        if given or not isinstance(given, dict):
+        if not isinstance(given, dict) or given:
             check_mapping(f"{method.name}: {name}", given, Tensor)
     expected = shared.tensors.keys() if method.sends else set()
     if report.sent.keys() != expected:

@@ -105,7 +105,16 @@ class BayesianModule(L.LightningModule):
         return nll, nll
 
     def unpack(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets of a batch."""
+        """Return the inputs and targets of a batch.
+
+        Raises:
+            FedBayesError: it is no pair.
+        """
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            raise FedBayesError(
+                f"a batch is a {type(batch).__name__}, and not (inputs, targets): give a collate_fn that returns them, "
+                f"or override {type(self).__name__}.unpack"
+            )
         inputs, targets = batch
         return inputs, targets
 

@@ -10,7 +10,14 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.core.errors import (
+    FedBayesError,
+    check_at_least,
+    check_choice,
+    check_kind,
+    check_number,
+    raised_as,
+)
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 from lightning_fedbayes.modules.classifier import ClassPrediction, ClassScores, class_prediction
@@ -147,7 +154,7 @@ class PosteriorPredictive(L.LightningModule):
             samples: number of draws; None: ``samples`` of the constructor.
 
         Raises:
-            FedBayesError: there is no posterior.
+            FedBayesError: there is no posterior, or the network cannot predict the inputs.
         """
         if self.is_linearised:
             mean, covariance = self._linearised(inputs)
@@ -160,6 +167,9 @@ class PosteriorPredictive(L.LightningModule):
         else:
             sets, buffers = draws_from_posterior(posterior, count), None
         outputs = self._vectorized_if_possible(outputs_with, self.network, sets, inputs, buffers=buffers)
+        if not isinstance(outputs, Tensor):
+            made = f"{type(self.network).__name__} gives a {type(outputs).__name__}"
+            raise FedBayesError(f"{made}: wrap it into a module whose forward returns its logits or means")
         at = {name: value.unsqueeze(0) for name, value in posterior.mean.items()}
         self._compare(outputs, lambda: outputs_with(self.network, at, inputs, vectorized=False, buffers=buffers)[0])
         return outputs
@@ -173,12 +183,14 @@ class PosteriorPredictive(L.LightningModule):
 
     def _vectorized_if_possible(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Call a function; if the network does not vectorize, now and from then on with ``vectorized=False``."""
-        if not self._one_by_one:
-            try:
-                return function(*arguments, **options)
-            except (RuntimeError, ValueError):  # an error of the network itself shows below
-                self._one_by_one = True
-        return function(*arguments, vectorized=False, **options)
+        network = type(self.network).__name__
+        with raised_as(FedBayesError, f"{network} cannot predict this batch", "give inputs that its forward takes"):
+            if not self._one_by_one:
+                try:
+                    return function(*arguments, **options)
+                except (RuntimeError, ValueError):  # an error of the network itself shows below
+                    self._one_by_one = True
+            return function(*arguments, vectorized=False, **options)
 
     def _compare(self, draws: Tensor, mean: Callable[[], Tensor]) -> None:
         """At the first batch, say if draws classify far worse than the mean; at most once.
@@ -204,6 +216,8 @@ class PosteriorPredictive(L.LightningModule):
         self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0
     ) -> ClassPrediction | RegressionPrediction:
         """Return mean prediction and decomposed uncertainty of a batch: inputs, or a sequence of inputs and targets."""
+        if isinstance(batch, list | tuple) and not batch:
+            raise FedBayesError("a batch is empty: give inputs, or a sequence of inputs and targets")
         return self._predict(batch[0] if isinstance(batch, list | tuple) else batch)
 
     def _predict(self, inputs: Any) -> ClassPrediction | RegressionPrediction:
@@ -220,6 +234,11 @@ class PosteriorPredictive(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Score a batch of inputs and targets; what it returns is what a Bayesian module's step returns."""
+        if not isinstance(batch, list | tuple) or len(batch) < 2 or not isinstance(batch[1], Tensor):
+            raise FedBayesError(
+                f"a batch is a {type(batch).__name__}, and not inputs with a tensor of targets: give a collate_fn that "
+                "returns (inputs, targets)"
+            )
         inputs, targets = batch[0], batch[1]
         if isinstance(self._scores, ClassScores):
             return self._scores.update(self.sample(inputs), targets)

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from torchmetrics import MetricCollection
 
 from lightning_fedbayes.core.errors import FedBayesError
+from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.core.private_torch import outside_of_vmap
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.metrics.functional.survival import check_survival
 from lightning_fedbayes.metrics.functional.utilities import at_least_float32
@@ -102,7 +104,7 @@ class CoxRegressor(BayesianModule):
     Validation and test log ``c_index``, Harrell's c of the mean log risk
     (:func:`~lightning_fedbayes.metrics.functional.concordance_index`), and ``nll``, the negative log partial
     likelihood of the mean log risk per example in nats, behind ``val/`` and ``test/``; both take the pairs and risk
-    sets of all batches together. Their steps check times and events; training checks shapes only.
+    sets of all batches together. Their steps check times and events; training checks those of its first epoch.
 
     The likelihood does not fix a constant in h. The standard deviations of predictions include that of the network's
     constant: leave out the last layer's bias (``nn.Linear(features, 1, bias=False)``).
@@ -115,8 +117,8 @@ class CoxRegressor(BayesianModule):
 
     Raises:
         ConversionError: the network has fewer layers to convert than asked for.
-        FedBayesError: a target without two columns, or more than one output per example; in validation and test, what
-            :func:`cox_loss` refuses.
+        FedBayesError: a target without two columns, or more than one output per example; in validation, test and the
+            first epoch of training, what :func:`cox_loss` refuses.
 
     Source: Cox (1972).
 
@@ -162,6 +164,8 @@ class CoxRegressor(BayesianModule):
             targets: event and time, shape (batch, 2).
         """
         event, time = event_and_time(targets)
+        if not self.current_epoch:  # once, as a look at values waits for the device
+            check_survival(outside_of_vmap(time).flatten(), outside_of_vmap(event).flatten())
         return _summed_nll(at_least_float32(_log_risks(outputs, 1)), time, event != 0) / len(time)
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> SurvivalPrediction:
@@ -215,8 +219,9 @@ def event_and_time(targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the columns of ``targets``, shape (batch, 2).
 
     Raises:
-        FedBayesError: another shape.
+        FedBayesError: another shape, or no tensor.
     """
+    check_tensor("targets", targets, error=FedBayesError)
     if targets.ndim != 2 or targets.shape[1] != 2:
         raise FedBayesError(
             f"targets have shape {tuple(targets.shape)}, but two columns are needed, event (1 or 0) and time; "

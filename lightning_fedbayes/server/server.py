@@ -11,7 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, check_kind, listed, sendable
+from lightning_fedbayes.core.errors import (
+    FederationError,
+    FusionError,
+    PosteriorError,
+    check_at_least,
+    check_kind,
+    listed,
+    sendable,
+)
 from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, bytes_of, check_mapping
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_posterior
@@ -421,11 +429,16 @@ class Server:
         """Restore what :meth:`state_dict` gave. A rule that the stored federation did not have starts anew.
 
         Raises:
-            FederationError, PosteriorError: it is no such state; the message says which part is wrong.
+            FederationError, FusionError, PosteriorError: it is no such state, or that of another network; the message
+                says which part is wrong.
         """
         check_state(state)
         device = next(iter(self.posterior.mean.values())).device
         stored = GaussianPosterior.from_state_dict(state["posterior"]).to(device)
+        check_network(stored, self.posterior)
+        known = {name: kept for name, kept in state["rule_states"].items() if name in self.rules}
+        for name, kept in known.items():
+            self.rules[name].check_state(kept, sum(value.numel() for value in stored.mean.values()))
         self.posterior = stored.marked(stored.linearised or self.posterior.linearised)
         own, tensors = split({name: value.to(device) for name, value in state["buffers"].items()})
         first = split(self.buffers)[1]
@@ -436,7 +449,6 @@ class Server:
         self.accepted = dict(state["accepted"])
         self.sites = dict(state["sites"])
         self._past = state["past"].get("sizes")
-        known = {name: stored for name, stored in state["rule_states"].items() if name in self.rules}
         self._rule_states = {**self._rule_states, **known}
 
 
@@ -467,3 +479,15 @@ def check_state(state: Any) -> None:
         check_at_least(f"state['{name}']", state.get(name), 0)
     check_mapping("state['buffers']", state["buffers"], Tensor)
     check_mapping("state['rule_states']", state["rule_states"], Mapping)
+
+
+def check_network(stored: GaussianPosterior, own: GaussianPosterior) -> None:
+    """Raise PosteriorError unless a stored posterior has parameters of this network, which may have more by now."""
+    before, now = ({name: tuple(value.shape) for name, value in each.mean.items()} for each in (stored, own))
+    others = [name for name in before.keys() & now.keys() if before[name] != now[name]]
+    if others or before.keys().isdisjoint(now):
+        then, here = (listed(f"'{name}' {each[name]}" for name in others or each) for each in (before, now))
+        raise PosteriorError(
+            f"the stored posterior is of another network: it has {then}, and this one {here}; build the network as it "
+            "was, or start anew"
+        )

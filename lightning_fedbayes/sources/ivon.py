@@ -163,7 +163,9 @@ class IVON(Optimizer):
         }
         try:
             super().__init__(params, options)
-        except (TypeError, AttributeError) as error:  # of torch, for what are no parameters
+        except FederationError:
+            raise
+        except (TypeError, AttributeError, IndexError, ValueError) as error:  # of torch, for what are no parameters
             remedy = "give module.parameters(), or dicts of them"
             raise FederationError(f"params={shown(params)}: {error}; {remedy}") from error
 
@@ -176,6 +178,7 @@ class IVON(Optimizer):
         if group["lr"] is None:
             group["lr"] = RATES.get(group["curvature"], RATES["squares"])
         check_options(group)
+        group["prior_std"] = float(group["prior_std"])  # NumPy has no negative powers of integers
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "samples": self.samples}

@@ -476,3 +476,40 @@ def test_a_fit_in_which_no_round_comes_to_anything_does_not_end_normally(rounds)
     with pytest.raises(fb.FederationError, match=rf"{rounds} rounds? in a row.*RuntimeError: no such column"):
         federate(module, fb.FederatedBayes(fb.IIDPartition(2), fusion="rklb"), rounds, loader())
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before))
+
+
+class Remembers(Plain):
+    """Keeps predictions that it has made under ``inference_mode``, as a list, an attribute or a buffer."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.outputs, self.last = where, [], None
+        self.register_buffer("seen", torch.zeros(3), persistent="saved" in where)
+
+    def remember(self, stage, batch):
+        with torch.inference_mode():
+            mean = self(batch[0]).mean(0)
+        if self.where == f"{stage} list":
+            self.outputs.append({"mean": mean})
+        elif self.where == f"{stage} attribute":
+            self.last = mean
+        elif self.where.startswith(f"{stage} buffer"):
+            self.seen = mean
+
+    def training_step(self, batch, batch_idx):
+        self.remember("training", batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.remember("validation", batch)
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+@pytest.mark.parametrize("kept", ["list", "attribute", "buffer", "buffer that is saved"])
+@pytest.mark.parametrize("stage", ["training", "validation"])
+def test_a_module_may_keep_what_it_makes_under_inference_mode(stage, kept, engine):
+    module, plain = Remembers(f"{stage} {kept}"), Plain()
+    for each in (module, plain):
+        federate(each, fb.FederatedBayes(fb.IIDPartition(3), engine=engine), 3, val=loader(shuffle=False))
+    torch.testing.assert_close(parameters(module), parameters(plain))

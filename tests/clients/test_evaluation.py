@@ -151,11 +151,28 @@ def test_personal_posteriors_serve_clients_that_contradict_each_other():
     assert own.worst("accuracy") > shared.worst("accuracy") + 0.1
 
 
+LINE = nn.Linear(1, 1)
+NAN = TensorDataset(torch.full((4, 1), torch.nan), torch.zeros(4, 1))
+
+
+def test_a_personal_weight_without_a_finite_score_is_not_chosen():
+    """NaN is not smaller than anything, and was the first."""
+    posteriors = {0.0: torch.nan, 0.5: 2.0, 1.0: 1.0}
+    x = torch.ones(4, 1)
+    weight, scores = fb.choose_personal_weight(
+        lambda weight: GaussianPosterior.point_mass({"weight": torch.tensor([[posteriors[weight]]])}),
+        nn.Linear(1, 1, bias=False), TensorDataset(x, x), (0.0, 0.5, 1.0), task="regression", noise_std=1.0,
+    )
+    assert weight == 1.0
+    assert math.isnan(scores[0.0])
+
+
 @pytest.mark.parametrize(("call", "says"), [
     (lambda: fb.evaluate_clients(Plain(), clients(5)), "fb.PosteriorPredictive"),
     (lambda: fb.evaluate_clients({}, clients(5)), "no module for client c0"),
     (lambda: fb.evaluate_clients(Plain(), blobs()), "ClientDatasets"),
     (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [None, None]})), "make no batch"),
+    (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": [10**400]})), "make no batch"),
     (lambda: fb.evaluate_clients(bayesian(), fb.ClientDatasets({"a": torch.zeros(3, 6)})), "a batch is"),
     (lambda: fb.evaluate_clients(Plain(), fb.ClientDatasets({"a": TensorDataset(torch.zeros(0, 6))})), "no example"),
     (lambda: fb.hold_out(clients(1, 5)), "client c0 has 1 examples"),
@@ -163,6 +180,7 @@ def test_personal_posteriors_serve_clients_that_contradict_each_other():
     (lambda: fb.ClientScores(("a",), (1,), {"nll": torch.ones(1)}).mean("mll"), "did you mean 'nll'"),
     (lambda: fb.choose_personal_weight(lambda w: None, Plain(), TensorDataset(torch.zeros(0))), "held_out has no"),
     (lambda: fb.choose_personal_weight(lambda w: None, Plain(), blobs(), ()), "weights is empty"),
+    (lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, task="regression"), "not finite by every"),
 ])
 def test_what_cannot_be_scored_is_refused(call, says):
     with pytest.raises(FedBayesError, match=says):

@@ -104,3 +104,24 @@ def test_clients_that_keep_nothing_have_no_posterior_of_their_own():
     federate(bayesian(), made, 1, loader())
     with pytest.raises(FederationError, match=r"keep=\['posterior'\]"):
         made.posterior_of(0)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_checkpoint_of_a_complete_federation_holds_them(engine, on_disk, tmp_path):
+    keep = fb.Kept(("posterior",), tmp_path / "clients") if on_disk else ["posterior"]
+
+    def callback():
+        return fb.FederatedBayes(fb.IIDPartition(3), engine=engine, keep=keep)
+
+    first, again, longer = callback(), callback(), callback()
+    federate(bayesian(), first, 2).save_checkpoint(tmp_path / "done.ckpt")
+    module = bayesian(seed=1)
+    federate(module, again, 2, ckpt_path=tmp_path / "done.ckpt").save_checkpoint(tmp_path / "again.ckpt")
+    own, same = first.posterior_of(1, 0.5), again.posterior_of(1, 0.5)
+    assert own.mean.keys() == same.mean.keys()
+    assert all(torch.equal(a, b) for a, b in zip(own.flatten(), same.flatten()))
+    with again.holding(1) as held:
+        assert all(torch.equal(a, b) for a, b in zip(first.posterior_of(1, 1.0).flatten(), held.flatten()))
+    federate(bayesian(), longer, 3, ckpt_path=tmp_path / "again.ckpt")
+    assert longer.history[:2] == first.history

@@ -7,7 +7,7 @@ from flwr.app import ConfigRecord
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.privacy import epsilon_of
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
+from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, personal_posterior
 from lightning_fedbayes.flower.checkpoint import StateFile
 from lightning_fedbayes.flower.wire import from_arrays
 from tests.federations import Plain, network
@@ -124,6 +124,49 @@ def test_a_client_whose_state_is_torn_starts_anew_and_says_so(tmp_path, share):
     assert torn.count(privacy) == privacy.figures(4)["privacy/epsilon"], "with the rounds before"
     torn.write({})
     assert state(tmp_path, 5, 4).messages == {1.0: 4}
+
+
+WRONG_STATES = {
+    "nothing": {}, "a list": [], "a number": 3, "another file": {"state_dict": {"w": torch.zeros(2)}},
+    "no federation": {"round": 1, "messages": {}, "before": {}, "after": {}},
+    "no messages": {"federation": "a", "round": 1, "messages": None, "before": {}, "after": {}},
+    "a word for a count": {"federation": "a", "round": 1, "messages": {1.0: "x"}, "before": {}, "after": {}},
+    "another round": {"federation": "a", "round": None, "messages": {}, "before": {}, "after": {}},
+    "another state": {"federation": "a", "round": 3, "messages": {}, "before": {}, "after": {7: {"weights": 1}}},
+    "no tensors": {"federation": "a", "round": 3, "messages": {}, "before": {}, "after": {7: {"local": {"w": 1}}}},
+    "no client": {"federation": "a", "round": 3, "messages": {}, "before": {}, "after": {"x": {}}},
+    "half a posterior": {
+        "federation": "a", "round": 3, "messages": {}, "before": {}, "after": {7: {"own": {"mean": {}}}}},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_STATES)
+def test_a_file_that_is_no_state_of_a_client_is_named(tmp_path, wrong):
+    torch.save(WRONG_STATES[wrong], tmp_path / "client-7.pt")
+    with pytest.warns(UserWarning, match=r"client-7\.pt is no state of a client .*: client 7 starts anew"):
+        anew = state(tmp_path, 4, 3)
+    assert anew.before == anew.messages == {}
+    privacy = fb.UpdatePrivacy()
+    assert anew.count(privacy) == privacy.figures(4)["privacy/epsilon"], "with the rounds before"
+    with pytest.raises(fb.FederationError, match=r"client-7\.pt is no state of a client"):
+        personal_posterior(hybrid(), tmp_path, 7, fb.read_posterior(hybrid()))
+
+
+def test_a_pickle_of_other_classes_is_no_state_and_runs_nothing(tmp_path):
+    torch.save(hybrid(), tmp_path / "client-7.pt")
+    with pytest.warns(UserWarning, match=r"client-7\.pt is no state of a client \(UnpicklingError"):
+        assert state(tmp_path, 4, 3).before == {}
+
+
+@pytest.mark.parametrize("entries", [3, 10**6])
+def test_a_full_disk_is_named_and_leaves_the_state_before(tmp_path, entries):
+    state(tmp_path, 1, 0).write({7: {"local": {"w": torch.ones(2)}, "optimizers": []}})
+    (tmp_path / "client-7.pt.new").symlink_to("/dev/full")
+    kept = state(tmp_path, 2, 1)
+    with pytest.raises(fb.FederationError, match=r"client-7\.pt cannot be written: .*disk full.*is whole; make room"):
+        kept.write({7: {"local": {"w": torch.zeros(entries)}}})
+    assert torch.equal(state(tmp_path, 2, 1).before[7]["local"]["w"], torch.ones(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["client-7.pt"]
 
 
 def test_a_torn_state_does_not_shut_a_client_out(tmp_path):

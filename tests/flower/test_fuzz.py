@@ -165,6 +165,25 @@ def test_a_flipped_byte_in_a_checkpoint_is_noticed(tmp_path):
         ServerState.load(path)
 
 
+@pytest.mark.parametrize(("name", "value"), [
+    ("federation", 3), ("seed", "x"), ("server", []), ("server", {}), ("calibration", 3), ("calibration", {"a": 1}),
+    *(("server", {name: None}) for name in begun().state_dict()), ("another", 1),
+])
+def test_a_checkpoint_of_other_content_is_named(tmp_path, name, value):
+    path = tmp_path / "server.pt"
+    state = vars(ServerState("name", 0, begun().state_dict()))
+    torch.save({**state, name: {**state[name], **value} if name == "server" and value else value}, path)
+    with pytest.raises(fb.FederationError, match=r"is no checkpoint of a Flower server.*path of its own"):
+        ServerState.load(path)
+
+
+def test_a_full_disk_is_named(tmp_path):
+    (tmp_path / "server.pt.new").symlink_to("/dev/full")
+    with pytest.raises(fb.FederationError, match=r"server\.pt cannot be written: .*disk full"):
+        ServerState("name", 0, begun().state_dict()).save(tmp_path / "server.pt")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_missing_checkpoint_is_named(tmp_path):
     with pytest.raises(fb.FederationError, match="is no checkpoint of a Flower server"):
         ServerState.load(tmp_path / "nowhere.pt")

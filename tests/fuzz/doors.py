@@ -157,6 +157,8 @@ CLIENTS = {"clients": [0]}
 LINEAR = nn.Linear(2, 3)
 CLASSES = TensorDataset(torch.randn(9, 2), torch.arange(9) % 3)
 SKETCH = calibration.ScoreSketch.of(torch.linspace(0, 1, 20))
+REGRESSION = fb.Laplace("regression").posterior(LINEAR, [(X, torch.zeros(8, 3))])
+SITE = fb.KroneckerLaplace().site(LINEAR, [(X, torch.arange(8) % 3)])
 CONVOLUTION = {
     "in_channels": 2, "out_channels": 2, "kernel_size": 2, "stride": 1, "padding": 0, "dilation": 1, "groups": 1,
 }
@@ -177,6 +179,53 @@ SETTINGS = {
     "engine": "auto", "keep": (), "buffers": "average", "local_parameters": (), "safeguards": fb.Safeguards(),
     "adversaries": (), "privacy": None, "seed": 0,
 }
+
+
+def ivon_step(closure):
+    """Take a step of an IVON that has a gradient."""
+    weight = torch.zeros(2, requires_grad=True)
+    optimizer = fb.IVON([weight], num_examples=10)
+    with optimizer.sampled():
+        weight.square().sum().backward()
+    optimizer.step(closure)
+
+
+def cox(step, targets):
+    """Take a step of a Cox regressor outside of a Trainer."""
+    module = fb.CoxRegressor(nn.Linear(2, 1))
+    module.num_examples, module.log_dict = 8, lambda *_, **__: None
+    getattr(module, step)((X, targets), 0)
+
+
+def step(name, batch, **options):
+    """Take a step of a predictive outside of a Trainer."""
+    getattr(fb.PosteriorPredictive(LINEAR, REGRESSION, 2, **options), name)(batch)
+
+
+def given_state(optimizer, then, rounds):
+    """Give a server by FedAdam a state of its rule, and finish a round."""
+    server = fb.Server(posterior(), fusion="fedadam")
+    state = {**server.state_dict(), "rounds": rounds}
+    state["rule_states"] = {name: {"optimizer": optimizer, "then": then} for name in state["rule_states"]}
+    server.load_state_dict(state)
+    server.begin(fb.RoundPlan(server.rounds, (0, 1)))
+    server.admit(fb.ClientUpdate(0, 5, posterior(1.0)))
+    server.finish()
+
+
+SHARED = {
+    "posterior": posterior(), "tensors": {"w": torch.zeros(1, 2), "b": torch.zeros(1)}, "round": 0, "share": 0.5,
+    "is_new": False,
+}
+CLIENT = {"number": 0, "num_examples": 5, "kept": {}, "problem": 0, "steps": 3, "rate": 0.1}
+
+
+def looped(number, num_examples, kept, problem, steps, rate, **shared):
+    """Take a client's round of FedProx in a loop of one's own."""
+    method, client = fb.FedProx(0.1), fb.Participant(number, num_examples, kept, problem, steps, rate)
+    shared = fb.Shared(**shared)
+    method.problem(shared, client)
+    method.report(shared, client, fb.Trained(shared.posterior)).update(number, num_examples)
 
 
 class Plain(fb.BayesianModule):
@@ -327,6 +376,24 @@ DOORS = {
     "Server.begin": (begun().begin, {"plan": fb.RoundPlan(0, (0, 1))}),
     "Server.admit": (lambda update: begun().admit(update), {"update": update()}),
     "Server.load_state_dict": (lambda state: begun().load_state_dict(state), {"state": begun().state_dict()}),
+    "Server.load_state_dict rule": (given_state, {
+        "optimizer": {"momentum": torch.zeros(3), "square": torch.ones(3)}, "then": {}, "rounds": 1}),
+    "Shared": (partial(looped, **CLIENT), SHARED),
+    "Participant": (partial(looped, **SHARED), CLIENT),
+    "Trained": (fb.Trained, {"posterior": posterior(), "precisions": None}),
+    "Quadratic": (
+        lambda strength, slope, names, values, start: fb.Quadratic(strength, slope, names)(values, start),
+        {"strength": 1.0, "slope": {"w": torch.ones(1, 2)}, "names": frozenset("wb"), "values": posterior(1.0).mean,
+         "start": posterior().mean}),
+    "LocalProblem": (fb.LocalProblem, {"quadratic": fb.Quadratic(), "cavity": None, "start": posterior().mean}),
+    "Report": (
+        lambda posterior, kept, sent, client, num_examples, buffers: begun().admit(
+            fb.Report(posterior, kept, sent).update(client, num_examples, buffers)),
+        {"posterior": posterior(), "kept": {}, "sent": {}, "client": 0, "num_examples": 5,
+         "buffers": {"running": torch.ones(2)}}),
+    "Method": (fb.Method, {"rule": "linear_pool"}),
+    "UncertaintyReport": (fb.UncertaintyReport, {"samples": 2}),
+    "ClientParallelStrategy": (fb.ClientParallelStrategy, {"start_method": "spawn"}),
     "ClientUpdate": (admit, {
         "client": 0, "num_examples": 5, "posterior": posterior(), "buffers": {"running": torch.ones(2)},
         "metrics": {"train_loss": 1.0}, "seconds": 0.5}),
@@ -458,6 +525,31 @@ DOORS = {
         lambda **options: fb.IVON([torch.zeros(2, requires_grad=True)], **options),
         {"lr": 0.1, "num_examples": 10, "prior_std": 1.0, "hessian_init": 1.0, "betas": (0.9, 0.999), "samples": 1,
          "temperature": 1.0}),
+    "IVON params": (fb.IVON, {"params": [torch.zeros(2, requires_grad=True)]}),
+    "IVON.step": (ivon_step, {"closure": None}),
+    "IVON.posterior": (lambda module: fb.IVON(LINEAR.parameters()).posterior(module), {"module": LINEAR}),
+    "Laplace.posterior": (
+        fb.Laplace().posterior, {"module": LINEAR, "batches": [(X, torch.arange(8) % 3)]}),
+    "Laplace.site": (
+        lambda inputs, targets: fb.Laplace().site(LINEAR, [(inputs, targets)]),
+        {"inputs": X, "targets": torch.arange(8) % 3}),
+    "Laplace.fuse": (
+        fb.Laplace().fuse, {"module": LINEAR, "sites": [fb.Laplace().site(LINEAR, [(X, torch.arange(8) % 3)])]}),
+    "KroneckerLaplace.site": (
+        fb.KroneckerLaplace().site, {"module": LINEAR, "batches": [(X, torch.arange(8) % 3)]}),
+    "KroneckerLaplace.site batch": (
+        lambda inputs, targets: fb.KroneckerLaplace().site(LINEAR, [(inputs, targets)]),
+        {"inputs": X, "targets": torch.arange(8) % 3}),
+    "KroneckerLaplace.fuse": (fb.KroneckerLaplace().fuse, {"sites": [SITE]}),
+    **{f"PosteriorPredictive.{name} {task} {predictive}": (
+        partial(step, name, task=task, predictive=predictive),
+        {"batch": [X, torch.arange(8) % 3 if task == "classification" else torch.zeros(8, 3)]},
+    ) for name in ("predict_step", "validation_step", "test_step") for task in ("classification", "regression")
+      for predictive in ("draws", "linearised")},
+    "PosteriorPredictive.sample": (PREDICTIVE.sample, {"inputs": X, "samples": 2}),
+    **{f"CoxRegressor.{name}": (
+        partial(cox, name), {"targets": torch.stack([torch.ones(8), torch.arange(8.0)], 1)}
+    ) for name in ("training_step", "validation_step", "test_step")},
     "Laplace": (fb.Laplace, {"task": "classification", "curvature": "ggn", "prior_std": 1.0, "noise_std": 1.0,
                              "temperature": 1.0, "parameters": ("*",)}),
     "KroneckerLaplace": (fb.KroneckerLaplace, {"curvature": fb.Laplace(), "damping": 0.1}),
@@ -472,6 +564,7 @@ DOORS = {
         fb.HybridBayesianRegressor,
         {"network": network(), **OF_HYBRID, "noise": "learnt", "noise_std": 1.0, "targets": None}),
     "CoxRegressor": (fb.CoxRegressor, {"network": network(), **OF_HYBRID}),
+    "BayesianModule.unpack": (Plain(network()).unpack, {"batch": [X, Y]}),
     "cox_loss": (modules.cox_loss, {"log_risk": torch.zeros(2), "time": torch.ones(2), "event": TARGET}),
     "DeepEnsembleRegressor": (
         lambda **arguments: fb.DeepEnsembleRegressor(**arguments),
@@ -569,6 +662,6 @@ VALUES = SimpleNamespace(
             fusion.LinearPool(), fb.AutoFusion(), fb.RoundPlan(0, (0,)), layers.NormalPrior()],
 )
 """Values by kind."""
-FUNCTIONS = {"rule", "then", "weighting", "score", "optimizer", "source", "labels", "fusion", "prior"}
+FUNCTIONS = {"closure", "rule", "then", "weighting", "score", "optimizer", "source", "labels", "fusion", "prior"}
 """Arguments that take a function of the user, which may raise what it likes."""
 POOL = [value for kind in vars(VALUES).values() for value in kind]

@@ -24,18 +24,17 @@ NO_DOORS = {
     # values that the package makes, and types
     "CalibrationBins", "ClassPrediction", "Clients", "Cohort", "Estimator", "Fused", "GaussianParameter", "Gram",
     "HierarchicalFit", "HonestMoments", "Knowledge", "Prior", "RegressionPrediction", "RetainedCurve", "RoundResult",
-    "LocalProblem", "Participant", "Quadratic", "Report", "RuleState", "Shared", "Trained",
-    "Statistics", "SurvivalPrediction", "gram_of", "outputs_with",
+    "RuleState", "Statistics", "SurvivalPrediction", "gram_of", "outputs_with",
     # base classes, which a user derives from: their subclasses are doors
     "Attack", "BayesianLayer", "FusionRule", "GramRule", "ImageDataModule", "InferredRule", "LearnedPosterior",
-    "Method", "PosteriorSource", "Preaggregation", "Regressor", "ReliabilityRule", "ServerOptimizer", "SplitDataModule",
+    "PosteriorSource", "Preaggregation", "Regressor", "ReliabilityRule", "ServerOptimizer", "SplitDataModule",
     "StatefulSumRule", "SumRule", "TensorDataModule", "UpdateAttack",
-    # without arguments of their own; ClientParallelStrategy hands its on to Lightning
-    "KwonAleatoric", "BrierScore", "ClientParallelStrategy", "CoordinateMedian", "DeterminantSharpness",
+    # without arguments of their own
+    "KwonAleatoric", "BrierScore", "CoordinateMedian", "DeterminantSharpness",
     "EnsembleCRPS", "KwonEpistemic", "GaussianCRPS", "GaussianFit", "GaussianNLL",
     "HellingerBarycenter", "LinearPool", "LogVarianceAverage", "MutualInformation", "NegativeLogLikelihood",
     "OutOfDistributionAUROC", "Population",
-    "ReverseKLBarycenter", "UncertaintyReport", "ClientReport", "WassersteinBarycenter", "WeightedAverage",
+    "ReverseKLBarycenter", "ClientReport", "WassersteinBarycenter", "WeightedAverage",
     "WeightedConflation",
     "WeightedSum", "Conflation",
     "FusionAccumulator",  # under the name of its method

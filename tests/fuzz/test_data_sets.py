@@ -1,5 +1,6 @@
 """Data sets and labels of all sorts, dealt out by every partition."""
 
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -70,7 +71,8 @@ ran = 0
 def any_data(dataset, partition, source):
     global ran
     ran += 1
-    with only_own_errors():
+    with only_own_errors(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of classes that nobody has
         if isinstance(partition, fb.ClassPartition):
             partition = fb.ClassPartition(partition.clients, partition.classes_per_client, labels=source)
         clients_of(dataset, partition, seed=0)

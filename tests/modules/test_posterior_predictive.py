@@ -1,5 +1,7 @@
 """Predictions of any module from a posterior: moments, scores, checkpoints, and what is refused."""
 
+from types import SimpleNamespace
+
 import lightning as L
 import pytest
 import torch
@@ -134,6 +136,55 @@ def test_scores_and_predictions_of_a_trainer():
 def test_a_mistake_is_named(make, message):
     with pytest.raises(fb.FedBayesError, match=message):
         make()
+
+
+class Logits(nn.Module):
+    """Gives its logits by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x):
+        return {"logits": self.net(x)}
+
+
+X, Y = blobs()[:4]
+FOREIGN = {
+    "a dict": ({"x": X, "y": Y}, "cannot predict this batch", "a batch is a dict"),
+    "a graph": (SimpleNamespace(x=X), "cannot predict this batch", "a batch is a SimpleNamespace"),
+    "nothing": ([], "a batch is empty", "a batch is a list"),
+    "inputs alone": ([X], None, "a batch is a list"),
+    "a tensor alone": (X, None, "a batch is a Tensor"),
+    "other inputs": ((torch.zeros(4, 2), Y), "cannot predict this batch: RuntimeError", "cannot predict this batch"),
+    "inputs in a dict": (({"x": X}, Y), "cannot predict this batch: ", "cannot predict this batch: "),
+    "other classes": ((X, Y + 7), None, "target holds classes from 7 to 9, and probs have 3"),
+    "no targets": ((X, None), None, "a batch is a tuple"),
+}
+
+
+@pytest.mark.parametrize("predictive", ["draws", "linearised"])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_batches_that_it_does_not_take_are_named(kind, predictive):
+    batch, predict, validate = FOREIGN[kind]
+    made = fb.PosteriorPredictive(network(), fb.Laplace().posterior(network(), [(X, Y)]), predictive=predictive)
+    for step, message in ((made.predict_step, predict), (made.validation_step, validate), (made.test_step, validate)):
+        if message is None:
+            step(batch)
+        else:
+            with pytest.raises(fb.FedBayesError, match=message):
+                step(batch)
+
+
+def test_outputs_and_examples_without_a_prediction_are_named():
+    named = fb.PosteriorPredictive(Logits(), posterior_of(Logits()))
+    with pytest.raises(fb.FedBayesError, match="Logits gives a dict: wrap it into a module"):
+        named.predict_step(X)
+    made = fb.PosteriorPredictive(network(), fb.Laplace().posterior(network(), [(X, Y)]))
+    X[2, 0], before = torch.nan, X[2, 0].clone()
+    with pytest.raises(fb.FedBayesError, match="1 of 4 examples have no finite covariance"):
+        made.predict_step(X)
+    X[2, 0] = before
 
 
 def test_a_checkpoint_without_a_posterior_is_refused(tmp_path):

@@ -228,6 +228,29 @@ def test_errors_of_the_module(call, says):
         call()
 
 
+WRONG_TARGETS = {
+    "swapped": (lambda event, time: (time, event), "event holds"),
+    "events coded 1 and 2": (lambda event, time: (event + 1, time), "event holds 2"),
+    "events coded -1 and 1": (lambda event, time: (2 * event - 1, time), "event holds -1"),
+    "NaN": (lambda event, time: (event, time.where(time < time.max(), torch.nan)), "time holds nan"),
+    "infinite": (lambda event, time: (event, time.where(time < time.max(), torch.inf)), "time holds inf"),
+    "negative": (lambda event, time: (event, time - time.mean()), "time holds -"),
+}
+
+
+@pytest.mark.parametrize("engine", ["none", "sequential", "vectorized"])
+@pytest.mark.parametrize("wrong", WRONG_TARGETS)
+def test_training_refuses_wrong_targets_in_the_first_epoch(wrong, engine):
+    inputs, targets = simulated(24).tensors
+    change, says = WRONG_TARGETS[wrong]
+    data = TensorDataset(inputs, torch.stack(change(*targets.T), 1))
+    callbacks = [] if engine == "none" else [FederatedBayes(fb.IIDPartition(3), engine=engine)]
+    run, batches = trainer(max_epochs=2, callbacks=callbacks), loader(data, 4)
+    with pytest.raises(FedBayesError, match=says):
+        run.fit(linear(), batches)
+    assert run.current_epoch == 0
+
+
 def test_a_validation_set_without_events_is_scored_as_unknown():
     inputs, targets = simulated(20).tensors
     data = TensorDataset(inputs, targets * torch.tensor([0, 1]))

@@ -9,7 +9,7 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes import ClientFailure, ClientUpdate, GaussianPosterior, RoundPlan, Server
-from lightning_fedbayes.core.errors import FederationError, FusionError
+from lightning_fedbayes.core.errors import FederationError, FusionError, PosteriorError
 from tests.federations import Plain, federate
 
 START = GaussianPosterior({"w": torch.zeros(3)}, {"w": torch.ones(3)})
@@ -183,3 +183,54 @@ def test_updates_of_several_threads_are_those_of_one(fusion):
         first, second = (getattr(each, kind)["w"] for each in results)
         torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-7)
     assert pickle.loads(pickle.dumps(server)).admit is not None
+
+
+WITH_STATE = {
+    "fedavgm": "optimizer momentum", "fedadam": "optimizer square", "fedyogi": "optimizer momentum",
+    "ivar_vb": "counts", "icov_mle": "along", "ivar_mle": "clients", "icov_vb": "rounds",
+}
+"""Rule → a part of its state."""
+DAMAGE = {
+    "missing": None, "a word": "x", "empty": torch.zeros(0), "another shape": torch.zeros(7, 7, 7),
+    "not finite": torch.tensor(math.nan), "a list of lists": [[]],
+}
+
+
+def trained(rule, rounds=2):
+    server = Server(update(0).posterior, fusion=rule)
+    for number in range(rounds):
+        round_of(server, update(0, 1.0), update(1, 2.0 + number), update(2, 4.0), number=number)
+    return server
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(("make", "rule"), [
+    *((fb.fusion.get_rule, rule) for rule in WITH_STATE), (fb.Reliability, "ivar_vb"), (fb.Reliability, "icov_mle"),
+    (lambda rule: fb.fusion.NearestNeighbourMixing(rule, byzantine=1), "ivar_vb"),
+])
+def test_a_damaged_state_of_a_rule_is_refused_when_it_is_given(make, rule, damage):
+    whole = make(rule)
+    server = trained(whole)
+    state = server.state_dict()
+    again = Server(update(0).posterior, fusion=whole)
+    again.load_state_dict(state)
+    (part,) = (dict(each) for each in state["rule_states"].values())
+    path = [*(["by"] if make is fb.Reliability else []), *WITH_STATE[rule].split()]
+    broken = part
+    for name in path[:-1]:
+        broken[name] = broken = dict(broken[name])
+    broken[path[-1]] = DAMAGE[damage]
+    if damage == "missing":
+        del broken[path[-1]]
+    before = server.state_dict()
+    with pytest.raises(FusionError, match=rf"{path[-1]}.*(damaged|finite number)"):
+        server.load_state_dict({**state, "rule_states": dict.fromkeys(state["rule_states"], part)})
+    assert server.state_dict() == before
+
+
+def test_a_state_of_another_network_is_refused():
+    server = trained("weighted_average")
+    for other in ({"w": torch.zeros(9)}, {"another": torch.zeros(3)}):
+        state = Server(GaussianPosterior.point_mass(other)).state_dict()
+        with pytest.raises(PosteriorError, match=r"of another network: it has '(w|another)' \(\d,\), and this one '"):
+            server.load_state_dict(state)

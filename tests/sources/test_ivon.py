@@ -4,6 +4,7 @@ import copy
 import math
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -553,3 +554,16 @@ def test_a_closure_and_a_network_that_are_none_are_refused():
     with pytest.raises(fb.FederationError, match="give the network"):
         optimizer.posterior(None)
     assert optimizer.posterior(layer).num_parameters == 3
+
+
+def test_a_prior_of_a_whole_number_of_numpy_is_that_number():
+    steps = []
+    for prior_std in (2.0, np.int64(2)):
+        weight = torch.ones(3, requires_grad=True)
+        optimizer = fb.IVON([weight], prior_std=prior_std, num_examples=10)
+        torch.manual_seed(0)
+        with optimizer.sampled():
+            weight.square().sum().backward()
+        optimizer.step()
+        steps.append(weight.detach())
+    assert torch.equal(*steps)

@@ -21,7 +21,7 @@ from lightning_fedbayes.clients.vectorized.stack import ClientStack
 from lightning_fedbayes.clients.vectorized.step import StackedStep
 from lightning_fedbayes.clients.vectorized.swap import with_attributes
 from lightning_fedbayes.core.errors import CannotVectorize
-from lightning_fedbayes.core.private_torch import tree_map, version_of
+from lightning_fedbayes.core.private_torch import tree_map, version_if_any
 
 
 def in_containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -42,14 +42,14 @@ def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], No
     """
     snapshots = {path: Snapshot(each) for path, each in (*module.named_modules(), *in_containers(module))}
     named = (*module.named_parameters(), *module.named_buffers())
-    tensors = {name: (tensor, version_of(tensor), tensor.detach().clone()) for name, tensor in named}
+    tensors = {name: (tensor, version_if_any(tensor), tensor.detach().clone()) for name, tensor in named}
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     options = options_of(optimizer)
     host = random.getstate(), np.random.get_state()
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     def check() -> None:
         changed = [f"{path}.{name}" if path else name for path, each in snapshots.items() for name in each.changes()]
-        changed += [name for name, (tensor, version, _) in tensors.items() if version_of(tensor) != version]
+        changed += [name for name, (tensor, version, _) in tensors.items() if version_if_any(tensor) != version]
         if changed:
             raise CannotVectorize(f"training_step changes self.{changed[0]}, which clients would share")
         held = {id(parameter) for parameter in parameters_of(optimizer)}
@@ -76,7 +76,7 @@ def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], No
             snapshot.restore()
         with torch.no_grad():
             for tensor, version, values in tensors.values():
-                if version_of(tensor) != version:
+                if version_if_any(tensor) != version:
                     tensor.copy_(values)
         for name, parameter in module.named_parameters():
             parameter.grad = gradients[name]

@@ -14,6 +14,7 @@ from lightning_fedbayes.metrics.functional.utilities import (
     check_numbers,
     check_predictive,
     check_same_shape,
+    class_indices,
 )
 
 
@@ -33,7 +34,7 @@ def negative_log_likelihood(probs: Tensor, target: Tensor) -> Tensor:
     tensor([ 0.6931, 87.3365])
     """
     probs = check_predictive(probs, target)
-    chosen = probs.gather(1, target.long().unsqueeze(1)).squeeze(1)
+    chosen = probs.gather(1, class_indices(probs, target)).squeeze(1)
     return -chosen.clamp_min(torch.finfo(probs.dtype).tiny).log()
 
 
@@ -55,7 +56,7 @@ def brier_score(probs: Tensor, target: Tensor) -> Tensor:
     tensor([0.5000, 2.0000])
     """
     probs = check_predictive(probs, target)
-    truth = target.long().unsqueeze(1)
+    truth = class_indices(probs, target)
     return probs.scatter_add(1, truth, -torch.ones_like(truth, dtype=probs.dtype)).square().sum(1)
 
 

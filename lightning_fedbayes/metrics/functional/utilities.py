@@ -44,6 +44,19 @@ def check_predictive(probs: Tensor, target: Tensor) -> Tensor:
     return at_least_float32(probs)
 
 
+def class_indices(probs: Tensor, target: Tensor) -> Tensor:
+    """Return ``target``, (batch,), as indices into ``probs``, (batch, 1); raise FedBayesError if one is no class."""
+    indices = target.long().unsqueeze(1)
+    if len(indices):
+        low, high = (int(each) for each in indices.aminmax())
+        if low < 0 or high >= probs.shape[1]:
+            raise FedBayesError(
+                f"target holds classes from {low} to {high}, and probs have {probs.shape[1]}: give classes from 0 to "
+                f"{probs.shape[1] - 1}, and leave out examples without a label"
+            )
+    return indices
+
+
 def check_same_shape(**tensors: Tensor) -> None:
     """Raise FedBayesError unless all ``tensors`` have one shape: (batch,) and (batch, 1) would broadcast to a table."""
     check_numbers(**tensors)

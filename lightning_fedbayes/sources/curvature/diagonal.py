@@ -19,6 +19,8 @@ from lightning_fedbayes.core.errors import (
     check_number,
     check_strings,
     nearest,
+    raised_as,
+    shown,
 )
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.layers import evaluation_mode
@@ -30,6 +32,9 @@ Curvature = Literal["ggn", "empirical"]
 
 ENTRIES = 2**24
 """Most entries of the Jacobians that are held at once."""
+
+BATCHES = "give batches of (inputs, targets), such as a DataLoader's, whose inputs the module's forward takes"
+"""Remedy for what no Laplace approximation can measure."""
 
 Tensors = dict[str, Tensor]
 
@@ -117,10 +122,18 @@ class Laplace:
             batches: of the client's training data.
 
         Raises:
-            FederationError: see :meth:`posterior`.
+            FederationError: see :meth:`posterior`, or the information is not finite.
         """
         check_kind("module", module, nn.Module, "give a torch.nn.Module")
-        return self.information(module, chosen_parameters(module, self.parameters), batches)[0]
+        with raised_as(FederationError, f"Laplace: {type(module).__name__} cannot be measured", BATCHES):
+            site = self.information(module, chosen_parameters(module, self.parameters), batches)[0]
+        for name, value in site.items():
+            if not bool(torch.isfinite(value).all()):
+                raise FederationError(
+                    f"Laplace: the information of '{name}' is not finite at {int((~value.isfinite()).sum())} of "
+                    f"{value.numel()} entries: look for NaN in the inputs, or for training that has diverged"
+                )
+        return site
 
     def fuse(self, module: nn.Module, sites: Sequence[Mapping[str, Tensor]]) -> GaussianPosterior:
         """Return the posterior of the pooled data of all clients, with copies of the module's parameters as means.
@@ -132,6 +145,8 @@ class Laplace:
         Raises:
             FederationError: there is no site, or one of another network, or with a value that is no information.
         """
+        check_kind("module", module, nn.Module, "give a torch.nn.Module")
+        check_kind("sites", sites, list | tuple, "give a list of what site() has returned")
         if not sites:
             raise FederationError("fuse: no site; give what site() has returned, of every client")
         mean = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -142,7 +157,7 @@ class Laplace:
         if self.prior_std is None:
             precision = chosen_precision(total.values(), chosen.values())
         else:
-            precision = self.prior_std**-2
+            precision = float(self.prior_std) ** -2  # NumPy has no negative powers of integers
         variance = {
             name: (total[name] + precision).reciprocal() if name in total else zeros_like(value)
             for name, value in mean.items()
@@ -163,7 +178,7 @@ class Laplace:
                 f"Laplace(prior_std=None): {who} needs the prior from the start, and only posterior() and fuse() "
                 "choose it: give prior_std=1.0, and take the posterior of the trained network by them"
             )
-        return self.prior_std
+        return float(self.prior_std)
 
     def information(
         self, module: nn.Module, parameters: Mapping[str, Tensor], batches: Iterable[Any],
@@ -193,7 +208,13 @@ class Laplace:
         """Return inputs and targets of a batch."""
         if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[1], Tensor):
             raise FederationError("Laplace: a batch has to be (inputs, targets): give such a collate_fn")
-        return batch[0], batch[1]
+        inputs, targets = batch
+        alike = not isinstance(inputs, Tensor) or inputs.shape[:1] == targets.shape[:1]
+        if not alike or not targets.ndim or not len(targets):
+            raise FederationError(
+                f"Laplace: inputs are {shown(inputs)} and targets {shown(targets)}: give as many of both, at least one"
+            )
+        return inputs, targets
 
     def _check(self, output: Tensor, target: Tensor) -> None:
         """Raise FederationError unless the likelihood is one of an example's ``output`` and ``target``."""
@@ -207,6 +228,15 @@ class Laplace:
             raise FederationError(
                 f"Laplace(task='regression'): {output.numel()} outputs and {target.numel()} targets per example; it "
                 "takes one mean per target. For logits give task='classification'"
+            )
+
+    def check_classes(self, output: Tensor, targets: Tensor) -> None:
+        """Raise FederationError unless the ``targets`` of a batch are classes of an example's ``output``, if any."""
+        self._check(output, targets[0])
+        if self.task == "classification" and not bool(((targets >= 0) & (targets < len(output))).all()):
+            raise FederationError(
+                f"Laplace(task='classification'): targets from {int(targets.min())} to {int(targets.max())}, and "
+                f"{len(output)} logits: give classes from 0 to {len(output) - 1}"
             )
 
     def terms(self, output: Tensor, target: Tensor) -> Tensor:
@@ -242,7 +272,10 @@ class Laplace:
             return {name: each.square().sum(0) for name, each in jacobians.items()}
 
         with torch.no_grad():
-            outputs = len(terms(values, apply_to_collection(inputs, Tensor, lambda tensor: tensor[0]), targets[0]))
+            first = apply_to_collection(inputs, Tensor, lambda tensor: tensor[0])
+            output = output_of_one(module, {**others, **values}, first)
+            self.check_classes(output, targets)
+            outputs = len(self.terms(output, targets[0]))
         size = sum(value.numel() for value in values.values())
         try:
             each = torch.func.vmap(squared, chunk_size=max(1, ENTRIES // (size * outputs)))(inputs, targets)
@@ -336,6 +369,7 @@ def check_shapes(
 def _check_site(number: int, site: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
     """Raise FederationError unless a client's ``site`` is information of the ``parameters``."""
     rule = "all clients have to take site() of this module"
+    check_kind(f"sites[{number}]", site, Mapping, rule)
     check_shapes(f"sites[{number}]", site, parameters, "the module", rule)
     for name, value in site.items():
         if not bool((torch.isfinite(value) & (value >= 0)).all()):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedbayes.core.errors import FederationError, check_kind, check_number, nearest
+from lightning_fedbayes.core.errors import FederationError, check_kind, check_number, nearest, raised_as
 from lightning_fedbayes.layers import evaluation_mode
-from lightning_fedbayes.sources.curvature.diagonal import Laplace, check_shapes
+from lightning_fedbayes.sources.curvature.diagonal import BATCHES, Laplace, check_shapes
 from lightning_fedbayes.sources.curvature.kronecker_posterior import KroneckerPosterior, Tensors, joined, split
 from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
 
@@ -112,13 +112,15 @@ class KroneckerLaplace:
         check_kind("batches", batches, Iterable, "give batches of (inputs, targets), such as a DataLoader")
         layers = self._layers(module)
         inner, outer, count = dict[str, Tensor](), dict[str, Tensor](), 0
-        with evaluation_mode(module):
+        what = f"KroneckerLaplace: {type(module).__name__} cannot be measured"
+        with evaluation_mode(module), raised_as(FederationError, what, BATCHES):
             for batch in batches:
                 inputs, targets = self.curvature.unpacked(batch)
                 count += len(targets)
                 with torch.enable_grad(), _recorded(layers) as record:
                     output = module(inputs)
                     found = output[0] if isinstance(output, tuple) else output
+                    self.curvature.check_classes(found[0], targets)
                     terms = torch.func.vmap(self.curvature.terms)(found, targets)
                     missing = layers.keys() - record.keys()
                     if missing:
@@ -137,7 +139,9 @@ class KroneckerLaplace:
         buffers = {name: b.detach().clone() for name, b in module.named_buffers() if b.is_floating_point()}
         inputs = {name: (each / count).to(layers[name].weight) for name, each in inner.items()}
         outputs = {name: (each / self.curvature.temperature).to(layers[name].weight) for name, each in outer.items()}
-        return KroneckerSite(mean, buffers, inputs, outputs, count)
+        site = KroneckerSite(mean, buffers, inputs, outputs, count)
+        _check_finite("KroneckerLaplace: ", site)
+        return site
 
     def fuse(self, sites: Sequence[KroneckerSite]) -> KroneckerPosterior:
         """Return the global posterior of the clients' sites and the prior.
@@ -145,6 +149,7 @@ class KroneckerLaplace:
         Raises:
             FederationError: there is no site, sites differ in their names or shapes, or a value is not finite.
         """
+        check_kind("sites", sites, list | tuple, "give a list of what site() has returned")
         if not sites:
             raise FederationError("fuse: no site; give what site() has returned, of every client")
         for number, each in enumerate(sites):
@@ -259,9 +264,17 @@ def _check_alike(number: int, site: KroneckerSite, first: KroneckerSite) -> None
     for part in ("mean", "buffers", "inputs", "outputs"):
         own, others = getattr(site, part), getattr(first, part)
         check_shapes(f"sites[{number}].{part}", own, others, "sites[0]", "all clients have to train the same network")
-        for name, value in own.items():
+    _check_finite(f"sites[{number}].", site)
+
+
+def _check_finite(whose: str, site: KroneckerSite) -> None:
+    """Raise FederationError unless all values of a client's ``site`` are finite."""
+    for part in ("mean", "buffers", "inputs", "outputs"):
+        for name, value in getattr(site, part).items():
             if not bool(torch.isfinite(value).all()):
-                raise FederationError(f"sites[{number}].{part}['{name}'] is not finite: leave this client out")
+                raise FederationError(
+                    f"{whose}{part}['{name}'] is not finite: leave this client out, and look for NaN in its inputs"
+                )
 
 
 def _gram(rows: Tensor) -> Tensor:

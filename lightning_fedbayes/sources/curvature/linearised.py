@@ -10,6 +10,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.layers import mean_only
 from lightning_fedbayes.layers.posterior_view import parameter_paths
@@ -87,7 +88,16 @@ def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
         mean: f, shape (batch, \*outputs).
         covariance: C, positive semidefinite, shape (batch, O, O).
         draws: number of draws.
+
+    Raises:
+        FedBayesError: C is not finite.
     """
+    wrong = int((~covariance.isfinite()).flatten(1).any(1).sum())
+    if wrong:
+        raise FedBayesError(
+            f"the linearised outputs of {wrong} of {len(covariance)} examples have no finite covariance: look for NaN "
+            "in their inputs, or leave them out"
+        )
     values, vectors = torch.linalg.eigh(covariance.to(torch.promote_types(covariance.dtype, torch.float32)))
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     seed = int(torch.randint(2**31, ()))

@@ -1,8 +1,10 @@
 """The Laplace approximation: beside closed forms and laplace-torch, alone and in a federation."""
 
 import warnings
+from types import SimpleNamespace
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ import lightning_fedbayes as fb
 from tests.federations import Plain, blobs, federate, from_yaml, loader, network, trainer
 
 ENGINES = ("sequential", "vectorized")
+X, Y = torch.ones(3, 2), torch.arange(3)
 SIZES = fb.SizesPartition([40, 25, 13, 12])
 
 
@@ -348,9 +351,51 @@ def test_what_cannot_be_is_refused_with_the_remedy(engine, module, settings, mes
         run(engine, module=module(), **settings)
 
 
-def test_a_batch_that_is_no_pair_is_refused():
-    with pytest.raises(fb.FederationError, match=r"\(inputs, targets\)"):
-        federate(Dicts(), fb.FederatedBayes(SIZES, posterior=fb.Laplace()), 1, loader(collate_fn=dicts))
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+@pytest.mark.parametrize(
+    ("module", "source", "collate", "message"),
+    [
+        (Dicts, fb.Laplace(), dicts, r"\(inputs, targets\)"),
+        (Dicts, fb.Laplace(), lambda batch: SimpleNamespace(**dicts(batch)), r"\(inputs, targets\)"),
+        (Own, fb.Laplace("regression"), None, "task='classification'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_the_first_round(engine, module, source, collate, message):
+    own = module()
+    own.on_train_epoch_start = lambda: pytest.fail("a round has begun")
+    own.training_step = lambda batch, batch_idx: own(torch.zeros(2, 6)).sum()
+    with pytest.raises(fb.FederationError, match=message):
+        federate(own, fb.FederatedBayes(SIZES, engine=engine, posterior=source), 1, loader(collate_fn=collate))
+
+
+def test_a_prior_of_a_whole_number_of_numpy_is_that_number():
+    module = nn.Linear(2, 3)
+    one, other = (fb.Laplace(prior_std=std).posterior(module, [(X, Y)]) for std in (2.0, np.int64(2)))
+    assert torch.equal(flat(one), flat(other))
+
+
+class Torn(torch.utils.data.Dataset):
+    """Data that can be read until ``is_torn``."""
+
+    is_torn = False
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        if self.is_torn:
+            raise OSError("torn")
+        return blobs()[index]
+
+
+def test_data_that_cannot_be_read_again_fail_their_client_alone(caplog):
+    """Laplace reads a client's data once more after its training."""
+    data, module = Torn(), Own()
+    module.on_train_batch_end = lambda outputs, batch, batch_idx: vars(data).update(is_torn=True)
+    clients = fb.ClientDatasets({"north": data, "south": blobs()})
+    federation = fb.FederatedBayes(engine="sequential", posterior=fb.Laplace())
+    federate(module, federation, 1, loader(clients, batch_size=16))
+    assert "client north is left out: OSError: torn" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -363,6 +408,11 @@ def test_a_batch_that_is_no_pair_is_refused():
         (lambda: fb.Laplace(temperature=0.0), "temperature=0.0"),
         (lambda: fb.Laplace().posterior(nn.Linear(2, 2), [[torch.zeros(1, 2), torch.zeros(1)]]), "one class"),
         (lambda: fb.Laplace().posterior("network", []), "module"),
+        (lambda: fb.Laplace().posterior(nn.Linear(2, 3), [({"x": X}, Y)]), "Linear cannot be measured: TypeError"),
+        (lambda: fb.Laplace().posterior(nn.Linear(2, 3), [(X, Y[:2])]), "give as many of both"),
+        (lambda: fb.Laplace().posterior(nn.Linear(2, 3), [(X[:0], Y[:0])]), "at least one"),
+        (lambda: fb.Laplace("classification", "empirical").posterior(nn.Linear(2, 3), [(X, Y + 2)]), "from 2 to 4"),
+        (lambda: fb.Laplace().posterior(nn.Linear(2, 3), [(X * torch.nan, Y)]), "is not finite at 6 of 6 entries"),
         (lambda: fb.KroneckerLaplace(fb.Laplace(prior_std=None)), "KroneckerLaplace needs the prior"),
         (lambda: fb.Laplace().fuse(nn.Linear(2, 2), []), "no site"),
         (lambda: fb.Laplace().fuse(nn.Linear(2, 2), [{"weight": torch.ones(2, 2)}]), "'bias' is missing"),

@@ -230,6 +230,10 @@ DATA = [(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))]
     (nn.Linear(3, 3), ("*",), [torch.randn(4, 3)], "has to be (inputs, targets)"),
     (nn.Linear(3, 3), ("*",), [(torch.randn(4, 3), torch.randn(4, 3))], "give task='regression'"),
     (nn.Sequential(nn.Conv1d(2, 2, 1, groups=2), nn.Flatten()), ("*",), DATA, "has groups"),
+    (nn.Linear(3, 3), ("*",), [({"x": torch.randn(4, 3)}, torch.zeros(4).long())], "Linear cannot be measured"),
+    (nn.Linear(3, 3), ("*",), [(torch.randn(4, 3), torch.zeros(2).long())], "give as many of both"),
+    (nn.Linear(3, 3), ("*",), [(torch.randn(4, 3), torch.full((4,), 3))], "give classes from 0 to 2"),
+    (nn.Linear(3, 3), ("*",), [(torch.full((4, 3), torch.nan), torch.zeros(4).long())], "is not finite"),
 ])
 def test_what_has_no_factors_is_refused(network, patterns, data, expected):
     with pytest.raises(fb.FederationError) as error:
