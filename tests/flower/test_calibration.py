@@ -119,9 +119,9 @@ BAD = {
     "death": (lambda reply: None, "answer"),
     "no sums": (with_records(metrics=MetricRecord({"num-examples": 3})), "no finite gradient"),
     "not finite": (with_records(metrics=MetricRecord(
-        {"gradient": float("nan"), "curvature": 1.0, "loss": 1.0, "num-examples": 3})), "no finite gradient"),
+        {"gradient": float("nan"), "curvature": 1.0, "num-examples": 3})), "no finite gradient"),
     "no examples": (with_records(metrics=MetricRecord(
-        {"gradient": 1.0, "curvature": 1.0, "loss": 1.0, "num-examples": 0})), "num-examples=0"),
+        {"gradient": 1.0, "curvature": 1.0, "num-examples": 0})), "num-examples=0"),
 }
 
 

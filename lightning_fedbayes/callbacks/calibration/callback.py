@@ -133,8 +133,8 @@ def state_of(callback: CalibrationCallback, state: Any) -> Mapping[str, Any]:
     missing = [name for name in callback.state_dict() if name not in state]
     if missing:
         raise FederationError(
-            f"the state lacks {', '.join(missing)}: it is none of a {type(callback).__name__}; give what its state_dict() "
-            "has returned"
+            f"the state lacks {', '.join(missing)}: it is none of a {type(callback).__name__}; give what its "
+            "state_dict() has returned"
         )
     return state
 

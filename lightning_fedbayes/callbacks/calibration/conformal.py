@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_fedbayes.callbacks.calibration.bounds import check_influence, middle
-from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Found, callbacks_of, logits_of, state_of
+from lightning_fedbayes.callbacks.calibration.callback import (
+    CalibrationCallback,
+    Found,
+    callbacks_of,
+    logits_of,
+    state_of,
+)
 from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, moments_of, predictions_of
 from lightning_fedbayes.callbacks.calibration.scores import (
     BINS,
@@ -64,10 +70,13 @@ class FederatedConformal(CalibrationCallback):
 
     the upper bound for scores without ties. Each client sends one :class:`ScoreSketch`, 8 KiB.
 
-    Clients may lie. With n examples of each of K clients alike, of whom f < K/2 send other counts than theirs, the bound
-    B of :func:`bounded_distribution` keeps the coverage of the pooled threshold, up to the error of sampling, within
+    Clients may lie. With n examples of each of K clients alike, of whom f < K/2 send other counts than theirs, the
+    bound B of :func:`bounded_distribution` keeps the coverage of the pooled threshold, up to the error of sampling,
+    within
 
-    .. math:: \mathrm{level} \pm \frac{f B}{(K - f)\, n}, \qquad B \approx c \cdot 2.7 \sqrt{\mathrm{level} (1 - \mathrm{level})\, n}
+    .. math::
+        \mathrm{level} \pm \frac{f B}{(K - f)\, n}, \qquad
+        B \approx 2.7\, c\, \sqrt{\mathrm{level} (1 - \mathrm{level})\, n}
 
     whatever they send: 0.9 ± 0.014 for one of ten with n = 180. Where no client exceeds its bound the threshold is that
     of the sum of all counts. A client that is honest but much harder or easier than the others is clipped likewise, and
