@@ -198,8 +198,8 @@ def counts_in(cell):
 def test_one_liar_of_ten_moves_little_and_holds_nothing_up():
     found = {}
     for name, change in {
-        "honest": lambda reply: reply, "large": sums_times(1e3), "negative": sums_times(-1e3), "small": sums_times(1e-3),
-        "bottom": counts_in(0), "top": counts_in(1023),
+        "honest": lambda reply: reply, "large": sums_times(1e3), "negative": sums_times(-1e3),
+        "small": sums_times(1e-3), "bottom": counts_in(0), "top": counts_in(1023),
     }.items():
         scaling, conformal = fb.FederatedTemperature(), fb.FederatedConformal(0.8)
         grid, strategy = Lying(change), FusionStrategy(wait_for=10, seed=3)

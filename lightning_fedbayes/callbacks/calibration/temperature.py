@@ -205,11 +205,12 @@ class TemperatureSearch:
     with L', L'' the sums over all clients, in which no client counts for more than a multiple of the median one
     (:func:`bounded_sum`). The search begins at T = 1. A step is at most 1.5 long; where the curvature is not positive
     it goes 1.5 downhill; a step to a larger gradient of the other sign is halved, and no step leaves the interval that
-    the signs so far allow. If steps do not shrink after five exchanges, the next one goes to the limit of T. While a
-    client is bounded, the difference of two gradients takes the place of the curvature. The search ends when the error
-    that is left after a step, :math:`c\,\Delta u^2` with c from the last two steps, is below 1e-10 (1e-4 while a client
-    is bounded), at a limit of T, or after ten exchanges, with the best T so far. Ordinary cases take about five. For
-    one draw the NLL has a single minimum; for several draws the search finds a local one.
+    the signs so far allow. If steps do not shrink after five exchanges, the next one goes to the limit of T, and back
+    if that is too far. While a client is bounded, the difference of two gradients takes the place of the curvature. The
+    search ends when the error that is left after a step, :math:`c\,\Delta u^2` with c from the last two steps, is
+    below 1e-10 (1e-4 while a client is bounded), at a limit of T, or after ten exchanges, with the best T so far.
+    Ordinary cases take about five; beyond T = 10 it may end inexact, with a warning if the last step was longer than a
+    hundredth. For one draw the NLL has a single minimum; for several draws the search finds a local one.
 
     When to use it: where messages travel by your own means; :class:`FederatedTemperature` runs it in one process. ::
 
@@ -228,7 +229,7 @@ class TemperatureSearch:
         outlying: positions of the messages of the last exchange that were bounded.
         low, high: largest log T at which the loss falls, and smallest at which it rises; None before there is one.
         last: log T that the last step set out from, and the gradient there; None before the first exchange.
-        step: the last step in log T.
+        step: the last step in log T; after a jump to a limit, the one that it was taken in place of.
 
     >>> search = TemperatureSearch()
     >>> logits, targets = torch.tensor([[2.0, 0.0]] * 4), torch.tensor([0, 0, 0, 1])
@@ -267,17 +268,19 @@ class TemperatureSearch:
         at, gradient = math.log(self.temperature), message.gradient
         search = replace(self, exchanges=self.exchanges + 1, outlying=outlying)
         search = replace(search, low=at) if gradient < 0 else replace(search, high=at)
-        if self.last is not None and gradient * self.last[1] < 0 and abs(gradient) > abs(self.last[1]):
-            half = (at - self.last[0]) / 2
-            return search._moved(self.last[0], half, done=abs(half) < TOLERANCE)
+        ends = abs(at) >= LIMIT * (1 - ROUNDING)
+        before, slope = self.last or (at, 0.0)
+        if gradient * slope < 0 and (ends or abs(gradient) > abs(slope)):
+            step = min((at - before) / 2, self.step or math.inf, key=abs)
+            return search._moved(before, step, done=abs(step) < TOLERANCE)
         search = replace(search, last=(at, gradient))
-        if abs(at) >= LIMIT * (1 - ROUNDING) and gradient * at <= 0:
+        if ends and gradient * at <= 0:
             return replace(search, done=True, at_limit=True)
         if gradient == 0 and message.curvature == 0:
             return replace(search, done=True, flat=True)
         curvature = message.curvature
-        if outlying and self.last is not None and at != self.last[0]:
-            curvature = (gradient - self.last[1]) / (at - self.last[0])
+        if outlying and at != before:
+            curvature = (gradient - slope) / (at - before)
         return search._newton(at, gradient, curvature)
 
     def _newton(self, at: float, gradient: float, curvature: float) -> TemperatureSearch:
@@ -289,7 +292,7 @@ class TemperatureSearch:
             if not self.low < at + step < self.high:
                 step = (self.low + self.high) / 2 - at
         elif self.exchanges > ORDINARY and self.step and step / self.step > 0.5:
-            return self._moved(at, math.copysign(2 * LIMIT, step), done=False)
+            return replace(self._moved(at, math.copysign(2 * LIMIT, step), done=False), step=step)
         rate = 1.0 if not self.step else max(1.0, abs(step) / self.step**2)
         enough = ROUGH if self.outlying else TOLERANCE
         return self._moved(at, step, done=rate * step**2 < enough and curvature > 0)

@@ -126,7 +126,7 @@ def test_every_exchange_that_is_kept_lowers_the_loss():
 def test_a_step_to_a_larger_gradient_of_the_other_sign_is_halved():
     search = TemperatureSearch().after([TemperatureMessage(1.0, 1.0, 1)])
     assert search.temperature == pytest.approx(math.exp(-1))
-    assert search.after([TemperatureMessage(-1.5, 1.0, 1)]).temperature == pytest.approx(math.exp(-0.5))
+    assert search.after([TemperatureMessage(-1.5, 10.0, 1)]).temperature == pytest.approx(math.exp(-0.5))
     assert search.after([TemperatureMessage(-0.5, 1.0, 1)]).temperature == pytest.approx(math.exp(-0.5))  # Newton's
     assert search.after([TemperatureMessage(-0.5, 0.1, 1)]).temperature == pytest.approx(math.exp(-0.5))  # inside
 
@@ -148,6 +148,18 @@ def test_without_a_finite_optimum_it_ends_at_a_limit_and_warns(target, limit):
         scaling = FederatedTemperature().fit({"a": (logits, getattr(logits, target)(-1))})
     assert scaling.temperature == pytest.approx(limit)
     assert scaling.exchanges <= 20
+
+
+def test_a_jump_to_a_limit_that_is_too_far_costs_one_exchange():
+    """Steps up to T = 18 do not shrink within five exchanges."""
+    logits, targets = draw(2, 400, 4, true=20.0, scale=4.0)
+    search, asked = TemperatureSearch(), []
+    while not search.done:
+        asked.append(search.temperature)
+        search = search.after([temperature_message(logits, targets, search.temperature)])
+    assert max(asked) == pytest.approx(1e3)
+    assert search.temperature == pytest.approx(pooled(logits, targets), rel=1e-6)
+    assert search.exchanges <= 10
 
 
 def test_a_far_limit_is_reached_at_once():
