@@ -6,8 +6,6 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
-from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +69,20 @@ def calibrate(callbacks: Sequence[Calibration], ask: Ask) -> None:
 def find_temperature(scaling: FederatedTemperature, ask: Ask) -> None:
     """Find T by exchanges with the clients; where one fails the search begins anew, at the last T, without it.
 
+    Exchanges count on then, so that clients that fail one after the other do not make it longer.
+
     Raises:
         FederationError: no client answers.
     """
-    search, clients = TemperatureSearch(), None
+    search, clients = TemperatureSearch(max_influence=scaling.max_influence), None
     while not search.done:
         request = {"kind": TEMPERATURE, "temperature": search.temperature, "bins": 1, "epsilon": 0.0}
         messages = usable(ask(request, clients, "temperature"), lambda message: message.read(TemperatureMessage))
         if clients is not None and messages.keys() != clients:
-            search = TemperatureSearch(search.temperature)
+            search = TemperatureSearch(search.temperature, search.max_influence, exchanges=search.exchanges)
         clients = set(messages)
-        search = search.after(reduce(add, messages.values()))
-    scaling.take(search)
+        search = search.after(list(messages.values()))
+    scaling.take(search, [str(client) for client in sorted(clients or ())])
 
 
 def take_thresholds(conformal: FederatedConformal, temperature: float, ask: Ask) -> None:
@@ -168,7 +168,7 @@ def own_data(loaders: Any, client: int) -> tuple[Dataset, int]:
 def answer(
     module: nn.Module, data: tuple[Dataset, int], request: Mapping[str, Any], client: int, seed: int
 ) -> TemperatureMessage | ScoreSketch:
-    """Return what a client answers to a request: four sums, or the counts of a sketch with its noise.
+    """Return what a client answers to a request: sums, or the counts of a sketch with its noise.
 
     Args:
         module: with the global posterior.

@@ -308,7 +308,7 @@ class FusionStrategy(Strategy):
             strategy.calibrate(grid, result.arrays, [scaling, conformal])
 
         The result is that of the same callbacks in one process. Thresholds go by the clients' numbers. A client that
-        fails is left out. Clients are believed: one that lies about its sums can move the temperature.
+        fails is left out. One that lies counts for at most a multiple of the median client (``max_influence``).
 
         Args:
             grid: how the server reaches the clients.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 
 import numpy as np
 import pytest
@@ -10,8 +12,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.callbacks.calibration import TemperatureMessage
 from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.flower import FusionStrategy, client_app, load_checkpoint
+from lightning_fedbayes.flower.calibration import find_temperature
 from tests.federations import blobs, federate, loader
 from tests.flower.clients import BlobData, hybrid, run
 from tests.flower.grid import LocalGrid
@@ -119,9 +124,9 @@ BAD = {
     "death": (lambda reply: None, "answer"),
     "no sums": (with_records(metrics=MetricRecord({"num-examples": 3})), "no finite gradient"),
     "not finite": (with_records(metrics=MetricRecord(
-        {"gradient": float("nan"), "curvature": 1.0, "loss": 1.0, "num-examples": 3})), "no finite gradient"),
+        {"gradient": float("nan"), "curvature": 1.0, "num-examples": 3})), "no finite gradient"),
     "no examples": (with_records(metrics=MetricRecord(
-        {"gradient": 1.0, "curvature": 1.0, "loss": 1.0, "num-examples": 0})), "num-examples=0"),
+        {"gradient": 1.0, "curvature": 1.0, "num-examples": 0})), "num-examples=0"),
 }
 
 
@@ -145,6 +150,82 @@ def test_a_client_without_usable_counts_is_left_out_of_the_thresholds(name):
     conformal = fb.FederatedConformal(0.8, per_client=True)
     calibrated([conformal], Spoilt(with_records(arrays=ArrayRecord({"counts": Array(COUNTS[name])}))))
     assert list(conformal.thresholds) == ["0", "2"]
+
+
+class Lying(LocalGrid):
+    """Ten clients with data of their own, the fourth of which changes what it answers to questions of calibration."""
+
+    def __init__(self, change):
+        class Data(BlobData):
+            def __init__(self):
+                super().__init__(parts(200, 0))
+
+            def val_dataloader(self):
+                return DataLoader(parts(1000, 50), batch_size=1000)
+
+        def parts(size, start):
+            return fb.ClientDatasets({f"c{k}": blobs(size, seed=start + k) for k in range(10)})
+
+        super().__init__([client_app(make(), Data(), trainer={"accelerator": "cpu"}) for _ in range(10)])
+        self.lie = change
+
+    def _answer(self, message):
+        reply = super()._answer(message)
+        is_liar = message.metadata.message_type == "query.calibrate" and message.metadata.dst_node_id == 1000 - 3
+        return self.lie(reply) if is_liar else reply
+
+
+def sums_times(factor):
+    def change(reply):
+        metrics = dict(reply.content["metrics"])
+        sums = {name: factor * float(value) for name, value in metrics.items() if name in ("gradient", "curvature")}
+        return with_records(metrics=MetricRecord({**metrics, **sums}))(reply) if sums else reply
+
+    return change
+
+
+def counts_in(cell):
+    def change(reply):
+        if "arrays" not in reply.content:
+            return reply
+        counts = np.zeros(1024, np.int64)
+        counts[cell] = 2**31 - 1
+        return with_records(arrays=ArrayRecord({"counts": Array(counts)}))(reply)
+
+    return change
+
+
+def test_one_liar_of_ten_moves_little_and_holds_nothing_up():
+    found = {}
+    for name, change in {
+        "honest": lambda reply: reply, "large": sums_times(1e3), "negative": sums_times(-1e3),
+        "small": sums_times(1e-3), "bottom": counts_in(0), "top": counts_in(1023),
+    }.items():
+        scaling, conformal = fb.FederatedTemperature(), fb.FederatedConformal(0.8)
+        grid, strategy = Lying(change), FusionStrategy(wait_for=10, seed=3)
+        result = run(grid, strategy, rounds=1, make=make)
+        start = time.monotonic()
+        strategy.calibrate(grid, result.arrays, [scaling, conformal], timeout=1)
+        assert time.monotonic() - start < 60
+        assert [kind for kind, _ in grid.asked].count("query.calibrate") <= 11
+        found[name] = scaling.temperature, conformal.threshold
+    temperature, threshold = found["honest"]
+    assert all(each == pytest.approx(temperature, rel=0.1) for each, _ in found.values())
+    assert all(found[name][1] == pytest.approx(threshold, abs=0.05) for name in ("bottom", "top"))
+
+
+def test_clients_that_fail_one_after_the_other_do_not_make_the_search_longer():
+    asked = []
+
+    def ask(request, clients, kind):
+        asked.append(request["temperature"])
+        sums = TemperatureMessage(math.log(request["temperature"]) - 5, 3.0, 9)  # Newton's steps are too short
+        return dict.fromkeys(range(len(asked) - 1, 30), ClientMessage.of("temperature", 0, 1, sums))
+
+    scaling = fb.FederatedTemperature()
+    with pytest.warns(UserWarning, match="has not converged in 10 exchanges"):
+        find_temperature(scaling, ask)
+    assert len(asked) == scaling.exchanges == 10
 
 
 def test_no_usable_answer_at_all_is_an_error():

@@ -426,11 +426,12 @@ DOORS = {
     "temperature_message": (
         calibration.temperature_message, {"logits": SAMPLES, "targets": TARGET, "temperature": 1.5}),
     "TemperatureMessage": (
-        lambda **sums: calibration.TemperatureSearch().after(calibration.TemperatureMessage(**sums)),
-        {"gradient": 1.0, "curvature": 1.0, "loss": 3.0, "num_examples": 2}),
+        lambda **sums: calibration.TemperatureSearch().after([calibration.TemperatureMessage(**sums)]),
+        {"gradient": 1.0, "curvature": 1.0, "num_examples": 2}),
     "TemperatureSearch.after": (
-        calibration.TemperatureSearch().after, {"message": calibration.TemperatureMessage(1.0, 1.0, 1.0, 1)}),
-    "FederatedTemperature": (lambda temperature: fb.FederatedTemperature(temperature)(PROBS), {"temperature": 2.0}),
+        calibration.TemperatureSearch().after, {"messages": [calibration.TemperatureMessage(1.0, 1.0, 1)]}),
+    "FederatedTemperature": (
+        lambda **options: fb.FederatedTemperature(**options)(PROBS), {"temperature": 2.0, "max_influence": 2.0}),
     "FederatedTemperature.fit": (
         partial(quietly, fb.FederatedTemperature().fit), {"clients": {"a": (PROBS.log(), 1 - TARGET)}}),
     "FederatedTemperature.fit_from": (
@@ -465,7 +466,8 @@ DOORS = {
     "ClientScores.spread": (SCORES.spread, {"figure": "nll"}),
     "FederatedConformal": (
         fb.FederatedConformal,
-        {"level": 0.9, "kind": "lac", "per_client": True, "shrinkage": 1.0, "bins": 16, "epsilon": 1.0}),
+        {"level": 0.9, "kind": "lac", "per_client": True, "shrinkage": 1.0, "bins": 16, "epsilon": 1.0,
+         "pooling": "sum", "max_influence": 2.0}),
     "FederatedConformal.fit": (
         partial(quietly, fb.FederatedConformal().fit), {"clients": {"a": torch.rand(9), "b": SKETCH}, "seed": 0}),
     "FederatedConformal.fit_from": (

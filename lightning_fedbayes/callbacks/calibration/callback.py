@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
@@ -15,7 +16,7 @@ from lightning_fedbayes.callbacks.calibration.predictions import check_apart
 from lightning_fedbayes.callbacks.evaluator import Datasets, Reader, data_of, evaluator_of
 from lightning_fedbayes.callbacks.loggers import log_table
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted
-from lightning_fedbayes.core.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, check_kind
 
 Found = Mapping[str, tuple[Tensor, ...]]
 """Client name → its logits and targets, or its means, standard deviations and targets."""
@@ -124,6 +125,18 @@ def logits_of(found: Predicted) -> tuple[Tensor, ...]:
             "none: calibrate it by FederatedConformal(kind='interval')"
         )
     return found["logits"], found["target"]
+
+
+def state_of(callback: CalibrationCallback, state: Any) -> Mapping[str, Any]:
+    """Return a stored state of a callback; raise FederationError unless it has the entries that the callback has."""
+    check_kind("state_dict", state, Mapping, "give what state_dict() has returned")
+    missing = [name for name in callback.state_dict() if name not in state]
+    if missing:
+        raise FederationError(
+            f"the state lacks {', '.join(missing)}: it is none of a {type(callback).__name__}; give what its "
+            "state_dict() has returned"
+        )
+    return state
 
 
 def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from lightning_fedbayes.callbacks.calibration.bounds import largest_sums, middle
 from lightning_fedbayes.core.errors import (
     FedBayesError,
     check_at_least,
@@ -17,7 +20,7 @@ from lightning_fedbayes.core.errors import (
     check_number,
 )
 from lightning_fedbayes.core.posterior import check_tensor
-from lightning_fedbayes.core.seeding import generator as seeded
+from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_vectors
 
 ClassKind = Literal["lac", "aps"]
@@ -29,6 +32,8 @@ BINS = 1024
 """Cells of a sketch."""
 MOST_BINS = 2**24
 """Largest number of cells."""
+MOST_SCORES = 2**53
+"""Largest number of scores of a sketch: up to there float64 tells whole numbers apart."""
 ROUNDING = 1e-12
 """Of a level times a number of examples: 0.9 · 10 must be 9, not more."""
 TOLERANCE = 1e-2
@@ -176,7 +181,8 @@ class ScoreSketch:
         grid: "unit" or "half_line".
 
     Raises:
-        FedBayesError: counts that are no vector of whole numbers of at least 0, or an unknown grid.
+        FedBayesError: counts that are no vector of whole numbers of at least 0, more than 2⁵³ in all, or an unknown
+            grid.
 
     >>> a, b = ScoreSketch.of(torch.tensor([0.1, 0.9]), bins=4), ScoreSketch.of(torch.tensor([0.3]), bins=4)
     >>> (a + b).counts
@@ -195,6 +201,11 @@ class ScoreSketch:
             )
         if bool((self.counts < 0).any()):
             raise FedBayesError(f"counts hold {int(self.counts.min())}; give numbers of scores, at least 0")
+        if float(self.counts.sum(dtype=torch.float64)) > MOST_SCORES:
+            raise FedBayesError(
+                f"counts hold {float(self.counts.sum(dtype=torch.float64)):.3g} scores, which cannot be told apart; "
+                "give at most 2^53"
+            )
 
     @classmethod
     def of(cls, scores: Tensor, bins: int = BINS, grid: Grid = "unit") -> ScoreSketch:
@@ -230,6 +241,10 @@ class ScoreSketch:
     def num_examples(self) -> int:
         """Number of scores."""
         return int(self.counts.sum())
+
+    def distribution(self) -> Tensor:
+        """Return the share of scores up to each upper edge, with one more score at infinity; float64, shape (bins,)."""
+        return self.counts.cpu().cumsum(0).double() / (self.num_examples + 1)
 
     def __add__(self, other: ScoreSketch) -> ScoreSketch:
         check_same_grid(self, other)
@@ -269,7 +284,8 @@ class ScoreSketch:
         Args:
             epsilon: ε > 0.
             seed: of the noise. A client takes a secret seed, another one for each sketch: whoever knows it can take the
-                noise away again.
+                noise away again. Other counts have unrelated noise even by the same seed, so that it does not cancel
+                between two sketches; the same counts have the same.
 
         Raises:
             FedBayesError: ε is not above 0, or the seed no whole number.
@@ -281,7 +297,9 @@ class ScoreSketch:
         """
         check_epsilon(epsilon)
         check_at_least("seed", seed, -(2**62), error=FedBayesError)
-        random = seeded(seed, "privacy")
+        digest = hashlib.blake2b(self.counts.cpu().numpy().tobytes(), digest_size=8).digest()
+        own = derive_seed(seed, "privacy", step=int.from_bytes(digest, "little"))
+        random = torch.Generator().manual_seed(own)
         uniform = 1 - torch.rand(2, len(self.counts), generator=random, dtype=torch.float64)  # in (0, 1]
         above, below = (uniform.log() / -epsilon).floor().long()
         return ScoreSketch((self.counts.cpu() + above - below).clamp_min(0), self.grid)
@@ -325,16 +343,58 @@ def mixed_threshold(own: ScoreSketch, pooled: ScoreSketch, share: float, level: 
     check_same_grid(own, pooled)
     check_number("share", share, "[0, 1]", error=FedBayesError)
     check_number("level", level, "(0, 1)", error=FedBayesError)
-    covered = share * _distribution(own) + (1 - share) * _distribution(pooled)
+    return edge_at(level, share * own.distribution() + (1 - share) * pooled.distribution(), own.grid)
+
+
+def edge_at(level: float, covered: Tensor, grid: Grid) -> float:
+    """Return the upper edge of the first cell up to which the share ``covered``, shape (bins,), reaches ``level``.
+
+    Infinity if none does, or if it is the last one of a "half_line".
+    """
     enough = (covered >= level - ROUNDING).nonzero()
     if len(enough) == 0:
         return math.inf
     edge = (int(enough[0]) + 1) / len(covered)
-    if own.grid == "unit":
+    if grid == "unit":
         return edge
     return edge / (1 - edge) if edge < 1 else math.inf
 
 
-def _distribution(sketch: ScoreSketch) -> Tensor:
-    """Return the share of scores up to each upper edge, with one more score at infinity; shape (bins,)."""
-    return sketch.counts.cpu().cumsum(0).double() / (sketch.num_examples + 1)
+def bounded_distribution(
+    sketches: Sequence[ScoreSketch], level: float, max_influence: float | None
+) -> tuple[Tensor, Tensor]:
+    r"""Return the distribution of all clients' scores, in which one client counts for a bounded number of examples.
+
+    At the upper edge t of a cell, client k of :math:`n_k` examples has an excess of
+    :math:`e_k(t) = \#\{s \in k : s \le t\} - \mathrm{level} \cdot n_k`, whose sum is 0 at the pooled quantile. With
+
+    .. math::
+        B(t) = c \left(\operatorname{median}_k |e_k(t)|
+            + 2 \sqrt{\mathrm{level} (1 - \mathrm{level}) \operatorname{median}_k n_k}\right)
+
+    every excess is clipped at :math:`\pm B(t)`, and
+
+    .. math:: F(t) = \mathrm{level} + \frac{\sum_k e_k(t) - \mathrm{level}}{1 + \sum_k n_k}
+
+    which is the pooled distribution, with one more score at infinity, wherever no client exceeds the bound. Where one
+    does, F is clamped to [0, 1], and :math:`n_k` counts as at most c times the median.
+
+    Args:
+        sketches: of the clients, on one grid.
+        level: coverage in (0, 1) at whose quantile the distribution is used.
+        max_influence: c; None: the pooled distribution.
+
+    Returns: F at the upper edges, shape (bins,), and which client exceeds its bound there, bool (clients, bins).
+    """
+    below = torch.stack([each.counts.cpu() for each in sketches]).double().cumsum(1)
+    sizes = below[:, -1:]
+    pooled = below.sum(0) / (sizes.sum() + 1)
+    excess = below - level * sizes
+    if max_influence is None:
+        return pooled, torch.zeros_like(excess, dtype=torch.bool)
+    bound = largest_sums(excess, level * (1 - level) * sizes, max_influence)
+    exceeds = excess.abs() > bound
+    total = excess.clamp(-bound, bound).sum(0)
+    counted = sizes.clamp_max(max_influence * middle(sizes)).sum()
+    bounded = (level + (total - level) / (counted + 1)).clamp(0, 1)
+    return torch.where(exceeds.any(0), bounded, pooled), exceeds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -11,14 +11,15 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Found, logits_of
+from lightning_fedbayes.callbacks.calibration.bounds import check_influence, largest_sums, middle
+from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Found, logits_of, state_of
 from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, predictions_of
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, class_figures
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, shown
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, listed, shown
 from lightning_fedbayes.core.posterior import check_tensor
 
 LIMIT = math.log(1e3)
@@ -27,35 +28,35 @@ LONGEST = 1.5
 """Longest step in log T."""
 TOLERANCE = 1e-10
 """Error in log T at which the search ends."""
+ROUGH = 1e-4
+"""The same while a client is bounded, whose part of the error is larger."""
 ORDINARY = 5
 """Exchanges after which steps that do not shrink lead to a limit: the minimum is probably there."""
-MOST_EXCHANGES = 60
-"""Exchanges after which the search gives up."""
+MOST_EXCHANGES = 10
+"""Exchanges after which the search ends in any case."""
 ROUNDING = 1e-12
-"""Relative rise of the loss that is taken for rounding."""
+"""Relative distance from a limit that is taken for rounding."""
 
 
 @dataclass(frozen=True)
 class TemperatureMessage:
-    """Message of one client in one exchange: four numbers, 32 bytes. Messages of several clients add up.
+    """Message of one client in one exchange: three numbers, 24 bytes. Messages of several clients add up.
 
     Args:
         gradient: sum over examples of the first derivative of the NLL in log T, in nats.
         curvature: that of the second derivative.
-        loss: that of the NLL.
         num_examples: number of examples.
 
-    >>> TemperatureMessage(1.0, 2.0, 3.0, 4) + TemperatureMessage(1.0, 1.0, 1.0, 1)
-    TemperatureMessage(gradient=2.0, curvature=3.0, loss=4.0, num_examples=5)
+    >>> TemperatureMessage(1.0, 2.0, 4) + TemperatureMessage(1.0, 1.0, 1)
+    TemperatureMessage(gradient=2.0, curvature=3.0, num_examples=5)
     """
 
     gradient: float
     curvature: float
-    loss: float
     num_examples: int
 
     def __post_init__(self) -> None:
-        for name in ("gradient", "curvature", "loss"):
+        for name in ("gradient", "curvature"):
             check_number(name, getattr(self, name), error=FedBayesError, why="a client's message holds sums")
         check_at_least("num_examples", self.num_examples, 1, error=FedBayesError)
 
@@ -63,13 +64,12 @@ class TemperatureMessage:
         return TemperatureMessage(
             self.gradient + other.gradient,
             self.curvature + other.curvature,
-            self.loss + other.loss,
             self.num_examples + other.num_examples,
         )
 
 
 def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> TemperatureMessage:
-    r"""Return the sums over a client's held-out examples of the NLL and its derivatives in u = log T.
+    r"""Return the sums over a client's held-out examples of the derivatives of the NLL in u = log T.
 
     With :math:`z_s = f_s / T` the scaled logits of draw s, :math:`p_s = \mathrm{softmax}(z_s)` and
     :math:`\ell_s = \log p_{s,y}`:
@@ -95,8 +95,8 @@ def temperature_message(logits: Tensor, targets: Tensor, temperature: float) -> 
 
     Source: Guo et al. (2017); derivatives in closed form, in double precision.
 
-    >>> temperature_message(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), 1.0).loss
-    0.1269
+    >>> temperature_message(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), 1.0).gradient
+    0.2384
     """
     logits, targets = check_logits(logits, targets)
     check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
@@ -108,7 +108,7 @@ def _message(logits: Tensor, targets: Tensor, temperature: float) -> Temperature
     classes_first = logits.movedim(-1, 0).contiguous()  # where softmax and sums take half the time
     index = targets.expand(classes_first.shape[1:]).unsqueeze(0)
     scaled = classes_first / temperature
-    scaled = scaled - scaled.gather(0, index)  # against the true class, so that small losses keep their digits
+    scaled = scaled - scaled.gather(0, index)  # against the true class, so that small gradients keep their digits
     others = scaled.scatter(0, index, -math.inf).logsumexp(0)
     likelihood = -torch.logaddexp(others, torch.zeros_like(others))
     probs = scaled.softmax(0)
@@ -117,8 +117,7 @@ def _message(logits: Tensor, targets: Tensor, temperature: float) -> Temperature
     weight = likelihood.softmax(0)
     mean = (weight * first).sum(0)
     curvature = -(weight * second).sum(0) - (weight * (first - mean).square()).sum(0)
-    loss = math.log(len(logits)) - likelihood.logsumexp(0)
-    return TemperatureMessage(float(-mean.sum()), float(curvature.sum()), float(loss.sum()), len(targets))
+    return TemperatureMessage(float(-mean.sum()), float(curvature.sum()), len(targets))
 
 
 def check_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,75 +164,138 @@ def check_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return (logits if logits.ndim == 3 else logits.unsqueeze(0)), targets.to(logits.device, torch.int64)
 
 
+def bounded_sum(
+    messages: Sequence[TemperatureMessage], max_influence: float | None
+) -> tuple[TemperatureMessage, tuple[int, ...]]:
+    r"""Return the sum of the clients' messages, in which no client counts for more than a multiple of the median one.
+
+    With gradients :math:`g_k` and curvatures :math:`h_k`, whose expectation is the variance of :math:`g_k` where T is
+    that of the client's examples, a message is scaled so that
+
+    .. math::
+        |g_k| \le c \left(\operatorname{median}_j |g_j| + 2 \sqrt{\operatorname{median}_j h_j}\right), \qquad
+        |h_k| \le K \operatorname{median}_j |h_j|
+
+    Args:
+        messages: of the K clients.
+        max_influence: c; None: the plain sum.
+
+    Returns: the sum, and the positions of the messages that were scaled; the plain sum if there are none.
+    """
+    if max_influence is None:
+        return reduce(add, messages), ()
+    sums = torch.tensor([(each.gradient, each.curvature) for each in messages], dtype=torch.float64)
+    gradient = largest_sums(sums[:, 0], sums[:, 1], max_influence)
+    curvature = len(messages) * middle(sums[:, 1].abs())
+    sizes, bounds = sums.abs(), torch.stack([gradient, curvature])
+    factors = torch.where(sizes > bounds, bounds / sizes, 1.0).amin(1)
+    outlying = tuple(map(int, (factors < 1).nonzero()[:, 0]))
+    if not outlying:
+        return reduce(add, messages), ()
+    slope, bend = (factors[:, None] * sums).sum(0).tolist()
+    return TemperatureMessage(slope, bend, sum(each.num_examples for each in messages)), outlying
+
+
 @dataclass(frozen=True)
 class TemperatureSearch:
     r"""State of the server's search between two exchanges: safeguarded Newton in u = log T.
 
     .. math:: u \leftarrow u - L'(u) / L''(u)
 
-    with L', L'' the sums over all clients. The search begins at T = 1. A step is at most 1.5 long; where the curvature
-    is not positive it goes 1.5 downhill; a step that raises the loss is halved. If steps do not shrink after five
-    exchanges, the next one goes to the limit of T. The search ends when the error that is left after a step,
-    :math:`c\,\Delta u^2` with c from the last two steps, is below 1e-10, or at a limit of T. Ordinary cases take about
-    five exchanges. For one draw the NLL has a single minimum; for several draws the search finds a local one.
+    with L', L'' the sums over all clients, in which no client counts for more than a multiple of the median one
+    (:func:`bounded_sum`). The search begins at T = 1. A step is at most 1.5 long; where the curvature is not positive
+    it goes 1.5 downhill; a step to a larger gradient of the other sign is halved, and no step leaves the interval that
+    the signs so far allow. If steps do not shrink after five exchanges, the next one goes to the limit of T, and back
+    if that is too far. While a client is bounded, the difference of two gradients takes the place of the curvature. The
+    search ends when the error that is left after a step, :math:`c\,\Delta u^2` with c from the last two steps, is
+    below 1e-10 (1e-4 while a client is bounded), at a limit of T, or after ten exchanges, with the best T so far.
+    Ordinary cases take about five; beyond T = 10 it may end inexact, with a warning if the last step was longer than a
+    hundredth. For one draw the NLL has a single minimum; for several draws the search finds a local one.
 
     When to use it: where messages travel by your own means; :class:`FederatedTemperature` runs it in one process. ::
 
         search = TemperatureSearch()
         while not search.done:
             messages = ...  # temperature_message(logits, targets, search.temperature) of every client
-            search = search.after(reduce(add, messages))
+            search = search.after(messages)
 
     Args:
         temperature: T at which clients are asked next; the answer, once ``done``.
+        max_influence: see :class:`FederatedTemperature`.
         done: the search has ended.
-        exchanges: number of messages taken in.
+        exchanges: number of exchanges so far.
         at_limit: T is 1/1000 or 1000, because the loss falls up to there.
         flat: the loss does not depend on T.
-        best: log T of the lowest loss so far, and the mean loss there; None before the first exchange.
-        step: the last step in log T.
+        outlying: positions of the messages of the last exchange that were bounded.
+        low, high: largest log T at which the loss falls, and smallest at which it rises; None before there is one.
+        last: log T that the last step set out from, and the gradient there; None before the first exchange.
+        step: the last step in log T; after a jump to a limit, the one that it was taken in place of.
 
     >>> search = TemperatureSearch()
     >>> logits, targets = torch.tensor([[2.0, 0.0]] * 4), torch.tensor([0, 0, 0, 1])
     >>> while not search.done:
-    ...     search = search.after(temperature_message(logits, targets, search.temperature))
+    ...     search = search.after([temperature_message(logits, targets, search.temperature)])
     >>> round(search.temperature, 6) == round(2 / math.log(3), 6)  # odds of 3 to 1
     True
     """
 
     temperature: float = 1.0
+    max_influence: float | None = 2.0
     done: bool = False
     exchanges: int = 0
     at_limit: bool = False
     flat: bool = False
-    best: tuple[float, float] | None = None
+    outlying: tuple[int, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    last: tuple[float, float] | None = None
     step: float | None = None
 
-    def after(self, message: TemperatureMessage) -> TemperatureSearch:
-        """Return the state after the sum of the clients' messages at :attr:`temperature`.
+    def after(self, messages: Sequence[TemperatureMessage]) -> TemperatureSearch:
+        """Return the state after the clients' messages at :attr:`temperature`.
 
         Raises:
-            FedBayesError: the search is done.
+            FedBayesError: the search is done, or these are no messages.
         """
-        check_kind("message", message, TemperatureMessage, "give the sum of the clients'", error=FedBayesError)
+        if not isinstance(messages, Sequence) or not messages:
+            raise FedBayesError(f"messages={shown(messages)}: give a list of the clients' messages")
+        for each in messages:
+            remedy = "give what temperature_message returns"
+            check_kind("message", each, TemperatureMessage, remedy, error=FedBayesError)
         if self.done:
             raise FedBayesError(f"the search is done, at T = {self.temperature}: begin another for other data")
-        at, loss = math.log(self.temperature), message.loss / message.num_examples
-        search = replace(self, exchanges=self.exchanges + 1)
-        if self.best is not None and loss > self.best[1] * (1 + ROUNDING):
-            half = (at - self.best[0]) / 2
-            return search._moved(self.best[0], half, done=abs(half) < TOLERANCE)
-        search = replace(search, best=(at, loss))
-        if abs(at) >= LIMIT * (1 - ROUNDING) and message.gradient * at <= 0:
+        message, outlying = bounded_sum(messages, self.max_influence)
+        at, gradient = math.log(self.temperature), message.gradient
+        search = replace(self, exchanges=self.exchanges + 1, outlying=outlying)
+        search = replace(search, low=at) if gradient < 0 else replace(search, high=at)
+        ends = abs(at) >= LIMIT * (1 - ROUNDING)
+        before, slope = self.last or (at, 0.0)
+        if gradient * slope < 0 and (ends or abs(gradient) > abs(slope)):
+            step = min((at - before) / 2, self.step or math.inf, key=abs)
+            return search._moved(before, step, done=abs(step) < TOLERANCE)
+        search = replace(search, last=(at, gradient))
+        if ends and gradient * at <= 0:
             return replace(search, done=True, at_limit=True)
-        if message.gradient == 0 and message.curvature == 0:
+        if gradient == 0 and message.curvature == 0:
             return replace(search, done=True, flat=True)
-        step = _newton(message)
-        previous = self.step
-        if search.exchanges > ORDINARY and previous and step / previous > 0.5:
-            return search._moved(at, math.copysign(2 * LIMIT, step), done=False)
-        rate = 1.0 if not previous else max(1.0, abs(step) / previous**2)
-        return search._moved(at, step, done=rate * step**2 < TOLERANCE and message.curvature > 0)
+        curvature = message.curvature
+        if outlying and at != before:
+            curvature = (gradient - slope) / (at - before)
+        return search._newton(at, gradient, curvature)
+
+    def _newton(self, at: float, gradient: float, curvature: float) -> TemperatureSearch:
+        """Return the state that asks a Newton step away from log T = ``at``, or another one that is safe."""
+        step = -math.copysign(LONGEST, gradient)
+        if curvature > 0 and abs(gradient) < LONGEST * curvature:
+            step = -gradient / curvature
+        if self.low is not None and self.high is not None:
+            if not self.low < at + step < self.high:
+                step = (self.low + self.high) / 2 - at
+        elif self.exchanges > ORDINARY and self.step and step / self.step > 0.5:
+            return replace(self._moved(at, math.copysign(2 * LIMIT, step), done=False), step=step)
+        rate = 1.0 if not self.step else max(1.0, abs(step) / self.step**2)
+        enough = ROUGH if self.outlying else TOLERANCE
+        return self._moved(at, step, done=rate * step**2 < enough and curvature > 0)
 
     def _moved(self, at: float, step: float, done: bool) -> TemperatureSearch:
         """Return the state that asks a step away from log T = ``at``, within the limits."""
@@ -242,20 +304,23 @@ class TemperatureSearch:
         return replace(self, temperature=math.exp(to), step=to - at, done=end)
 
 
-def _newton(message: TemperatureMessage) -> float:
-    """Return the step in log T: Newton's, at most LONGEST; downhill where the curvature is not positive."""
-    if message.curvature > 0 and abs(message.gradient) < LONGEST * message.curvature:
-        return -message.gradient / message.curvature
-    return -math.copysign(LONGEST, message.gradient)
-
-
 class FederatedTemperature(CalibrationCallback):
     r"""Scales logits by one temperature for all clients, found without moving data.
 
     .. math:: p(y \mid x) = \mathrm{softmax}(f(x) / T), \qquad T = \arg\min_T \sum_{k, i} -\log p(y_{ki} \mid x_{ki})
 
     with held-out example i of client k. T is that of the pooled examples, however they are dealt to clients. In each
-    exchange every client sends four numbers (:func:`temperature_message`).
+    of at most ten exchanges every client sends three numbers (:func:`temperature_message`).
+
+    Clients may lie. At the T found the derivative of no client's loss counts for more than the bound B of
+    :func:`bounded_sum`, so that f < K/2 liars of K clients alike, of n examples and h of curvature each, move it by at
+    most
+
+    .. math:: |\Delta \log T| \le \frac{f B}{(K - f)\, n h}, \qquad B \approx 2.7\, c\, \sqrt{n h}
+
+    whatever they send: 7 % for one of ten with n = 180 and h = 0.4. Where no client exceeds its bound T is that of the
+    plain sum. A client that is honest but much more, or less, certain than the others is bounded likewise, and a line
+    says which. With one or two clients nothing is bounded.
 
     When to use it: after training, for a classifier whose ECE is large; accuracy stays as it is. Calibrate on held-out
     examples: on those that the network was trained on T comes out too small.
@@ -271,13 +336,15 @@ class FederatedTemperature(CalibrationCallback):
 
     Args:
         temperature: T found before, above 0; None until :meth:`fit`.
+        max_influence: c, at least 1: the multiple of the median client that one client may count for, as in
+            :class:`~lightning_fedbayes.Safeguards`; None: sums are believed.
 
     Attributes:
         temperature: T.
         exchanges: number of messages of each client that :meth:`fit` took.
 
     Raises:
-        FedBayesError: ``temperature`` is no number above 0.
+        FedBayesError: ``temperature`` is no number above 0, or ``max_influence`` is below 1.
 
     Source: Guo et al. (2017).
 
@@ -291,9 +358,11 @@ class FederatedTemperature(CalibrationCallback):
 
     needs_logits = True
 
-    def __init__(self, temperature: float | None = None) -> None:
+    def __init__(self, temperature: float | None = None, *, max_influence: float | None = 2.0) -> None:
         if temperature is not None:
             check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
+        check_influence(max_influence)
+        self.max_influence = max_influence
         self.temperature = temperature
         self.exchanges = 0
         self._restore: Callable[[], None] = nothing
@@ -313,15 +382,20 @@ class FederatedTemperature(CalibrationCallback):
         if not isinstance(clients, Mapping) or not clients:
             raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → (logits, targets)")
         checked = {name: _checked(name, pair) for name, pair in clients.items()}
-        search = TemperatureSearch()
+        search = TemperatureSearch(max_influence=self.max_influence)
         while not search.done:
-            messages = (_message(*pair, search.temperature) for pair in checked.values())
-            search = search.after(reduce(add, messages))
-        return self.take(search)
+            search = search.after([_message(*pair, search.temperature) for pair in checked.values()])
+        return self.take(search, list(checked))
 
-    def take(self, search: TemperatureSearch) -> FederatedTemperature:
-        """Take T from a search that has ended, with the warnings of :meth:`fit`; return self."""
+    def take(self, search: TemperatureSearch, names: Sequence[str]) -> FederatedTemperature:
+        """Take T from a search that has ended among clients of these names, with the warnings of :meth:`fit`."""
         warn_of(search)
+        if search.outlying:
+            outlying = [names[position] for position in search.outlying]
+            rank_zero_info(
+                f"Calibration {self.label}: the sums of client{'s' if len(outlying) > 1 else ''} {listed(outlying)} "
+                f"stand out, and count for at most {self.max_influence:g} times those of the median client"
+            )
         self.temperature, self.exchanges = search.temperature, search.exchanges
         return self
 
@@ -359,8 +433,13 @@ class FederatedTemperature(CalibrationCallback):
         return self.score(predictions_of(predictive, datasets, batch_size, seed))
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return logits / T, of the shape of ``logits``; raise FedBayesError before :meth:`fit`."""
+        """Return logits / T, of the shape of ``logits``; raise FedBayesError before :meth:`fit`, or if some are NaN."""
         check_tensor("logits", logits, error=FedBayesError)
+        if bool((wrong := logits.isnan()).any()):
+            raise FedBayesError(
+                f"logits: {int(wrong.sum())} of {logits.numel()} entries are NaN; look for the cause in the inputs or "
+                "the network"
+            )
         return logits / self.check_fitted()
 
     def check_fitted(self) -> float:
@@ -451,8 +530,16 @@ class FederatedTemperature(CalibrationCallback):
         return {"temperature": self.temperature, "exchanges": self.exchanges}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore T."""
-        self.temperature, self.exchanges = state_dict["temperature"], state_dict["exchanges"]
+        """Restore T.
+
+        Raises:
+            FederationError: it is no state of a FederatedTemperature.
+        """
+        state = state_of(self, state_dict)
+        if state["temperature"] is not None:
+            check_number("temperature", state["temperature"], "(0, inf)")
+        check_at_least("exchanges", state["exchanges"], 0)
+        self.temperature, self.exchanges = state["temperature"], state["exchanges"]
 
 
 def nothing() -> None:
@@ -469,7 +556,7 @@ def warn_of(search: TemperatureSearch) -> None:
             f"the temperature ends at its limit, T = {search.temperature:.3g}: {why}, so no T within the "
             "limits is best; hold more examples out"
         )
-    elif search.exchanges >= MOST_EXCHANGES:
+    elif search.exchanges >= MOST_EXCHANGES and (search.step or 0.0) ** 2 > ROUGH:
         rank_zero_warn(f"the temperature has not converged in {search.exchanges} exchanges: T = {search.temperature}")
 
 

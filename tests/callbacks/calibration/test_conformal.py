@@ -1,5 +1,6 @@
 """Conformal sets and intervals: the sketch against exact quantiles, and coverage against its guarantee."""
 
+import logging
 import math
 import warnings
 from functools import cache
@@ -24,7 +25,7 @@ from lightning_fedbayes.callbacks.calibration import (
     mixed_threshold,
     predictions_of,
 )
-from lightning_fedbayes.core.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError, FederationError
 
 LEVELS = st.sampled_from([0.05, 0.5, 0.8, 0.9, 0.95, 0.99])
 
@@ -236,6 +237,131 @@ def test_scores_and_sketches_are_one_thing():
     assert conformal.fit({"a": conformal.sketch(scores[:10]), "b": scores[10:]}).threshold == threshold
 
 
+# -- liars -------------------------------------------------------------------------------------------------------------
+
+LIARS = [(cell, examples) for cell in (0, 1023) for examples in (180, 18_000, 2**31 - 1, 2**53)]
+
+
+def uniform(seed, clients=10, examples=180):
+    """Scores whose coverage at a threshold is the threshold itself."""
+    random = torch.Generator().manual_seed(seed)
+    return {str(k): torch.rand(examples, generator=random, dtype=torch.float64) for k in range(clients)}
+
+
+def filled(cell, examples, bins=1024):
+    counts = torch.zeros(bins, dtype=torch.int64)
+    counts[cell] = examples
+    return ScoreSketch(counts)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "median"])
+@pytest.mark.parametrize(("cell", "examples"), LIARS)
+def test_one_liar_of_ten_leaves_the_coverage_where_it_is(pooling, cell, examples):
+    found = [
+        FederatedConformal(pooling=pooling).fit({**uniform(seed), "4": filled(cell, examples)}).threshold
+        for seed in range(60)
+    ]
+    assert 0.88 <= np.mean(found) <= 0.93
+    assert max(found) < 0.97
+
+
+def test_counts_that_are_believed_decide_alone():
+    """What the bound is against."""
+    believes = FederatedConformal(max_influence=None)
+    assert believes.fit({**uniform(0), "4": filled(0, 18_000)}).threshold == 1 / 1024
+    assert believes.fit({**uniform(0), "4": filled(1023, 18_000)}).threshold == 1
+
+
+def test_the_bound_is_that_of_the_median_client(caplog):
+    """At the threshold the others' excess is what the liar may add, c (median |e| + 2 √(level (1 - level) n))."""
+    scores, level = uniform(1), 0.8
+    del scores["4"]
+    with caplog.at_level(logging.INFO):
+        threshold = FederatedConformal(level).fit({**scores, "4": filled(1023, 18_000)}).threshold
+    assert "the scores of client 4 stand out, and count for at most 2 times" in caplog.text
+    excess = [float((each < threshold).sum() - level * 180) for each in scores.values()]
+    bound = 2 * (sorted([*map(abs, excess), math.inf])[5] + 2 * math.sqrt(level * (1 - level) * 180))
+    assert sum(excess) == pytest.approx(bound + level, abs=4)  # a cell holds 1.6 scores
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_honest_clients_are_summed_bit_for_bit(seed):
+    for clients in (uniform(seed), {"a": torch.rand(900) ** 3, "b": torch.rand(30)}):  # two are never bounded
+        bounded, believed = (
+            FederatedConformal(per_client=True, shrinkage=30.0, max_influence=c).fit(clients) for c in (2.0, None))
+        assert (bounded.threshold, bounded.thresholds) == (believed.threshold, believed.thresholds)
+        pooled = ScoreSketch.of(torch.cat(list(clients.values())))
+        assert bounded.threshold == pooled.threshold(0.9)
+        for name, scores in clients.items():
+            share = len(scores) / (len(scores) + 30)
+            assert bounded.thresholds[name] == mixed_threshold(ScoreSketch.of(scores), pooled, share, 0.9)
+
+
+def test_a_liar_moves_no_other_clients_own_threshold():
+    honest, lied = (
+        FederatedConformal(per_client=True, shrinkage=180.0).fit({**uniform(2), **liar}).thresholds
+        for liar in ({}, {"4": filled(0, 2**53)})
+    )
+    assert all(lied[name] == pytest.approx(honest[name], abs=0.03) for name in honest if name != "4")
+
+
+@pytest.mark.parametrize("liars", range(5))
+def test_the_median_lies_between_the_honest_clients_thresholds(liars):
+    scores = uniform(3)
+    honest = sorted(ScoreSketch.of(each).threshold(0.9) for each in scores.values())
+    assert FederatedConformal(pooling="median").fit(scores).threshold == honest[5]
+    for cell in (0, 1023):
+        lies = {str(k): filled(cell, 10**6) for k in range(liars)}
+        own = [ScoreSketch.of(each).threshold(0.9) for name, each in scores.items() if name not in lies]
+        threshold = FederatedConformal(pooling="median").fit({**scores, **lies}).threshold
+        assert min(own) <= threshold <= max(own)
+
+
+@pytest.mark.parametrize("change", [
+    {"threshold": "high"}, {"threshold": -1.0}, {"threshold": math.nan}, {"thresholds": [1.0]},
+    {"thresholds": {"a": None}}, {"temperature": 0.0}, {"releases": -1}, {"releases": "one"},
+])
+def test_a_foreign_state_is_refused_and_changes_nothing(change):
+    conformal = FederatedConformal(per_client=True).fit({"a": torch.linspace(0, 1, 50)})
+    state = conformal.state_dict()
+    lacking = {name: value for name, value in state.items() if name not in change}
+    for foreign in ({**state, **change}, lacking, {"temperature": 2.0, "exchanges": 3}, None):
+        with pytest.raises(FederationError):
+            conformal.load_state_dict(foreign)
+    assert conformal.state_dict() == state
+    conformal.load_state_dict({**state, "threshold": math.inf})
+    assert conformal.threshold == math.inf
+
+
+# -- noise of releases -------------------------------------------------------------------------------------------------
+
+
+def test_the_noise_of_two_fits_does_not_cancel():
+    """One example more: with common noise the difference of both noisy sketches would be that example alone."""
+    scores = torch.rand(500, generator=torch.Generator().manual_seed(0))
+    one, other = ScoreSketch.of(scores, 64), ScoreSketch.of(torch.cat([scores, torch.tensor([0.5])]), 64)
+    differ = other.noisy(1.0, seed=3).counts - one.noisy(1.0, seed=3).counts
+    assert int((differ != 0).sum()) > 20
+    assert torch.equal(one.noisy(1.0, seed=3).counts, one.noisy(1.0, seed=3).counts)
+
+
+def test_every_fit_is_a_release_that_costs_epsilon_and_has_noise_of_its_own():
+    scores = {"a": torch.rand(500, generator=torch.Generator().manual_seed(0))}
+    conformal, found = FederatedConformal(0.5, bins=4096, epsilon=0.5), []
+    for release in range(1, 5):
+        found.append(conformal.fit(scores, seed=3).threshold)
+        assert conformal.figures()["epsilon"] == 0.5 * release
+    assert len(set(found)) > 1
+    again = FederatedConformal(0.5, bins=4096, epsilon=0.5)
+    assert [again.fit(scores, seed=3).threshold for _ in found] == found
+    fresh = FederatedConformal(0.5, bins=4096, epsilon=0.5)
+    fresh.load_state_dict(conformal.state_dict())
+    assert fresh.fit(scores, seed=3).figures()["epsilon"] == 2.5
+    conformal.load_state_dict(FederatedConformal(0.5).state_dict())
+    assert conformal.releases == 4  # what has been sent stays counted
+    assert FederatedConformal().fit(scores).releases == 0
+
+
 # -- digits ------------------------------------------------------------------------------------------------------------
 
 
@@ -342,6 +468,10 @@ def test_from_a_regressor():
         (lambda: ScoreSketch.of(torch.tensor([math.nan]), grid="half_line"), r"in \[0, inf\]"),
         (lambda: ScoreSketch(torch.tensor([1, -1])), "counts hold -1"),
         (lambda: ScoreSketch(torch.zeros(2)), "give a vector of int64"),
+        (lambda: ScoreSketch(torch.tensor([2**62, 2**62])), r"counts hold 9\.22e\+18 scores.*at most 2\^53"),
+        (lambda: ScoreSketch(torch.tensor([2**53])) + ScoreSketch(torch.tensor([2**53])), r"at most 2\^53"),
+        (lambda: FederatedConformal(pooling="mean"), "pooling='mean'"),
+        (lambda: FederatedConformal(max_influence=0.5), r"max_influence=0\.5.* None turns the bound off"),
         (lambda: ScoreSketch.of(torch.rand(2)) + ScoreSketch.of(torch.rand(2), 8), "1024 cells .* and 8"),
         (lambda: ScoreSketch.of(torch.rand(2)).noisy(0.0, 1), "epsilon=0.0"),
         (lambda: FederatedConformal(level=1.0), "level=1.0"),

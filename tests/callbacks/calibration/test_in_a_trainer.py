@@ -223,6 +223,10 @@ def test_noisy_thresholds_are_taken_once_after_the_last_round():
     assert conformal.threshold != exact.threshold or conformal.threshold == pytest.approx(exact.threshold, abs=0.5)
     again = fb.FederatedConformal(0.8, bins=16, epsilon=2.0)
     assert again.fit_from(module, clients(60, 70), batch_size=8, seed=3).threshold == conformal.threshold
+    for spent in (4.0, 6.0):  # every further validation sends noisy counts anew
+        validating = trainer(1, [conformal])
+        validating.validate(module, held_out, verbose=False)
+        assert float(validating.callback_metrics["val/lac_80/epsilon"]) == spent
 
 
 def test_training_that_ends_early_says_that_noisy_thresholds_are_missing():

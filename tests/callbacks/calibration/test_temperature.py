@@ -1,5 +1,6 @@
 """Federated temperature against autograd, pooled temperature scaling and closed forms."""
 
+import logging
 import math
 
 import pytest
@@ -18,7 +19,7 @@ from lightning_fedbayes.callbacks.calibration import (
     predictions_of,
     temperature_message,
 )
-from lightning_fedbayes.core.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError, FederationError
 
 
 def draw(seed=0, examples=400, classes=6, true=2.0, scale=4.0, draws=None):
@@ -54,21 +55,20 @@ def dealt(logits, targets, clients, seed=1):
 
 @pytest.mark.parametrize("draws", [None, 5])
 @pytest.mark.parametrize("log_t", [-1.0, 0.0, 0.7])
-def test_message_holds_the_loss_and_its_derivatives(draws, log_t):
+def test_message_holds_the_derivatives_of_the_loss(draws, log_t):
     logits, targets = draw(draws=draws)
     u = torch.tensor(log_t, dtype=torch.float64, requires_grad=True)
     loss = nll(logits, targets, u)
     (first,) = torch.autograd.grad(loss, u, create_graph=True)
     (second,) = torch.autograd.grad(first, u)
     message = temperature_message(logits, targets, math.exp(log_t))
-    expected = (first.item(), second.item(), loss.item(), len(targets))
-    found = (message.gradient, message.curvature, message.loss, message.num_examples)
+    expected = (first.item(), second.item(), len(targets))
+    found = (message.gradient, message.curvature, message.num_examples)
     assert found == pytest.approx(expected, rel=1e-9)
 
 
-def test_small_losses_keep_their_digits():
+def test_small_gradients_keep_their_digits():
     message = temperature_message(torch.tensor([[60.0, 0.0]]), torch.tensor([0]), 1.0)
-    assert message.loss == pytest.approx(math.exp(-60), rel=1e-9)
     assert message.gradient == pytest.approx(60 * math.exp(-60), rel=1e-9)
 
 
@@ -92,7 +92,7 @@ def test_the_answer_does_not_depend_on_the_dealing(seed, true, scale, clients):
     targets[:80] = logits[:80].argmax(-1)  # some are correct and some are not: a finite T is best
     targets[60:80] = (targets[60:80] + 1) % 4
     one = FederatedTemperature().fit({"all": (logits, targets)})
-    many = FederatedTemperature().fit(dealt(logits, targets, clients, seed))
+    many = FederatedTemperature(max_influence=None).fit(dealt(logits, targets, clients, seed))
     assert many.temperature == pytest.approx(one.temperature, rel=1e-9)
     assert one.temperature == pytest.approx(pooled(logits, targets), rel=1e-6)
 
@@ -115,17 +115,30 @@ def test_every_exchange_that_is_kept_lowers_the_loss():
     logits, targets = draw(true=15.0, scale=40.0)
     search, kept = TemperatureSearch(), []
     while not search.done:
-        search = search.after(temperature_message(logits, targets, search.temperature))
-        kept.append(search.best[1])
+        search = search.after([temperature_message(logits, targets, search.temperature)])
+        kept.append(float(nll(logits, targets, search.last[0])))
     assert kept == sorted(kept, reverse=True)
+    assert len(kept) > 3
     with pytest.raises(FedBayesError, match="the search is done"):
-        search.after(temperature_message(logits, targets, 1.0))
+        search.after([temperature_message(logits, targets, 1.0)])
 
 
-def test_a_step_that_raises_the_loss_is_halved():
-    search = TemperatureSearch().after(TemperatureMessage(1.0, 1.0, 10.0, 1))
+def test_a_step_to_a_larger_gradient_of_the_other_sign_is_halved():
+    search = TemperatureSearch().after([TemperatureMessage(1.0, 1.0, 1)])
     assert search.temperature == pytest.approx(math.exp(-1))
-    assert search.after(TemperatureMessage(0.0, 1.0, 11.0, 1)).temperature == pytest.approx(math.exp(-0.5))
+    assert search.after([TemperatureMessage(-1.5, 10.0, 1)]).temperature == pytest.approx(math.exp(-0.5))
+    assert search.after([TemperatureMessage(-0.5, 1.0, 1)]).temperature == pytest.approx(math.exp(-0.5))  # Newton's
+    assert search.after([TemperatureMessage(-0.5, 0.1, 1)]).temperature == pytest.approx(math.exp(-0.5))  # inside
+
+
+def test_the_search_ends_after_ten_exchanges_within_the_interval_that_signs_allow():
+    """A cube root, on which Newton's steps go to and fro, twice as far each time."""
+    search = TemperatureSearch()
+    while not search.done:
+        u = math.log(search.temperature) - 0.9
+        search = search.after([TemperatureMessage(math.copysign(abs(u) ** (1 / 3), u), abs(u) ** (-2 / 3) / 3, 1)])
+    assert search.exchanges == 10
+    assert math.log(search.temperature) == pytest.approx(0.9, abs=0.02)
 
 
 @pytest.mark.parametrize(("target", "limit"), [("argmax", 1e-3), ("argmin", 1e3)])
@@ -135,6 +148,18 @@ def test_without_a_finite_optimum_it_ends_at_a_limit_and_warns(target, limit):
         scaling = FederatedTemperature().fit({"a": (logits, getattr(logits, target)(-1))})
     assert scaling.temperature == pytest.approx(limit)
     assert scaling.exchanges <= 20
+
+
+def test_a_jump_to_a_limit_that_is_too_far_costs_one_exchange():
+    """Steps up to T = 18 do not shrink within five exchanges."""
+    logits, targets = draw(2, 400, 4, true=20.0, scale=4.0)
+    search, asked = TemperatureSearch(), []
+    while not search.done:
+        asked.append(search.temperature)
+        search = search.after([temperature_message(logits, targets, search.temperature)])
+    assert max(asked) == pytest.approx(1e3)
+    assert search.temperature == pytest.approx(pooled(logits, targets), rel=1e-6)
+    assert search.exchanges <= 10
 
 
 def test_a_far_limit_is_reached_at_once():
@@ -179,13 +204,114 @@ def test_bad_examples_are_refused_by_the_name_of_the_client(logits, targets, mes
 
 def test_bad_messages_and_clients_are_refused():
     with pytest.raises(FedBayesError, match="gradient=nan"):
-        TemperatureMessage(math.nan, 1.0, 1.0, 1)
+        TemperatureMessage(math.nan, 1.0, 1)
     with pytest.raises(FedBayesError, match="num_examples=0"):
-        TemperatureMessage(1.0, 1.0, 1.0, 0)
+        TemperatureMessage(1.0, 1.0, 0)
     with pytest.raises(FedBayesError, match="give a dict"):
         FederatedTemperature().fit({})
+    with pytest.raises(FedBayesError, match="give a list of the clients' messages"):
+        TemperatureSearch().after([])
+    with pytest.raises(FedBayesError, match=r"max_influence=0\.5.* None turns the bound off"):
+        FederatedTemperature(max_influence=0.5)
     with pytest.raises(FedBayesError, match="client a: 3 is no pair"):
         FederatedTemperature().fit({"a": 3})
+
+
+# -- liars -------------------------------------------------------------------------------------------------------------
+
+
+def ten(examples=180):
+    """Ten clients, whose best temperature is about 2."""
+    return {str(k): draw(k, examples) for k in range(10)}
+
+
+def found_with(change, clients, liars=1):
+    """The temperature, and the exchanges, where some clients send changed messages."""
+    search = TemperatureSearch()
+    while not search.done:
+        messages = [temperature_message(*each, search.temperature) for each in clients.values()]
+        for liar in range(liars):
+            sent = change(messages[liar].gradient, messages[liar].curvature)
+            messages[liar] = TemperatureMessage(*sent, messages[liar].num_examples)
+        search = search.after(messages)
+    return search
+
+
+LIES = {
+    "a thousand times": lambda g, h: (1e3 * g, 1e3 * h),
+    "a thousandth": lambda g, h: (1e-3 * g, 1e-3 * h),
+    "upwards": lambda g, h: (-1e9, h),
+    "downwards": lambda g, h: (1e9, h),
+    "downwards, hidden": lambda g, h: (40.0, h),
+    "no curvature": lambda g, h: (g, 0.0),
+    "much curvature, which ends Newton's steps": lambda g, h: (g, 1e12),
+    "negative curvature": lambda g, h: (g, -1e12),
+    "another sign": lambda g, h: (-g, -h),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_one_liar_of_ten_moves_the_temperature_by_less_than_a_tenth(name):
+    clients = ten()
+    honest = FederatedTemperature().fit(clients)
+    search = found_with(LIES[name], clients)
+    assert search.temperature == pytest.approx(honest.temperature, rel=0.1)
+    assert search.exchanges <= 10
+
+
+@pytest.mark.parametrize("factor", [100.0, 0.01, -1.0])
+def test_a_client_that_scales_its_own_logits_moves_it_as_little(factor, caplog):
+    clients = ten()
+    honest = FederatedTemperature().fit(clients)
+    clients["3"] = (factor * clients["3"][0], clients["3"][1])
+    with caplog.at_level(logging.INFO):
+        scaling = FederatedTemperature().fit(clients)
+    assert scaling.temperature == pytest.approx(honest.temperature, rel=0.1)
+    if factor == 100:
+        assert "the sums of client 3 stand out, and count for at most 2 times" in caplog.text
+        believed = FederatedTemperature(max_influence=None).fit(clients)
+        assert believed.temperature > 50 * honest.temperature
+
+
+def test_the_bound_is_that_of_the_median_client():
+    """At the T found the bounded sum is 0: what the liar adds is c (median |g| + 2 √median h)."""
+    clients = ten()
+    search = found_with(LIES["upwards"], clients)
+    sums = [temperature_message(*each, search.temperature) for each in clients.values()][1:]
+    sizes = sorted([abs(each.gradient) for each in sums] + [math.inf])
+    curvatures = sorted(each.curvature for each in sums)
+    bound = 2 * (sizes[5] + 2 * math.sqrt(curvatures[5]))
+    assert sum(each.gradient for each in sums) == pytest.approx(bound, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_honest_clients_are_summed_bit_for_bit(seed):
+    clients = {str(k): draw(10 * seed + k, 180) for k in range(10)}
+    bounded, believed = (FederatedTemperature(max_influence=each).fit(clients) for each in (2.0, None))
+    assert bounded.temperature == believed.temperature
+    two = {"0": clients["0"], "1": (5 * clients["1"][0], clients["1"][1])}  # two are never bounded
+    bounded, believed = (FederatedTemperature(max_influence=each).fit(two) for each in (2.0, None))
+    assert bounded.temperature == believed.temperature
+
+
+@pytest.mark.parametrize("state", [
+    None, {}, {"temperature": 2.0}, {"temperature": "warm", "exchanges": 1}, {"temperature": math.nan, "exchanges": 1},
+    {"temperature": 2.0, "exchanges": None}, {"threshold": 0.5, "thresholds": {}, "temperature": 1.0},
+])
+def test_a_foreign_state_is_refused_and_changes_nothing(state):
+    scaling = FederatedTemperature(3.0)
+    with pytest.raises(FederationError):
+        scaling.load_state_dict(state)
+    assert scaling.temperature == 3.0
+    scaling.load_state_dict(FederatedTemperature().state_dict())
+    assert scaling.temperature is None
+
+
+def test_nan_is_not_scaled():
+    logits = torch.tensor([[1.0, math.nan, -math.inf]])
+    with pytest.raises(FedBayesError, match="logits: 1 of 3 entries are NaN"):
+        FederatedTemperature(2.0)(logits)
+    assert FederatedTemperature(2.0)(logits[:, ::2]).tolist() == [[0.5, -math.inf]]  # a class that is masked
 
 
 # -- from modules ------------------------------------------------------------------------------------------------------
