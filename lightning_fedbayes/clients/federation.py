@@ -359,8 +359,20 @@ class Federation:
         return {**self.server.state_dict(), "clients": self.engine.states.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; the module's parameters are restored by its own checkpoint."""
+        """Restore what :meth:`state_dict` gave; the module's parameters are restored by its own checkpoint.
+
+        Raises:
+            FederationError: it is no such state, or a client's own part of what the method counts is missing.
+        """
         self.server.load_state_dict(state)
         self.engine.model.join(self.server.posterior.names)
         self.engine.model.load_variances(self.server.posterior)
         self.engine.states.load_state_dict(state["clients"])
+        method, server = self.settings.method, self.server
+        if method.keeps and not server.is_new:
+            lost = sorted(server.accepted.keys() - self.engine.states.clients())
+            if lost:
+                raise FederationError(
+                    f"the checkpoint has no state of {listed(self.engine.names[client] for client in lost)}, and each "
+                    f"keeps {method.keeps}: resume from a whole checkpoint, or begin anew"
+                )

@@ -56,6 +56,10 @@ class States:
         state = self.store.get(client)
         return self._here(state) if state else ClientState()
 
+    def clients(self) -> set[int]:
+        """Return the numbers of the clients that have a state."""
+        return {*self.memory} if self.store is None else {*self.store.clients()}
+
     def keep(self, client: int, state: ClientState) -> None:
         """Take the state of a client that has trained."""
         if self.store is not None and self.writes_at_once:

@@ -186,6 +186,11 @@ class StateFile:
         if stored["federation"] == self.federation:
             self.before = stored["after"] if stored["round"] == config["accepted"] else stored["before"]
 
+    def amend(self, client: int, kept: Mapping[str, Tensor]) -> None:
+        """Let a client keep ``kept`` for the method, as the server has counted it."""
+        state = {**vars(ClientState()), **self.before.get(client, {}), "kept": dict(kept)}
+        self.before = {**self.before, client: state}
+
     def count(self, privacy: UpdatePrivacy) -> float:
         """Count a private message; return the ε of all so far."""
         noise = privacy.noise_multiplier

@@ -42,7 +42,7 @@ from lightning_fedbayes.flower.one_shot import (
     training_data,
 )
 from lightning_fedbayes.flower.training import ClientTraining, Task
-from lightning_fedbayes.flower.wire import from_arrays, records_of, tensors_of
+from lightning_fedbayes.flower.wire import COUNTED, from_arrays, records_of, tensors_in, tensors_of
 from lightning_fedbayes.methods import get_method
 
 LOG = logging.getLogger(__name__)
@@ -228,11 +228,15 @@ class _MessageHandler:
                 f"the server's method is ({config['method'] or 'an average'}), this client's ({own or 'an average'}): "
                 "give client_app(fusion=...) what FusionStrategy has"
             )
-        kept = StateFile(self.state_folder, client_number(context), config)
-        if method.keeps and config["accepted"] and client_number(context) not in kept.before:
+        number = client_number(context)
+        kept = StateFile(self.state_folder, number, config)
+        counted = message.content.get(COUNTED)
+        if isinstance(counted, ArrayRecord):
+            kept.amend(number, tensors_in(counted, "the server"))
+        if method.keeps and config["accepted"] and number not in kept.before:
             raise LostState(
-                f"client {client_number(context)} has lost {method.keeps}: bring its state_folder back, or remove the "
-                "client from the server's checkpoint"
+                f"client {number} has lost {method.keeps}. A server with a max_influence sends a site when it asks "
+                "again; otherwise bring the state_folder back, or remove the client from the server's checkpoint"
             )
         task = _task(message, context, kept.before)
         update, after = self._with_trainer(

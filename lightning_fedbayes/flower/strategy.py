@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from lightning.pytorch.utilities import rank_zero_info
@@ -32,9 +32,11 @@ from lightning_fedbayes.flower.checkpoint import ServerState
 from lightning_fedbayes.flower.one_shot import ONCE, Once, OneShot, check_one_shot, fused, kind_of, read_once
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import (
+    COUNTED,
     client_scores,
     digest_in,
     from_arrays,
+    has_lost_state,
     message_in,
     probabilistic_names,
     read_update,
@@ -242,6 +244,8 @@ class FusionStrategy(Strategy):
         for node, client in nodes.items():
             told = ConfigRecord({**config, **common, "accepted": self.server.accepted.get(client, 0)})
             content = RecordDict({"arrays": arrays, "config": told})
+            if kind == MessageType.TRAIN and client in self.server.untold:
+                content[COUNTED] = ArrayRecord({name: Array(v) for name, v in self.server.sites[client].items()})
             messages.append(Message(content, node, kind, group_id=str(server_round)))
         return messages
 
@@ -278,6 +282,7 @@ class FusionStrategy(Strategy):
 
     def _read(self, server_round: int, replies: Iterable[Message]) -> dict[int, ClientUpdate | ClientFailure]:
         """Return the update, or the failure, of every client that was asked."""
+        assert self.server is not None
         updates: dict[int, ClientUpdate | ClientFailure] = {}
         for reply in replies:
             client = self._asked.get(reply.metadata.src_node_id)
@@ -289,6 +294,8 @@ class FusionStrategy(Strategy):
                 updates[client] = read_update(message, self._probabilistic)
             except FusionError as refusal:
                 updates[client] = ClientFailure(client, refusal)
+                if has_lost_state(reply) and client in self.server.sites:
+                    self.server.untold.add(client)
         for client in set(self._asked.values()) - updates.keys():
             silence = FusionError(f"client {client}: no reply within {self._timeout:g} s")
             updates[client] = ClientFailure(client, silence)

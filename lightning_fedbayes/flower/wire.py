@@ -27,6 +27,8 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 
 MOST_EXAMPLES = 2**31 - 1
 """More examples than a client has; a smaller lie is a matter of the weighting."""
+COUNTED = "counted"
+"""Name of the record with what the server has counted of a client's site, where the client is to keep that."""
 MOST_TEXT = 500
 """Characters of what a failure says that are shown."""
 KINDS = ("mean", "variance", "buffer", "linearised", "frozen")
@@ -191,6 +193,12 @@ def message_in(reply: flwr.app.Message, client: int | None, kind: Kind, server_r
     check_at_least(f"{who}: num-examples", count, 0, MOST_EXAMPLES, error=FusionError)
     figures = {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
     return Message(kind, number, answered, int(count), tensors, figures)
+
+
+def has_lost_state(reply: flwr.app.Message) -> bool:
+    """Return True if a client says that it has lost what it had to keep."""
+    config = None if reply.has_error() else reply.content.get("config")
+    return isinstance(config, ConfigRecord) and config.get("error") == errors.LostState.__name__
 
 
 def failure_in(config: Mapping[str, Any]) -> str:

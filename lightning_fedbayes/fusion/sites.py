@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from lightning_fedbayes.fusion.rule import (
     add,
     add_number,
     add_precisions,
+    check_part,
 )
 from lightning_fedbayes.fusion.trend import divergence, followed
 
@@ -168,6 +169,7 @@ class Sites(StatefulSumRule):
         if pull is not None:
             why = "it holds deterministic parameters to the global ones; None averages them"
             check_number("pull", pull, "(0, inf)", error=FusionError, why=why)
+            pull = float(pull)
         if renyi is not None:
             why = "beyond, the divergence is infinite for wide posteriors; None, the limit 1, is the KL"
             check_number("renyi", renyi, "(0, 1)", error=FusionError, why=why)
@@ -177,8 +179,8 @@ class Sites(StatefulSumRule):
         self.step = step
         self.damping = damping
         self.averaging = averaging
-        self.prior_mean = prior_mean
-        self.prior_std = prior_std
+        self.prior_mean = float(prior_mean)
+        self.prior_std = float(prior_std)
         self.pull = pull
         self.renyi = renyi
         self.precision: Precision = precision
@@ -265,6 +267,17 @@ class Sites(StatefulSumRule):
     def least_site(self, share: float) -> float:
         """Return the least precision of a site in a federation of 1 / ``share`` clients."""
         return (self._least - self.prior_std**-2) * share
+
+    def check_state(self, state: Any, parameters: int) -> None:
+        """See :meth:`FusionRule.check_state`."""
+        parts = [name for name in ("precision", "shift", "dual") if name in state]
+        if state and not {"precision", "dual"} & state.keys():
+            parts = ["precision"]
+        for name in (*parts, *(["shift"] if "precision" in parts else [])):
+            check_part(self, state, name, (parameters,))
+        for name in ("weights", "trail"):
+            if name in state:
+                check_part(self, state, name)
 
     # -- at the server -------------------------------------------------------------------------------------------------
 

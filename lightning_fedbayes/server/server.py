@@ -133,6 +133,8 @@ class Server:
         accepted: client → number of rounds that were done when its last update counted; missing if none has.
         sites: client → what has been counted of its site, under the names that the client's own has; empty without
             sites, without a ``max_influence``, and where the caller keeps them.
+        untold: clients of whom something else has been counted than they have sent, or who have lost their sites: what
+            :attr:`sites` holds is what they have to keep. A client is taken out when its next update counts in full.
 
     Raises:
         FusionError, FederationError: an argument cannot be used.
@@ -166,6 +168,7 @@ class Server:
         self.history: list[dict[str, float]] = []
         self.accepted: dict[int, int] = {}
         self.sites: dict[int, Mapping[str, Tensor]] = {}
+        self.untold: set[int] = set()
         self._past: Tensor | None = None
         self._counted_of = counted_of
         self._rule_states: dict[str, RuleState] = {name: rule.init() for name, rule in self.rules.items()}
@@ -221,7 +224,7 @@ class Server:
     def _guard(self, previous: GaussianPosterior, bound: float, share: float) -> Guard:
         """Return what bounds the round's clients."""
         if self.is_new:
-            self.sites = {}
+            self.sites, self.untold = {}, set()
         rule, state = next(iter(self.rules.values())), next(iter(self._rule_states.values()))
         counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
         return guard_of(rule, previous, state, self._probabilistic, bound, share, counted_of, self._past)
@@ -297,6 +300,7 @@ class Server:
             self._past = None if guard is None else guard.past
             if self._counted_of is None:
                 self.sites |= aggregate.counted
+                self.untold = (self.untold - aggregate.counted.keys()) | set(aggregate.outlying) & self.sites.keys()
             fused = aggregate.posterior
             self.posterior = fused.marked(fused.linearised or self.posterior.linearised)
             self.buffers = {**self.buffers, **aggregate.buffers}
@@ -422,6 +426,7 @@ class Server:
             "accepted": dict(self.accepted),
             "rule_states": dict(self._rule_states),
             "sites": {client: dict(kept) for client, kept in self.sites.items()},
+            "untold": sorted(self.untold),
             "past": {} if self._past is None else {"sizes": self._past},
         }
 
@@ -448,6 +453,7 @@ class Server:
         self.history = list(state["history"])
         self.accepted = dict(state["accepted"])
         self.sites = dict(state["sites"])
+        self.untold = set(state["untold"])
         self._past = state["past"].get("sizes")
         self._rule_states = {**self._rule_states, **known}
 
@@ -472,13 +478,19 @@ def check_state(state: Any) -> None:
     """Raise FederationError unless ``state`` has the parts of :meth:`Server.state_dict`."""
     check_kind("state", state, Mapping, "give what Server.state_dict() returned")
     maps = ("posterior", "buffers", "accepted", "rule_states", "sites", "past")
-    kinds: dict[str, type] = {"history": list, **dict.fromkeys(maps, Mapping)}
+    kinds: dict[str, type] = {"history": list, "untold": list, **dict.fromkeys(maps, Mapping)}
     for name, kind in kinds.items():
         check_kind(f"state['{name}']", state.get(name), kind, "give what Server.state_dict() returned")
     for name in ("rounds", "failed_rounds"):
         check_at_least(f"state['{name}']", state.get(name), 0)
     check_mapping("state['buffers']", state["buffers"], Tensor)
     check_mapping("state['rule_states']", state["rule_states"], Mapping)
+    check_mapping("state['past']", state["past"], Tensor)
+    for client, kept in state["sites"].items():
+        check_at_least("state['sites']: client", client, 0)
+        check_mapping(f"state['sites'][{client}]", kept, Tensor)
+    for client in state["untold"]:
+        check_at_least("state['untold']: client", client, 0)
 
 
 def check_network(stored: GaussianPosterior, own: GaussianPosterior) -> None:
