@@ -236,16 +236,31 @@ def test_privacy_refuses_buffers_when_the_app_is_made(tmp_path):
 
 
 @pytest.mark.parametrize("other", [None, "client-3.pt"])
-def test_a_client_without_its_own_site_is_left_out(tmp_path, other):
-    """Its data are in the posterior: it would count them twice."""
+def test_a_client_without_its_own_site_is_left_out_until_the_server_has_told_it(tmp_path, other):
+    """Its data are in the posterior: it would count them twice. The server knows what it has counted."""
     apps = {"fusion": "sites", "state_folder": tmp_path}
     strategy = FusionStrategy("sites", wait_for=4, checkpoint=tmp_path / "server.pt")
     run(LocalGrid(client_apps(**apps)), strategy, rounds=1)
     (tmp_path / "client-2.pt").unlink()
     if other is not None:
         (tmp_path / other).rename(tmp_path / "client-2.pt")
-    strategy = FusionStrategy(
-        "sites", wait_for=4, checkpoint=tmp_path / "server.pt", safeguards=fb.Safeguards(min_clients=2))
-    grid = LocalGrid(client_apps(**apps))
-    run(grid, strategy, rounds=2)
-    assert [row["valid_clients"] for row in strategy.server.history] == [4, 3 if other is None else 2]
+    options = {"wait_for": 4, "checkpoint": tmp_path / "server.pt", "safeguards": fb.Safeguards(min_clients=2)}
+    for rounds in (2, 3):  # the second server goes on from the first one's checkpoint
+        strategy = FusionStrategy("sites", **options)
+        run(LocalGrid(client_apps(**apps)), strategy, rounds=rounds)
+    assert [row["valid_clients"] for row in strategy.server.history] == [4, 3 if other is None else 2, 4]
+    for client in range(4):
+        kept = torch.load(tmp_path / f"client-{client}.pt", weights_only=True)["after"][client]["kept"]
+        for name, value in strategy.server.sites[client].items():
+            assert torch.equal(kept[name], value)
+
+
+def test_without_a_bound_the_server_knows_no_sites_and_a_client_that_lost_its_own_stays_out(tmp_path):
+    apps = {"fusion": "sites", "state_folder": tmp_path}
+    options = {"wait_for": 4, "safeguards": fb.Safeguards(max_influence=None), "checkpoint": tmp_path / "server.pt"}
+    run(LocalGrid(client_apps(**apps)), FusionStrategy("sites", **options), rounds=1)
+    (tmp_path / "client-2.pt").unlink()
+    strategy = FusionStrategy("sites", **options)
+    run(LocalGrid(client_apps(**apps)), strategy, rounds=3)
+    assert [row["valid_clients"] for row in strategy.server.history] == [4, 3, 3]
+    assert strategy.server.sites == {}

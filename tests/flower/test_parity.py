@@ -6,6 +6,7 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app, personal_posterior
+from lightning_fedbayes.fusion import Sites
 from tests.federations import Plain, federate, loader, network, trainer
 from tests.flower.clients import PARTITION, BlobData, client_apps, hybrid, in_process, run
 from tests.flower.grid import LocalGrid
@@ -88,6 +89,34 @@ def test_same_posterior_as_in_one_process(make, server, client, shared, tmp_path
     grid = LocalGrid(client_apps(make=make, shared=shared, state_folder=tmp_path, **client))
     run(grid, strategy, make=make, **kept)
     assert_same(strategy, in_process(make=make, **{**server, **client}, seed=3))
+
+
+@pytest.mark.parametrize("make", [hybrid, Learned], ids=["layers", "IVON"])
+def test_a_bounded_client_keeps_what_the_server_has_counted_as_in_one_process(make, tmp_path):
+    """Also where the server is another one from the fourth round on, which has to tell clients of the third."""
+    partition, bound = fb.SizesPartition((8, 8, 9, 9, 10, 10, 10, 20)), fb.Safeguards(max_influence=1.0)
+    rule, number = Sites(), 8
+    federation = fb.FederatedBayes(partition, fusion="sites", engine="sequential", safeguards=bound, seed=3)
+    federate(make(), federation, 6, BlobData().train_dataloader())
+    assert sum(row["outlying_clients"] for row in federation.history) > 3
+    options = {"wait_for": number, "safeguards": bound, "seed": 3, "checkpoint": tmp_path / "server.pt"}
+    app = client_app(make(), BlobData(), partition=partition, fusion="sites", state_folder=tmp_path,
+                     trainer={"accelerator": "cpu"})
+    for rounds in (3, 6):
+        strategy = FusionStrategy("sites", **options)
+        run(LocalGrid([app] * number), strategy, rounds, make=make)
+    assert_same(strategy, federation)
+    for client, kept in federation.state_dict()["clients"].items():
+        for name, value in strategy.server.sites[client].items():
+            assert torch.equal(value, kept["kept"][name])
+    posterior = strategy.server.posterior
+    random = posterior.flatten()[1] > 0
+    prior = rule.natural(*(each[random] for each in rule.base(posterior, {}).flatten()))
+    for name, start in zip(("precision", "shift"), prior, strict=True):
+        total = sum((kept[name] for kept in strategy.server.sites.values()), start)
+        assert torch.equal(total, strategy.server.rule_state[name][random])
+    left = [fb.remove_client(each, 0) for each in (federation, strategy.server)]
+    assert torch.equal(*(each.flatten()[0] for each in left))
 
 
 def test_clients_with_data_of_their_own():
