@@ -45,9 +45,7 @@ def default_fusion(
     kept = sum(value.numel() for value in federated.values()) * BYTES_PER_ENTRY * num_clients
     conflict = SiteMethod(Sites()).conflict(settings.weighting, settings.privacy is not None)
     obstacle = None if conflict is None else f"{conflict[0]} is given"
-    if settings.attacks:
-        obstacle = "adversaries are given, and sites trust their clients"
-    elif obstacle is None and num_clients == 1:
+    if obstacle is None and num_clients == 1:
         obstacle = "one client is ordinary training"
     elif obstacle is None and any(getattr(each, "takes_single_gradients", False) for each in callbacks):
         obstacle = "a callback takes the gradients of single examples, in which sites' terms have no part"

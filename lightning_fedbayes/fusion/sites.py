@@ -122,8 +122,8 @@ class Sites(StatefulSumRule):
 
     When to use it: whenever the posterior is to mean something after many rounds, above all with unlike clients. It
     needs layers of this package, whose prior is :math:`N(m, s^2)`, and a loss with their KL divergence over the number
-    of the client's examples, or IVON or Laplace. It trusts its clients: none of them is clipped, since each keeps what
-    it has sent.
+    of the client's examples, or IVON or Laplace. A server bounds each client's site
+    (:mod:`lightning_fedbayes.server.site_guard`), and the client keeps what has been counted.
 
     Args:
         step: "share", the default above, or one :math:`\rho` > 0 for all clients: a smaller one lets them go further

@@ -23,7 +23,6 @@ def unlike_priors() -> Plain:
 
 AVERAGES = {
     "weighting": (bayesian, {"weighting": "max_discrepancy"}, "weighting='max_discrepancy' is given"),
-    "adversaries": (bayesian, {"adversaries": fb.SignFlip([0])}, "sites trust their clients"),
     "one client": (Plain, {"partition": fb.IIDPartition(1)}, "one client is ordinary training"),
     "Laplace": (Plain, {"posterior": fb.Laplace()}, "neither of Bayesian layers nor of IVON"),
     "published IVON": (partial(Plain, optimizer=partial(fb.IVON, curvature="ivon")), {}, "nor of IVON by squares"),
