@@ -17,7 +17,8 @@ class Safeguards:
         max_failed_rounds: after this many such rounds in a row the run stops with an error.
         max_influence: a client's update, tensor by tensor, counts as at most this multiple of the median client's, in
             its length and in how sure or vague it is; what is beyond is clipped, and impossible variances are refused.
-            Of sites it is the whole site, and its change. None: nothing of it. See "Clients that cannot be trusted" in the documentation.
+            Of sites it is the whole site, and its change. None: nothing of it. See "Clients that cannot be trusted" in
+            the documentation.
 
     Raises:
         FederationError: an argument is out of range.
