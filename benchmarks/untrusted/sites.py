@@ -139,10 +139,10 @@ def run(
     parts = dict(zip(clients.names, clients.datasets, strict=True))
     if without:
         del parts[clients.names[0]]
-    plain: dict[str, Any] = {"optimizer": fb.IVON} if rule == "IVON + sites" else {
-        "bayesian_last": 2, "estimator": "flipout", "learning_rate": RATE, "kl_weight": KL_WEIGHT
-    }
-    module = fb.HybridBayesianClassifier(mlp(64, 10), **({"bayesian_last": 0} | plain))
+    own: dict[str, Any] = {"estimator": "flipout", "learning_rate": RATE, "kl_weight": KL_WEIGHT}
+    if rule == "IVON + sites":
+        own = {"optimizer": fb.IVON}
+    module = fb.HybridBayesianClassifier(mlp(64, 10), bayesian_last=0 if rule == "IVON + sites" else 2, **own)
     if start is not None:
         fb.load_posterior(module, start)
     federation = fb.FederatedBayes(

@@ -285,7 +285,7 @@ def add_precisions(statistics: Statistics, mean: Tensor, variance: Tensor, weigh
 
 def check_part(rule: FusionRule, state: Any, name: str, shape: tuple[int, ...] | None = None) -> Any:
     """Return ``state[name]``, a finite tensor of ``shape``, or with None a mapping; raise FusionError if it is not."""
-    value = state.get(name) if isinstance(state, Mapping) else None
+    value: Any = state.get(name) if isinstance(state, Mapping) else None
     if shape is None and isinstance(value, Mapping):
         return value
     if shape is None or not is_dense(value) or value.shape != shape or not bool(value.isfinite().all()):
