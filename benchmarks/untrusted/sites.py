@@ -13,7 +13,7 @@ import csv
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tqdm import tqdm
 import lightning_fedbayes as fb
 from benchmarks.untrusted.report import options, write
 from lightning_fedbayes.clients.adversaries import Attack, Knowledge, UpdateAttack
+from lightning_fedbayes.clients.adversaries.base import Attackers
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
@@ -49,7 +50,7 @@ Cell = tuple[str, str, int, str]
 class Phased(UpdateAttack):
     """Base class of attacks that depend on the round, counted from 0 at each client's own calls."""
 
-    clients: Sequence[int]
+    clients: Attackers
     calls: dict[str, Any] = field(default_factory=lambda: {"round": -1}, compare=False)
 
     def send(self, posterior: GaussianPosterior, knowledge: Knowledge) -> GaussianPosterior:
@@ -89,7 +90,7 @@ class Stale(Phased):
 class Foreign(UpdateAttack):
     """The means of another network."""
 
-    clients: Sequence[int]
+    clients: Attackers
 
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
         return mean[torch.randperm(len(mean), generator=torch.Generator().manual_seed(0))]
