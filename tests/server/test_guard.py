@@ -11,6 +11,7 @@ from lightning_fedbayes import ClientUpdate, GaussianPosterior, RoundPlan, Serve
 from lightning_fedbayes.core.errors import FederationError
 
 SHAPES = {"body": (40,), "head": (20,)}
+SIZE = 400
 START = GaussianPosterior({n: torch.zeros(s) for n, s in SHAPES.items()},
                           {"body": torch.full((40,), 0.01), "head": torch.zeros(20)})
 DIRECTION = {n: torch.randn(s, generator=torch.Generator().manual_seed(len(n))) for n, s in SHAPES.items()}
@@ -116,6 +117,29 @@ def test_one_client_of_ten_moves_no_sum_far(rule, mean, variance, place):
     unguarded, _ = fuse(rule, updates, safeguards=fb.Safeguards(max_influence=None))
     if mean == -10 and variance == 1:
         assert length(unguarded, "body") < 0.1, "without the guard the bound above is broken"
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])
+@pytest.mark.parametrize("rule", ["weighted_average", "reverse_kl_barycenter"])
+def test_few_clients_are_bounded_by_the_rounds_before(rule, count):
+    """Honest updates of length 1, .9, .9², …: one of length 10 in the fourth round counts as 4 · .9²."""
+    start = GaussianPosterior.point_mass({"w": torch.zeros(SIZE, dtype=torch.float64)})
+    server, one = Server(start, fusion=rule), torch.full((SIZE,), SIZE**-0.5, dtype=torch.float64)
+    for number in range(4):
+        server.begin(RoundPlan(number, tuple(range(count))))
+        before = server.posterior.mean["w"]
+        for client in range(count):
+            length = 10.0 if number == 3 and client == 0 else 0.9**number
+            server.admit(ClientUpdate(client, 10, GaussianPosterior.point_mass({"w": before + length * one})))
+        resumed = server.state_dict()
+        result = server.finish()
+        assert result.figures["outlying_clients"] == (number == 3)
+        if number == 1:  # what is usual outlives the server
+            state, server = server.state_dict(), Server(start, fusion=rule)
+            server.load_state_dict(state)
+    assert resumed["past"]["sizes"].shape == (4, 1)
+    moved = (result.posterior.mean["w"] - before).norm()
+    assert float(moved) == pytest.approx(((count - 1) * 0.9**3 + 4 * 0.9**2) / count, rel=1e-6)
 
 
 def test_a_longer_update_is_clipped_to_twice_the_median_one():
