@@ -6,8 +6,9 @@ Sizes of a client's update against the global posterior :math:`N(\mu_o, \sigma_o
 * pull :math:`\|(\mu - \mu_o)\,\sigma_o^2 / \sigma^2\|`, by which products of densities move;
 * sureness :math:`\max \sigma_o^2 / \sigma^2` and vagueness :math:`\max \sigma^2 / \sigma_o^2` over the entries.
 
-A size is too large if it exceeds a multiple of the clients' weighted median; where a round has few clients, lengths
-are compared with those of the rounds before, and with the second largest. Sizes are numbers, so the guard streams.
+A size is too large if it exceeds a multiple of the clients' weighted median; where a round has few clients, no tensor
+may be longer than a multiple of what whole updates have been in the rounds before, or of the second longest. Sizes are
+numbers, so the guard streams.
 """
 
 from __future__ import annotations
@@ -80,22 +81,21 @@ class Guard:
         probabilistic: names of the tensors to which the network gives a variance.
         max_influence: multiple of the median size that is allowed, at least 1.
         past: what :attr:`past` was after the round before; None before the first.
+        is_alone: the federation has one client, which nobody need be protected from.
 
     Attributes:
-        past: usual sizes of the rounds so far, shape (kinds of sizes, tensors), the earlier the less.
+        past: usual lengths of whole updates in the rounds so far, shape (kinds of lengths,), the earlier the less.
         counted: client → what the server counts of it in place of what it sent, where clients have to keep the same.
     """
 
-    num_kinds: ClassVar[int] = 4
-    """Number of kinds of sizes."""
     num_lengths: ClassVar[int] = 2
-    """Number of them that are lengths; they come first."""
+    """Number of kinds of sizes that are lengths; they come first."""
     fewest_ranked: ClassVar[int] = 3
     """Least number of clients whose second largest says something of the largest."""
 
     def __init__(
         self, previous: GaussianPosterior, probabilistic: Collection[str], max_influence: float,
-        past: Tensor | None = None,
+        past: Tensor | None = None, is_alone: bool = False,
     ) -> None:
         self.previous = previous
         self.probabilistic = probabilistic
@@ -104,8 +104,8 @@ class Guard:
         self._deterministic = [name for name in previous.names if name not in probabilistic]
         self._lengths = [value.numel() for value in previous.mean.values()]
         self._numels = torch.tensor([n for n in self._lengths if n], dtype=torch.float64)
-        is_known = past is not None and past.shape == (self.num_kinds, len(self._numels))  # else of other parameters
-        self.past = past if is_known else None
+        self.past = past if past is not None and len(past) == self.num_lengths else None  # of the same kind of guard
+        self.is_alone = is_alone
         self._is_point_mass = previous.is_point_mass
         if self._is_point_mass:
             return
@@ -225,10 +225,10 @@ class Guard:
 
         They are ``max_influence`` times the weighted medians over the clients. Lengths may be
         :math:`1 + 2 / \sqrt n` times as large for a tensor of n entries, since those of short vectors scatter, and a
-        tensor that most clients leave alone may move as far per entry as the whole network does. Nothing is bounded
-        if the median client has not moved. Of fewer than :data:`FEWEST` clients lengths alone are bounded, by
-        :data:`FEW` times ``max_influence`` times the second largest of at least three, or what was usual in the rounds
-        before, if that is more.
+        tensor that most clients leave alone may move as far per entry as the whole network does. Nothing is bounded if
+        the median client has not moved. Of fewer than :data:`FEWEST` clients lengths alone are bounded, those of each
+        tensor by :data:`FEW` times ``max_influence`` times the second longest whole update of at least three, or what
+        was usual in the rounds before, if that is more.
 
         Args:
             sizes: of all clients, shape (clients, 4, tensors).
@@ -237,10 +237,11 @@ class Guard:
         weight = sum(weights) / len(weights)
         if len(sizes) < FEWEST:
             limits = torch.full_like(sizes[0], math.inf)
-            usual = self._second(sizes) if len(sizes) >= self.fewest_ranked else torch.zeros_like(limits)
+            usual = self._usual(sizes) if len(sizes) >= self.fewest_ranked else limits.new_zeros(self.num_lengths)
             usual = usual if self.past is None else torch.maximum(usual, self.past)
-            count = self.num_lengths
-            limits[:count] = torch.where(usual > 0, FEW * self.max_influence * usual, math.inf)[:count]
+            if not self.is_alone:
+                bounds = torch.where(usual > 0, FEW * self.max_influence * usual, math.inf)
+                limits[: self.num_lengths] = bounds[:, None]
             return Limits(limits, weight)
         medians = weighted_median(sizes, weights)
         shifts = medians[: self.num_lengths]
@@ -258,12 +259,13 @@ class Guard:
 
     def remember(self, sizes: Tensor, weights: Sequence[float]) -> None:
         """Let the sizes of a round's clients, as they count, be what is usual in later rounds of few clients."""
-        usual = self._second(sizes)
+        usual = self._usual(sizes)
         self.past = usual if self.past is None else torch.maximum(usual, DECAY * self.past)
 
-    def _second(self, sizes: Tensor) -> Tensor:
-        """Return the second largest sizes over the clients; the largest where there are too few."""
-        return sizes.topk(2, dim=0).values[1] if len(sizes) >= self.fewest_ranked else sizes.amax(0)
+    def _usual(self, sizes: Tensor) -> Tensor:
+        """Return the second largest lengths of whole updates over the clients; the largest where there are too few."""
+        whole = torch.linalg.vector_norm(sizes[:, : self.num_lengths], dim=2)
+        return whole.topk(2, dim=0).values[1] if len(sizes) >= self.fewest_ranked else whole.amax(0)
 
     def clip(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance with every size within its limit; entries that are within stay as they are.

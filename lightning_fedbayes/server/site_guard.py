@@ -76,7 +76,6 @@ class SiteGuard(Guard):
         past: see :class:`~lightning_fedbayes.server.guard.Guard`.
     """
 
-    num_kinds: ClassVar[int] = 5
     num_lengths: ClassVar[int] = 4
     fewest_ranked: ClassVar[int] = FEWEST  # sites of few clients differ as much as their data do
 
@@ -84,7 +83,7 @@ class SiteGuard(Guard):
         self, rule: Sites, previous: GaussianPosterior, state: RuleState, probabilistic: Collection[str],
         max_influence: float, share: float, counted_of: Callable[[int], Tensors], past: Tensor | None = None,
     ) -> None:
-        super().__init__(previous, probabilistic, max_influence, past)
+        super().__init__(previous, probabilistic, max_influence, past, share == 1)
         self.rule = rule
         self._counted_of = counted_of
         self._least = rule.least_site(share)
@@ -281,7 +280,7 @@ def guard_of(
     """Return the guard of a round by a rule; for the arguments see :class:`SiteGuard`."""
     if isinstance(rule, Sites):
         return SiteGuard(rule, previous, state, probabilistic, max_influence, share, counted_of, past)
-    return Guard(previous, probabilistic, max_influence, past)
+    return Guard(previous, probabilistic, max_influence, past, share == 1)
 
 
 def _credits(weights: Iterable[float], typical: float) -> Tensor:

@@ -109,7 +109,7 @@ def test_methods_send_what_the_page_on_privacy_says(fusion, beside, tmp_path):
 
 
 SENT = [
-    ("temperature", TemperatureMessage(1.5, -2.0, 0.25, 7), {}),
+    ("temperature", TemperatureMessage(1.5, -2.0, 7), {}),
     ("counts", ScoreSketch(torch.tensor([3, 0, 2])), {"grid": "unit"}),
     ("statistics", fb.LinearStatistics.of(torch.randn(5, 2), torch.randn(5)), {}),
     ("curvature", KroneckerSite(

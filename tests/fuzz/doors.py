@@ -274,7 +274,7 @@ def removed(**arguments):
     posterior_state = {"mean": {"w": torch.zeros(1)}, "variance": {"w": torch.ones(1)}}
     site = {"precision": torch.zeros(1).double(), "shift": torch.zeros(1).double()}
     kept = {"sites": {"precision": torch.ones(1).double(), "shift": torch.zeros(1).double()}}
-    state = {"posterior": posterior_state, "rule_states": kept, "clients": {0: {"kept": site}}}
+    state = {"posterior": posterior_state, "rule_states": kept, "sites": {}, "clients": {0: {"kept": site}}}
     given = {"callbacks": {"FederatedBayes": state}} if arguments["federation"] is None else arguments["federation"]
     fb.remove_client(given, arguments["client"])
 

