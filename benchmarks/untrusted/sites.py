@@ -213,7 +213,7 @@ def fill(seeds: int, path: Path, rules: list[str]) -> dict[Cell, list[tuple[floa
 def tables(cells: dict[Cell, list[tuple[float, float]]]) -> list[str]:
     """Return a table of accuracies and NLLs for each rule, and one of the cost without attackers."""
     text, columns = [], list(itertools.product(SPLITS, ROUNDS))
-    for rule in RULES:
+    for rule in [rule for rule in RULES if any(cell[0] == rule for cell in cells)]:
         rows = []
         for suffix in ("", ", by three"):
             for title in (NEVER, NONE, *attacks_of([0])) if not suffix else attacks_of([0]):
