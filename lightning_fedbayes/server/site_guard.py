@@ -8,9 +8,9 @@ for every tensor,
 * lack :math:`\max(-\Lambda_k)`, over the most that a client may take away from the prior's precision;
 
 and those of its change in the round are shift and precision likewise. A site beyond its bound is scaled back to it. Of
-a change that is s times as large as its bound, :math:`1 / s^3` counts: an honest client that has far to go arrives some
-rounds later, and at the same posterior, while one that pushes on for ever is hardly heard. Of deterministic parameters
-the dual variable has shifts; where there is none, the update has.
+a change that is s times as large as its bound, :math:`1 / s^3` counts: an honest client that is somewhat beyond arrives
+some rounds later, and at the same posterior, while one that pushes on for ever is hardly heard, and neither is an honest
+one that is far beyond. Of deterministic parameters the dual variable has shifts; where there is none, the update has.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Tensors = Mapping[str, Tensor]
 BEYOND = 3
 """Power of bound over size by which a change counts that is beyond."""
 SETTLED = 0.02
-"""Change, as part of the largest site, that counts whole however small the others' are: a client that is the last one
-far from its own site arrives there, within fifty rounds."""
+"""Change, as part of the largest site, that counts whole however small the others' are: otherwise a client that is the
+last one on its way is held up for ever by those that have arrived."""
 LEAST_LEFT = 1e-3
 """Part of the global precision that is left whatever a site takes away; honest clients leave 250 times as much."""
 
