@@ -9,8 +9,9 @@ for every tensor,
 
 and those of its change in the round are shift and precision likewise. A site beyond its bound is scaled back to it. Of
 a change that is s times as large as its bound, :math:`1 / s^3` counts: an honest client that is somewhat beyond arrives
-some rounds later, and at the same posterior, while one that pushes on for ever is hardly heard, and neither is an honest
-one that is far beyond. Of deterministic parameters the dual variable has shifts; where there is none, the update has.
+some rounds later, and at the same posterior, while one that pushes on for ever is hardly heard, and neither is an
+honest one that is far beyond. Of deterministic parameters the dual variable has shifts; where there is none, the update
+has.
 """
 
 from __future__ import annotations
