@@ -188,10 +188,10 @@ class SiteMethod(Method):
         gaussian = common.natural[0].numel()
         lengths = {"precision": gaussian, "shift": gaussian, "dual": common.start.numel()}
         for name, value in client.kept.items():
-            if value.numel() != lengths[name]:
+            if value.numel() != lengths.get(name, 0):
                 raise FederationError(
                     f"the site of client {client.number} is of {value.numel()} parameters ({name}), and the network "
-                    f"has {lengths[name]}: go on with the network that it was trained with, or begin anew"
+                    f"has {lengths.get(name, 0)}: go on with the network that it was trained with, or begin anew"
                 )
 
     def _fields(self, common: _Round, share: float, site: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

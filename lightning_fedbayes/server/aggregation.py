@@ -297,6 +297,7 @@ class Aggregation:
             shares = shares_of(weights, fused.reliability)
             apart, buffers = self._merge(shares)
         check_finite(fused.posterior, "the fused posterior")
+        refused = {client: why for each in everyone for client, why in each.refused.items()}
         return Aggregate(
             fused.posterior,
             buffers=self._buffers.averages(buffers, sum(weights.values()) if self._streams else 1.0),
@@ -310,8 +311,8 @@ class Aggregation:
             excluded=fused.excluded,
             state=fused.state,
             outlying=outlying,
-            refused={client: why for each in everyone for client, why in each.refused.items()},
-            counted=self._counted(),
+            refused=refused,
+            counted={client: kept for client, kept in self._counted().items() if client not in refused},
         )
 
     def _counted(self) -> dict[int, dict[str, Tensor]]:

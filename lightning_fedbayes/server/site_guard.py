@@ -55,7 +55,7 @@ class SiteLimits(Limits):
     def of(self, clients: Mapping[int, float]) -> Tensor:
         """Return the limits of clients, client → weight, shape (clients, 5, tensors)."""
         limits = self.sizes * _credits(clients.values(), self.weight)
-        limits[torch.tensor([self.is_new(client) for client in clients]), :4] = torch.inf
+        limits[torch.tensor([self.is_new(client) for client in clients], dtype=torch.bool), :4] = torch.inf
         return limits
 
 

@@ -121,6 +121,27 @@ def test_honest_clients_are_counted_bit_for_bit_as_sent():
     assert off(federation.server.posterior, pooled(range(CLIENTS))) < 1e-3
 
 
+@pytest.mark.parametrize("count", [3, CLIENTS, 30])
+def test_a_client_that_is_left_out_is_not_counted(count):
+    """Also where it is the last one to come, beside whom nobody waits."""
+    federation = Conjugate(clients=range(count))
+    federation.run(2)
+    federation.server.begin(RoundPlan(2, federation.clients, clients=count))
+    for client in federation.clients:
+        update = federation.update(client)
+        if client == count - 1:
+            update = ClientUpdate(client, 10, GaussianPosterior({"w": torch.full((SIZE,), 1e30).double()},
+                                                                update.posterior.variance))
+        assert federation.server.admit(update).error is None
+    result = federation.server.finish()
+    assert "moves the means by more" in str(result.outcomes[-1].error)
+    assert count - 1 not in result.weights
+    assert federation.server.accepted[count - 1] == 2
+    for name, start in (("precision", 1.0), ("shift", 0.0)):
+        total = start + sum(site[name] for site in federation.server.sites.values())
+        assert torch.equal(federation.server.rule_state[name], total)
+
+
 @pytest.mark.parametrize("many", [1.0, 30.0])
 def test_a_client_that_has_far_to_go_arrives(many):
     """One of much more data than the others, and as many examples more; and one that is alone far away."""
