@@ -69,6 +69,14 @@ def make_federation(
         trained, all_ = (sum(p.numel() for p in each) for each in (
             [p for p in context.module.parameters() if p.requires_grad], context.module.parameters()))
         rank_zero_info(f"{trained:,} of {all_:,} parameters train; the rest stays where it is.")
+    needed = getattr(context.module, "federated_method", None)
+    if settings.fusion is None and needed is not None:
+        settings = replace(settings, fusion=needed)
+    elif needed is not None and settings.method.name != needed:
+        raise FederationError(
+            f"fusion='{settings.method.name}': {type(context.module).__name__} federates by fusion='{needed}' alone; leave "
+            "fusion= out"
+        )
     if settings.fusion is None:
         method, why = default_fusion(settings, model, len(loader.clients), trainer.callbacks)
         rank_zero_info(f"Fusion: {why}.")

@@ -15,7 +15,8 @@ from lightning_fedbayes.core.errors import ClientMismatch, FederationError, Fusi
 from lightning_fedbayes.core.messages import Kind, Message
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.flower.training import own_clients
-from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression, LinearStatistics
+from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression
+from lightning_fedbayes.modules.linear_statistics import LinearStatistics
 from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace, KroneckerSite
 from lightning_fedbayes.sources.curvature.kronecker_posterior import KroneckerPosterior
 

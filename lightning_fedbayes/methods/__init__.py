@@ -18,6 +18,7 @@ from lightning_fedbayes.methods.population import Population
 from lightning_fedbayes.methods.registry import available_methods, get_method, register_method, unregister_method
 from lightning_fedbayes.methods.scaffold import Scaffold
 from lightning_fedbayes.methods.sites import SiteMethod, remove_client
+from lightning_fedbayes.methods.sums import Sums
 
 __all__ = [
     "Averaging",
@@ -34,6 +35,7 @@ __all__ = [
     "Scaffold",
     "Shared",
     "SiteMethod",
+    "Sums",
     "Trained",
     "available_methods",
     "get_method",

@@ -261,6 +261,8 @@ class Method:
     """True if every client keeps the posterior that it has trained last."""
     weighting: ClassVar[str] = ""
     """Weighting of the clients, where the method says so; "": that of the federation."""
+    bounded: ClassVar[bool] = True
+    """False if no bound on a client's influence applies, whatever :class:`~lightning_fedbayes.Safeguards` say."""
     takes_sites: ClassVar[bool] = False
     """True if its clients keep sites, without which the server would count each of them anew in every round."""
     problems: ClassVar[int] = 1

@@ -19,10 +19,13 @@ from lightning_fedbayes.methods.method import Method
 from lightning_fedbayes.methods.population import Population
 from lightning_fedbayes.methods.scaffold import Scaffold
 from lightning_fedbayes.methods.sites import SiteMethod
+from lightning_fedbayes.methods.sums import Sums
 
 M = TypeVar("M", bound=type[Method])
 
-_METHODS: dict[str, type[Method]] = {each.registered: each for each in (Ditto, FedNova, FedProx, Population, Scaffold)}
+_METHODS: dict[str, type[Method]] = {
+    each.registered: each for each in (Ditto, FedNova, FedProx, Population, Scaffold, Sums)
+}
 
 
 def register_method(name: str) -> Callable[[M], M]:

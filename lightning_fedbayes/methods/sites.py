@@ -23,6 +23,7 @@ from lightning_fedbayes.methods.method import (
     Shared,
     Trained,
 )
+from lightning_fedbayes.methods.sums import Sums
 
 
 class _Round(NamedTuple):
@@ -268,7 +269,8 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
 
     When to use it: a client leaves ``fusion="sites"`` and takes its data with it, or has lied. The result is exact for
     conjugate models; for others train some rounds of the remaining clients from it (``fb.load_posterior(module,
-    posterior)``). Deterministic parameters, which have no factors, stay as they are.
+    posterior)``). Deterministic parameters, which have no factors, stay as they are; the sums of a
+    :class:`~lightning_fedbayes.HeadModule` are those of the others, exactly.
 
     Args:
         federation: a :class:`~lightning_fedbayes.FederatedBayes` that has trained, or the content of a checkpoint
@@ -304,8 +306,13 @@ def _state_of(federation: Any) -> Mapping[str, Any]:
 def _without(state: Mapping[str, Any], client: int) -> GaussianPosterior:
     """Return the posterior of a state without a client's site."""
     site = state["sites"].get(client) or Store.state_in(state.get("clients", {}), client).get("kept", {})
-    if "precision" not in site:
-        raise FederationError(f"client {shown(client)} has no site: it has trained in no federation by fusion='sites'")
-    (kept,) = state["rule_states"].values()
     posterior = GaussianPosterior.from_state_dict(state["posterior"])
+    if "precision" not in site:
+        without = Sums.without(posterior, site)
+        if without is None:
+            raise FederationError(
+                f"client {shown(client)} has no site: it has trained in no federation by fusion='sites' or 'sums'"
+            )
+        return without
+    (kept,) = state["rule_states"].values()
     return without_site(posterior, kept, (site["precision"], site["shift"]))

@@ -4,8 +4,10 @@ from lightning_fedbayes.modules.added_kl import with_kl
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
 from lightning_fedbayes.modules.classifier import ClassPrediction, HybridBayesianClassifier
 from lightning_fedbayes.modules.deep_ensemble import DeepEnsembleRegressor
-from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression, LinearStatistics
+from lightning_fedbayes.modules.head import BayesianHead, HeadFit, HeadModule, HeadSlopes
+from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression
 from lightning_fedbayes.modules.linear_regression import BayesianLinearRegression
+from lightning_fedbayes.modules.linear_statistics import LinearStatistics
 from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
 from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
 from lightning_fedbayes.modules.regressor import HybridBayesianRegressor, RegressionPrediction, Regressor
@@ -19,11 +21,15 @@ from lightning_fedbayes.modules.sampling import (
 from lightning_fedbayes.modules.survival import CoxRegressor, SurvivalPrediction, cox_loss
 
 __all__ = [
+    "BayesianHead",
     "BayesianLinearRegression",
     "BayesianModule",
     "ClassPrediction",
     "CoxRegressor",
     "DeepEnsembleRegressor",
+    "HeadFit",
+    "HeadModule",
+    "HeadSlopes",
     "HierarchicalFit",
     "HierarchicalLinearRegression",
     "HybridBayesianClassifier",

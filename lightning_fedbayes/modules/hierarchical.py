@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_flag, check_kind, listed, nearest, shown
-from lightning_fedbayes.modules.linear_regression import check_real
+from lightning_fedbayes.modules.linear_statistics import LinearStatistics, check_real, design_of
 
 STARTS = (0.1, 1.0, 10.0)
 """Standard deviations of the random coefficients, relative to that of the noise, that the search starts from."""
@@ -23,93 +23,6 @@ DEPENDENT = 1e-11
 """Smallest eigenvalue of the scaled Gram matrix, below which columns count as linearly dependent."""
 EXACT = 1e-12
 """Noise variance relative to the mean square of the targets, below which it is rounding: the fit is exact."""
-
-
-@dataclass(frozen=True, eq=False)
-class LinearStatistics:
-    r"""Sums over the examples of one client: all that a linear model needs of its data, and all that the client sends.
-
-    Statistics of parts of a client's data add up, by ``+``, to those of the whole. Those of a client with few examples
-    can reveal its examples, as those of one example do. Secure summation does not help here, because
-    :class:`HierarchicalLinearRegression` needs the sums of each client by themselves.
-
-    Args:
-        gram: :math:`X^\top X`, float64, shape (columns, columns).
-        moment: :math:`X^\top y`, float64, shape (columns,).
-        square: :math:`y^\top y`, float64, a scalar tensor.
-        num_examples: number of rows of X.
-
-    Raises:
-        FedBayesError: shapes that do not fit, values that are not finite or not float64, or a Gram matrix that is not
-            symmetric.
-
-    >>> LinearStatistics.of(torch.tensor([[1.0], [3.0]]), torch.tensor([1.0, 2.0])).moment
-    tensor([3., 7.], dtype=torch.float64)
-    """
-
-    gram: Tensor
-    moment: Tensor
-    square: Tensor
-    num_examples: int
-
-    def __post_init__(self) -> None:
-        check_at_least("num_examples", self.num_examples, 0, error=FedBayesError)
-        for name in ("gram", "moment", "square"):
-            values = getattr(self, name)
-            check_real(name, values)
-            if values.dtype != torch.float64:
-                raise FedBayesError(f"{name} is of {values.dtype}: give float64, sums of other precisions cancel badly")
-            if not values.isfinite().all():
-                raise FedBayesError(f"{name} is not finite: standardise inputs and targets, their squares overflow")
-        columns = self.moment.numel()
-        if self.gram.shape != (columns, columns) or self.moment.shape != (columns,) or self.square.ndim or not columns:
-            raise FedBayesError(
-                f"gram {tuple(self.gram.shape)}, moment {tuple(self.moment.shape)} and square "
-                f"{tuple(self.square.shape)}: give (columns, columns), (columns,) and (), of at least one column"
-            )
-        if not torch.allclose(self.gram, self.gram.T):
-            raise FedBayesError("gram is not symmetric: give X.T @ X, as LinearStatistics.of does")
-
-    @classmethod
-    def of(cls, inputs: Tensor, targets: Tensor, bias: bool = True) -> LinearStatistics:
-        """Statistics of a client's examples, computed in float64 on the device of ``inputs`` and kept on the CPU.
-
-        Args:
-            inputs: shape (examples, features); a client may have no examples.
-            targets: shape (examples,) or (examples, 1), any units.
-            bias: put a column of ones before the features: column 0 is then the intercept, column j feature j - 1.
-
-        Raises:
-            FedBayesError: shapes that do not fit, or a value that is not finite.
-        """
-        check_flag("bias", bias, error=FedBayesError)
-        check_real("inputs", inputs)
-        check_real("targets", targets)
-        targets = targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
-        if inputs.ndim != 2 or targets.ndim != 1 or len(inputs) != len(targets):
-            raise FedBayesError(
-                f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}: give (examples, features) and "
-                "(examples,) of as many examples"
-            )
-        for name, values in (("inputs", inputs), ("targets", targets)):
-            if not values.isfinite().all():
-                raise FedBayesError(f"{name} are not finite: leave out the examples, or put the column's mean in place")
-        design, targets = _design(inputs, bias), targets.double()
-        return cls(
-            (design.T @ design).cpu(), (design.T @ targets).cpu(), (targets @ targets).cpu(), len(inputs)
-        )
-
-    def __add__(self, other: LinearStatistics) -> LinearStatistics:
-        if not isinstance(other, LinearStatistics):
-            return NotImplemented
-        if self.moment.shape != other.moment.shape:
-            raise FedBayesError(
-                f"statistics of {len(self.moment)} and of {len(other.moment)} columns: add those of the same columns"
-            )
-        return LinearStatistics(
-            self.gram + other.gram, self.moment + other.moment, self.square + other.square,
-            self.num_examples + other.num_examples,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +110,7 @@ class HierarchicalFit:
         features = len(self.fixed) - self.bias
         if inputs.ndim != 2 or inputs.shape[1] != features:
             raise FedBayesError(f"inputs {tuple(inputs.shape)}: the model was fitted to (examples, {features})")
-        design = _design(inputs, self.bias)
+        design = design_of(inputs, self.bias)
         variance = self.noise_variance + ((design @ covariance.to(design.device)) * design).sum(1)
         dtype = torch.result_type(inputs, 1.0)
         return (design @ mean.to(design.device)).to(dtype), variance.sqrt().to(dtype)
@@ -301,6 +214,8 @@ class HierarchicalLinearRegression:
         for name, statistics in clients.items():
             check_kind("a client's name", name, str, "give a string", error=FedBayesError)
             check_kind(f"client '{name}'", statistics, LinearStatistics, "give LinearStatistics", error=FedBayesError)
+            if statistics.moment.ndim != 1:
+                raise FedBayesError(f"client '{name}' has {statistics.moment.shape[1]} targets: give statistics of one")
             columns = len(statistics.moment) if columns is None else columns
             if len(statistics.moment) != columns:
                 raise FedBayesError(
@@ -455,9 +370,3 @@ def _maximise(data: _Stacked) -> Tensor:
             "clients more examples, so that their own models do not fit exactly"
         )
     return min(found, key=lambda each: each[0])[1]
-
-
-def _design(inputs: Tensor, bias: bool) -> Tensor:
-    """``inputs`` in float64, after a column of ones if there is a bias."""
-    columns = [torch.ones_like(inputs[:, :1] if inputs.shape[1] else inputs.new_ones(len(inputs), 1))] * bias
-    return torch.cat([*columns, inputs], 1).double()

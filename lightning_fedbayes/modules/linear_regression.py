@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number, listed
-from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.modules.linear_statistics import check_real
 from lightning_fedbayes.modules.regressor import RegressionPrediction
 
 NoiseEstimate = Literal["evidence", "target"]
@@ -168,7 +169,7 @@ class BayesianLinearRegression:
         if self.noise == "target":
             variance = mean_square - float((self.moment[-1] / self.num_examples).square().mean())
         else:
-            variance = _most_evident_noise(self.gram, self.moment, self.squares, self.prior_std)
+            variance = most_evident(self.gram, self.moment, self.squares, self.num_examples, self.prior_std)[1]
         if not variance > EXACT * mean_square:
             why = "they are all equal" if self.noise == "target" else "the line goes through them all"
             raise FedBayesError(
@@ -246,35 +247,48 @@ class BayesianLinearRegression:
         return RegressionPrediction(*(field.to(dtype) for field in fields))
 
 
-def check_real(name: str, values: Tensor) -> None:
-    """Raise FedBayesError unless ``values`` is a dense tensor of real numbers."""
-    check_tensor(name, values, error=FedBayesError)
-    if values.is_complex():
-        raise FedBayesError(f"{name} is of {values.dtype}: give real numbers")
-
-
 def _with_bias(inputs: Tensor) -> Tensor:
     """``inputs`` in float64 with a last column of ones."""
     return torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1).double()
 
 
-def _most_evident_noise(gram: Tensor, moment: Tensor, squares: Tensor, prior_std: float) -> float:
-    """Noise variance at MacKay's fixed point, in the eigenvectors of the Gram matrix; 0 if it converges to 0.
+def most_evident(
+    gram: Tensor, moment: Tensor, squares: Tensor, examples: float, prior_std: float | None
+) -> tuple[float, float]:
+    r"""Return the standard deviation of the prior and the variance of the noise at MacKay's fixed point.
+
+    .. math:: \sigma^2 = \frac{\|Y - X M\|^2}{T(n - \gamma)}, \qquad s^{-2} = \frac{T \gamma}{\|M\|^2}, \qquad
+              \gamma = \sum_d \frac{g_d}{g_d + \sigma^2 / s^2}
+
+    with the eigenvalues g of the Gram matrix, in whose eigenvectors everything is computed.
+
+    Args:
+        gram: shape (columns, columns).
+        moment: shape (columns, targets).
+        squares: shape (targets,).
+        examples: their number n.
+        prior_std: s; None: it is chosen, too.
+
+    Returns: s, infinite where the data say nothing about it, and the noise, 0 if it converges to 0.
 
     Source: Bishop (2006) eq. (3.91)-(3.95).
     """
     eigenvalues, vectors = torch.linalg.eigh(gram)
     eigenvalues = eigenvalues.clamp_min(0)
     rotated = (vectors.T @ moment).square().sum(1)
-    total, examples, targets = float(squares.sum()), float(gram[-1, -1]), moment.shape[1]
+    total, targets = float(squares.sum()), moment.shape[1]
     variance = total / (examples * targets)
+    std = prior_std if prior_std is not None else 1.0
     for _ in range(STEPS):
-        shrunk = eigenvalues + variance / prior_std**2
+        shrunk = eigenvalues + variance / std**2
         residual = total - float((rotated * (2 / shrunk - eigenvalues / shrunk.square())).sum())
         determined = float((eigenvalues / shrunk).sum())
-        before, variance = variance, residual / (targets * (examples - determined))
+        before = variance, std
+        variance = residual / (targets * (examples - determined))
         if not variance > EXACT * total / (examples * targets):
-            return 0.0
-        if abs(variance - before) <= TOLERANCE * variance:
+            return std, 0.0
+        if prior_std is None:
+            std = math.sqrt(float((rotated / shrunk.square()).sum()) / (targets * determined))
+        if abs(variance - before[0]) <= TOLERANCE * variance and abs(std - before[1]) <= TOLERANCE * std:
             break
-    return variance
+    return std, variance

@@ -211,7 +211,7 @@ class Server:
         previous, bound = self.posterior, self.safeguards.max_influence
         if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else nobody needs it as one vector
             previous = previous.flattened()
-        guard = None if bound is None else self._guard(previous, bound, plan.share)
+        guard = None if bound is None or not self.method.bounded else self._guard(previous, bound, plan.share)
         expected = self.buffers if self.method.sends else split(self.buffers)[0]
         self._aggregations = {
             name: Aggregation(

@@ -14,6 +14,8 @@ CONVERGED = 1e-8
 """Norm of the residual, relative to the right side, at which a solution is taken."""
 CONVERGED_FORM = 1e-4
 """The same for a covariance, whose error is about the square of this."""
+DENSE = 1024
+"""Unknowns up to which the eigenvalues of a sum of several products are computed from the whole matrix."""
 MAX_ITERATIONS = 5000
 """Steps of conjugate gradients after which the best solution so far is taken."""
 
@@ -44,6 +46,16 @@ class KroneckerSystem:
         inner, outer = torch.linalg.eigh(inner / total), torch.linalg.eigh(outer)
         scale = torch.outer(outer[0].clamp_min(0), inner[0].clamp_min(0)) + self.prior_precision
         return outer[1], inner[1], scale
+
+    def eigenvalues(self) -> Tensor:
+        r"""Return the eigenvalues of :math:`\sum_k B_k \otimes A_k`, shape (out · in,).
+
+        With several terms and more than :data:`DENSE` of them, those of the one product that stands for the sum.
+        """
+        outer, inner, scale = self._eigenvectors
+        if len(self.terms) > 1 and scale.numel() <= DENSE:
+            return torch.linalg.eigvalsh(sum(torch.kron(b, a) for a, b in self.terms)).clamp_min(0)
+        return (scale - self.prior_precision).clamp_min(0).flatten()
 
     def _precondition(self, x: Tensor) -> Tensor:
         outer, inner, scale = self._eigenvectors

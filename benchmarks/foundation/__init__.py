@@ -1,0 +1,1 @@
+"""Heads and adapters of pretrained networks, federated."""

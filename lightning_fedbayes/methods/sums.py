@@ -1,0 +1,89 @@
+"""Sums: clients' statistics add up to those of the pooled data, whoever takes part in which round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.methods.method import LocalProblem, Method, Participant, Report, Shared, Trained
+
+CUMULATIVE = "sums."
+"""Prefix of sums that a client keeps: a later round adds what has changed since. Others are of a round alone."""
+COUNT = "sums.gram"
+"""Name of the Gram matrix, whose last entry counts a client's examples."""
+
+
+class Sums(Method):
+    r"""The global values are the sums of what the clients have, not their averages.
+
+    A client's training starts at 0 and ends at its sums :math:`s_k`, as that of a
+    :class:`~lightning_fedbayes.HeadModule` does; it sends the change since its last round, and the server adds it up:
+
+    .. math:: S^+ = S + \sum_{k \in \text{cohort}} (s_k - s_k^{\text{kept}})
+
+    So a client counts once however often it takes part, one that joins late is added, one whose data have changed is
+    corrected, and :func:`~lightning_fedbayes.remove_client` takes one out. Values whose names do not begin with "sums."
+    are sums over one round's cohort. Under :class:`~lightning_fedbayes.UpdatePrivacy` each message is clipped and gets
+    noise, so take one round.
+
+    When to use it: for a module whose parameters are sums. Every client counts as it is: no bound on its influence
+    applies.
+    """
+
+    registered: ClassVar[str] = "sums"
+    keeps: ClassVar[str] = "its sums, which the server's still contain"
+    weighting: ClassVar[str] = "equal"
+    bounded: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__("weighted_average")
+
+    def problem(self, shared: Shared, client: Participant) -> LocalProblem:
+        """Return a start at 0, of all that trains."""
+        moves = {name: mean for name, mean in shared.posterior.mean.items() if name not in client.frozen}
+        return LocalProblem(start={name: torch.zeros_like(mean) for name, mean in moves.items()})
+
+    def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
+        """See :meth:`Method.report`.
+
+        Raises:
+            FederationError: the sums are not of each example once.
+        """
+        sums = {name: value for name, value in trained.posterior.mean.items() if name not in client.frozen}
+        if COUNT in sums and not torch.isclose(sums[COUNT][-1, -1], sums[COUNT].new_tensor(client.num_examples)):
+            raise FederationError(
+                f"the sums of a client with {client.num_examples} examples count {float(sums[COUNT][-1, -1]):g}: take "
+                "local_epochs=1, accumulate_grad_batches=1, no gradient clipping, every batch, and SGD of rate 1 as "
+                "the module configures it"
+            )
+        kept = {name: value for name, value in client.kept.items() if name in client.frozen}
+        kept |= {name: value.clone() for name, value in sums.items() if name.startswith(CUMULATIVE)}
+        mean = dict(shared.posterior.mean)
+        for name, value in sums.items():
+            mean[name] = mean[name] + value - client.kept.get(name, torch.zeros(())).to(value)
+        return Report(GaussianPosterior.point_mass(mean), kept)
+
+    def fuse(
+        self, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
+    ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
+        """See :meth:`Method.fuse`."""
+        clients, mean = round(heard / shared.share), {}
+        for name, value in fused.mean.items():
+            change = clients * (value - shared.posterior.mean[name])
+            mean[name] = shared.posterior.mean[name] + change if name.startswith(CUMULATIVE) else change
+        return GaussianPosterior.point_mass(mean), averages
+
+    @staticmethod
+    def without(posterior: GaussianPosterior, kept: Mapping[str, Any]) -> GaussianPosterior | None:
+        """Return the sums without those that a client has kept; None if it has kept none."""
+        own = {name: value for name, value in kept.items() if name.startswith(CUMULATIVE)}
+        if not own or not own.keys() <= posterior.mean.keys():
+            return None
+        return GaussianPosterior.point_mass({
+            name: value - own[name].to(value) if name in own else value for name, value in posterior.mean.items()
+        })

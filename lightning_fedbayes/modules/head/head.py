@@ -1,0 +1,209 @@
+"""The exact head: exchanges of sums, by which clients get the posterior of a linear layer of their pooled data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.modules.head.fit import HeadFit, first_fit, next_fit
+from lightning_fedbayes.modules.head.slopes import HeadSlopes, design_of
+from lightning_fedbayes.modules.linear_statistics import LinearStatistics
+
+Likelihood = Literal["softmax", "one_hot", "gaussian"]
+Inference = Literal["laplace", "variational"]
+
+MOST_PAIRS = 2**22
+"""Entries up to which a client sends the curvature of every pair of classes; beyond, its Kronecker approximation."""
+
+
+@dataclass(frozen=True)
+class BayesianHead:
+    r"""Gaussian posterior of a linear layer on fixed features, of the pooled data of all clients, in a few exchanges.
+
+    .. math:: W_{ij} \sim N(0, s^2), \qquad f(x) = W \tilde\phi(x), \quad \tilde\phi = (\phi, 1)
+
+    with one of three likelihoods:
+
+    * "gaussian": regression, :math:`y \sim N(f(x), \sigma^2)`. Clients send the sums :math:`\Phi^\top \Phi`,
+      :math:`\Phi^\top Y` and :math:`\sum y^2` once; the posterior is exact, and s and σ² are those of the most evidence.
+    * "one_hot": classification by the same regression on one-hot targets. A class is predicted by its density,
+      :math:`p(c \mid W) \propto N(e_c; f(x), \sigma^2)`, so the logits are :math:`f(x) / \sigma^2`. One exchange, for any
+      number of classes; it ranks well and is overconfident or timid where the Gaussian does not fit.
+    * "softmax": logits f(x). After the sums, each further exchange is of slopes and curvature at the server's weights
+      (:class:`HeadSlopes`), for a step of Newton, or of L-BFGS where the curvature is too large to be sent, to the
+      mode of the posterior. s is chosen on the way by Laplace's evidence.
+
+    Sums of clients add up to those of the pooled data, so the split of the data makes no difference, a client comes or
+    goes by ``+`` and ``-``, and nothing has a learning rate. ::
+
+        head = fb.BayesianHead(outputs=10)
+        fit = head.fit_clients([(features, labels), ...])               # in one process
+        predictive = fb.PosteriorPredictive(fit.linear(), fit.posterior)
+
+    or exchange by exchange::
+
+        fit = head.fit(sum_of_all_clients)                              # of head.sums(features, targets)
+        while not fit.is_done:
+            fit = head.step(fit, slopes_of_all_clients)                 # of head.slopes(fit, features, labels)
+
+    When to use it: the backbone is good and stays as it is. Where it has to change, give adapters a posterior
+    (:class:`~lightning_fedbayes.IVON`).
+
+    Args:
+        outputs: number of classes, or of targets.
+        likelihood: see above.
+        prior_std: s > 0, of weights and biases; None: by evidence.
+        inference: "laplace", or, of a softmax, "variational": the Gaussian of full covariance that is nearest to the
+            posterior in KL(q ‖ p). Its further exchanges tell clients the posterior's covariance, and so sums over the
+            features of all.
+        exchanges: most exchanges of slopes.
+
+    Raises:
+        FedBayesError: an argument is out of range.
+
+    Source: He et al. 2025 for one exchange of sums; MacKay 1992 for the evidence; Opper and Archambeau 2009 for the
+    variational posterior.
+
+    >>> features = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]])
+    >>> fit = BayesianHead(outputs=2).fit_clients([(features[:2], torch.tensor([0, 0])), (features[2:], torch.tensor([1, 1]))])
+    >>> fit.is_done, fit.linear()(features).argmax(1)
+    (True, tensor([0, 0, 1, 1]))
+    """
+
+    outputs: int
+    likelihood: Likelihood = "softmax"
+    prior_std: float | None = None
+    inference: Inference = "laplace"
+    exchanges: int = 40
+
+    def __post_init__(self) -> None:
+        check_choice("likelihood", self.likelihood, get_args(Likelihood), error=FedBayesError)
+        check_at_least("outputs", self.outputs, 1 if self.likelihood == "gaussian" else 2, error=FedBayesError)
+        if self.prior_std is not None:
+            check_number("prior_std", self.prior_std, "(0, 1e19)", error=FedBayesError, why="it is a standard deviation")
+        check_choice("inference", self.inference, get_args(Inference), error=FedBayesError)
+        if self.inference == "variational" and self.likelihood != "softmax":
+            raise FedBayesError(f"inference='variational': the posterior of likelihood='{self.likelihood}' is exact")
+        check_at_least("exchanges", self.exchanges, 1, error=FedBayesError)
+
+    @property
+    def is_classifier(self) -> bool:
+        """True unless targets are real numbers."""
+        return self.likelihood != "gaussian"
+
+    # -- clients -------------------------------------------------------------------------------------------------------
+
+    def sums(self, features: Tensor, targets: Tensor) -> LinearStatistics:
+        """Return what a client sends first: sums over its examples.
+
+        Args:
+            features: shape (examples, features).
+            targets: classes, shape (examples,); or real numbers, shape (examples,) or (examples, outputs).
+
+        Raises:
+            FedBayesError: values or shapes that do not fit.
+        """
+        if self.is_classifier:
+            self._check_labels(targets)
+            targets = torch.nn.functional.one_hot(targets.long(), self.outputs)
+        elif targets.ndim == 1:
+            targets = targets.unsqueeze(1)
+        if targets.ndim != 2 or targets.shape[1] != self.outputs:
+            raise FedBayesError(f"targets {tuple(targets.shape)}: give (examples,) or (examples, {self.outputs})")
+        of = LinearStatistics.of(design_of(features), targets, bias=False)
+        return LinearStatistics(
+            of.gram, of.moment.reshape(len(of.gram), self.outputs), of.square.reshape(self.outputs), of.num_examples
+        )
+
+    def slopes(self, fit: HeadFit, features: Tensor, labels: Tensor) -> HeadSlopes:
+        """Return what a client sends in a further exchange.
+
+        Args:
+            fit: the server's.
+            features: shape (examples, features).
+            labels: classes, shape (examples,).
+        """
+        self._check_labels(labels)
+        design = design_of(features)
+        if design.shape[1] != fit.weights.shape[1]:
+            raise FedBayesError(f"features {tuple(features.shape)}: the fit is of {fit.weights.shape[1] - 1} features")
+        if fit.is_variational:
+            return HeadSlopes.expected(*fit.moments(features), design, labels, fit.takes_pairs)
+        return HeadSlopes.of(fit.weights, design, labels, fit.takes_pairs)
+
+    # -- server --------------------------------------------------------------------------------------------------------
+
+    def fit(self, sums: LinearStatistics | Iterable[LinearStatistics]) -> HeadFit:
+        """Return the fit of the sums of all clients; done, unless the likelihood is a softmax.
+
+        Raises:
+            FedBayesError: there are none, of other features or outputs, or of targets that fit exactly.
+        """
+        if not isinstance(sums, LinearStatistics):
+            sums = total(sums, "sums")
+        if sums.moment.ndim != 2 or sums.moment.shape[1] != self.outputs or not sums.num_examples:
+            raise FedBayesError(
+                f"sums of {sums.num_examples} examples with moment {tuple(sums.moment.shape)}: give those of at least "
+                f"one example and {self.outputs} outputs, as BayesianHead.sums returns"
+            )
+        pairs = self.outputs * (self.outputs - 1) // 2 * sums.gram.numel()
+        return first_fit(
+            sums, self.likelihood, self.prior_std, self.inference == "variational", pairs <= MOST_PAIRS, self.exchanges
+        )
+
+    def step(self, fit: HeadFit, slopes: HeadSlopes | Iterable[HeadSlopes]) -> HeadFit:
+        """Return the fit after an exchange of the slopes of all clients.
+
+        Raises:
+            FedBayesError: there are none, they are of other weights, or the fit is done.
+        """
+        check_kind("fit", fit, HeadFit, "give what fit() or step() has returned", error=FedBayesError)
+        if fit.is_done:
+            raise FedBayesError("the fit is done: there is no further exchange")
+        found = slopes if isinstance(slopes, HeadSlopes) else total(slopes, "slopes")
+        if found.slope.shape != fit.weights.shape or found.num_examples != fit.sums.num_examples:
+            raise FedBayesError(
+                f"slopes of {found.num_examples} examples, {tuple(found.slope.shape)}: the fit is of "
+                f"{fit.sums.num_examples} examples, {tuple(fit.weights.shape)}; all clients of the sums have to answer"
+            )
+        return next_fit(fit, found)
+
+    def fit_clients(self, clients: Sequence[tuple[Tensor, Tensor]]) -> HeadFit:
+        """Return the fit of clients whose features and targets are at hand, with as many exchanges as it takes.
+
+        Args:
+            clients: pairs of features and targets, see :meth:`sums`.
+        """
+        check_kind("clients", clients, list | tuple, "give pairs (features, targets)", error=FedBayesError)
+        fit = self.fit(self.sums(*each) for each in clients)
+        while not fit.is_done:
+            fit = self.step(fit, (self.slopes(fit, *each) for each in clients))
+        return fit
+
+    def _check_labels(self, labels: Tensor) -> None:
+        """Raise FedBayesError unless ``labels`` are classes."""
+        check_kind("targets", labels, Tensor, "give a tensor of classes", error=FedBayesError)
+        good = labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex()
+        if not good or (labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < self.outputs):
+            raise FedBayesError(
+                f"targets of shape {tuple(labels.shape)} and {labels.dtype}: give classes from 0 to {self.outputs - 1}, "
+                "shape (examples,)"
+            )
+
+
+def total(parts: Iterable[LinearStatistics] | Iterable[HeadSlopes], name: str) -> LinearStatistics | HeadSlopes:
+    """Return the sum of ``parts``; raise FedBayesError if there is none."""
+    check_kind(name, parts, Iterable, "give what every client has sent", error=FedBayesError)
+    iterator = iter(parts)
+    first = next(iterator, None)
+    if first is None:
+        raise FedBayesError(f"{name}: there are no clients; give what every client has sent")
+    check_kind(name, first, LinearStatistics | HeadSlopes, "give what every client has sent", error=FedBayesError)
+    return reduce(add, iterator, first)

@@ -1,0 +1,185 @@
+"""The exact head in a Trainer: a module whose training sums statistics up, of one data set or of a federation."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
+from lightning_fedbayes.modules.head.fit import HeadFit
+from lightning_fedbayes.modules.head.head import MOST_PAIRS, BayesianHead
+from lightning_fedbayes.modules.head.slopes import HeadSlopes
+from lightning_fedbayes.modules.linear_statistics import LinearStatistics
+from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
+
+
+class HeadModule(PosteriorPredictive):
+    r"""A frozen backbone with a :class:`~lightning_fedbayes.BayesianHead`, for the Trainer, federated or not.
+
+    ::
+
+        model = fb.HeadModule(backbone, fb.BayesianHead(outputs=10, likelihood="one_hot"), features=1280)
+        federation = fb.FederatedBayes(fb.DirichletPartition(100, alpha=0.01))
+        L.Trainer(max_epochs=1, callbacks=[federation]).fit(model, data)      # one exchange: exact
+        L.Trainer(callbacks=[fb.UncertaintyReport()]).validate(model, data)
+
+    Its parameters are sums over examples, and a training step adds those of a batch: the loss is linear in them, minus
+    the inner product with the batch's statistics, and the optimizer SGD of rate 1. One epoch is one exchange; a
+    softmax takes an epoch for the sums and one for each further exchange, and ends the fit when it is done, so give it
+    ``max_epochs=-1`` or enough of them. ``FederatedBayes`` adds the clients' sums up, by the method
+    :class:`~lightning_fedbayes.Sums`; a softmax needs all clients in every round.
+
+    When to use it: to have the head in place of a fine-tuned one in an existing Trainer, with its data, loggers,
+    reports and calibration. Where features lie in memory, :meth:`BayesianHead.fit_clients` is the shorter way.
+
+    Args:
+        backbone: maps inputs to features, shape (batch, features); it is frozen and stays in evaluation mode.
+        head: the head.
+        features: their number.
+        samples: draws of a prediction, at least 256 of which are taken.
+
+    Raises:
+        FedBayesError: an argument is out of range.
+    """
+
+    federated_method: ClassVar[str] = "sums"
+
+    def __init__(self, backbone: nn.Module, head: BayesianHead, features: int, samples: int = 256) -> None:
+        check_kind("head", head, BayesianHead, "give an fb.BayesianHead", error=FedBayesError)
+        check_at_least("features", features, 1, error=FedBayesError)
+        super().__init__(backbone, None, samples, "classification" if head.is_classifier else "regression")
+        self.network.requires_grad_(False)
+        self.head = head
+        columns, outputs = features + 1, head.outputs
+        pairs = outputs * (outputs - 1) // 2
+        shapes = {"gram": (columns, columns), "moment": (columns, outputs), "square": (outputs,)}
+        self.sums = _zeros(shapes)
+        if head.likelihood == "softmax":
+            pairs = pairs if pairs * columns**2 <= MOST_PAIRS else 0
+            self.slopes = _zeros({
+                "loss": (), "slope": (outputs, columns), "spread": (outputs, outputs),
+                "curvature": (pairs, columns, columns), "num_examples": (),
+            }).requires_grad_(False)
+        self._before: HeadFit | None = None
+        self._found: tuple[tuple[float, ...], HeadFit] | None = None
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> HeadModule:
+        """Leave the backbone in evaluation mode."""
+        super().train(mode)
+        self.network.eval()
+        return self
+
+    def configure_optimizers(self) -> Optimizer:
+        """SGD of rate 1, whose steps are sums."""
+        return SGD(parameters_of(self), lr=1.0)
+
+    def on_train_epoch_start(self) -> None:
+        """Take the next exchange: what the last one has brought is known to all."""
+        if self.head.likelihood == "softmax" and not self._is_empty:
+            self._go_on(self.fitted)
+
+    def _go_on(self, fitted: HeadFit) -> None:
+        """Exchange slopes from now on, from those of nobody."""
+        self._before = fitted
+        self.sums.requires_grad_(False)
+        self.slopes.requires_grad_(True)
+        for value in self.slopes.values():
+            value.data.zero_()
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        """Return a loss whose negative gradient is the statistics of the batch."""
+        with torch.no_grad():
+            features, targets = self.network(batch[0]), batch[1]
+            if self._before is None:
+                found, own = self.head.sums(features, targets), self.sums
+            else:
+                found, own = self.head.slopes(self._before, features, targets), self.slopes
+            values = {name: torch.as_tensor(getattr(found, name)).to(each) for name, each in own.items()}
+        return -torch.stack([(own[name] * value).sum() for name, value in values.items()]).sum()
+
+    def on_train_epoch_end(self) -> None:
+        """End the fit where there is nothing left to exchange."""
+        if self._before is not None and self.fitted.is_done:
+            self.trainer.should_stop = True
+
+    # -- the head ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_empty(self) -> bool:
+        return not float(self.sums["gram"][-1, -1]) > 0
+
+    @property
+    def fitted(self) -> HeadFit:
+        """The head by the sums that the module has now.
+
+        Raises:
+            FedBayesError: it has none yet.
+        """
+        if self._is_empty:
+            raise FedBayesError("the head has seen no examples yet: fit it first")
+        own = self.sums if self._before is None else self.slopes
+        key = tuple(float(value.detach().sum()) for value in own.values())
+        if self._found is None or self._found[0] != key:
+            self._found = key, self._fit_of(own)
+        return self._found[1]
+
+    def _fit_of(self, own: nn.ParameterDict) -> HeadFit:
+        values = {name: value.detach().cpu().clone() for name, value in own.items()}
+        if self._before is None:
+            gram = (values["gram"] + values["gram"].T) / 2  # noise of privacy is of single entries
+            smallest = torch.linalg.eigvalsh(gram)[0].clamp(max=0)
+            return self.head.fit(LinearStatistics(
+                gram - smallest * torch.eye(len(gram)).to(gram), values["moment"], values["square"].clamp_min(0),
+                max(1, round(float(values["gram"][-1, -1]))),
+            ))
+        count = round(float(values.pop("num_examples")))
+        return self.head.step(self._before, HeadSlopes(**values, num_examples=count)) if count else self._before
+
+    # -- predictions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_linearised(self) -> bool:
+        """True: the head is linear."""
+        return True
+
+    def forward(self, inputs: Any) -> Tensor:
+        """Logits or means at the mean of the head."""
+        return self.fitted.linear().to(self.device)(self.network(inputs))
+
+    def _linearised(self, inputs: Any) -> tuple[Tensor, Tensor]:
+        """Return mean and covariance of the outputs, in closed form."""
+        fitted = self.fitted
+        if not self.head.is_classifier:
+            self.noise_std = fitted.noise**0.5
+        features = self.network(inputs)
+        mean, covariance = fitted.moments(features)
+        return mean.to(features), covariance.to(features)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store how far the exchanges have come; the sums are parameters."""
+        checkpoint["head"] = None if self._before is None else asdict(self._before)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take what :meth:`on_save_checkpoint` has stored."""
+        if checkpoint.get("head") is not None:
+            self._go_on(HeadFit.from_state(checkpoint["head"]))
+
+
+def parameters_of(module: HeadModule) -> list[nn.Parameter]:
+    """Return the sums of a head."""
+    return [p for name, p in module.named_parameters() if not name.startswith("network.")]
+
+
+def _zeros(shapes: dict[str, tuple[int, ...]]) -> nn.ParameterDict:
+    """Return sums of nothing, in double precision."""
+    return nn.ParameterDict({
+        name: nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()
+    })
