@@ -34,7 +34,8 @@ COMEDIES = (
     "winters_tale",
 )
 TRAGEDIES = (
-    "cleopatra", "coriolanus", "hamlet", "julius_caesar", "lear", "macbeth", "othello", "romeo_juliet", "timon", "titus",
+    "cleopatra", "coriolanus", "hamlet", "julius_caesar", "lear", "macbeth", "othello", "romeo_juliet", "timon",
+    "titus",
 )
 """The plays of the First Folio's parts as they are named today; all others are histories."""
 

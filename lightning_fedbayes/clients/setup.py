@@ -21,7 +21,7 @@ from lightning_fedbayes.clients.privacy import check_no_buffers
 from lightning_fedbayes.clients.scoring import check_score
 from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.clients.settings import FederationSettings
-from lightning_fedbayes.core.errors import CannotVectorize
+from lightning_fedbayes.core.errors import CannotVectorize, FederationError
 from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.server.plan import choose_cohort
 
@@ -74,8 +74,8 @@ def make_federation(
         settings = replace(settings, fusion=needed)
     elif needed is not None and settings.method.name != needed:
         raise FederationError(
-            f"fusion='{settings.method.name}': {type(context.module).__name__} federates by fusion='{needed}' alone; leave "
-            "fusion= out"
+            f"fusion='{settings.method.name}': {type(context.module).__name__} federates by fusion='{needed}' alone; "
+            "leave fusion= out"
         )
     if settings.fusion is None:
         method, why = default_fusion(settings, model, len(loader.clients), trainer.callbacks)

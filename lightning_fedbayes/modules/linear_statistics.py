@@ -85,8 +85,7 @@ class LinearStatistics:
                 raise FedBayesError(f"{name} are not finite: leave out the examples, or put the column's mean in place")
         design, targets = design_of(inputs, bias), targets.double()
         square = targets @ targets if targets.ndim == 1 else targets.square().sum(0)
-        sums = design.T @ design, design.T @ targets, square
-        return cls(*(each.cpu() for each in sums), len(inputs))
+        return cls((design.T @ design).cpu(), (design.T @ targets).cpu(), square.cpu(), len(inputs))
 
     def __add__(self, other: LinearStatistics) -> LinearStatistics:
         """Return the sums of both."""

@@ -384,7 +384,7 @@ def test_wrong_statistics(change, match):
 
 
 def test_statistics_of_other_columns_do_not_add_up():
-    with pytest.raises(FedBayesError, match="of 3 and of 2 columns"):
+    with pytest.raises(FedBayesError, match=r"of \(3,\) and of \(2,\) columns"):
         LinearStatistics.of(torch.ones(2, 2), torch.ones(2)) + LinearStatistics.of(torch.ones(2, 1), torch.ones(2))
 
 

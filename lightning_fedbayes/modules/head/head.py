@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -15,12 +13,11 @@ from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_
 from lightning_fedbayes.modules.head.fit import HeadFit, first_fit, next_fit
 from lightning_fedbayes.modules.head.slopes import HeadSlopes, design_of
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
+from lightning_fedbayes.sources.curvature.systems import DENSE
 
 Likelihood = Literal["softmax", "one_hot", "gaussian"]
 Inference = Literal["laplace", "variational"]
-
-MOST_PAIRS = 2**22
-"""Entries up to which a client sends the curvature of every pair of classes; beyond, its Kronecker approximation."""
+Sent = TypeVar("Sent", LinearStatistics, HeadSlopes)
 
 
 @dataclass(frozen=True)
@@ -32,10 +29,10 @@ class BayesianHead:
     with one of three likelihoods:
 
     * "gaussian": regression, :math:`y \sim N(f(x), \sigma^2)`. Clients send the sums :math:`\Phi^\top \Phi`,
-      :math:`\Phi^\top Y` and :math:`\sum y^2` once; the posterior is exact, and s and σ² are those of the most evidence.
+      :math:`\Phi^\top Y` and :math:`\sum y^2` once; the posterior is exact, and s and σ² are those of most evidence.
     * "one_hot": classification by the same regression on one-hot targets. A class is predicted by its density,
-      :math:`p(c \mid W) \propto N(e_c; f(x), \sigma^2)`, so the logits are :math:`f(x) / \sigma^2`. One exchange, for any
-      number of classes; it ranks well and is overconfident or timid where the Gaussian does not fit.
+      :math:`p(c \mid W) \propto N(e_c; f(x), \sigma^2)`, so the logits are :math:`f(x) / \sigma^2`. One exchange, for
+      any number of classes; where the Gaussian does not fit, a :class:`~lightning_fedbayes.FederatedTemperature` helps.
     * "softmax": logits f(x). After the sums, each further exchange is of slopes and curvature at the server's weights
       (:class:`HeadSlopes`), for a step of Newton, or of L-BFGS where the curvature is too large to be sent, to the
       mode of the posterior. s is chosen on the way by Laplace's evidence.
@@ -72,7 +69,8 @@ class BayesianHead:
     variational posterior.
 
     >>> features = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]])
-    >>> fit = BayesianHead(outputs=2).fit_clients([(features[:2], torch.tensor([0, 0])), (features[2:], torch.tensor([1, 1]))])
+    >>> left, right = (features[:2], torch.tensor([0, 0])), (features[2:], torch.tensor([1, 1]))
+    >>> fit = BayesianHead(outputs=2).fit_clients([left, right])
     >>> fit.is_done, fit.linear()(features).argmax(1)
     (True, tensor([0, 0, 1, 1]))
     """
@@ -87,7 +85,8 @@ class BayesianHead:
         check_choice("likelihood", self.likelihood, get_args(Likelihood), error=FedBayesError)
         check_at_least("outputs", self.outputs, 1 if self.likelihood == "gaussian" else 2, error=FedBayesError)
         if self.prior_std is not None:
-            check_number("prior_std", self.prior_std, "(0, 1e19)", error=FedBayesError, why="it is a standard deviation")
+            why = "it is a standard deviation"
+            check_number("prior_std", self.prior_std, "(0, 1e19)", error=FedBayesError, why=why)
         check_choice("inference", self.inference, get_args(Inference), error=FedBayesError)
         if self.inference == "variational" and self.likelihood != "softmax":
             raise FedBayesError(f"inference='variational': the posterior of likelihood='{self.likelihood}' is exact")
@@ -97,6 +96,10 @@ class BayesianHead:
     def is_classifier(self) -> bool:
         """True unless targets are real numbers."""
         return self.likelihood != "gaussian"
+
+    def takes_pairs(self, columns: int) -> bool:
+        """Return whether clients send the curvature of every pair of classes, and not its Kronecker approximation."""
+        return self.outputs * columns <= DENSE
 
     # -- clients -------------------------------------------------------------------------------------------------------
 
@@ -147,15 +150,15 @@ class BayesianHead:
             FedBayesError: there are none, of other features or outputs, or of targets that fit exactly.
         """
         if not isinstance(sums, LinearStatistics):
-            sums = total(sums, "sums")
+            sums = total(sums, LinearStatistics, "sums")
         if sums.moment.ndim != 2 or sums.moment.shape[1] != self.outputs or not sums.num_examples:
             raise FedBayesError(
                 f"sums of {sums.num_examples} examples with moment {tuple(sums.moment.shape)}: give those of at least "
                 f"one example and {self.outputs} outputs, as BayesianHead.sums returns"
             )
-        pairs = self.outputs * (self.outputs - 1) // 2 * sums.gram.numel()
         return first_fit(
-            sums, self.likelihood, self.prior_std, self.inference == "variational", pairs <= MOST_PAIRS, self.exchanges
+            sums, self.likelihood, self.prior_std, self.inference == "variational", self.takes_pairs(len(sums.gram)),
+            self.exchanges,
         )
 
     def step(self, fit: HeadFit, slopes: HeadSlopes | Iterable[HeadSlopes]) -> HeadFit:
@@ -167,7 +170,7 @@ class BayesianHead:
         check_kind("fit", fit, HeadFit, "give what fit() or step() has returned", error=FedBayesError)
         if fit.is_done:
             raise FedBayesError("the fit is done: there is no further exchange")
-        found = slopes if isinstance(slopes, HeadSlopes) else total(slopes, "slopes")
+        found = slopes if isinstance(slopes, HeadSlopes) else total(slopes, HeadSlopes, "slopes")
         if found.slope.shape != fit.weights.shape or found.num_examples != fit.sums.num_examples:
             raise FedBayesError(
                 f"slopes of {found.num_examples} examples, {tuple(found.slope.shape)}: the fit is of "
@@ -193,17 +196,18 @@ class BayesianHead:
         good = labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex()
         if not good or (labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < self.outputs):
             raise FedBayesError(
-                f"targets of shape {tuple(labels.shape)} and {labels.dtype}: give classes from 0 to {self.outputs - 1}, "
-                "shape (examples,)"
+                f"targets of shape {tuple(labels.shape)} and {labels.dtype}: give classes from 0 to "
+                f"{self.outputs - 1}, shape (examples,)"
             )
 
 
-def total(parts: Iterable[LinearStatistics] | Iterable[HeadSlopes], name: str) -> LinearStatistics | HeadSlopes:
-    """Return the sum of ``parts``; raise FedBayesError if there is none."""
+def total(parts: Iterable[Sent], kind: type[Sent], name: str) -> Sent:
+    """Return the sum of ``parts``; raise FedBayesError if there is none, or one of another kind."""
     check_kind(name, parts, Iterable, "give what every client has sent", error=FedBayesError)
-    iterator = iter(parts)
-    first = next(iterator, None)
-    if first is None:
+    found: Sent | None = None
+    for part in parts:
+        check_kind(name, part, kind, "give what every client has sent", error=FedBayesError)
+        found = part if found is None else found + part  # pyright: ignore[reportOperatorIssue]
+    if found is None:
         raise FedBayesError(f"{name}: there are no clients; give what every client has sent")
-    check_kind(name, first, LinearStatistics | HeadSlopes, "give what every client has sent", error=FedBayesError)
-    return reduce(add, iterator, first)
+    return found

@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
 from lightning_fedbayes.modules.head.fit import HeadFit
-from lightning_fedbayes.modules.head.head import MOST_PAIRS, BayesianHead
+from lightning_fedbayes.modules.head.head import BayesianHead
 from lightning_fedbayes.modules.head.slopes import HeadSlopes
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
 from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
@@ -59,7 +59,7 @@ class HeadModule(PosteriorPredictive):
         shapes = {"gram": (columns, columns), "moment": (columns, outputs), "square": (outputs,)}
         self.sums = _zeros(shapes)
         if head.likelihood == "softmax":
-            pairs = pairs if pairs * columns**2 <= MOST_PAIRS else 0
+            pairs = pairs if head.takes_pairs(columns) else 0
             self.slopes = _zeros({
                 "loss": (), "slope": (outputs, columns), "spread": (outputs, outputs),
                 "curvature": (pairs, columns, columns), "num_examples": (),
@@ -112,7 +112,7 @@ class HeadModule(PosteriorPredictive):
 
     @property
     def _is_empty(self) -> bool:
-        return not float(self.sums["gram"][-1, -1]) > 0
+        return not float(self.sums["gram"].detach()[-1, -1]) > 0
 
     @property
     def fitted(self) -> HeadFit:
@@ -154,6 +154,9 @@ class HeadModule(PosteriorPredictive):
 
     def _linearised(self, inputs: Any) -> tuple[Tensor, Tensor]:
         """Return mean and covariance of the outputs, in closed form."""
+        if self._is_empty and self._trainer is not None and self.trainer.sanity_checking:
+            features, outputs = self.network(inputs), self.head.outputs
+            return features.new_zeros(len(features), outputs), features.new_zeros(len(features), outputs, outputs)
         fitted = self.fitted
         if not self.head.is_classifier:
             self.noise_std = fitted.noise**0.5

@@ -103,8 +103,10 @@ class HeadSlopes:
                 f"slopes {tuple(self.slope.shape)} and {tuple(other.slope.shape)} do not add up: give all clients the "
                 "same fit"
             )
-        parts = (getattr(self, name) + getattr(other, name) for name in ("loss", "slope", "spread", "curvature"))
-        return HeadSlopes(*parts, self.num_examples + other.num_examples)
+        return HeadSlopes(
+            self.loss + other.loss, self.slope + other.slope, self.spread + other.spread,
+            self.curvature + other.curvature, self.num_examples + other.num_examples,
+        )
 
     def terms(self, gram: Tensor) -> list[tuple[Tensor, Tensor]]:
         r"""Return the curvature as Kronecker products :math:`B \otimes A`, pairs (A, B).

@@ -1,4 +1,4 @@
-"""Linear systems whose matrix is a sum of Kronecker products, by conjugate gradients."""
+"""Linear systems whose matrix is a sum of Kronecker products, directly or by conjugate gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONVERGED = 1e-8
 CONVERGED_FORM = 1e-4
 """The same for a covariance, whose error is about the square of this."""
 DENSE = 1024
-"""Unknowns up to which the eigenvalues of a sum of several products are computed from the whole matrix."""
+"""Unknowns up to which a sum of several products is taken as the whole matrix."""
 MAX_ITERATIONS = 5000
 """Steps of conjugate gradients after which the best solution so far is taken."""
 
@@ -36,6 +36,22 @@ class KroneckerSystem:
     prior_precision: float
 
     @cached_property
+    def _whole(self) -> Tensor | None:
+        """The sum of several products as one matrix, if it is small."""
+        if len(self.terms) == 1 or self.terms[0][0].shape[0] * self.terms[0][1].shape[0] > DENSE:
+            return None
+        whole = torch.zeros(())
+        for a, b in self.terms:
+            whole = whole.to(a) + torch.kron(b.contiguous(), a.contiguous())
+        return whole
+
+    @cached_property
+    def _root(self) -> Tensor:
+        """Cholesky factor of the whole matrix with the prior's precision."""
+        assert self._whole is not None
+        return torch.linalg.cholesky(self._whole + self.prior_precision * torch.eye(len(self._whole)).to(self._whole))
+
+    @cached_property
     def _eigenvectors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Eigenvectors of the preconditioner, (out, out) and (in, in), and its eigenvalues, (out, in)."""
         traces = [b.trace() for _, b in self.terms]
@@ -52,10 +68,9 @@ class KroneckerSystem:
 
         With several terms and more than :data:`DENSE` of them, those of the one product that stands for the sum.
         """
-        outer, inner, scale = self._eigenvectors
-        if len(self.terms) > 1 and scale.numel() <= DENSE:
-            return torch.linalg.eigvalsh(sum(torch.kron(b, a) for a, b in self.terms)).clamp_min(0)
-        return (scale - self.prior_precision).clamp_min(0).flatten()
+        if self._whole is not None:
+            return torch.linalg.eigvalsh(self._whole).clamp_min(0)
+        return (self._eigenvectors[2] - self.prior_precision).clamp_min(0).flatten()
 
     def _precondition(self, x: Tensor) -> Tensor:
         outer, inner, scale = self._eigenvectors
@@ -78,6 +93,9 @@ class KroneckerSystem:
             white = (outer.T @ rows @ inner / scale.sqrt()).flatten(2)
             return white @ white.mT
         rows = rows.to(self.terms[0][0])
+        if self._whole is not None:
+            white = torch.linalg.solve_triangular(self._root, rows.flatten(2).mT, upper=False)
+            return white.mT @ white
         x = self.solve(rows, CONVERGED_FORM)
         found = rows.flatten(2) @ x.flatten(2).mT
         return found + found.mT - x.flatten(2) @ self.product(x).flatten(2).mT  # errors of x count by their squares
@@ -88,6 +106,9 @@ class KroneckerSystem:
         It warns where rounding or :data:`MAX_ITERATIONS` end the search before the residual has a norm of ``converged``
         relative to that of T.
         """
+        if self._whole is not None:
+            flat = target.reshape(-1, len(self._whole))
+            return torch.cholesky_solve(flat.T, self._root).T.reshape(target.shape)
         x = torch.zeros_like(target)
         residual, bound = target.clone(), converged * _norm(target)
         step = direction = self._precondition(residual)

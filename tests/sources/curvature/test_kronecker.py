@@ -185,11 +185,28 @@ def test_an_unchanged_network_that_was_trained_apart_is_better_fused_than_averag
 
 def test_a_solution_that_is_not_found_is_said(monkeypatch):
     monkeypatch.setattr("lightning_fedbayes.sources.curvature.systems.MAX_ITERATIONS", 1)
+    monkeypatch.setattr("lightning_fedbayes.sources.curvature.systems.DENSE", 0)
     generator = torch.Generator().manual_seed(0)
     terms = [tuple((r := torch.randn(4, 4, generator=generator, dtype=torch.float64)) @ r.T for _ in range(2))
              for _ in range(3)]
     with pytest.warns(UserWarning, match="smaller prior_std, or damping"):
         KroneckerSystem(terms, 1e-3).solve(torch.ones(4, 4, dtype=torch.float64))
+
+
+def test_a_small_system_is_solved_as_one_matrix(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    terms = [tuple((r := torch.randn(n, n, generator=generator, dtype=torch.float64)) @ r.T for n in (5, 3))
+             for _ in range(3)]
+    target, rows = torch.randn(3, 5, dtype=torch.float64), torch.randn(2, 4, 3, 5, dtype=torch.float64)
+    small = KroneckerSystem(terms, 0.1)
+    direct = small.solve(target), small.covariance(rows), small.eigenvalues()
+    monkeypatch.setattr("lightning_fedbayes.sources.curvature.systems.DENSE", 0)
+    large = KroneckerSystem(terms, 0.1)
+    torch.testing.assert_close(direct[0], large.solve(target), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(direct[1], large.covariance(rows), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(small.product(direct[0]), target)
+    whole = sum(torch.kron(b, a) for a, b in terms)
+    torch.testing.assert_close(direct[2], torch.linalg.eigvalsh(whole))
 
 
 def test_a_frozen_layer_is_a_point_mass():

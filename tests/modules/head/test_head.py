@@ -1,0 +1,231 @@
+"""Exact heads: pooled and federated alike, evidence as published, mode and variational posterior of a softmax."""
+
+import math
+
+import pytest
+import torch
+from sklearn.linear_model import BayesianRidge, LogisticRegression
+from torch.nn import functional as F
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.core.messages import Message
+
+
+def classes(count=300, features=6, outputs=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, features, generator=generator, dtype=torch.float64)
+    logits = x @ torch.randn(features, outputs, generator=generator, dtype=torch.float64)
+    return x, torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1)
+
+
+def numbers(count=200, features=5, outputs=2, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, features, generator=generator, dtype=torch.float64)
+    weights = torch.randn(features, outputs, generator=generator, dtype=torch.float64)
+    return x, x @ weights + 0.5 + 0.3 * torch.randn(count, outputs, generator=generator, dtype=torch.float64)
+
+
+def split(x, y, parts):
+    return [(x[each], y[each]) for each in parts]
+
+
+def partitions(y):
+    """One class each, if there are classes; unequal pieces; one example alone."""
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(2))
+    yield [order[:1], order[1:20], order[20:]]
+    yield [*order.split(17)][::-1]
+    if not y.is_floating_point():
+        yield [(y == label).nonzero().flatten() for label in y.unique()]
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "one_hot", "softmax"])
+def test_every_split_gives_the_pooled_head(likelihood):
+    x, y = numbers() if likelihood == "gaussian" else classes()
+    head = fb.BayesianHead(2 if likelihood == "gaussian" else 3, likelihood)
+    pooled = head.fit_clients([(x, y)])
+    for parts in partitions(y):
+        found = head.fit_clients(split(x, y, parts))
+        torch.testing.assert_close(found.weights, pooled.weights, atol=1e-10, rtol=1e-10)
+        torch.testing.assert_close(found.moments(x)[1], pooled.moments(x)[1], atol=1e-10, rtol=1e-10)
+
+
+def test_a_client_comes_late_and_goes():
+    x, y = classes()
+    head = fb.BayesianHead(3, "one_hot")
+    sums = [head.sums(*each) for each in split(x, y, [slice(0, 100), slice(100, 250), slice(250, 300)])]
+    both = head.fit([sums[0], sums[2]])
+    without = head.fit(sums[0] + sums[1] + sums[2] - sums[1])
+    torch.testing.assert_close(without.weights, both.weights, atol=1e-10, rtol=0)
+    late = head.fit([sums[0] + sums[2], sums[1]])
+    torch.testing.assert_close(late.weights, head.fit_clients([(x, y)]).weights, atol=1e-10, rtol=0)
+    with pytest.raises(fb.FedBayesError, match=r"150 of 100 examples cannot be taken out"):
+        sums[0] - sums[1]
+
+
+def test_the_evidence_is_that_of_bayesian_ridge():
+    x, y = numbers(outputs=1)
+    fit = fb.BayesianHead(1, "gaussian").fit_clients([(x, y)])
+    design = torch.cat([x, torch.ones(len(x), 1)], 1).numpy()
+    ridge = BayesianRidge(
+        max_iter=5000, tol=1e-13, alpha_1=0, alpha_2=0, lambda_1=0, lambda_2=0, fit_intercept=False
+    ).fit(design, y[:, 0].numpy())
+    assert fit.prior_precision == pytest.approx(ridge.lambda_, rel=1e-6)
+    assert 1 / fit.noise == pytest.approx(ridge.alpha_, rel=1e-6)
+    torch.testing.assert_close(fit.weights[0], torch.tensor(ridge.coef_), atol=1e-8, rtol=1e-6)
+    torch.testing.assert_close(
+        fit.posterior.systems[""].covariance(torch.eye(6).double().reshape(1, 6, 1, 6))[0],
+        torch.tensor(ridge.sigma_), atol=1e-9, rtol=1e-5,
+    )
+
+
+def test_the_mode_of_a_softmax_is_that_of_penalised_logistic_regression():
+    x, y = classes()
+    fit = fb.BayesianHead(3, prior_std=0.7).fit_clients(split(x, y, [slice(0, 9), slice(9, 300)]))
+    design = torch.cat([x, torch.ones(len(x), 1)], 1).numpy()
+    model = LogisticRegression(C=0.49, fit_intercept=False, tol=1e-10, max_iter=10_000).fit(design, y.numpy())
+    torch.testing.assert_close(fit.weights, torch.tensor(model.coef_), atol=2e-3, rtol=1e-3)
+    assert fit.exchanges < 15
+
+
+def test_the_curvature_is_the_hessian_of_the_loss():
+    x, y = classes(40)
+    head = fb.BayesianHead(3)
+    fit = head.fit(head.sums(x, y))
+    fit = head.step(fit, head.slopes(fit, x, y))
+    found = head.slopes(fit, x, y)
+
+    def loss(weights):
+        return F.cross_entropy(torch.cat([x, torch.ones(len(x), 1)], 1) @ weights.T, y, reduction="sum")
+
+    hessian = torch.autograd.functional.hessian(loss, fit.weights).reshape(21, 21)
+    whole = sum(torch.kron(b, a) for a, b in found.terms(fit.sums.gram))
+    torch.testing.assert_close(whole, hessian)
+    torch.testing.assert_close(found.slope, torch.autograd.functional.jacobian(loss, fit.weights))
+    torch.testing.assert_close(found.loss, loss(fit.weights))
+
+
+def test_one_kronecker_product_stands_for_a_large_curvature(monkeypatch):
+    """L-BFGS arrives at the same mode, and each exchange is of a gradient and of classes × classes numbers."""
+    x, y = classes()
+    exact = fb.BayesianHead(3, prior_std=1.0).fit_clients([(x, y)])
+    monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
+    head = fb.BayesianHead(3, prior_std=1.0)
+    fit = head.fit_clients(split(x, y, [slice(0, 9), slice(9, 300)]))
+    assert not fit.takes_pairs
+    assert head.slopes(fit, x, y).curvature.numel() == 0
+    assert fit.exchanges <= 40
+    torch.testing.assert_close(fit.weights, exact.weights, atol=5e-3, rtol=5e-3)
+
+
+def test_the_evidence_of_a_softmax_is_at_its_fixed_point():
+    x, y = classes()
+    fit = fb.BayesianHead(3).fit_clients([(x, y)])
+    values = fit.posterior.systems[""].eigenvalues()
+    determined = float((values / (values + fit.prior_precision)).sum())
+    assert determined / float(fit.weights.square().sum()) == pytest.approx(fit.prior_precision, rel=5e-3)
+
+
+def test_the_variational_posterior_has_the_largest_bound():
+    """The ELBO of a full Gaussian, by the same draws of the logits, falls in every direction from it."""
+    x, y = classes(60, features=2, outputs=2)
+    fit = fb.BayesianHead(2, prior_std=1.0, inference="variational").fit_clients([(x, y)])
+    design = torch.cat([x, torch.ones(len(x), 1)], 1)
+    covariance = fit.posterior.systems[""].covariance(torch.eye(6).double().reshape(1, 6, 2, 3))[0]
+    noise = torch.randn(20_000, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def bound(mean, covariance):
+        root = torch.linalg.cholesky(covariance)
+        weights = (mean.flatten() + noise @ root.T).reshape(-1, 2, 3)
+        logs = torch.einsum("nd,scd->snc", design, weights).log_softmax(-1)
+        likelihood = logs[:, torch.arange(len(y)), y].sum(1).mean()
+        prior = (covariance.trace() + mean.square().sum() - 6 - torch.logdet(covariance)) / 2
+        return float(likelihood - prior)
+
+    best = bound(fit.weights, covariance)
+    laplace = fb.BayesianHead(2, prior_std=1.0).fit_clients([(x, y)])
+    assert best > bound(laplace.weights, laplace.posterior.systems[""].covariance(
+        torch.eye(6).double().reshape(1, 6, 2, 3))[0])
+    for change in (0.9, 1.1):
+        assert best > bound(fit.weights * change, covariance) - 1e-3
+        assert best > bound(fit.weights, covariance * change) - 1e-3
+
+
+def test_predictions_are_those_of_draws_of_the_weights():
+    x, y = classes(80)
+    fit = fb.BayesianHead(3).fit_clients([(x, y)])
+    torch.manual_seed(0)
+    predictive = fb.PosteriorPredictive(fit.linear(), fit.posterior, samples=4096)
+    found = predictive.predict_step(x[:5].float())
+    whole = sum(torch.kron(b, a) for a, b in fit.terms) + fit.prior_precision * torch.eye(21).double()
+    root = torch.linalg.cholesky(torch.linalg.inv(whole))
+    weights = (fit.weights.flatten() + torch.randn(40_000, 21).double() @ root.T).reshape(-1, 3, 7)
+    design = torch.cat([x[:5], torch.ones(5, 1)], 1)
+    probs = torch.einsum("nd,scd->snc", design, weights).softmax(-1)
+    torch.testing.assert_close(found.probs.double(), probs.mean(0), atol=5e-3, rtol=0)
+
+
+def test_one_hot_logits_are_log_densities():
+    x, y = classes()
+    fit = fb.BayesianHead(3, "one_hot").fit_clients([(x, y)])
+    scores = torch.cat([x, torch.ones(len(x), 1)], 1) @ fit.weights.T
+    density = -(torch.eye(3).double() - scores[:, None]).square().sum(-1) / (2 * fit.noise)
+    logits = fit.linear(torch.float64)(x)
+    torch.testing.assert_close(logits.log_softmax(1), density.log_softmax(1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_message_comes_back_whole():
+    x, y = classes(30)
+    head = fb.BayesianHead(3)
+    fit = head.fit(head.sums(x, y))
+    for sent in (head.sums(x, y), head.slopes(fit, x, y)):
+        read = Message.of("statistics", 3, 0, sent).read(type(sent))
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+                   for a, b in zip(vars(sent).values(), vars(read).values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"outputs": 1}, "outputs=1"),
+        ({"likelihood": "probit"}, "likelihood='probit'"),
+        ({"prior_std": 0.0}, "prior_std=0.0"),
+        ({"inference": "exact"}, "inference='exact'"),
+        ({"likelihood": "one_hot", "inference": "variational"}, "is exact"),
+        ({"exchanges": 0}, "exchanges=0"),
+    ],
+)
+def test_arguments_out_of_range(options, match):
+    with pytest.raises(fb.FedBayesError, match=match):
+        fb.BayesianHead(**{"outputs": 3, **options})
+
+
+def test_what_clients_send_is_checked():
+    x, y = classes(30)
+    head = fb.BayesianHead(3)
+    fit = head.fit(head.sums(x, y))
+    with pytest.raises(fb.FedBayesError, match=r"classes from 0 to 2"):
+        head.sums(x, y + 1)
+    with pytest.raises(fb.FedBayesError, match=r"\(examples, features\)"):
+        head.sums(x[0], y)
+    with pytest.raises(fb.FedBayesError, match="the fit is of 6 features"):
+        head.slopes(fit, x[:, :3], y)
+    with pytest.raises(fb.FedBayesError, match="all clients of the sums have to answer"):
+        head.step(fit, head.slopes(fit, x[:9], y[:9]))
+    with pytest.raises(fb.FedBayesError, match="there are no clients"):
+        head.fit([])
+    with pytest.raises(fb.FedBayesError, match="the fit is done"):
+        head.step(head.fit_clients([(x, y)]), head.slopes(fit, x, y))
+    with pytest.raises(fb.FedBayesError, match="fitted exactly"):
+        fb.BayesianHead(1, "gaussian").fit_clients([(x, torch.zeros(30))])
+
+
+def test_a_thousand_clients_are_added_up():
+    generator = torch.Generator().manual_seed(0)
+    head = fb.BayesianHead(4, "one_hot")
+    sums = (
+        head.sums(torch.randn(5, 32, generator=generator), torch.randint(4, (5,), generator=generator))
+        for _ in range(1000)
+    )
+    fit = head.fit(sums)
+    assert fit.sums.num_examples == 5000
+    assert math.isfinite(fit.prior_precision)
