@@ -6,6 +6,7 @@ from lightning_fedbayes.modules.classifier import ClassPrediction, HybridBayesia
 from lightning_fedbayes.modules.deep_ensemble import DeepEnsembleRegressor
 from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression, LinearStatistics
 from lightning_fedbayes.modules.linear_regression import BayesianLinearRegression
+from lightning_fedbayes.modules.mean_network import mean_network
 from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
 from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
 from lightning_fedbayes.modules.regressor import HybridBayesianRegressor, RegressionPrediction, Regressor
@@ -38,6 +39,7 @@ __all__ = [
     "draws_from_posterior",
     "is_stochastic",
     "lenet",
+    "mean_network",
     "mlp",
     "outputs_with",
     "resnet20",
