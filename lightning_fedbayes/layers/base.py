@@ -127,8 +127,8 @@ class BayesianLayer(BaseVariationalLayer_):
         Raises:
             ConversionError: the layer knows no such layer; override this method.
         """
-        raise ConversionError(f"{type(self).__name__} has no mean_layer: override it, and return the deterministic layer "
-                              "at the posterior mean")
+        raise ConversionError(
+            f"{type(self).__name__} has no mean_layer: override it, and return the deterministic layer at the mean")
 
     def kl_loss(self) -> Tensor:
         """KL(q‖p) of the layer from its prior: the **sum** over its parameters, in nats. Returns a scalar."""
