@@ -221,7 +221,7 @@ class BayesianAffine(BayesianLayer):
     def mean_layer(self) -> nn.Module:
         """The linear layer or convolution at the posterior mean."""
         bias = self.bias if self.mu_bias is None else self.mu_bias
-        layer = self.template(bias is not None).train(self.training)
+        layer: Any = self.template(bias is not None).train(self.training)
         layer.weight, layer.bias = getattr(self, f"mu_{self.weight_name}"), bias
         return layer
 
@@ -287,7 +287,7 @@ class BayesianAffine(BayesianLayer):
 
 def is_exporting() -> bool:
     """True while ``torch.export``, ``torch.onnx.export`` or ``torch.jit.trace`` runs a network to record it."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def refuse_export(layer: nn.Module) -> None:
