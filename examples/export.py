@@ -37,7 +37,7 @@ def main(folder: Path = Path("outputs/export")) -> dict[str, float]:
 
     distance = {"state_dict": plain(x) - mean, "torch.export": program(x) - mean}
     if find_spec("onnxscript") and find_spec("onnxruntime"):
-        import onnxruntime
+        import onnxruntime  # pyright: ignore[reportMissingImports]
 
         torch.onnx.export(network, (x,), folder / "network.onnx", dynamic_shapes=[{0: rows}], verbose=False)
         session = onnxruntime.InferenceSession(folder / "network.onnx")

@@ -3,14 +3,13 @@
     python examples/fine_tune.py         # a head above frozen features of digits
     python examples/fine_tune.py lora    # LoRA in a small BERT of random weights; needs transformers and peft
 """
-
 import sys
 from typing import Any
 
 import lightning as L
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset, random_split
 
 import lightning_fedbayes as fb
@@ -43,7 +42,7 @@ def lora_in_bert() -> tuple[nn.Module, L.LightningDataModule]:
 
 
 def main(lora: bool = False) -> dict[str, float]:
-    """Return the scores of held-out data and the figures of the last round."""
+    """Return scores of held-out data and the figures of the last round."""
     L.seed_everything(0, verbose=False)
     backbone = nn.Sequential(nn.Linear(64, 256), nn.ReLU()).requires_grad_(False)  # yours: of torchvision, timm, ...
     network, data = nn.Sequential(backbone, nn.Linear(256, 10)), fb.DigitsDataModule()
