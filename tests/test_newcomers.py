@@ -417,6 +417,9 @@ def test_an_authors_module_predicts_with_uncertainty(name, monkeypatch, tmp_path
     after = run(version(script, "+"))
     assert after["fed"].history[-1]["valid_clients"] == 2
     assert len(after["fed"].history) == 2
+    if name == "frozen timm":
+        assert not after["module"].backbone.training
+        assert after["fed"].history[-1]["megabytes_up"] < 0.1  # of a network of 20 MB
     if "draws" in after:
         uncertainty = after["draws"].var(0).mean((1, 2, 3))
         assert torch.allclose(after["draws"].sum(2), torch.ones(()))

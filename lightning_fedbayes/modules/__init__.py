@@ -4,9 +4,9 @@ from lightning_fedbayes.modules.added_kl import with_kl
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
 from lightning_fedbayes.modules.classifier import ClassPrediction, HybridBayesianClassifier
 from lightning_fedbayes.modules.deep_ensemble import DeepEnsembleRegressor
+from lightning_fedbayes.modules.export import mean_network
 from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression, LinearStatistics
 from lightning_fedbayes.modules.linear_regression import BayesianLinearRegression
-from lightning_fedbayes.modules.mean_network import mean_network
 from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
 from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
 from lightning_fedbayes.modules.regressor import HybridBayesianRegressor, RegressionPrediction, Regressor
