@@ -128,8 +128,8 @@ def mean_only(module: nn.Module) -> Iterator[None]:
                and not isinstance(m, BayesianLayer) for each in gaussian_parameters_of(m)]
     if foreign and is_exporting():  # σ = 0 is put beside their parameters, where torch cannot record it
         raise ConversionError(
-            f"{type(foreign[0].layer).__name__} is a layer of bayesian-torch, which cannot be exported: build the network "
-            "with torch's own layers and load fb.read_posterior(module).mean into it"
+            f"{type(foreign[0].layer).__name__} is a layer of bayesian-torch, which cannot be exported: build the "
+            "network with torch's own layers and load fb.read_posterior(module).mean into it"
         )
     rhos = [each.layer._parameters[each.rho_name] for each in foreign]
     try:

@@ -271,7 +271,7 @@ def test_a_forward_of_your_own_is_kept():
 def test_what_it_refuses():
     with pytest.raises(fb.ConversionError, match=r"'0' is a LinearReparameterization of bayesian-torch"):
         mean_network(nn.Sequential(ForeignLinear(2, 2)))
-    with pytest.raises(fb.ConversionError, match=r"LinearReparameterization is a layer of bayesian-torch, which cannot"):
+    with pytest.raises(fb.ConversionError, match=r"is a layer of bayesian-torch, which cannot be exported"):
         exported(fb.HybridBayesianClassifier(ForeignLinear(2, 2)).eval(), torch.zeros(3, 2))
     hooked = fb.bayesianize(mlp(6, 3), last=1)
     hooked[2].register_forward_hook(lambda *given: None)
