@@ -89,6 +89,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         HybridBayesianRegressor,
         LinearStatistics,
         PosteriorPredictive,
+        mean_network,
         with_kl,
     )
     from lightning_fedbayes.server import RoundResult, Safeguards, Server
@@ -189,6 +190,7 @@ __all__ = [
     "hold_out",
     "kl_divergence",
     "load_posterior",
+    "mean_network",
     "noise_multiplier_for",
     "read_posterior",
     "register_fusion",

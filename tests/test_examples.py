@@ -22,6 +22,30 @@ def test_a_transformer_learns_a_posterior_from_its_optimizer():
     assert scores["val/epistemic"] > 0
 
 
+def test_a_head_above_a_frozen_network_is_all_that_travels():
+    scores = load("fine_tune").main()
+    assert scores["val/accuracy"] > 0.85
+    assert scores["val/epistemic"] > 0
+    assert scores["megabytes_up"] < 5 * 4e-6 * 2.1 * (256 * 10 + 10)  # five clients, float32, mean and variance
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_adapters_in_a_bert_learn_a_posterior():
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    scores = load("fine_tune").main(lora=True)
+    assert scores["val/accuracy"] > 0.6
+    assert scores["val/epistemic"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*")  # of exporters, about their own parts
+def test_an_exported_network_predicts_the_posterior_mean(tmp_path):
+    distances = load("export").main(tmp_path)
+    assert {"state_dict", "torch.export"} <= distances.keys()
+    assert max(distances.values()) < 1e-5
+    assert (tmp_path / "network.pt2").exists()
+
+
 def test_plain_torch_learns_without_a_trainer(capsys):
     accuracies = load("plain_torch").main()
     assert len(capsys.readouterr().out.splitlines()) == len(accuracies) == 10

@@ -121,6 +121,15 @@ class BayesianLayer(BaseVariationalLayer_):
     def gaussian_parameters(self) -> Iterator[GaussianParameter]:
         """The Gaussian parameters of this layer, in definition order."""
 
+    def mean_layer(self) -> nn.Module:
+        """The deterministic layer at the posterior mean, which holds this layer's parameters of the mean themselves.
+
+        Raises:
+            ConversionError: the layer knows no such layer; override this method.
+        """
+        raise ConversionError(
+            f"{type(self).__name__} has no mean_layer: override it, and return the deterministic layer at the mean")
+
     def kl_loss(self) -> Tensor:
         """KL(q‖p) of the layer from its prior: the **sum** over its parameters, in nats. Returns a scalar."""
         KLWatch.note()
@@ -206,6 +215,17 @@ class BayesianAffine(BayesianLayer):
             yield GaussianParameter(self, name, self, f"mu_{name}", f"rho_{name}")
 
     @abstractmethod
+    def template(self, bias: bool) -> nn.Module:
+        """A deterministic layer of this geometry, on the device "meta"."""
+
+    def mean_layer(self) -> nn.Module:
+        """The linear layer or convolution at the posterior mean."""
+        bias = self.bias if self.mu_bias is None else self.mu_bias
+        layer: Any = self.template(bias is not None).train(self.training)
+        layer.weight, layer.bias = getattr(self, f"mu_{self.weight_name}"), bias
+        return layer
+
+    @abstractmethod
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The deterministic layer at the given parameters."""
 
@@ -235,6 +255,7 @@ class BayesianAffine(BayesianLayer):
         bias_mean = self.bias if self.mu_bias is None else self.mu_bias
         if self.mean_only:
             return op(x, weight_mean, bias_mean)
+        refuse_export(self)
         weight_rho: Tensor = getattr(self, f"rho_{self.weight_name}")
         if self.estimator == "reparameterization":
             if bias_mean is None or self.rho_bias is None:
@@ -262,6 +283,20 @@ class BayesianAffine(BayesianLayer):
         prior = self.priors[self.weight_name]
         shown = repr(prior) if len(repr(prior)) < 80 else type(prior).__name__
         return f"estimator={self.estimator!r}, prior={shown}"
+
+
+def is_exporting() -> bool:
+    """True while ``torch.export``, ``torch.onnx.export`` or ``torch.jit.trace`` runs a network to record it."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def refuse_export(layer: nn.Module) -> None:
+    """Raise ConversionError if the draw that ``layer`` is about to make would be recorded as a part of the network."""
+    if is_exporting():
+        raise ConversionError(
+            f"{type(layer).__name__} is exported while it draws: the network would be random, or one draw for ever. "
+            "Export fb.mean_network(module), the same network at its posterior mean"
+        )
 
 
 def draw(means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor]:

@@ -87,6 +87,13 @@ class BayesianConv(BayesianAffine):
         self.groups: int = template.groups
         self.padding_mode: str = template.padding_mode
 
+    def template(self, bias: bool) -> nn.Module:
+        """The deterministic convolution of this geometry."""
+        names = ("stride", "padding", "dilation", "groups", "padding_mode", "output_padding")
+        geometry = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return self.deterministic(
+            self.in_channels, self.out_channels, self.kernel_size, bias=bias, device="meta", **geometry)
+
     def sign_shapes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Signs per example and channel, the same at every position."""
         batch, ones = x.shape[: -self.dims - 1], (1,) * self.dims

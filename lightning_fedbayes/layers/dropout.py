@@ -10,6 +10,7 @@ from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
 from lightning_fedbayes.core.errors import ConversionError, check_kind, check_number
+from lightning_fedbayes.layers.base import refuse_export
 from lightning_fedbayes.layers.convert import affine_kind, candidate_modules
 
 CHILD = "mc_dropout"
@@ -39,6 +40,8 @@ class MCDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` under a fresh mask, scaled to keep its mean."""
+        if not self.mean_only:
+            refuse_export(self)
         return F.dropout(x, self.p, training=not self.mean_only)
 
     def extra_repr(self) -> str:
@@ -101,3 +104,11 @@ def with_mc_dropout(network: nn.Module, rate: float = 0.2) -> nn.Module:
 def _drop_output(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     """Drop entries of ``output``; the dropout is found through ``layer``, so that a copy of the layer uses its own."""
     return layer.get_submodule(CHILD)(output)
+
+
+def remove_mc_dropout(layer: nn.Module) -> None:
+    """Undo :func:`with_mc_dropout` of one layer, in place; do nothing to any other."""
+    if isinstance(layer._modules.get(CHILD), MCDropout):
+        del layer._modules[CHILD]
+        for number in [number for number, hook in layer._forward_hooks.items() if hook is _drop_output]:
+            del layer._forward_hooks[number]

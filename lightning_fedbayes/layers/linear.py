@@ -63,6 +63,10 @@ class LinearReparameterization(BayesianAffine):
         self.in_features = in_features
         self.out_features = out_features
 
+    def template(self, bias: bool) -> nn.Module:
+        """``nn.Linear`` of these sizes."""
+        return nn.Linear(self.in_features, self.out_features, bias, device="meta")
+
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``F.linear``."""
         return F.linear(x, weight, bias)

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import Parameter
 
 from lightning_fedbayes.core.errors import ConversionError, check_kind
-from lightning_fedbayes.layers.base import RELATIVE_STD, BayesianLayer, GaussianParameter, draw
+from lightning_fedbayes.layers.base import RELATIVE_STD, BayesianLayer, GaussianParameter, draw, refuse_export
 from lightning_fedbayes.layers.functional import inverse_softplus_std
 from lightning_fedbayes.layers.priors import Prior, check_std, choose_prior
 
@@ -81,6 +81,10 @@ class Reparameterized(BayesianLayer):
             owner, _, attribute = name.rpartition(".")
             yield GaussianParameter(self, path, self.module.get_submodule(owner), attribute, rho_name(name))
 
+    def mean_layer(self) -> nn.Module:
+        """The wrapped module, whose parameters are the means."""
+        return self.module
+
     def forward(self, *args: Any, return_kl: bool = False, **kwargs: Any) -> Any:
         """Return the module's output at sampled parameters, or at their means where the layer is mean-only."""
         output = self._output(args, kwargs)
@@ -89,6 +93,7 @@ class Reparameterized(BayesianLayer):
     def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.mean_only:
             return self.module(*args, **kwargs)
+        refuse_export(self)
         parameters = list(self.gaussian_parameters())
         draws = draw([each.mean for each in parameters], [each.rho for each in parameters])
         names = [each.path.removeprefix("module.") for each in parameters]

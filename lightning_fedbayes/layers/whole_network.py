@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_fedbayes.core.errors import ConversionError, PosteriorError, check_kind, check_strings, listed
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior
-from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, check_estimator, sum_kl
+from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, check_estimator, is_exporting, sum_kl
 from lightning_fedbayes.layers.dropout import MCDropout
 from lightning_fedbayes.layers.functional import Estimator
 from lightning_fedbayes.layers.kl import KLWatch
@@ -113,6 +113,9 @@ def mean_only(module: nn.Module) -> Iterator[None]:
 
     A bayesian-torch layer has no such mode; it runs with σ = 0, which gives the same output at its usual cost.
 
+    Raises:
+        ConversionError: a network with bayesian-torch layers is exported or traced.
+
     >>> layer = MCDropout(0.5)
     >>> with mean_only(layer):
     ...     layer(torch.ones(3))
@@ -123,6 +126,11 @@ def mean_only(module: nn.Module) -> Iterator[None]:
     before = [m.mean_only for m in switched]
     foreign = [each for m in module.modules() if isinstance(m, BaseVariationalLayer_)
                and not isinstance(m, BayesianLayer) for each in gaussian_parameters_of(m)]
+    if foreign and is_exporting():  # σ = 0 is put beside their parameters, where torch cannot record it
+        raise ConversionError(
+            f"{type(foreign[0].layer).__name__} is a layer of bayesian-torch, which cannot be exported: build the "
+            "network with torch's own layers and load fb.read_posterior(module).mean into it"
+        )
     rhos = [each.layer._parameters[each.rho_name] for each in foreign]
     try:
         for m in switched:

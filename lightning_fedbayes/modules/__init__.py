@@ -4,6 +4,7 @@ from lightning_fedbayes.modules.added_kl import with_kl
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
 from lightning_fedbayes.modules.classifier import ClassPrediction, HybridBayesianClassifier
 from lightning_fedbayes.modules.deep_ensemble import DeepEnsembleRegressor
+from lightning_fedbayes.modules.export import mean_network
 from lightning_fedbayes.modules.head import BayesianHead, HeadFit, HeadModule, HeadSlopes
 from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression
 from lightning_fedbayes.modules.linear_regression import BayesianLinearRegression
@@ -44,6 +45,7 @@ __all__ = [
     "draws_from_posterior",
     "is_stochastic",
     "lenet",
+    "mean_network",
     "mlp",
     "outputs_with",
     "resnet20",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers import kl_divergence, mean_only
+from lightning_fedbayes.layers.base import is_exporting
 from lightning_fedbayes.modules.predictive import GlobalRound, Predictive, check_predictive, sample_with
 
 
@@ -121,8 +123,9 @@ class BayesianModule(L.LightningModule):
     # -- training ------------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The network's output with one draw of its parameters."""
-        output = self.network(inputs)
+        """The network's output with one draw of its parameters; what is exported or traced is that at their mean."""
+        with mean_only(self.network) if is_exporting() else nullcontext():
+            output = self.network(inputs)
         return output[0] if isinstance(output, tuple) else output
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -52,6 +52,11 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
             "whose they are; take batch and batch_idx"
         )
     made: Any = trainer  # whose annotations leave some attributes out
+    if any(base.__module__.startswith("pytorch_lightning.") for each in made.callbacks for base in type(each).__mro__):
+        yield (
+            "it has callbacks of the package pytorch_lightning, whose classes are others than those of its twin "
+            "lightning; take Trainer, LightningModule and callbacks from there: import lightning as L"
+        )
     if trainer.world_size > 1:
         yield from _reasons_of_several_processes(made)
     if made.overfit_batches:

@@ -491,6 +491,7 @@ DOORS = {
          "seed": 0}),
     # layers
     "with_kl": (fb.with_kl, {"module": fb.HybridBayesianClassifier(network()).eval(), "kl_weight": 1.0}),
+    "mean_network": (fb.mean_network, {"module": bayesian(), "posterior": fb.read_posterior(bayesian())}),
     "bayesianize": (fb.bayesianize, {
         "network": network(), "last": 1, "names": None, "types": None, "estimator": "flipout", "prior_std": None,
         "prior": None, "init": "fresh", "delta": 0.1, "posterior_std": None, "bayesian_bias": True}),

@@ -99,6 +99,18 @@ def test_ema_weight_averaging_is_refused():
         made.fit(Plain(), loader())
 
 
+def test_a_trainer_of_the_twin_package_is_refused_by_the_name_of_the_package(tmp_path):
+    twin = pytest.importorskip("pytorch_lightning")
+
+    class Own(twin.LightningModule):
+        training_step = Plain.training_step
+
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    made = twin.Trainer(max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", callbacks=[federation])
+    with pytest.raises(fb.FederationError, match=r"package pytorch_lightning.*import lightning as L"):
+        federation.setup(made, Own(), "fit")
+
+
 def test_all_reasons_are_named_at_once():
     made = trainer(2, [fb.FederatedBayes(fb.IIDPartition(3))], max_steps=5, overfit_batches=2)
     with pytest.raises(fb.FederationError, match=r"(?s)overfit_batches=2.*max_steps=5"):

@@ -152,7 +152,7 @@ def next_fit(fit: HeadFit, found: HeadSlopes) -> HeadFit:
     terms = found.terms(fit.sums.gram)
     system = KroneckerSystem(terms, fit.prior_precision)
     precision = fit.prior_precision
-    if not fit._fixed_prior and fit.exchanges:  # before the first step there are no weights to judge a prior by
+    if not fit._fixed_prior and fit.exchanges:  # before the first step there are no weights to choose a prior by
         precision = chosen_precision([system.eigenvalues()], [fit.weights])
     system = KroneckerSystem(terms, precision)
     memory = fit._memory

@@ -1,4 +1,4 @@
-"""What a client sends of a softmax head in one exchange: the slope and the curvature of its loss at given weights."""
+"""Slope and curvature of a softmax head's loss at given weights: what a client sends in one exchange."""
 
 from __future__ import annotations
 

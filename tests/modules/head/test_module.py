@@ -133,3 +133,11 @@ def test_what_it_is_not_for_is_refused():
         fit(module(), local_epochs=2, safeguards=fb.Safeguards(max_failed_rounds=1))
     with pytest.raises(fb.FedBayesError, match="has seen no examples yet"):
         module().predict_step(torch.zeros(2, 4).double())
+
+
+def test_the_head_is_exported_behind_its_backbone():
+    model = module()
+    fit(model)
+    network = fb.mean_network(model)
+    x = data(10, 6).tensors[0].float()
+    torch.testing.assert_close(network(x), model(x), atol=1e-5, rtol=1e-5)

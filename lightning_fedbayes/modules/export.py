@@ -1,0 +1,111 @@
+"""A network at its posterior mean, without this package's layers: what every tool can export."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
+from torch import Tensor, nn
+
+from lightning_fedbayes.core.errors import ConversionError, PosteriorError, check_kind, nearest
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.private_torch import has_forward_hook
+from lightning_fedbayes.layers import BayesianLayer, MCDropout
+from lightning_fedbayes.layers.dropout import remove_mc_dropout
+from lightning_fedbayes.layers.posterior_view import parameter_paths
+from lightning_fedbayes.modules.bayesian_module import BayesianModule
+from lightning_fedbayes.modules.head import HeadModule
+from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
+from lightning_fedbayes.sources.curvature import KroneckerPosterior
+
+
+def mean_network(module: nn.Module, posterior: GaussianPosterior | KroneckerPosterior | None = None) -> nn.Module:
+    r"""A copy of ``module`` at its posterior mean that has none of this package's layers, in evaluation mode.
+
+    .. math:: x \mapsto f(x; \mathrm E_q[\theta])
+
+    Bayesian linear layers and convolutions become torch's own, a :class:`~lightning_fedbayes.layers.Reparameterized`
+    becomes the module that it wraps, Monte Carlo dropout goes. So the ``state_dict`` has the names of the network that
+    was once converted, and loads into it where this package is not installed; means that are tied stay tied.
+
+    When to use it: to export a network (ONNX, ``torch.export``, another framework), or to hand its weights on. It
+    predicts what :meth:`BayesianModule.predict_mean` does, at the cost of the deterministic network, and knows nothing
+    of its uncertainty.
+
+    Args:
+        module: a network, a :class:`BayesianModule` or a :class:`PosteriorPredictive`, of which the network is copied,
+            a :class:`HeadModule`, whose head follows the backbone, or any other module, copied whole.
+        posterior: of the parameters of ``module``, such as ``federation.posterior_of(client)``; parameters that it does
+            not name keep their value. None: the values that the module has, or the posterior of a
+            :class:`PosteriorPredictive`. After a fit a module is at its posterior's mean.
+
+    Raises:
+        ConversionError: a layer of bayesian-torch, whose output is a pair; a Bayesian layer with hooks, which would be
+            lost; or a layer of your own without ``mean_layer``.
+        PosteriorError: the posterior is of another module.
+
+    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> from lightning_fedbayes import bayesianize
+    >>> mean_network(bayesianize(network, last=1))
+    Sequential(
+      (0): Linear(in_features=4, out_features=8, bias=True)
+      (1): ReLU()
+      (2): Linear(in_features=8, out_features=2, bias=True)
+    )
+    """
+    check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
+    kinds = GaussianPosterior | KroneckerPosterior | None
+    check_kind("posterior", posterior, kinds, "give the posterior of this module", error=PosteriorError)
+    if isinstance(module, HeadModule):
+        module = nn.Sequential(module.network, module.fitted.linear())
+    elif isinstance(module, PosteriorPredictive):
+        module, posterior = module.network, module.posterior if posterior is None else posterior
+    copied = copy.deepcopy(module)
+    if posterior is not None:
+        _load_means(copied, posterior.mean)
+        if isinstance(posterior, KroneckerPosterior):
+            copied.load_state_dict(posterior.buffers, strict=False)
+    if isinstance(copied, BayesianModule) and type(copied).forward is BayesianModule.forward:
+        copied = copied.network
+    replaced = {id(layer): _deterministic(name, layer) for name, layer in copied.named_modules()}
+    for parent in list(copied.modules()):
+        for attribute, child in parent._modules.items():
+            if child is not None:
+                parent._modules[attribute] = replaced[id(child)]
+    return replaced[id(copied)].eval()
+
+
+def _deterministic(name: str, layer: nn.Module) -> nn.Module:
+    """Return what takes the place of ``layer``: the layer itself, unless it draws."""
+    if isinstance(layer, MCDropout):
+        return nn.Identity()
+    remove_mc_dropout(layer)
+    if not isinstance(layer, BaseVariationalLayer_):
+        return layer
+    kind = type(layer).__name__
+    if not isinstance(layer, BayesianLayer):
+        raise ConversionError(
+            f"'{name}' is a {kind} of bayesian-torch, whose output is a pair with the KL divergence: build the network "
+            "with torch's own layers and load fb.read_posterior(module).mean into it"
+        )
+    if has_forward_hook(layer):
+        raise ConversionError(f"'{name}' ({kind}) has hooks, which would be lost: remove them, and register them anew")
+    return layer.mean_layer()
+
+
+@torch.no_grad()
+def _load_means(module: nn.Module, means: Mapping[str, Tensor]) -> None:
+    """Write ``means``, by their names in a posterior, into the parameters of ``module``."""
+    paths, parameters = parameter_paths(module), dict(module.named_parameters())
+    for name, mean in means.items():
+        if name not in paths:
+            raise PosteriorError(f"the module has no parameter '{name}' of the posterior; {nearest(name, paths)}")
+        parameter = parameters[paths[name]]
+        if parameter.shape != mean.shape:
+            raise PosteriorError(
+                f"'{name}' has shape {tuple(mean.shape)} in the posterior but {tuple(parameter.shape)} in the module; "
+                "give the posterior of this module"
+            )
+        parameter.copy_(mean)
