@@ -26,6 +26,8 @@ PIXELS, BATCH = 128, 64
 """Side to which images are enlarged, and images per pass."""
 IMAGENET = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
 """Mean and standard deviation of the channels that the weights were trained with."""
+OUTSIDE = 2000
+"""Pictures of another data set."""
 LINES, SHORTEST, TEXTS = 4, 30, 250
 """Successive lines of a speaker that are one text, characters of the shortest, and texts of a play."""
 COMEDIES = (
@@ -68,6 +70,12 @@ def cifar(folder: Path) -> dict[str, Tensor]:
         features = of_images(backbone, images.images)
         parts |= {f"{name}_features": features.clone(), f"{name}_labels": images.labels.clone()}
     return parts
+
+
+def outside(folder: Path) -> dict[str, Tensor]:
+    """Return the features of pictures that are of no class of CIFAR-10: clothes."""
+    images = fb.FashionMNISTDataModule(str(folder)).read()[1].images[:OUTSIDE]
+    return {"outside": of_images(efficientnet(), F.pad(images, (2, 2, 2, 2)).expand(-1, 3, -1, -1)).clone()}
 
 
 @torch.inference_mode()
@@ -117,6 +125,7 @@ def main() -> None:
     arguments = parser.parse_args()
     kept(arguments.out, "plays", lambda: plays(arguments.data / "shakespeare" / "roles.json.gz"))
     kept(arguments.out, "cifar", lambda: cifar(arguments.data))
+    kept(arguments.out, "outside", lambda: outside(arguments.data))
 
 
 if __name__ == "__main__":

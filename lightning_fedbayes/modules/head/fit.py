@@ -82,9 +82,8 @@ class HeadFit:
             features: shape (batch, features).
         """
         design = design_of(features)
-        eye = torch.eye(len(self.weights)).to(design)
         mean = design @ (self.weights * (1 / self.noise if self.likelihood == "one_hot" else 1.0)).T.to(design)
-        return mean, self.posterior.systems[""].covariance(torch.einsum("nd,co->ncod", design, eye))
+        return mean, self.posterior.systems[""].covariance_of_linear(design)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> HeadFit:

@@ -209,6 +209,19 @@ def test_a_small_system_is_solved_as_one_matrix(monkeypatch):
     torch.testing.assert_close(direct[2], torch.linalg.eigvalsh(whole))
 
 
+@pytest.mark.parametrize(("count", "dense"), [(1, 1024), (3, 1024), (3, 0)])
+def test_the_covariance_of_a_linear_layer(monkeypatch, count, dense):
+    monkeypatch.setattr("lightning_fedbayes.sources.curvature.systems.DENSE", dense)
+    generator = torch.Generator().manual_seed(0)
+    terms = [tuple((r := torch.randn(n, n, generator=generator, dtype=torch.float64)) @ r.T for n in (5, 3))
+             for _ in range(count)]
+    x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    whole = torch.linalg.inv(sum(torch.kron(b, a) for a, b in terms) + 0.1 * torch.eye(15).double())
+    jacobian = torch.stack([torch.kron(torch.eye(3).double(), each) for each in x])
+    found = KroneckerSystem(terms, 0.1).covariance_of_linear(x)
+    torch.testing.assert_close(found, jacobian @ whole @ jacobian.mT, atol=1e-6, rtol=1e-5)
+
+
 def test_a_frozen_layer_is_a_point_mass():
     network = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     network[0].requires_grad_(False)
