@@ -42,8 +42,8 @@ RETAINED = 0.8
 """Share of the examples, the surest, whose accuracy is given."""
 ONE_HOT, SOFTMAX, VARIATIONAL = "exact head, one-hot", "exact head, softmax", "exact head, softmax, variational"
 EXACT = {
-    ONE_HOT: fb.BayesianHead(10, "one_hot"), SOFTMAX: fb.BayesianHead(10),
-    VARIATIONAL: fb.BayesianHead(10, inference="variational"),
+    ONE_HOT: fb.BayesianHead(10, "one_hot"), SOFTMAX: fb.BayesianHead(10, inference="laplace"),
+    VARIATIONAL: fb.BayesianHead(10),
 }
 TUNED = {"FedAvg": "weighted_average", "FedProx": "fedprox", "SCAFFOLD": "scaffold", "sites on the head": "sites"}
 SPLITS = {

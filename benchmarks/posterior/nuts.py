@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -56,7 +56,11 @@ FEDERATED: dict[str, dict[str, Any]] = {
 """Options of the federation; everything else is its default."""
 PLAIN = ("IVON + sites", "Laplace + sites")
 """Methods whose network has no Bayesian layers."""
-METHODS = (NUTS, MEAN_FIELD, FULL, *FEDERATED)
+HEADS: dict[str, Literal["laplace", "variational"]] = {
+    "exact head, Laplace": "laplace", "exact head, variational": "variational",
+}
+"""Inference of :class:`~lightning_fedbayes.BayesianHead` for the logistic regressions, one client for each class."""
+METHODS = (NUTS, MEAN_FIELD, FULL, *FEDERATED, *HEADS)
 RHAT_BAR = 1.02
 RATIOS = (0.25, 0.5, 1, 2, 4, 8, 16)
 """Marks on the axis of mutual informations."""
@@ -118,7 +122,8 @@ def cells() -> list[Cell]:
     """Return all cells: NUTS first, which the others are compared with."""
     return [
         Cell(problem, method, seed) for method in METHODS for problem in PROBLEMS
-        for seed in range(1 if method == NUTS else SEEDS)
+        for seed in range(1 if method in (NUTS, *HEADS) else SEEDS)
+        if PROBLEMS[problem].is_linear or method not in HEADS
     ]
 
 
@@ -181,6 +186,12 @@ def run(cell: Cell, exact: Mapping[str, Any] | None = None) -> dict[str, Any]:
         mean, root = truth.full_covariance(data.train, problem.sizes)
         more["bound"] = float(truth.bound(mean, root, data.train, problem.sizes, DRAWS))
         outputs = truth.outputs(mean + torch.randn(DRAWS, len(mean)) @ root.T, inputs, problem.sizes)
+    elif cell.method in HEADS:
+        x, y = data.train.tensors
+        head = fb.BayesianHead(2, prior_std=1.0, inference=HEADS[cell.method])
+        fit = head.fit_clients([(x[y == label], y[y == label]) for label in (0, 1)])
+        more["exchanges"] = fit.exchanges
+        outputs = fb.PosteriorPredictive(fit.linear(), fit.posterior, DRAWS).sample(inputs)
     else:
         module = module_of(problem, cell.method)
         if cell.method == MEAN_FIELD:
@@ -331,7 +342,7 @@ def table(done: Results, problem: str) -> str:
         ratios = [each["mutual_information"] / exact["mutual_information"] for each in found]
         nll, variation, coverage = (
             statistics.fmean(each[key] for each in found) for key in ("nll", "total_variation", "coverage"))
-        rows.append([method, len(found), f"{nll - exact['nll']:+.3f}", f"{variation:.3f}",
+        rows.append([method, len(found), f"{nll - exact['nll']:+.4f}", f"{variation:.4f}",
                      f"{statistics.fmean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", f"{coverage:.2f}"])
     heads = ["method", "seeds", "NLL − NUTS's", "total variation", "mutual information / NUTS's (its range)",
              "coverage of 90 %"]
@@ -396,7 +407,7 @@ def draw(done: Results, file: Path) -> None:
                 continue
             found = of(done, problem, method)
             axes.plot([each["mutual_information"] / exact for each in found],
-                      [each["total_variation"] for each in found], "osD^vP"[number], color=PALETTE[number],
+                      [each["total_variation"] for each in found], "osD^vPX*"[number], color=PALETTE[number % len(PALETTE)],
                       markersize=5, label=method, alpha=0.8)
         axes.set_title(problem, fontsize=8)
         axes.set(xscale="log", yscale="log", xlabel="mutual information / NUTS's")

@@ -80,17 +80,18 @@ class HeadModule(PosteriorPredictive):
         return SGD(parameters_of(self), lr=1.0)
 
     def on_train_epoch_start(self) -> None:
-        """Take the next exchange: what the last one has brought is known to all."""
+        """Begin the next exchange, by what the last one has brought, with sums of nothing."""
         if self.head.likelihood == "softmax" and not self._is_empty:
             self._go_on(self.fitted)
+        elif not self._is_empty:
+            _clear(self.sums)
 
     def _go_on(self, fitted: HeadFit) -> None:
         """Exchange slopes from now on, from those of nobody."""
         self._before = fitted
         self.sums.requires_grad_(False)
         self.slopes.requires_grad_(True)
-        for value in self.slopes.values():
-            value.data.zero_()
+        _clear(self.slopes)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
         """Return a loss whose negative gradient is the statistics of the batch."""
@@ -179,6 +180,12 @@ class HeadModule(PosteriorPredictive):
 def parameters_of(module: HeadModule) -> list[nn.Parameter]:
     """Return the sums of a head."""
     return [p for name, p in module.named_parameters() if not name.startswith("network.")]
+
+
+def _clear(sums: nn.ParameterDict) -> None:
+    """Begin anew, from nothing."""
+    for value in sums.values():
+        value.data.zero_()
 
 
 def _zeros(shapes: dict[str, tuple[int, ...]]) -> nn.ParameterDict:
