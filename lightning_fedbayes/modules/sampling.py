@@ -11,6 +11,7 @@ import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
+from lightning_fedbayes.core.batches import output_of
 from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_at_least, check_kind, listed
 from lightning_fedbayes.core.posterior import (
     GaussianPosterior,
@@ -24,7 +25,7 @@ from lightning_fedbayes.layers.conv import BayesianConv
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 
 ParameterSets = dict[str, Tensor]
-"""Name in the posterior → values of shape (sets, *shape)."""
+"""Name in the posterior → values of shape (sets, *shape). One that is a single value expanded is the same in all."""
 
 
 def draws_from_posterior(
@@ -73,10 +74,14 @@ def outputs_with(
 ) -> Tensor:
     """Compute the network's output with each set of parameters.
 
+    In one pass, what depends on no parameter that differs between the sets is computed once: of a network whose last
+    layers alone are random, all layers before them.
+
     Args:
-        network: maps ``inputs`` to a tensor; its own noise (Bayesian layers, Monte Carlo dropout) is off.
+        network: maps ``inputs`` to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`); its own noise
+            (Bayesian layers, Monte Carlo dropout) is off.
         sets: see :data:`ParameterSets`; other parameters keep their value.
-        inputs: shape (batch, *).
+        inputs: of a batch.
         vectorized: all sets in one pass, by ``torch.func.vmap``; otherwise one after the other.
         buffers: in place of the network's own, by name.
 
@@ -89,19 +94,26 @@ def outputs_with(
     unknown = sorted(sets.keys() - paths.keys())
     if unknown:
         raise PosteriorError(f"the network has no parameter {listed(unknown)}: the posterior is of another network")
-    values = {paths[name]: value for name, value in sets.items()}
+    count = len(next(iter(sets.values())))
+    fixed, drawn = dict(buffers or {}), dict[str, Tensor]()
+    for name, value in sets.items():
+        if count > 1 and value.stride(0) == 0:
+            fixed[paths[name]] = value[0]
+        else:
+            drawn[paths[name]] = value
 
     def forward(parameters: Mapping[str, Tensor]) -> Tensor:
-        output = torch.func.functional_call(network, {**(buffers or {}), **parameters}, (inputs,))
-        return output[0] if isinstance(output, tuple) else output
+        return output_of(network, inputs, {**fixed, **parameters})
 
     with mean_only(network):
+        if not drawn:
+            output = forward({})
+            return output.expand(count, *output.shape)
         if vectorized:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but correct
-                return torch.func.vmap(forward)(values)
-        count = len(next(iter(values.values())))
-        return torch.stack([forward({path: value[s] for path, value in values.items()}) for s in range(count)])
+                return torch.func.vmap(forward)(drawn)
+        return torch.stack([forward({path: value[s] for path, value in drawn.items()}) for s in range(count)])
 
 
 def within(posterior: GaussianPosterior, prefix: str) -> GaussianPosterior:
