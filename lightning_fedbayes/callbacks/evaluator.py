@@ -24,7 +24,7 @@ from lightning_fedbayes.clients.evaluation import (
     predicted,
 )
 from lightning_fedbayes.core.errors import FedBayesError, shown
-from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data import ClientDatasets
 from lightning_fedbayes.modules.posterior_predictive import OUTPUT_DRAWS, PosteriorPredictive
@@ -139,7 +139,7 @@ class Evaluator:
         self._asks = any(reader.asks(module, posterior) for reader in readers)
         self._samples = next((n for n in (getattr(reader, "samples", None) for reader in readers) if n), DRAWS)
         draws = posterior is not None and not callable(getattr(module, "sample", None)) and any(
-            not is_zero(each) and bool(each.any()) for each in posterior.variance.values()
+            is_random(each) for each in posterior.variance.values()
         )
         self._posterior = posterior if draws else None
         return readers

@@ -125,7 +125,7 @@ def predicts_batches(module: nn.Module) -> bool:
 
 
 def output_of(network: nn.Module, inputs: Any, values: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Return the network's output, a tensor: what it gives, a tuple's first element, or ``logits`` of a mapping or object.
+    """Return the network's output, a tensor: what it gives, a tuple's first, or ``logits`` of a mapping or object.
 
     A mapping goes to ``forward`` as keywords where that has a parameter for every key (or ``**``) and a key for every
     parameter without a default; as one argument where no key is the name of a parameter, and it takes one.
@@ -148,7 +148,7 @@ def output_of(network: nn.Module, inputs: Any, values: Mapping[str, Tensor] | No
     found = named if isinstance(named, Tensor) else output[0] if isinstance(output, tuple) and output else output
     if not isinstance(found, Tensor):
         raise FederationError(
-            f"{type(network).__name__} gives a {type(output).__name__}: wrap it into a module whose forward returns its "
+            f"{type(network).__name__} gives a {type(output).__name__}: wrap it into a module whose forward returns "
             "logits or means"
         )
     return found

@@ -57,7 +57,8 @@ class PosteriorPredictive(L.LightningModule):
         L.Trainer(callbacks=[fb.UncertaintyReport()]).validate(predictive, dataloader)  # scores and pictures
 
     All draws, or all examples, are one stacked pass where ``torch.func.vmap`` can run the network, otherwise one after
-    the other. Layers before the first one with a variance run once for all draws. The module is put into evaluation mode; its weights are not changed.
+    the other. In that pass layers before the first one with a variance run once for all draws. The module is put into
+    evaluation mode; its weights are not changed.
 
     Where the draws classify the first batch far worse than the mean (:func:`accuracy_lost`), a line of the log says so:
     the posterior is wider than the network bears.

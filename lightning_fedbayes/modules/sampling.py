@@ -18,7 +18,7 @@ from lightning_fedbayes.core.posterior import (
     check_posterior,
     check_same_structure,
     check_tensor,
-    is_zero,
+    is_random,
 )
 from lightning_fedbayes.layers import MCDropout, mean_only
 from lightning_fedbayes.layers.conv import BayesianConv
@@ -46,7 +46,7 @@ def draws_from_posterior(
     sets = {}
     for name, mean in posterior.mean.items():
         values = mean.expand(draws, *mean.shape)
-        if not is_zero(posterior.variance[name]):
+        if is_random(posterior.variance[name]):
             noise = torch.randn(values.shape, generator=generator, dtype=mean.dtype, device=mean.device)
             values = mean + posterior.variance[name].sqrt() * noise
         sets[name] = values

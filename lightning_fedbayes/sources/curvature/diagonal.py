@@ -42,8 +42,8 @@ ENTRIES = 2**24
 """Most entries of the Jacobians that are held at once."""
 
 BATCHES = (
-    "give batches of inputs that the module's forward takes and targets, such as a DataLoader's, or say what is what by "
-    "Laplace(unpack=lambda batch: (inputs, targets))"
+    "give batches of inputs that the module's forward takes and of targets, such as a DataLoader's, or say which is "
+    "which by Laplace(unpack=lambda batch: (inputs, targets))"
 )
 """Remedy for what no Laplace approximation can measure."""
 
@@ -280,13 +280,14 @@ class Laplace:
         """Return the sum of the information over the examples of a batch."""
 
         def terms(values: Tensors, inputs: Any, targets: Tensor) -> Tensor:
-            outputs = output_of(module, inputs, {**others, **values})
+            with raised_as(FederationError, f"Laplace: {type(module).__name__} cannot take {shown(inputs)}", BATCHES):
+                outputs = output_of(module, inputs, {**others, **values})
             if len(outputs) != len(targets):
                 raise FederationError(
                     f"Laplace: outputs are {shown(outputs)} and targets {shown(targets)}: give as many of both"
                 )
             self.check_classes(outputs[0], targets)
-            return torch.stack([self.terms(output, target) for output, target in zip(outputs, targets)])
+            return torch.stack(list(map(self.terms, outputs, targets)))
 
         def squared(example: Any, target: Tensor) -> Tensors:
             jacobians = torch.func.jacrev(

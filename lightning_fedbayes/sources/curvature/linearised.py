@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.core.batches import number_of_examples, output_of
 from lightning_fedbayes.core.errors import FedBayesError
-from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
 from lightning_fedbayes.layers import mean_only
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 from lightning_fedbayes.sources.curvature.diagonal import ENTRIES, output_of_one, rows
@@ -125,7 +125,7 @@ def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
 def _random_names(posterior: GaussianPosterior | KroneckerPosterior) -> list[str]:
     """Return the names of the parameters that are no point masses."""
     if isinstance(posterior, GaussianPosterior):
-        return [name for name in posterior.names if not is_zero(posterior.variance[name])]
+        return [name for name in posterior.names if is_random(posterior.variance[name])]
     layers = [f"{layer}." if layer else "" for layer in posterior.terms]
     own = [f"{prefix}{part}" for prefix in layers for part in ("weight", "bias")]
     return [name for name in own if name in posterior.mean]
