@@ -147,9 +147,9 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
     """Return ``samples`` independent draws of the network's output.
 
     One vectorised pass: layers before the first Bayesian one run once for all samples. A large network that has no such
-    layers takes several passes on a CPU. A network that cannot be vectorised (an LSTM, a branch on a value, layers of
-    bayesian-torch that draw noise in place) runs once per sample. A network without randomness runs once, and gives
-    one sample.
+    layers takes several passes on a CPU. A network that cannot be vectorised (an LSTM behind noise, a branch on a
+    value, layers of bayesian-torch that draw noise in place) runs once per sample. A network without randomness runs
+    once, and gives one sample.
 
     Args:
         network: maps ``inputs`` to a tensor; a tuple's first element counts (bayesian-torch returns the KL second).
@@ -225,9 +225,11 @@ def draws_per_pass(network: nn.Module, inputs: Tensor) -> int | None:
 
 
 def may_vectorize(network: nn.Module) -> bool:
-    """Return False for networks known to fail: recurrent ones, and layers that draw noise in place."""
-    return not any(
-        isinstance(module, nn.RNNBase)
-        or (isinstance(module, BaseVariationalLayer_) and not module.__module__.startswith("lightning_fedbayes."))
-        for module in network.modules()
-    )
+    """Return False for networks known to fail: recurrent layers behind noise, and layers that draw noise in place."""
+    noisy = False
+    for module in network.modules():  # the order of definition
+        foreign = isinstance(module, BaseVariationalLayer_) and not module.__module__.startswith("lightning_fedbayes.")
+        if foreign or (noisy and isinstance(module, nn.RNNBase)):
+            return False
+        noisy = noisy or isinstance(module, BaseVariationalLayer_ | MCDropout)
+    return True

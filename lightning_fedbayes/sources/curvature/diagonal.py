@@ -436,8 +436,8 @@ def sum_of_squares(
     for inputs, targets in parts:
         leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
         with torch.enable_grad():
-            functions = terms(leaves, inputs, targets)
-        for function in functions.flatten():
+            functions = terms(leaves, inputs, targets).flatten().unbind()
+        for function in functions:
             gradients = torch.autograd.grad(function, list(leaves.values()), retain_graph=True, allow_unused=True)
             for name, gradient in zip(leaves, gradients):
                 if gradient is not None:

@@ -170,12 +170,12 @@ def _jacobians_by_row(output: Callable[[Tensors], Tensor], at: Tensors) -> Itera
     leaves = {path: value.detach().clone().requires_grad_() for path, value in at.items()}
     with torch.enable_grad():
         found = output(leaves)
-    for row in found:
+        entries = [row.reshape(-1).unbind() for row in found]
+    for row, own in zip(found.detach(), entries):
         gradients = [
-            torch.autograd.grad(each, list(leaves.values()), retain_graph=True, materialize_grads=True)
-            for each in row.reshape(-1)
+            torch.autograd.grad(each, list(leaves.values()), retain_graph=True, materialize_grads=True) for each in own
         ]
-        yield row.detach()[None], {path: torch.stack(each)[None] for path, each in zip(at, zip(*gradients))}
+        yield row[None], {path: torch.stack(each)[None] for path, each in zip(at, zip(*gradients))}
 
 
 def _differentiable(tensor: Tensor) -> Tensor:
