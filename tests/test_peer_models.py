@@ -214,7 +214,7 @@ def test_torch_geometric():
     assert predictive.sample(batch, 3).shape == (3, 12, 2)
     scaling, sets = fb.FederatedTemperature(), fb.FederatedConformal(0.5)
     scores = trainer(1, [fb.UncertaintyReport(), scaling, sets]).validate(predictive, loader, verbose=False)[0]
-    assert {"val/nll", "val/retained_area_entropy", "val/conformal/threshold"} <= scores.keys()
+    assert {"val/nll", "val/retained_area_entropy", "val/scaled/temperature", "val/lac_50/threshold"} <= scores.keys()
     assert sum(len(each.label) for each in trainer(1).predict(predictive, loader)) == 12
     data = fb.ClientDatasets({"north": graphs[:5], "south": graphs[5:]})
     collate = Collater(graphs)

@@ -253,8 +253,7 @@ def inputs_and_targets(module: nn.Module, batch: Any) -> tuple[Any, Tensor]:
     Raises:
         FedBayesError: there is no tensor of targets.
     """
-    inputs, targets = unpacked(batch, module, needs_targets=True)
-    return inputs, targets
+    return unpacked(batch, module, needs_targets=True)
 
 
 def _score(

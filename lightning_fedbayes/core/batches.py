@@ -1,4 +1,4 @@
-"""What a batch holds: inputs that a network takes and the targets, in whatever form a DataLoader gives them."""
+"""Inputs and targets of a batch, in whatever form a DataLoader gives it, and how a network takes the inputs."""
 
 from __future__ import annotations
 
@@ -21,27 +21,21 @@ TARGETS = ("labels", "label", "y", "target", "targets")
 REMEDY = "say what is what, unpack=lambda batch: (inputs, targets)"
 
 
-class Examples:
-    """Inputs and targets of a batch, which unpack as a pair.
-
-    It is no tuple, so that code that maps over collections of tensors leaves it whole.
+class Whole:
+    """A batch as one value, which code that maps over collections of tensors leaves as it is.
 
     Args:
-        inputs: what the network takes, see :func:`output_of`.
-        targets: of as many examples; None if the batch has none.
+        batch: of any form.
     """
 
-    def __init__(self, inputs: Any, targets: Any) -> None:
-        self.inputs, self.targets = inputs, targets
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.inputs, self.targets))
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
 
 
 def unpacked(
     batch: Any, module: nn.Module | None = None, unpack: Unpack | None = None, *, needs_targets: bool = False
-) -> Examples:
-    """Return inputs and targets of a batch.
+) -> tuple[Any, Any]:
+    """Return inputs and targets of a batch; targets are None if it has none.
 
     ===========================  ==================================  ========================
     a batch is                   inputs                              targets
@@ -62,8 +56,8 @@ def unpacked(
     Raises:
         FederationError: the batch is empty, has several names of targets, or lacks the targets that are needed.
     """
-    if isinstance(batch, Examples):
-        return batch
+    if isinstance(batch, Whole):
+        batch = batch.batch
     own = getattr(module, "unpack", None) if unpack is None else unpack
     if callable(own):
         with raised_as(FederationError, f"unpack cannot take a batch that is {_form(batch)}", "let it take such a one"):
@@ -82,7 +76,7 @@ def unpacked(
             f"a batch is {_form(batch)}, and not inputs with a tensor of targets: give (inputs, targets), a mapping or "
             f"an object with one of {listed(map(repr, TARGETS))}; or {REMEDY}"
         )
-    return Examples(inputs, targets)
+    return inputs, targets
 
 
 def check_unpack(unpack: Any) -> None:

@@ -145,8 +145,7 @@ class PosteriorPredictive(L.LightningModule):
         Raises:
             FedBayesError: the batch is empty, or several of its names may be that of its targets.
         """
-        inputs, targets = unpacked(batch, self.network, self._unpack)
-        return inputs, targets
+        return unpacked(batch, self.network, self._unpack)
 
     @property
     def is_linearised(self) -> bool:

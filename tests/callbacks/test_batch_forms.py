@@ -114,8 +114,6 @@ FORMS = {
     "dicts": (Dicts, dicts), "keywords": (Keywords, dicts), "objects": (Objects, objects), "steps": (Steps, dicts),
     "longer": (Longer, longer), "odd": (Odd, odd),
 }
-LAPLACE = {"odd": {"unpack": lambda batch: (batch["x"], batch["answer"])}}
-
 
 class Examples(Dataset):
     """The same data, of any form that a collate function makes."""
@@ -178,7 +176,7 @@ def test_predictions_and_scores_are_those_of_pairs(form, predictive):
         found.append(({**scores, **test}, torch.cat([each.probs for each in predicted]), scaling.temperature))
     (ours, probs, temperature), (scores, others, same) = found
     assert ours.keys() == scores.keys()
-    assert {"val/accuracy", "val/nll", "val/clients/nll", "test/nll"} <= ours.keys()
+    assert {"val/accuracy", "val/nll", "val/clients/nll", "val/scaled/temperature", "test/nll"} <= ours.keys()
     for name, value in ours.items():
         assert scores[name] == pytest.approx(value, abs=1e-5), name
     torch.testing.assert_close(others, probs, **TOLERANCE)
@@ -188,7 +186,7 @@ def test_predictions_and_scores_are_those_of_pairs(form, predictive):
 @pytest.mark.parametrize("curvature", ["ggn", "empirical"])
 def test_laplace_is_that_of_pairs(form, curvature):
     kind, collate = FORMS[form]
-    own, laplace = kind(), fb.Laplace(curvature=curvature, **LAPLACE.get(form, {}))
+    own, laplace = kind(), fb.Laplace(curvature=curvature)
     expected = fb.Laplace(curvature=curvature).site(Pairs(), batches())
     for name, value in laplace.site(own, batches(collate)).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
@@ -205,13 +203,11 @@ def test_laplace_is_that_of_pairs(form, curvature):
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_federation_by_laplace_is_that_of_pairs(form, engine):
     found = []
-    for module, collate, options in (
-        (Pairs(), pairs, {}), (FORMS[form][0](), FORMS[form][1], LAPLACE.get(form, {}))
-    ):
+    for module, collate in ((Pairs(), pairs), (FORMS[form][0](), FORMS[form][1])):
         if form in ("objects", "odd") and engine == "vectorized":
             engine = "auto"  # only tensors can be stacked
         federation = fb.FederatedBayes(
-            fb.IIDPartition(3), engine=engine, posterior=fb.Laplace(**options), fusion="sites"
+            fb.IIDPartition(3), engine=engine, posterior=fb.Laplace(), fusion="sites"
         )
         report = fb.UncertaintyReport(samples=4)
         made = federate(module, federation, 2, batches(collate), clients(collate), callbacks=[report])
@@ -281,6 +277,9 @@ def test_a_function_says_what_a_batch_holds():
     assert made.predict_step(batch).probs.shape == (8, 3)
     with pytest.raises(fb.FedBayesError, match="a batch is a dict with the keys 'x', 'answer', 'names', and not"):
         fb.PosteriorPredictive(module, posterior(module)).validation_step(batch)
+    expected = fb.Laplace().site(module, [(batch["x"], batch["answer"])])
+    for name, value in fb.Laplace(unpack=unpack).site(module, [batch]).items():
+        torch.testing.assert_close(value, expected[name], **TOLERANCE)
     with pytest.raises(fb.FedBayesError, match="unpack='labels': give a function"):
         fb.PosteriorPredictive(module, unpack="labels")
     with pytest.raises(fb.FederationError, match="unpack='labels': give a function"):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.core.batches import number_of_examples, output_of, unpacked
+from lightning_fedbayes.core.batches import Whole, number_of_examples, output_of, unpacked
 
 X, Y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
 Named = namedtuple("Named", ["x", "y"])
@@ -29,24 +29,24 @@ GRAPH = SimpleNamespace(x=X, y=Y)
     (object, object, None),
 ])
 def test_the_form_of_a_batch_says_what_its_targets_are(batch, inputs, targets):
-    found = tuple(unpacked(batch))
+    found = unpacked(batch)
     assert found == (inputs, targets) if isinstance(inputs, dict) else (found[0] is inputs and found[1] is targets)
 
 
 @pytest.mark.parametrize("name", ["labels", "label", "y", "target", "targets"])
 def test_names_of_targets(name):
-    assert unpacked({"x": X, name: Y}).targets is Y
-    assert unpacked(SimpleNamespace(x=X, **{name: Y})).targets is Y
+    assert unpacked({"x": X, name: Y})[1] is Y
+    assert unpacked(SimpleNamespace(x=X, **{name: Y}))[1] is Y
 
 
 def test_a_function_or_a_method_says_it_instead():
     batch = {"x": X, "y": Y, "labels": X}
-    assert tuple(unpacked(batch, unpack=lambda batch: (batch["x"], batch["y"]))) == (X, Y)
+    assert unpacked(batch, unpack=lambda batch: (batch["x"], batch["y"])) == (X, Y)
     module = nn.Linear(3, 2)
     module.unpack = lambda batch: [batch["x"], batch["y"]]
-    assert unpacked(batch, module).targets is Y
-    assert unpacked(batch, module, lambda batch: (batch["x"], X)).targets is X
-    assert unpacked(unpacked(batch, module)).inputs is X
+    assert unpacked(batch, module)[1] is Y
+    assert unpacked(batch, module, lambda batch: (batch["x"], X))[1] is X
+    assert unpacked(Whole((X, Y))) == (X, Y)
 
 
 @pytest.mark.parametrize(("batch", "options", "message"), [

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedbayes.core.batches import (
-    Examples,
     Unpack,
+    Whole,
     check_unpack,
     number_of_examples,
     output_of,
@@ -220,16 +220,20 @@ class Laplace:
                     total[name] += each
         return {name: each / self.temperature for name, each in total.items()}, count
 
-    def unpacked(self, batch: Any, module: nn.Module | None = None) -> Examples:
-        """Return inputs and targets of a batch, of as many examples, as far as inputs tell."""
-        found = unpacked(batch, module, self.unpack, needs_targets=True)
-        inputs, targets = found
+    def unpacked(self, batch: Any, module: nn.Module | None = None) -> Any:
+        """Return inputs and targets of a batch, of as many examples, as far as inputs tell.
+
+        Without the module, which may say what is what, the batch is given back in one piece, for :meth:`information`.
+        """
+        if module is None:
+            return Whole(batch)
+        inputs, targets = unpacked(batch, module, self.unpack, needs_targets=True)
         count = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else number_of_examples(inputs)
         if not targets.ndim or not len(targets) or (count is not None and count != len(targets)):
             raise FederationError(
                 f"Laplace: inputs are {shown(inputs)} and targets {shown(targets)}: give as many of both, at least one"
             )
-        return found
+        return inputs, targets
 
     def _check(self, output: Tensor, target: Tensor) -> None:
         """Raise FederationError unless the likelihood is one of an example's ``output`` and ``target``."""
