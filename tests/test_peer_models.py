@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import lightning_fedbayes as fb
 from tests.federations import trainer
@@ -73,6 +73,103 @@ def test_transformers():
     assert predictive.predict_step(words.tensors[0]).epistemic.min() >= 0
 
 
+class Words(Own):
+    """A user's module around a transformer: batches are the dicts of its tokenizer."""
+
+    def forward(self, **batch):
+        return self.network(**batch)
+
+    def training_step(self, batch, batch_idx):
+        return self.network(**batch).loss
+
+
+def bert(seed=0):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    return transformers.BertForSequenceClassification(transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=2,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    ))
+
+
+def sentences(count=12, as_encoding=False):
+    torch.manual_seed(1)
+    words, mask = torch.randint(0, 50, (count, 7)), torch.ones(count, 7, dtype=torch.long)
+    mask[::3, 5:] = 0
+    rows = [{"input_ids": w, "attention_mask": m, "labels": torch.tensor(n % 2)}
+            for n, (w, m) in enumerate(zip(words, mask))]
+    if not as_encoding:
+        return DataLoader(rows, 4)
+    transformers = pytest.importorskip("transformers")
+    return DataLoader(rows, 4, collate_fn=lambda examples: transformers.BatchEncoding(default_collate(examples)))
+
+
+class Pair(Own):
+    """The same network for pairs of inputs and targets."""
+
+    def forward(self, words):
+        return self.network(input_ids=words[..., 0], attention_mask=words[..., 1]).logits
+
+
+def paired():
+    parts = default_collate(list(sentences().dataset))
+    return DataLoader(TensorDataset(torch.stack([parts["input_ids"], parts["attention_mask"]], -1), parts["labels"]), 4)
+
+
+@pytest.mark.parametrize("as_encoding", [False, True])
+def test_dicts_of_a_tokenizer(as_encoding):
+    data, found = sentences(as_encoding=as_encoding), []
+    predictive = federated(Words(bert()), None, loader=data)
+    assert len(trainer(1).predict(predictive, data)) == 3
+    for module, batches in ((Words(bert()), data), (Pair(bert()), paired())):
+        names = [name for name, _ in module.named_parameters()]
+        posterior = fb.Laplace(parameters=[next(n for n in names if n.endswith("classifier.weight"))]).posterior(
+            module, batches)
+        for predictive in ("draws", "linearised"):
+            torch.manual_seed(0)
+            made = fb.PosteriorPredictive(module, posterior, 4, predictive=predictive)
+            found.append(trainer(1, [fb.UncertaintyReport()]).validate(made, batches, verbose=False)[0])
+        site = fb.KroneckerLaplace(fb.Laplace(parameters=["*classifier*"])).site(module, batches)
+        found.append({f"{part}.{name.rpartition('.')[2]}": float(v.double().norm())
+                      for part in ("inputs", "outputs") for name, v in getattr(site, part).items()})
+    for ours, wanted in zip(found[:3], found[3:], strict=True):
+        assert ours == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+def test_dicts_of_a_tokenizer_in_a_federation_by_laplace(engine):
+    posteriors = []
+    for module, data in ((Words(bert()), sentences()), (Pair(bert()), paired())):
+        module.configure_optimizers = lambda module=module: torch.optim.SGD(module.parameters(), lr=0.05)
+        federation = fb.FederatedBayes(
+            fb.IIDPartition(2), posterior=fb.Laplace(parameters=["*classifier*"]), engine=engine)
+        trainer(1, [federation]).fit(module, data)
+        posteriors.append(federation.posterior)
+    ours, wanted = posteriors
+    assert ours.linearised
+    for name in ours.names:
+        torch.testing.assert_close(ours.mean[name], wanted.mean[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours.variance[name], wanted.variance[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_frozen_blocks_of_a_transformer_run_once_for_all_draws():
+    module, calls = Words(bert()), []
+    mean = {name: p.detach().clone() for name, p in module.named_parameters()}
+    posterior = fb.GaussianPosterior(mean, {
+        name: torch.full_like(p, 0.01 if "layer.1" in name or "classifier" in name else 0.0)
+        for name, p in mean.items()
+    })
+    module.network.bert.encoder.layer[0].register_forward_hook(lambda *_: calls.append("BatchedTensor" in repr(_[2])))
+    batch = next(iter(sentences()))
+    made = fb.PosteriorPredictive(module, posterior, 5)
+    torch.manual_seed(0)
+    found = made.predict_step(batch)
+    assert calls[0] is False  # one pass, then that of the mean for the comparison of the first batch
+    made._one_by_one = True
+    torch.manual_seed(0)
+    torch.testing.assert_close(found.probs, made.predict_step(batch).probs, rtol=1e-5, atol=1e-5)
+
+
 def test_segmentation_models():
     smp = pytest.importorskip("segmentation_models_pytorch")
     torch.manual_seed(0)
@@ -86,11 +183,13 @@ def test_torch_geometric():
     pytest.importorskip("torch_geometric")
     from torch_geometric.data import Data
     from torch_geometric.loader import DataLoader as GraphLoader
+    from torch_geometric.loader.dataloader import Collater
     from torch_geometric.nn import GCNConv, global_mean_pool
 
     class Graphs(L.LightningModule):
         def __init__(self):
             super().__init__()
+            torch.manual_seed(0)
             self.first, self.second, self.head = GCNConv(4, 8), GCNConv(8, 8), nn.Linear(8, 2)
 
         def forward(self, graph):
@@ -109,6 +208,33 @@ def test_torch_geometric():
         Data(x=torch.randn(n, 4), edge_index=torch.randint(0, n, (2, 3 * n)), y=torch.tensor(n % 2))
         for n in range(3, 15)
     ]
-    predictive = federated(Graphs(), None, loader=GraphLoader(graphs, batch_size=4))
+    loader = GraphLoader(graphs, batch_size=4)
+    predictive = federated(Graphs(), None, loader=loader)
     batch = next(iter(GraphLoader(graphs, batch_size=12)))
     assert predictive.sample(batch, 3).shape == (3, 12, 2)
+    scaling, sets = fb.FederatedTemperature(), fb.FederatedConformal(0.5)
+    scores = trainer(1, [fb.UncertaintyReport(), scaling, sets]).validate(predictive, loader, verbose=False)[0]
+    assert {"val/nll", "val/retained_area_entropy", "val/scaled/temperature", "val/lac_50/threshold"} <= scores.keys()
+    assert sum(len(each.label) for each in trainer(1).predict(predictive, loader)) == 12
+    data = fb.ClientDatasets({"north": graphs[:5], "south": graphs[5:]})
+    collate = Collater(graphs)
+    assert fb.evaluate_clients(predictive, data, batch_size=4, collate_fn=collate).num_examples == (5, 7)
+
+    module = Graphs().eval()  # a graph at a time, as (inputs, targets), is measured as the batch of all
+    alone = [(one, one.y) for one in GraphLoader(graphs, batch_size=1)]
+    site, wanted = fb.Laplace().site(module, loader), fb.Laplace().site(module, alone)
+    for name, value in site.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
+    posterior = fb.Laplace().posterior(module, loader)
+    mean, covariance = fb.PosteriorPredictive(module, posterior)._linearised(batch)
+    one = fb.PosteriorPredictive(module, posterior)._linearised(alone[3][0])
+    torch.testing.assert_close((mean[3:4], covariance[3:4]), one, rtol=1e-5, atol=1e-6)
+    assert trainer(1).predict(fb.PosteriorPredictive(module, posterior), loader)[0].probs.shape == (4, 2)
+    factors = fb.KroneckerLaplace(fb.Laplace(parameters=["head*"]))
+    assert fb.PosteriorPredictive(module, factors.fuse([factors.site(module, loader)])).is_linearised
+
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.05)
+    federation = fb.FederatedBayes(fb.IIDPartition(2), posterior=fb.Laplace())
+    trainer(1, [federation]).fit(module, loader)
+    assert federation.posterior.linearised
+    assert federation.history[-1]["valid_clients"] == 2

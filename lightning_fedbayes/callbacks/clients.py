@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_fedbayes.callbacks.evaluator import BATCH_SIZE, Evaluator, Reader, evaluator_of
+from lightning_fedbayes.callbacks.evaluator import BATCH_SIZE, Evaluator, Reader, collate_of, evaluator_of
 from lightning_fedbayes.callbacks.loggers import log_table
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
 from lightning_fedbayes.clients.evaluation import ClientScores, evaluate_clients, figures_of, has_predict_step
@@ -120,7 +120,10 @@ class ClientReport(Reader):
             for name, dataset in zip(clients.names, clients.datasets, strict=True):
                 with federation.holding(names.index(name)) as posterior:
                     own = evaluator.predictor(module, posterior)
-                    scores.append(evaluate_clients(own, ClientDatasets({name: dataset}), batch_size=batch_size))
+                    scores.append(evaluate_clients(
+                        own, ClientDatasets({name: dataset}), batch_size=batch_size,
+                        collate_fn=collate_of(evaluator.loaders),
+                    ))
         except FedBayesError:
             return None
         return ClientScores.of(

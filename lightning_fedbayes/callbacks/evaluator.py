@@ -13,9 +13,11 @@ from torch.utils.data import BatchSampler, ConcatDataset, Dataset, SequentialSam
 
 from lightning_fedbayes.clients.evaluation import (
     REMEDY,
+    Collate,
     Predicted,
     drawing,
     has_predict_step,
+    inputs_and_targets,
     joined,
     mean_probs,
     means_of,
@@ -23,8 +25,8 @@ from lightning_fedbayes.clients.evaluation import (
     predict_data,
     predicted,
 )
-from lightning_fedbayes.core.errors import FedBayesError, shown
-from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.core.errors import FedBayesError
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data import ClientDatasets
 from lightning_fedbayes.modules.posterior_predictive import OUTPUT_DRAWS, PosteriorPredictive
@@ -139,7 +141,7 @@ class Evaluator:
         self._asks = any(reader.asks(module, posterior) for reader in readers)
         self._samples = next((n for n in (getattr(reader, "samples", None) for reader in readers) if n), DRAWS)
         draws = posterior is not None and not callable(getattr(module, "sample", None)) and any(
-            not is_zero(each) and bool(each.any()) for each in posterior.variance.values()
+            is_random(each) for each in posterior.variance.values()
         )
         self._posterior = posterior if draws else None
         return readers
@@ -184,11 +186,10 @@ class Evaluator:
     @torch.no_grad()
     def _predict(self, module: L.LightningModule, batch: Any) -> Predicted:
         """Return the module's predictions of a batch, which its step has not returned."""
-        if not isinstance(batch, list | tuple) or len(batch) < 2 or not isinstance(batch[1], Tensor):
-            raise FedBayesError(f"a batch is {shown(batch)}: give data sets of inputs and targets")
-        inputs, target = batch[0], batch[1]
         if self._posterior is not None:
-            return self._draw(self.predictive(module, self._posterior), inputs, target)
+            predictive = self.predictive(module, self._posterior)
+            return self._draw(predictive, *inputs_and_targets(predictive, batch))
+        inputs, target = inputs_and_targets(module, batch)
         if has_predict_step(module) and (target.is_floating_point() or not self._needs_logits):
             try:
                 return predicted(module, batch)
@@ -286,7 +287,7 @@ class Evaluator:
 
         for number, (name, dataset) in enumerate(named.items()):
             seed = derive_seed(self._seed, "evaluation", client=number)
-            found[name] = predict_data(module, dataset, batch_size, seed, predict)
+            found[name] = predict_data(module, dataset, batch_size, seed, predict, collate_of(self.loaders))
         return found
 
 
@@ -353,6 +354,11 @@ def data_of(loaders: Any) -> tuple[Datasets, int]:
         datasets = datasets[0].datasets
     named: dict[str, Dataset] = {str(number): dataset for number, dataset in enumerate(datasets)}  # pyright: ignore[reportAssignmentType]
     return (named if len(named) > 1 else {"all": next(iter(named.values()))}), batch_size
+
+
+def collate_of(loaders: list[Any]) -> Collate | None:
+    """Return the function that makes batches of examples in the first of some loaders; None: torch's own."""
+    return getattr(loaders[0], "collate_fn", None)
 
 
 def _posterior_of(federation: Any) -> GaussianPosterior | None:

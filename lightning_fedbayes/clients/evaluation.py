@@ -17,6 +17,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_fedbayes.core.batches import output_of, unpacked
 from lightning_fedbayes.core.errors import (
     LARGEST,
     FedBayesError,
@@ -47,6 +48,8 @@ from lightning_fedbayes.modules.regressor import RegressionPrediction, shaped_li
 
 Predicted = dict[str, Tensor]
 """Predictions of some examples: "target" and "probs", or "target", "mean" and "variance"; perhaps "logits"."""
+Collate = Callable[[list[Any]], Any]
+"""List of examples → batch."""
 Predictors = L.LightningModule | Mapping[str, L.LightningModule]
 HIGHER_IS_BETTER = ("accuracy", "coverage")
 REMEDY = (
@@ -183,7 +186,8 @@ def sign_of(figure: str) -> int:
 
 
 def evaluate_clients(
-    module: Predictors, clients: ClientDatasets, *, batch_size: int = 256, seed: int = 0
+    module: Predictors, clients: ClientDatasets, *, batch_size: int = 256, seed: int = 0,
+    collate_fn: Collate | None = None,
 ) -> ClientScores:
     """Score every client on data of its own, in one pass; no data at the server are needed.
 
@@ -197,9 +201,10 @@ def evaluate_clients(
     Args:
         module: whose ``predict_step`` returns a prediction of this package: a module of this package, or a
             :class:`~lightning_fedbayes.PosteriorPredictive` of any other; or one for each client, by name.
-        clients: name → data set of inputs and targets.
+        clients: name → data set of inputs and targets, whose batches have any form that ``module`` takes.
         batch_size: of the pass.
         seed: of the draws from the posterior, the same for every client.
+        collate_fn: list of examples → batch, such as that of a DataLoader of graphs; None: torch's.
 
     Raises:
         FedBayesError: a client has no example or no module, or the predictions are not of this package.
@@ -207,6 +212,8 @@ def evaluate_clients(
     check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data",
                error=FedBayesError)
     _check_pass(batch_size, seed)
+    if collate_fn is not None and not callable(collate_fn):
+        raise FedBayesError(f"collate_fn={shown(collate_fn)}: give a function, list of examples → batch")
     scores, sizes = dict[str, dict[str, float]](), dict[str, int]()
     for name, dataset in zip(clients.names, clients.datasets, strict=True):
         own = module.get(name) if isinstance(module, Mapping) else module
@@ -214,7 +221,7 @@ def evaluate_clients(
             raise FedBayesError(f"there is no module for client {name}: give one for each client")
         if not len(dataset):  # pyright: ignore[reportArgumentType]
             raise FedBayesError(f"client {name} has no example to be scored on: leave it out, or hold some back")
-        scores[name] = _score(own, dataset, batch_size, seed)
+        scores[name] = _score(own, dataset, batch_size, seed, collate_fn)
         sizes[name] = len(dataset)  # pyright: ignore[reportArgumentType]
     return ClientScores.of(sizes, scores)
 
@@ -225,34 +232,48 @@ def _check_pass(batch_size: int, seed: int) -> None:
     check_at_least("seed", seed, -LARGEST, error=FedBayesError)
 
 
-def batches_of(dataset: Dataset, batch_size: int) -> Iterator[Any]:
-    """Yield batches of inputs and targets; raise FedBayesError for others, and for examples that make none."""
-    loader = iter(DataLoader(dataset, int(batch_size)))  # which may be one of NumPy
+def batches_of(dataset: Dataset, batch_size: int, collate_fn: Collate | None = None) -> Iterator[Any]:
+    """Yield batches; raise FedBayesError for examples that make none."""
+    loader = iter(DataLoader(dataset, int(batch_size), collate_fn=collate_fn))  # the size may be one of NumPy
     while True:
         try:
             batch = next(loader, None)
         except (TypeError, ValueError, RuntimeError) as error:  # torch's words for what does not stack
-            raise FedBayesError(f"the examples make no batch ({error}): give pairs of input and target") from error
+            raise FedBayesError(
+                f"the examples make no batch ({error}): give pairs of input and target, or a collate_fn"
+            ) from error
         if batch is None:
             return
-        if not isinstance(batch, list | tuple) or len(batch) < 2 or not isinstance(batch[1], Tensor):
-            raise FedBayesError(f"a batch is {shown(batch)}: give data sets of inputs and targets")
         yield batch
 
 
-def _score(module: L.LightningModule, dataset: Dataset, batch_size: int, seed: int) -> dict[str, float]:
+def inputs_and_targets(module: nn.Module, batch: Any) -> tuple[Any, Tensor]:
+    """Return what ``module`` takes of a batch, and the targets.
+
+    Raises:
+        FedBayesError: there is no tensor of targets.
+    """
+    return unpacked(batch, module, needs_targets=True)
+
+
+def _score(
+    module: L.LightningModule, dataset: Dataset, batch_size: int, seed: int, collate_fn: Collate | None = None
+) -> dict[str, float]:
     """Return the figures of ``module`` on a data set."""
     check_kind("module", module, L.LightningModule, "give a LightningModule, or a PosteriorPredictive of it",
                error=FedBayesError)
     if not has_predict_step(module):
         raise FedBayesError(f"{type(module).__name__} has no predict_step of its own: {REMEDY}")
     seed = derive_seed(seed, "evaluation")
-    return figures_of(predict_data(module, dataset, batch_size, seed, lambda batch: means_of(predicted(module, batch))))
+    return figures_of(predict_data(
+        module, dataset, batch_size, seed, lambda batch: means_of(predicted(module, batch)), collate_fn
+    ))
 
 
 @torch.no_grad()
 def predict_data(
-    module: nn.Module, dataset: Dataset, batch_size: int, seed: int, predict: Callable[[Any], Predicted]
+    module: nn.Module, dataset: Dataset, batch_size: int, seed: int, predict: Callable[[Any], Predicted],
+    collate_fn: Collate | None = None,
 ) -> Predicted:
     """Return what ``predict`` makes of the batches of a data set, joined; ``module`` is in evaluation mode meanwhile.
 
@@ -262,10 +283,12 @@ def predict_data(
         batch_size: examples at a time.
         seed: of the draws; the global generators stay as they are.
         predict: batch → predictions.
+        collate_fn: list of examples → batch; None: torch's.
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     with evaluation_mode(module), drawing(device, seed):
-        return joined([predict(move_data_to_device(batch, device)) for batch in batches_of(dataset, batch_size)])
+        batches = batches_of(dataset, batch_size, collate_fn)
+        return joined([predict(move_data_to_device(batch, device)) for batch in batches])
 
 
 @contextmanager
@@ -293,12 +316,13 @@ def predicted(module: L.LightningModule, batch: Any) -> Predicted:
     Raises:
         FedBayesError: they are not those of this package.
     """
+    target = inputs_and_targets(module, batch)[1]
     prediction: Any = module.predict_step(batch, 0)
     if isinstance(prediction, ClassPrediction):
-        return {"probs": prediction.probs.unsqueeze(0), "target": batch[1]}
+        return {"probs": prediction.probs.unsqueeze(0), "target": target}
     if isinstance(prediction, RegressionPrediction):
         mean = prediction.mean
-        return {"mean": mean, "variance": prediction.variance, "target": shaped_like(batch[1], mean)}
+        return {"mean": mean, "variance": prediction.variance, "target": shaped_like(target, mean)}
     raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(prediction)}: {REMEDY}")
 
 
@@ -308,14 +332,14 @@ def means_of(found: Predicted) -> Predicted:
     return {**kept, "probs": found["probs"].mean(0)} if "probs" in found else kept
 
 
-def outputs_of(predictive: nn.Module, inputs: Tensor) -> Tensor:
+def outputs_of(predictive: nn.Module, inputs: Any) -> Tensor:
     """Return draws of the network's output if the module can draw, otherwise its output; shape (*, batch, classes).
 
     Raises:
         FedBayesError: the output has no such shape.
     """
     sample: Any = getattr(predictive, "sample", None)
-    outputs: Any = sample(inputs) if callable(sample) else predictive(inputs)
+    outputs: Any = sample(inputs) if callable(sample) else output_of(predictive, inputs)
     if not isinstance(outputs, Tensor) or outputs.ndim < 2:
         raise FedBayesError(
             f"{type(predictive).__name__} gives {shown(outputs)}; logits of shape (batch, classes), or "

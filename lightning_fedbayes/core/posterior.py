@@ -381,6 +381,11 @@ def is_zero(variance: Tensor) -> bool:
     return not any(variance.stride()) and variance.as_strided((), ()).item() == 0
 
 
+def is_random(variance: Tensor) -> bool:
+    """Return True if ``variance`` is not all zero; it is read if need be."""
+    return not is_zero(variance) and bool(variance.any())
+
+
 def flatten(tensors: Iterable[Tensor], dtype: torch.dtype, room: Tensor | None = None) -> Tensor:
     """The entries of ``tensors`` one after the other, as one detached vector of ``dtype``, shape (P,).
 

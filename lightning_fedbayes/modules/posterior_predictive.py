@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_fedbayes.core.batches import Unpack, check_unpack, output_of, unpacked
 from lightning_fedbayes.core.errors import (
     FedBayesError,
     check_at_least,
@@ -29,6 +30,7 @@ T = TypeVar("T")
 
 OUTPUT_DRAWS = 256
 """Fewest draws of linearised outputs, which cost nothing beside their covariance."""
+REMEDY = "give inputs that its forward takes, by unpack=lambda batch: (inputs, targets) if the batch has others"
 MOST_LOST = 0.1
 """Share of a batch's examples that draws of the parameters may be expected to lose against their mean."""
 
@@ -55,7 +57,8 @@ class PosteriorPredictive(L.LightningModule):
         L.Trainer(callbacks=[fb.UncertaintyReport()]).validate(predictive, dataloader)  # scores and pictures
 
     All draws, or all examples, are one stacked pass where ``torch.func.vmap`` can run the network, otherwise one after
-    the other. The module is put into evaluation mode; its weights are not changed.
+    the other. In that pass layers before the first one with a variance run once for all draws. The module is put into
+    evaluation mode; its weights are not changed.
 
     Where the draws classify the first batch far worse than the mean (:func:`accuracy_lost`), a line of the log says so:
     the posterior is wider than the network bears.
@@ -65,7 +68,8 @@ class PosteriorPredictive(L.LightningModule):
 
     Args:
         module: any module whose ``forward`` maps the inputs to logits (batch, classes), or to means (batch,) or
-            (batch, targets). Batches are inputs, or a sequence of inputs and targets.
+            (batch, targets): a tensor, a tuple that begins with one, or an object or mapping with ``logits``. A
+            LightningModule without a ``forward`` of its own gives them by its ``predict_step``.
         posterior: of its parameters; those that it does not name keep their value.
         samples: number of draws S; of linearised outputs at least 256, which are nearly free.
         task: "classification" or "regression".
@@ -73,6 +77,12 @@ class PosteriorPredictive(L.LightningModule):
             regression are exact: :math:`f(x; \mu)` and the diagonal of :math:`J \Sigma J^\top`.
         predictive: "draws" of the parameters, or "linearised"; None: what suits the posterior, "linearised" if it comes
             from a Laplace approximation and "draws" otherwise.
+        unpack: batch → (inputs, targets). Not needed for a tensor of inputs; a sequence that begins with inputs and
+            targets; a mapping that has its targets under one of "labels", "label", "y", "target" and "targets" and is
+            the inputs otherwise; and an object, such as a graph, that has its targets in an attribute of these names
+            and goes to ``forward`` as it is. Inputs that are a mapping go to ``forward`` as keywords if its signature
+            has a parameter for every key and a key for every parameter without a default, and as one argument if no
+            key is the name of a parameter. A method ``unpack`` of ``module`` does the same.
 
     Raises:
         FedBayesError: an argument is out of range, or the posterior is of another network.
@@ -88,7 +98,7 @@ class PosteriorPredictive(L.LightningModule):
     def __init__(
         self, module: nn.Module, posterior: GaussianPosterior | KroneckerPosterior | None = None, samples: int = 10,
         task: Literal["classification", "regression"] = "classification", noise_std: float = 0.0,
-        predictive: Literal["draws", "linearised"] | None = None,
+        predictive: Literal["draws", "linearised"] | None = None, unpack: Unpack | None = None,
     ) -> None:
         super().__init__()
         check_kind("module", module, nn.Module, "give a torch.nn.Module", error=FedBayesError)
@@ -97,12 +107,14 @@ class PosteriorPredictive(L.LightningModule):
         check_number("noise_std", noise_std, "[0, inf)", error=FedBayesError, why="it is a standard deviation")
         if predictive is not None:
             check_choice("predictive", predictive, ("draws", "linearised"), error=FedBayesError)
+        check_unpack(unpack)
         self.network = module
         self.posterior = posterior
         self.samples = samples
         self.task = task
         self.noise_std = noise_std
         self.predictive = predictive
+        self._unpack = unpack
         self._scores = ClassScores() if task == "classification" else GaussianScores()
         self._one_by_one = False
         self._compared: GaussianPosterior | KroneckerPosterior | None = None
@@ -125,7 +137,15 @@ class PosteriorPredictive(L.LightningModule):
 
     def forward(self, inputs: Any) -> Tensor:
         """The network's output at the values that its parameters have now."""
-        return self.network(inputs)
+        return output_of(self.network, inputs)
+
+    def unpack(self, batch: Any) -> tuple[Any, Any]:
+        """Return inputs and targets of a batch, None where it has none.
+
+        Raises:
+            FedBayesError: the batch is empty, or several of its names may be that of its targets.
+        """
+        return unpacked(batch, self.network, self._unpack)
 
     @property
     def is_linearised(self) -> bool:
@@ -167,9 +187,6 @@ class PosteriorPredictive(L.LightningModule):
         else:
             sets, buffers = draws_from_posterior(posterior, count), None
         outputs = self._vectorized_if_possible(outputs_with, self.network, sets, inputs, buffers=buffers)
-        if not isinstance(outputs, Tensor):
-            made = f"{type(self.network).__name__} gives a {type(outputs).__name__}"
-            raise FedBayesError(f"{made}: wrap it into a module whose forward returns its logits or means")
         at = {name: value.unsqueeze(0) for name, value in posterior.mean.items()}
         self._compare(outputs, lambda: outputs_with(self.network, at, inputs, vectorized=False, buffers=buffers)[0])
         return outputs
@@ -184,7 +201,7 @@ class PosteriorPredictive(L.LightningModule):
     def _vectorized_if_possible(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Call a function; if the network does not vectorize, now and from then on with ``vectorized=False``."""
         network = type(self.network).__name__
-        with raised_as(FedBayesError, f"{network} cannot predict this batch", "give inputs that its forward takes"):
+        with raised_as(FedBayesError, f"{network} cannot predict this batch", REMEDY):
             if not self._one_by_one:
                 try:
                     return function(*arguments, **options)
@@ -215,10 +232,8 @@ class PosteriorPredictive(L.LightningModule):
     def predict_step(
         self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0
     ) -> ClassPrediction | RegressionPrediction:
-        """Return mean prediction and decomposed uncertainty of a batch: inputs, or a sequence of inputs and targets."""
-        if isinstance(batch, list | tuple) and not batch:
-            raise FedBayesError("a batch is empty: give inputs, or a sequence of inputs and targets")
-        return self._predict(batch[0] if isinstance(batch, list | tuple) else batch)
+        """Return mean prediction and decomposed uncertainty of a batch: inputs, with or without targets."""
+        return self._predict(self.unpack(batch)[0])
 
     def _predict(self, inputs: Any) -> ClassPrediction | RegressionPrediction:
         if self.task == "classification":
@@ -234,12 +249,7 @@ class PosteriorPredictive(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Score a batch of inputs and targets; what it returns is what a Bayesian module's step returns."""
-        if not isinstance(batch, list | tuple) or len(batch) < 2 or not isinstance(batch[1], Tensor):
-            raise FedBayesError(
-                f"a batch is a {type(batch).__name__}, and not inputs with a tensor of targets: give a collate_fn that "
-                "returns (inputs, targets)"
-            )
-        inputs, targets = batch[0], batch[1]
+        inputs, targets = unpacked(batch, self, needs_targets=True)
         if isinstance(self._scores, ClassScores):
             return self._scores.update(self.sample(inputs), targets)
         prediction = self._predict(inputs)

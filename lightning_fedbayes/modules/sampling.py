@@ -11,20 +11,21 @@ import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
+from lightning_fedbayes.core.batches import output_of
 from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_at_least, check_kind, listed
 from lightning_fedbayes.core.posterior import (
     GaussianPosterior,
     check_posterior,
     check_same_structure,
     check_tensor,
-    is_zero,
+    is_random,
 )
 from lightning_fedbayes.layers import MCDropout, mean_only
 from lightning_fedbayes.layers.conv import BayesianConv
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 
 ParameterSets = dict[str, Tensor]
-"""Name in the posterior → values of shape (sets, *shape)."""
+"""Name in the posterior → values of shape (sets, *shape). One that is a single value expanded is the same in all."""
 
 
 def draws_from_posterior(
@@ -45,7 +46,7 @@ def draws_from_posterior(
     sets = {}
     for name, mean in posterior.mean.items():
         values = mean.expand(draws, *mean.shape)
-        if not is_zero(posterior.variance[name]):
+        if is_random(posterior.variance[name]):
             noise = torch.randn(values.shape, generator=generator, dtype=mean.dtype, device=mean.device)
             values = mean + posterior.variance[name].sqrt() * noise
         sets[name] = values
@@ -73,10 +74,14 @@ def outputs_with(
 ) -> Tensor:
     """Compute the network's output with each set of parameters.
 
+    In one pass, what depends on no parameter that differs between the sets is computed once: of a network whose last
+    layers alone are random, all layers before them.
+
     Args:
-        network: maps ``inputs`` to a tensor; its own noise (Bayesian layers, Monte Carlo dropout) is off.
+        network: maps ``inputs`` to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`); its own noise
+            (Bayesian layers, Monte Carlo dropout) is off.
         sets: see :data:`ParameterSets`; other parameters keep their value.
-        inputs: shape (batch, *).
+        inputs: of a batch.
         vectorized: all sets in one pass, by ``torch.func.vmap``; otherwise one after the other.
         buffers: in place of the network's own, by name.
 
@@ -89,19 +94,26 @@ def outputs_with(
     unknown = sorted(sets.keys() - paths.keys())
     if unknown:
         raise PosteriorError(f"the network has no parameter {listed(unknown)}: the posterior is of another network")
-    values = {paths[name]: value for name, value in sets.items()}
+    count = len(next(iter(sets.values())))
+    fixed, drawn = dict(buffers or {}), dict[str, Tensor]()
+    for name, value in sets.items():
+        if count > 1 and value.stride(0) == 0:
+            fixed[paths[name]] = value[0]
+        else:
+            drawn[paths[name]] = value
 
     def forward(parameters: Mapping[str, Tensor]) -> Tensor:
-        output = torch.func.functional_call(network, {**(buffers or {}), **parameters}, (inputs,))
-        return output[0] if isinstance(output, tuple) else output
+        return output_of(network, inputs, {**fixed, **parameters})
 
     with mean_only(network):
+        if not drawn:
+            output = forward({})
+            return output.expand(count, *output.shape)
         if vectorized:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*There is a performance drop.*")  # slower, but correct
-                return torch.func.vmap(forward)(values)
-        count = len(next(iter(values.values())))
-        return torch.stack([forward({path: value[s] for path, value in values.items()}) for s in range(count)])
+                return torch.func.vmap(forward)(drawn)
+        return torch.stack([forward({path: value[s] for path, value in drawn.items()}) for s in range(count)])
 
 
 def within(posterior: GaussianPosterior, prefix: str) -> GaussianPosterior:
@@ -135,9 +147,9 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
     """Return ``samples`` independent draws of the network's output.
 
     One vectorised pass: layers before the first Bayesian one run once for all samples. A large network that has no such
-    layers takes several passes on a CPU. A network that cannot be vectorised (an LSTM, a branch on a value, layers of
-    bayesian-torch that draw noise in place) runs once per sample. A network without randomness runs once, and gives
-    one sample.
+    layers takes several passes on a CPU. A network that cannot be vectorised (an LSTM behind noise, a branch on a
+    value, layers of bayesian-torch that draw noise in place) runs once per sample. A network without randomness runs
+    once, and gives one sample.
 
     Args:
         network: maps ``inputs`` to a tensor; a tuple's first element counts (bayesian-torch returns the KL second).
@@ -213,9 +225,11 @@ def draws_per_pass(network: nn.Module, inputs: Tensor) -> int | None:
 
 
 def may_vectorize(network: nn.Module) -> bool:
-    """Return False for networks known to fail: recurrent ones, and layers that draw noise in place."""
-    return not any(
-        isinstance(module, nn.RNNBase)
-        or (isinstance(module, BaseVariationalLayer_) and not module.__module__.startswith("lightning_fedbayes."))
-        for module in network.modules()
-    )
+    """Return False for networks known to fail: recurrent layers behind noise, and layers that draw noise in place."""
+    noisy = False
+    for module in network.modules():  # the order of definition
+        foreign = isinstance(module, BaseVariationalLayer_) and not module.__module__.startswith("lightning_fedbayes.")
+        if foreign or (noisy and isinstance(module, nn.RNNBase)):
+            return False
+        noisy = noisy or isinstance(module, BaseVariationalLayer_ | MCDropout)
+    return True

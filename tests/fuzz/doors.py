@@ -454,7 +454,8 @@ DOORS = {
     "ScoreSketch.noisy": (calibration.ScoreSketch.of(torch.rand(20)).noisy, {"epsilon": 1.0, "seed": 0}),
     "ScoreSketch.__add__": (SKETCH.__add__, {"other": SKETCH}),
     "mixed_threshold": (calibration.mixed_threshold, {"own": SKETCH, "pooled": SKETCH, "share": 0.5, "level": 0.9}),
-    "evaluate_clients": (fb.evaluate_clients, {"module": PREDICTIVE, "clients": OWN, "batch_size": 4, "seed": 0}),
+    "evaluate_clients": (fb.evaluate_clients, {
+        "module": PREDICTIVE, "clients": OWN, "batch_size": 4, "seed": 0, "collate_fn": None}),
     "hold_out": (fb.hold_out, {"clients": OWN, "fraction": 0.3, "seed": 0}),
     "choose_personal_weight": (fb.choose_personal_weight, {
         "posterior_of": lambda weight: PREDICTIVE.posterior, "module": PREDICTIVE.network, "held_out": table(5),
@@ -554,12 +555,12 @@ DOORS = {
         partial(cox, name), {"targets": torch.stack([torch.ones(8), torch.arange(8.0)], 1)}
     ) for name in ("training_step", "validation_step", "test_step")},
     "Laplace": (fb.Laplace, {"task": "classification", "curvature": "ggn", "prior_std": 1.0, "noise_std": 1.0,
-                             "temperature": 1.0, "parameters": ("*",)}),
+                             "temperature": 1.0, "parameters": ("*",), "unpack": None}),
     "KroneckerLaplace": (fb.KroneckerLaplace, {"curvature": fb.Laplace(), "damping": 0.1}),
     "SWAG": (fb.SWAG, {"start": 0.5, "scale": 1.0, "min_std": 1e-3, "parameters": ("*",)}),
     "PosteriorPredictive": (
         fb.PosteriorPredictive, {"module": network(), "posterior": fb.read_posterior(network()), "samples": 2,
-                                 "task": "regression", "noise_std": 0.1, "predictive": "draws"}),
+                                 "task": "regression", "noise_std": 0.1, "predictive": "draws", "unpack": None}),
     "BayesianModule": (Plain, {"network": network(), **OF_MODULE}),
     "HybridBayesianClassifier": (
         fb.HybridBayesianClassifier, {"network": network(), **OF_HYBRID, "robustness": 0.0}),
@@ -665,6 +666,7 @@ VALUES = SimpleNamespace(
             fusion.LinearPool(), fb.AutoFusion(), fb.RoundPlan(0, (0,)), layers.NormalPrior()],
 )
 """Values by kind."""
-FUNCTIONS = {"closure", "rule", "then", "weighting", "score", "optimizer", "source", "labels", "fusion", "prior"}
+FUNCTIONS = {"closure", "rule", "then", "weighting", "score", "optimizer", "source", "labels", "fusion", "prior",
+             "unpack", "collate_fn"}
 """Arguments that take a function of the user, which may raise what it likes."""
 POOL = [value for kind in vars(VALUES).values() for value in kind]

@@ -139,21 +139,23 @@ def test_a_mistake_is_named(make, message):
 
 
 class Logits(nn.Module):
-    """Gives its logits by name."""
+    """Gives its logits by a name of its own."""
 
     def __init__(self):
         super().__init__()
         self.net = network()
 
     def forward(self, x):
-        return {"logits": self.net(x)}
+        return {"scores": self.net(x)}
 
 
 X, Y = blobs()[:4]
 FOREIGN = {
-    "a dict": ({"x": X, "y": Y}, "cannot predict this batch", "a batch is a dict"),
+    "a dict": ({"x": X, "y": Y}, "cannot predict this batch", "cannot predict this batch"),
+    "a dict without targets": ({"x": X}, "cannot predict this batch", "a batch is a dict with the keys 'x'"),
+    "a dict of two targets": ({"x": X, "y": Y, "label": Y}, "'label', 'y' may each be", "'label', 'y' may each be"),
     "a graph": (SimpleNamespace(x=X), "cannot predict this batch", "a batch is a SimpleNamespace"),
-    "nothing": ([], "a batch is empty", "a batch is a list"),
+    "nothing": ([], "a batch is empty", "a batch is empty"),
     "inputs alone": ([X], None, "a batch is a list"),
     "a tensor alone": (X, None, "a batch is a Tensor"),
     "other inputs": ((torch.zeros(4, 2), Y), "cannot predict this batch: RuntimeError", "cannot predict this batch"),

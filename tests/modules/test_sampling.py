@@ -6,6 +6,7 @@ from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
 from torch import nn
 
 from lightning_fedbayes import GaussianPosterior, PosteriorError
+from lightning_fedbayes.core.posterior import zeros_like
 from lightning_fedbayes.layers import ESTIMATORS, MCDropout, Reparameterized, bayesianize, with_mc_dropout
 from lightning_fedbayes.modules import is_stochastic, lenet, mlp, sample_outputs, sampling
 from lightning_fedbayes.modules.sampling import convolves_noise, draws_from_clients, draws_from_posterior, outputs_with
@@ -251,6 +252,78 @@ def posterior_of(network, scale=0.3, seed=0):
     generator = torch.Generator().manual_seed(seed)
     mean = {name: p.detach().clone() for name, p in network.named_parameters()}
     return GaussianPosterior(mean, {n: scale * torch.rand(m.shape, generator=generator) for n, m in mean.items()})
+
+
+class Deep(nn.Module):
+    """A body that is frozen, then a head; the body may be one that vmap cannot run."""
+
+    def __init__(self, body="plain"):
+        super().__init__()
+        self.kind = body
+        self.body = nn.LSTM(4, 6, batch_first=True) if body == "lstm" else nn.Sequential(
+            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.body(x.unsqueeze(1))[0][:, -1] if self.kind == "lstm" else self.body(x)
+        return self.head(x if self.kind != "branch" or float(x.sum()) > 0 else -x)
+
+
+def random_from(network, start, std=0.3, zero=torch.zeros_like):
+    mean = {name: p.detach().clone() for name, p in network.named_parameters()}
+    return GaussianPosterior(mean, {
+        name: torch.full_like(p, std**2) if name.startswith(start) else zero(p) for name, p in mean.items()
+    })
+
+
+def counted(*layers):
+    """Calls of the forward of some layers, as they grow."""
+    calls = []
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize("zero", [torch.zeros_like, zeros_like])
+@pytest.mark.parametrize("body", ["plain", "lstm", "branch"])
+def test_what_has_no_variance_runs_once_for_all_draws(body, zero):
+    torch.manual_seed(0)
+    network, x = Deep(body).eval(), torch.randn(5, 4)
+    sets = draws_from_posterior(random_from(network, "head", zero=zero), 10)
+    calls, last = counted(network.body), counted(network.head)
+    found = outputs_with(network, sets, x)
+    assert (len(calls), len(last)) == (1, 1)
+    torch.testing.assert_close(found, outputs_with(network, sets, x, vectorized=False), rtol=1e-5, atol=1e-5)
+    assert len(calls) == 11
+    assert found.std(0).min() > 0
+
+
+def test_layers_that_vary_run_for_all_draws_and_layers_that_do_not_for_one():
+    torch.manual_seed(0)
+    network, seen = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), []
+    for layer in network:
+        layer.register_forward_hook(lambda _, inputs, output: seen.append("BatchedTensor" in repr(output)))
+    sets = draws_from_posterior(random_from(network, "2"), 6)
+    assert outputs_with(network, sets, torch.randn(5, 4)).shape == (6, 5, 4)
+    assert seen == [False, False, True, True]
+
+
+def test_a_point_mass_runs_once():
+    network, x = nn.Linear(4, 3), torch.randn(5, 4)
+    calls = counted(network)
+    for vectorized in (True, False):
+        found = outputs_with(network, draws_from_posterior(random_from(network, "none"), 7), x, vectorized)
+        torch.testing.assert_close(found, network(x).expand(7, 5, 3))
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("body", ["plain", "lstm"])
+def test_layers_before_a_bayesian_one_run_once_for_all_samples(body):
+    torch.manual_seed(0)
+    network = bayesianize(Deep(body), last=1).eval()
+    calls = counted(network.body)
+    assert sample_outputs(network, torch.randn(5, 4), 10).std(0).min() > 0
+    assert len(calls) == 1
 
 
 def test_draws_of_a_posterior_have_its_moments():

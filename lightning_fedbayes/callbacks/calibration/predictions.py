@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_fedbayes.callbacks.evaluator import Datasets
-from lightning_fedbayes.clients.evaluation import Predicted, outputs_of, predict_data
+from lightning_fedbayes.clients.evaluation import Predicted, inputs_and_targets, outputs_of, predict_data
 from lightning_fedbayes.core.errors import LARGEST, FedBayesError, check_at_least, check_kind, listed, shown
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
@@ -28,7 +28,7 @@ def predictions_of(
     Args:
         predictive: a :class:`~lightning_fedbayes.PosteriorPredictive`, a Bayesian module or any other module. It is
             evaluated in evaluation mode, on the device of its parameters.
-        datasets: of (input, target), by client.
+        datasets: of inputs and targets, by client, whose batches have any form that ``predictive`` takes.
         batch_size: examples at a time.
         seed: of the draws. A client's depend on its number, not on the other clients; global generators stay as they
             are.
@@ -37,9 +37,7 @@ def predictions_of(
     Raises:
         FedBayesError: no module, no data sets by name, a client without an example, examples that are no pairs.
     """
-    found = _by_client(predictive, datasets, batch_size, seed, first, lambda x, y: {
-        "logits": outputs_of(predictive, x), "target": y
-    })
+    found = _by_client(predictive, datasets, batch_size, seed, first, _logits)
     return {name: (each["logits"], each["target"]) for name, each in found}
 
 
@@ -56,13 +54,18 @@ def moments_of(
     Raises:
         FedBayesError: as :func:`predictions_of`, or ``predictive`` is no regressor.
     """
-    found = _by_client(predictive, datasets, batch_size, seed, first, lambda x, y: _regression(predictive, x, y))
+    found = _by_client(predictive, datasets, batch_size, seed, first, _regression)
     return {name: (each["mean"].flatten(), each["std"].flatten(), each["target"].flatten()) for name, each in found}
 
 
-def _regression(predictive: nn.Module, inputs: Tensor, targets: Tensor) -> Predicted:
-    predict = getattr(predictive, "predict_step", None)
-    prediction = predict([inputs, None], 0) if callable(predict) else None
+def _logits(predictive: nn.Module, batch: Any) -> Predicted:
+    inputs, targets = inputs_and_targets(predictive, batch)
+    return {"logits": outputs_of(predictive, inputs), "target": targets}
+
+
+def _regression(predictive: nn.Module, batch: Any) -> Predicted:
+    targets, predict = inputs_and_targets(predictive, batch)[1], getattr(predictive, "predict_step", None)
+    prediction = predict(batch, 0) if callable(predict) else None
     if not isinstance(prediction, RegressionPrediction):
         raise FedBayesError(
             f"{type(predictive).__name__}.predict_step gives no mean and variance: give a regressor, or "
@@ -73,9 +76,9 @@ def _regression(predictive: nn.Module, inputs: Tensor, targets: Tensor) -> Predi
 
 def _by_client(
     predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int,
-    predict: Callable[[Tensor, Tensor], Predicted],
+    predict: Callable[[nn.Module, Any], Predicted],
 ) -> Iterator[tuple[str, Predicted]]:
-    """Yield each client's name and what ``predict`` makes of its inputs and targets."""
+    """Yield each client's name and what ``predict`` makes of its batches."""
     check_kind("predictive", predictive, nn.Module, "give a torch.nn.Module", error=FedBayesError)
     check_at_least("batch_size", batch_size, 1, error=FedBayesError)
     check_at_least("seed", seed, -LARGEST, error=FedBayesError)
@@ -83,7 +86,7 @@ def _by_client(
     for number, (name, dataset) in enumerate(by_name(datasets).items(), first):
         yield name, predict_data(
             predictive, dataset, batch_size, derive_seed(seed, "evaluation", client=number),
-            lambda batch, name=name: predict(*_pair(name, batch)),
+            lambda batch: predict(predictive, batch),
         )
 
 
@@ -102,15 +105,6 @@ def by_name(datasets: Datasets) -> dict[str, Dataset]:
                 f"client {name} has no held-out example: leave it out, or hold some of its data out"
             )
     return named
-
-
-def _pair(name: str, batch: Any) -> tuple[Tensor, Tensor]:
-    if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(each, Tensor) for each in batch):
-        raise FedBayesError(
-            f"client {name}: an example is no pair (input, target) but a {type(batch).__name__}; gather its logits and "
-            "targets yourself and call fit"
-        )
-    return batch[0], batch[1]
 
 
 def check_apart(datasets: Datasets, trained_on: Dataset | None) -> None:

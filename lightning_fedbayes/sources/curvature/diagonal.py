@@ -12,6 +12,14 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_fedbayes.core.batches import (
+    Unpack,
+    Whole,
+    check_unpack,
+    number_of_examples,
+    output_of,
+    unpacked,
+)
 from lightning_fedbayes.core.errors import (
     FederationError,
     check_choice,
@@ -33,7 +41,10 @@ Curvature = Literal["ggn", "empirical"]
 ENTRIES = 2**24
 """Most entries of the Jacobians that are held at once."""
 
-BATCHES = "give batches of (inputs, targets), such as a DataLoader's, whose inputs the module's forward takes"
+BATCHES = (
+    "give batches of inputs that the module's forward takes and of targets, such as a DataLoader's, or say which is "
+    "which by Laplace(unpack=lambda batch: (inputs, targets))"
+)
 """Remedy for what no Laplace approximation can measure."""
 
 Tensors = dict[str, Tensor]
@@ -69,8 +80,9 @@ class Laplace:
     training should end at a maximum of the posterior: with a weight decay of :math:`\tau / n s^2`.
 
     Args:
-        task: "classification": ``forward`` gives logits, and batches are (inputs, classes); "regression": it gives
-            means under Gaussian noise, and batches are (inputs, targets).
+        task: "classification": ``forward`` gives logits, and batches hold inputs and classes; "regression": it gives
+            means under Gaussian noise, and batches hold inputs and targets. Batches and outputs have the forms of
+            :class:`~lightning_fedbayes.PosteriorPredictive`.
         curvature: "ggn", or "empirical", which takes one backward pass per example in place of one per output.
         prior_std: s > 0 of the prior N(0, s²). None: :meth:`posterior` and :meth:`fuse` choose it by the evidence
             (:func:`~lightning_fedbayes.sources.curvature.evidence.chosen_precision`).
@@ -79,6 +91,9 @@ class Laplace:
             nothing and the posterior as wide as the prior; held-out data choose a smaller one.
         parameters: patterns (``fnmatch``) of the parameters that get a posterior; the others are point masses. By
             default all that require gradients.
+        unpack: batch → (inputs, targets), where the form of a batch does not say it. A batch whose inputs are no
+            collections of tensors with one row per example, such as graphs, is measured as one, with a pass back
+            through all of it for every output of every example.
 
     Raises:
         FederationError: an argument is out of range.
@@ -92,8 +107,10 @@ class Laplace:
     noise_std: float = 1.0
     temperature: float = 1.0
     parameters: Sequence[str] = ("*",)
+    unpack: Unpack | None = None
 
     def __post_init__(self) -> None:
+        check_unpack(self.unpack)
         check_choice("task", self.task, get_args(Task))
         check_choice("curvature", self.curvature, get_args(Curvature))
         if self.prior_std is not None:
@@ -110,7 +127,7 @@ class Laplace:
             batches: of the training data, such as a DataLoader.
 
         Raises:
-            FederationError: no parameter matches, or a batch is not (inputs, targets).
+            FederationError: no parameter matches, or a batch has no targets or other inputs.
         """
         return self.fuse(module, [self.site(module, batches)])
 
@@ -189,28 +206,30 @@ class Laplace:
         Args:
             module: runs in evaluation mode.
             parameters: name → value.
-            batches: (inputs, targets).
+            batches: of inputs and targets, or what :meth:`unpacked` has made of them.
             others: values in place of the module's own other parameters and buffers.
         """
-        check_kind("batches", batches, Iterable, "give batches of (inputs, targets), such as a DataLoader")
+        check_kind("batches", batches, Iterable, "give batches of inputs and targets, such as a DataLoader")
         values = {name: p.detach() for name, p in parameters.items()}
         total, count = {name: torch.zeros_like(value) for name, value in values.items()}, 0
         with evaluation_mode(module):
             for batch in batches:
-                inputs, targets = self.unpacked(batch)
+                inputs, targets = self.unpacked(batch, module)
                 count += len(targets)
                 for name, each in self._of_batch(module, values, inputs, targets, others or {}).items():
                     total[name] += each
         return {name: each / self.temperature for name, each in total.items()}, count
 
-    @staticmethod
-    def unpacked(batch: Any) -> tuple[Any, Tensor]:
-        """Return inputs and targets of a batch."""
-        if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[1], Tensor):
-            raise FederationError("Laplace: a batch has to be (inputs, targets): give such a collate_fn")
-        inputs, targets = batch
-        alike = not isinstance(inputs, Tensor) or inputs.shape[:1] == targets.shape[:1]
-        if not alike or not targets.ndim or not len(targets):
+    def unpacked(self, batch: Any, module: nn.Module | None = None) -> Any:
+        """Return inputs and targets of a batch, of as many examples, as far as inputs tell.
+
+        Without the module, which may say what is what, the batch is given back in one piece, for :meth:`information`.
+        """
+        if module is None:
+            return Whole(batch)
+        inputs, targets = unpacked(batch, module, self.unpack, needs_targets=True)
+        count = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else number_of_examples(inputs)
+        if not targets.ndim or not len(targets) or (count is not None and count != len(targets)):
             raise FederationError(
                 f"Laplace: inputs are {shown(inputs)} and targets {shown(targets)}: give as many of both, at least one"
             )
@@ -264,23 +283,34 @@ class Laplace:
     ) -> Tensors:
         """Return the sum of the information over the examples of a batch."""
 
-        def terms(values: Tensors, example: Any, target: Tensor) -> Tensor:
-            return self.terms(output_of_one(module, {**others, **values}, example), target)
+        def terms(values: Tensors, inputs: Any, targets: Tensor) -> Tensor:
+            with raised_as(FederationError, f"Laplace: {type(module).__name__} cannot take {shown(inputs)}", BATCHES):
+                outputs = output_of(module, inputs, {**others, **values})
+            if len(outputs) != len(targets):
+                raise FederationError(
+                    f"Laplace: outputs are {shown(outputs)} and targets {shown(targets)}: give as many of both"
+                )
+            self.check_classes(outputs[0], targets)
+            return torch.stack(list(map(self.terms, outputs, targets)))
 
         def squared(example: Any, target: Tensor) -> Tensors:
-            jacobians = torch.func.jacrev(terms)(values, example, target)
+            jacobians = torch.func.jacrev(
+                lambda values: self.terms(output_of_one(module, {**others, **values}, example), target)
+            )(values)
             return {name: each.square().sum(0) for name, each in jacobians.items()}
 
+        if number_of_examples(inputs) is None:
+            return sum_of_squares(terms, values, [(inputs, targets)])
         with torch.no_grad():
-            first = apply_to_collection(inputs, Tensor, lambda tensor: tensor[0])
-            output = output_of_one(module, {**others, **values}, first)
+            output = output_of_one(module, {**others, **values}, rows(inputs, 0))
             self.check_classes(output, targets)
             outputs = len(self.terms(output, targets[0]))
         size = sum(value.numel() for value in values.values())
         try:
             each = torch.func.vmap(squared, chunk_size=max(1, ENTRIES // (size * outputs)))(inputs, targets)
         except (RuntimeError, ValueError):  # an error of the network itself shows below
-            return one_by_one(terms, values, inputs, targets)
+            parts = (slice(number, number + 1) for number in range(len(targets)))
+            return sum_of_squares(terms, values, ((rows(inputs, part), targets[part]) for part in parts))
         return {name: value.sum(0) for name, value in each.items()}
 
 
@@ -379,29 +409,40 @@ def _check_site(number: int, site: Mapping[str, Tensor], parameters: Mapping[str
             )
 
 
+def rows(inputs: Any, which: int | slice) -> Any:
+    """Return rows of all tensors of a collection."""
+    return apply_to_collection(inputs, Tensor, lambda tensor: tensor[which])
+
+
 def output_of_one(module: nn.Module, values: Mapping[str, Tensor], example: Any) -> Tensor:
     """Return the output for one example, without the dimension of the batch.
 
     Args:
-        module: its ``forward`` gives a tensor, or a tuple that begins with one.
+        module: see :func:`~lightning_fedbayes.core.batches.output_of`.
         values: in place of its own parameters and buffers, by name.
         example: inputs without the dimension of the batch.
     """
     alone = apply_to_collection(example, Tensor, lambda tensor: tensor.unsqueeze(0))
-    one = torch.func.functional_call(module, dict(values), (alone,))
-    return (one[0] if isinstance(one, tuple) else one).squeeze(0)
+    return output_of(module, alone, values).squeeze(0)
 
 
-def one_by_one(terms: Callable[..., Tensor], values: Tensors, inputs: Any, targets: Tensor) -> Tensors:
-    """Return the sum over the examples of the squared gradients of ``terms``, for networks that do not vectorize."""
+def sum_of_squares(
+    terms: Callable[[Tensors, Any, Tensor], Tensor], values: Tensors, parts: Iterable[tuple[Any, Tensor]]
+) -> Tensors:
+    """Return the sum over the examples of the squared gradients of ``terms``, by name, with one pass back for each.
+
+    Args:
+        terms: values, inputs and targets → functions of each example, shape (examples, terms).
+        values: where gradients are taken, by name.
+        parts: inputs and targets; ``vmap`` need not run the network, and inputs need not be tensors.
+    """
     total = {name: torch.zeros_like(value) for name, value in values.items()}
-    for number, target in enumerate(targets):
+    for inputs, targets in parts:
         leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
         with torch.enable_grad():
-            example = apply_to_collection(inputs, Tensor, lambda tensor, number=number: tensor[number])
-            outputs = terms(leaves, example, target)
-        for output in outputs:
-            gradients = torch.autograd.grad(output, list(leaves.values()), retain_graph=True, allow_unused=True)
+            functions = terms(leaves, inputs, targets).flatten().unbind()
+        for function in functions:
+            gradients = torch.autograd.grad(function, list(leaves.values()), retain_graph=True, allow_unused=True)
             for name, gradient in zip(leaves, gradients):
                 if gradient is not None:
                     total[name] += gradient.square()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_fedbayes.core.batches import output_of
 from lightning_fedbayes.core.errors import FederationError, check_kind, check_number, nearest, raised_as
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.sources.curvature.diagonal import BATCHES, Laplace, check_shapes
@@ -102,24 +103,23 @@ class KroneckerLaplace:
 
         Args:
             module: trained; its ``forward`` gives logits or means. It runs in evaluation mode.
-            batches: (inputs, targets) of the client's training data, such as a DataLoader.
+            batches: of the client's training data, such as a DataLoader; see :class:`~lightning_fedbayes.Laplace`.
 
         Raises:
             FederationError: no layer matches, there is no example, a layer runs several times in a pass, shares its
-                weight or is of another kind of convolution, or a batch is not (inputs, targets).
+                weight or is of another kind of convolution, or a batch has no targets or other inputs.
         """
         check_kind("module", module, nn.Module, "give a torch.nn.Module")
-        check_kind("batches", batches, Iterable, "give batches of (inputs, targets), such as a DataLoader")
+        check_kind("batches", batches, Iterable, "give batches of inputs and targets, such as a DataLoader")
         layers = self._layers(module)
         inner, outer, count = dict[str, Tensor](), dict[str, Tensor](), 0
         what = f"KroneckerLaplace: {type(module).__name__} cannot be measured"
         with evaluation_mode(module), raised_as(FederationError, what, BATCHES):
             for batch in batches:
-                inputs, targets = self.curvature.unpacked(batch)
+                inputs, targets = self.curvature.unpacked(batch, module)
                 count += len(targets)
                 with torch.enable_grad(), _recorded(layers) as record:
-                    output = module(inputs)
-                    found = output[0] if isinstance(output, tuple) else output
+                    found = output_of(module, inputs)
                     self.curvature.check_classes(found[0], targets)
                     terms = torch.func.vmap(self.curvature.terms)(found, targets)
                     missing = layers.keys() - record.keys()

@@ -54,7 +54,7 @@ class KroneckerPosterior:
         return GaussianPosterior(dict(self.mean), variance, linearised=True)
 
     def sample(self, draws: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        r"""Return exact draws of the parameters, name → shape (draws, \*shape).
+        r"""Return exact draws of the parameters, name → shape (draws, \*shape); those of no layer are expanded.
 
         .. math:: \theta = \mu + \Lambda^{-1} z, \qquad
                   z = \sum_k B_k^{1/2} Z_k A_k^{1/2} + s^{-1} Z_0 \sim N(0, \Lambda)
@@ -66,7 +66,7 @@ class KroneckerPosterior:
             generator: source of the noise; None: the global one.
         """
         check_at_least("draws", draws, 1)
-        sets = {name: value.expand(draws, *value.shape).clone() for name, value in self.mean.items()}
+        sets = {name: value.expand(draws, *value.shape) for name, value in self.mean.items()}
         for layer, terms in self.terms.items():
             roots, prior = [(_root(a), _root(b)) for a, b in terms], self.prior_precisions[layer]
             like = terms[0][1].new_empty(terms[0][1].shape[0], terms[0][0].shape[0])
@@ -74,6 +74,8 @@ class KroneckerPosterior:
             def noise(like: Tensor = like) -> Tensor:
                 return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
 
+            for name in split(like, layer, self.mean):
+                sets[name] = sets[name].clone()
             for draw in range(draws):
                 pushed = sum((b @ noise() @ a for a, b in roots), prior**0.5 * noise())
                 moved = self.systems[layer].solve(pushed)

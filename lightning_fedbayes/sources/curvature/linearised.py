@@ -2,19 +2,21 @@ r"""Outputs of a network that is linearised at the mean of its posterior: their 
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_fedbayes.core.batches import number_of_examples, output_of
 from lightning_fedbayes.core.errors import FedBayesError
-from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
 from lightning_fedbayes.layers import mean_only
 from lightning_fedbayes.layers.posterior_view import parameter_paths
-from lightning_fedbayes.sources.curvature.diagonal import ENTRIES, output_of_one
+from lightning_fedbayes.sources.curvature.diagonal import ENTRIES, output_of_one, rows
 from lightning_fedbayes.sources.curvature.kronecker_posterior import KroneckerPosterior, joined
 
 Tensors = dict[str, Tensor]
@@ -34,10 +36,11 @@ def linearised_outputs(
     parameters drawn from them, is far from its mean.
 
     Args:
-        network: maps inputs to a tensor, or a tuple that begins with one, each example by itself; in evaluation mode.
-            Its own noise is off.
+        network: maps inputs to a tensor (:func:`~lightning_fedbayes.core.batches.output_of`), each example by itself;
+            in evaluation mode. Its own noise is off.
         posterior: of its parameters; others, and those of variance 0, are fixed.
-        inputs: a batch: a tensor of shape (batch, \*), or a collection of such.
+        inputs: a batch: a tensor of shape (batch, \*), a collection of such, or whatever else the network takes, such
+            as a graph. That is not divided into examples: it passes once, and back for every output of every example.
         vectorized: all examples of a chunk in one pass, by ``torch.func.vmap``; otherwise one after the other. The
             Jacobians of a chunk have at most :data:`~lightning_fedbayes.sources.curvature.diagonal.ENTRIES` entries, or
             are those of one example.
@@ -51,7 +54,8 @@ def linearised_outputs(
     names = {name: paths[name] for name in _random_names(posterior)}
     buffers = posterior.buffers if isinstance(posterior, KroneckerPosterior) else {}
     with torch.inference_mode(False), torch.no_grad(), mean_only(network):
-        inputs = apply_to_collection(inputs, Tensor, _differentiable)
+        count = number_of_examples(inputs)
+        inputs = copy.deepcopy(inputs) if count is None else apply_to_collection(inputs, Tensor, _differentiable)
         values = {paths[name]: _differentiable(value) for name, value in posterior.mean.items()}
         fixed = {**buffers, **{path: value for path, value in values.items() if path not in names.values()}}
 
@@ -60,21 +64,33 @@ def linearised_outputs(
             return found.reshape(-1), found
 
         if not names:  # a point mass
-            found = torch.func.functional_call(network, fixed, (inputs,))
-            mean = found[0] if isinstance(found, tuple) else found
+            mean = output_of(network, inputs, fixed)
             return mean, mean.new_zeros(len(mean), *2 * [mean[0].numel()])
         at = {path: values[path] for path in names.values()}
         size = sum(value.numel() for value in at.values())
+
+        def parts() -> Iterator[tuple[Tensor, Tensors]]:
+            if count is None:
+                yield from _jacobians_by_row(lambda leaves: output_of(network, inputs, {**fixed, **leaves}), at)
+                return
+            start, chunk = 0, 1  # the first example says how many outputs there are
+            while start < count:
+                part = rows(inputs, slice(start, start + chunk))
+                if vectorized:
+                    mean, jacobians = _jacobians(output, at, part)
+                    yield mean, jacobians
+                    start, chunk = start + chunk, max(1, ENTRIES // max(1, size * mean[0].numel()))
+                else:
+                    yield from _jacobians_by_row(
+                        lambda leaves, part=part: output_of(network, part, {**fixed, **leaves}), at
+                    )
+                    start += 1
+
         means, covariances = [], []
-        start, chunk = 0, 1  # the first example says how many outputs there are
-        while start < _length(inputs):
-            part = apply_to_collection(inputs, Tensor, lambda tensor: tensor[start : start + chunk])  # noqa: B023
-            mean, jacobian = (_jacobians if vectorized else _jacobians_one_by_one)(output, at, part)
+        for mean, jacobians in parts():
             means.append(mean)
-            flat = mean.reshape(len(mean), -1)
-            by_name = {name: jacobian[path] for name, path in names.items()}
-            covariances.append(_covariance(posterior, by_name, flat))
-            start, chunk = start + chunk, max(1, ENTRIES // max(1, size * flat.shape[1]))
+            by_name = {name: jacobians[path] for name, path in names.items()}
+            covariances.append(_covariance(posterior, by_name, mean.reshape(len(mean), -1)))
     return torch.cat(means), torch.cat(covariances)
 
 
@@ -109,7 +125,7 @@ def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
 def _random_names(posterior: GaussianPosterior | KroneckerPosterior) -> list[str]:
     """Return the names of the parameters that are no point masses."""
     if isinstance(posterior, GaussianPosterior):
-        return [name for name in posterior.names if not is_zero(posterior.variance[name])]
+        return [name for name in posterior.names if is_random(posterior.variance[name])]
     layers = [f"{layer}." if layer else "" for layer in posterior.terms]
     own = [f"{prefix}{part}" for prefix in layers for part in ("weight", "bias")]
     return [name for name in own if name in posterior.mean]
@@ -144,30 +160,22 @@ def _jacobians(output: Callable[..., tuple[Tensor, Tensor]], at: Tensors, inputs
     return outputs, jacobians
 
 
-def _jacobians_one_by_one(
-    output: Callable[..., tuple[Tensor, Tensor]], at: Tensors, inputs: Any
-) -> tuple[Tensor, Tensors]:
-    """As :func:`_jacobians`, for networks that do not vectorize."""
-    outputs, rows = [], []
-    for number in range(_length(inputs)):
-        example = apply_to_collection(inputs, Tensor, lambda tensor: tensor[number])  # noqa: B023
-        leaves = {path: value.detach().clone().requires_grad_() for path, value in at.items()}
-        with torch.enable_grad():
-            flat, found = output(leaves, example)
-            gradients = [
-                torch.autograd.grad(each, list(leaves.values()), retain_graph=True, materialize_grads=True)
-                for each in flat
-            ]
-        outputs.append(found.detach())
-        rows.append([torch.stack(each) for each in zip(*gradients)])
-    return torch.stack(outputs), {path: torch.stack(each) for path, each in zip(at, zip(*rows))}
+def _jacobians_by_row(output: Callable[[Tensors], Tensor], at: Tensors) -> Iterator[tuple[Tensor, Tensors]]:
+    """Yield what :func:`_jacobians` returns, example by example, for networks that do not vectorize.
 
-
-def _length(inputs: Any) -> int:
-    """Return the number of examples of a batch."""
-    lengths: list[int] = []
-    apply_to_collection(inputs, Tensor, lambda tensor: lengths.append(len(tensor)))
-    return lengths[0]
+    Args:
+        output: values → outputs of a batch.
+        at: the values.
+    """
+    leaves = {path: value.detach().clone().requires_grad_() for path, value in at.items()}
+    with torch.enable_grad():
+        found = output(leaves)
+        entries = [row.reshape(-1).unbind() for row in found]
+    for row, own in zip(found.detach(), entries):
+        gradients = [
+            torch.autograd.grad(each, list(leaves.values()), retain_graph=True, materialize_grads=True) for each in own
+        ]
+        yield row[None], {path: torch.stack(each)[None] for path, each in zip(at, zip(*gradients))}
 
 
 def _differentiable(tensor: Tensor) -> Tensor:

@@ -257,7 +257,7 @@ DATA = [(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))]
     (Tied(), ("*",), DATA, "is the weight of another layer, too"),
     (nn.Linear(3, 3), ("head*",), DATA, "matches no weight of a linear layer"),
     (nn.Linear(3, 3), ("*",), [], "without an example"),
-    (nn.Linear(3, 3), ("*",), [torch.randn(4, 3)], "has to be (inputs, targets)"),
+    (nn.Linear(3, 3), ("*",), [torch.randn(4, 3)], "a batch is a Tensor, and not inputs with a tensor of targets"),
     (nn.Linear(3, 3), ("*",), [(torch.randn(4, 3), torch.randn(4, 3))], "give task='regression'"),
     (nn.Sequential(nn.Conv1d(2, 2, 1, groups=2), nn.Flatten()), ("*",), DATA, "has groups"),
     (nn.Linear(3, 3), ("*",), [({"x": torch.randn(4, 3)}, torch.zeros(4).long())], "Linear cannot be measured"),
