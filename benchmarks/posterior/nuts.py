@@ -407,8 +407,8 @@ def draw(done: Results, file: Path) -> None:
                 continue
             found = of(done, problem, method)
             axes.plot([each["mutual_information"] / exact for each in found],
-                      [each["total_variation"] for each in found], "osD^vPX*"[number], color=PALETTE[number % len(PALETTE)],
-                      markersize=5, label=method, alpha=0.8)
+                      [each["total_variation"] for each in found], "osD^vPX*"[number],
+                      color=PALETTE[number % len(PALETTE)], markersize=5, label=method, alpha=0.8)
         axes.set_title(problem, fontsize=8)
         axes.set(xscale="log", yscale="log", xlabel="mutual information / NUTS's")
         axes.xaxis.set(major_locator=FixedLocator(RATIOS), major_formatter="{x:g}", minor_locator=NullLocator())

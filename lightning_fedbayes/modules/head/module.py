@@ -64,6 +64,7 @@ class HeadModule(PosteriorPredictive):
                 "loss": (), "slope": (outputs, columns), "spread": (outputs, outputs),
                 "curvature": (pairs, columns, columns), "num_examples": (),
             }).requires_grad_(False)
+        self._has_clients = False
         self._before: HeadFit | None = None
         self._found: tuple[tuple[float, ...], HeadFit] | None = None
 
@@ -79,12 +80,18 @@ class HeadModule(PosteriorPredictive):
         """SGD of rate 1, whose steps are sums."""
         return SGD(parameters_of(self), lr=1.0)
 
+    def on_fit_start(self) -> None:
+        """Forget whether the last fit had clients."""
+        self._has_clients = False
+
+    def on_client_start(self, client: Any) -> None:
+        """Leave the start of an epoch to the method, which begins every client at 0."""
+        self._has_clients = True
+
     def on_train_epoch_start(self) -> None:
-        """Begin the next exchange, by what the last one has brought, with sums of nothing."""
+        """Begin the next exchange, by what the last one has brought."""
         if self.head.likelihood == "softmax" and not self._is_empty:
             self._go_on(self.fitted)
-        elif not self._is_empty:
-            _clear(self.sums)
 
     def _go_on(self, fitted: HeadFit) -> None:
         """Exchange slopes from now on, from those of nobody."""
@@ -95,6 +102,8 @@ class HeadModule(PosteriorPredictive):
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
         """Return a loss whose negative gradient is the statistics of the batch."""
+        if batch_idx == 0 and not self._has_clients:
+            _clear(self.sums if self._before is None else self.slopes)
         with torch.no_grad():
             features, targets = self.network(batch[0]), batch[1]
             if self._before is None:
