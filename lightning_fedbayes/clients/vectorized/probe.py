@@ -108,7 +108,8 @@ def probe(
         raise CannotVectorize(f"a step cannot run for several clients at once: {explain(error)}") from error
     finally:
         log.remove()
-    own = sum(p.numel() * p.element_size() for p in parameters_of(optimizer))
+    shared = {id(p) for p in model.frozen.values()}
+    own = sum(p.numel() * p.element_size() for p in parameters_of(optimizer) if id(p) not in shared)
     total = allocations.bytes // 2 + own * (2 + len(stacked_keys))
     return ProbeResult(stacked_keys, layouts, index.is_read, flops.get_total_flops() // 2, total, fused_times)
 

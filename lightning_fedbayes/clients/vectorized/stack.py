@@ -120,8 +120,8 @@ class ClientStack:
 
         Returns: the losses, shape (clients,), None if ``training_step`` skipped the batch; and its other results.
         """
-        optimizer = self.optimizer
-        parameters: Tensors = dict(zip(self.names, optimizer.parameters))
+        optimizer, frozen = self.optimizer, self.model.frozen  # which clients share: they stay in the module
+        parameters = {name: p for name, p in zip(self.names, optimizer.parameters) if name not in frozen}
         buffers = {name: take_rows(stack, slots) for name, stack in self.buffers.items()}
         before = {name: rows.clone() for name, rows in buffers.items()}
         stacked = self.attributes.stacked
