@@ -34,6 +34,13 @@ def in_containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                         yield f"{path}.{name}" if path else name, each
 
 
+class ChangesForGood(CannotVectorize):
+    """A dry run has changed something that cannot be put back, such as an entry of a network's configuration.
+
+    What the first step of all sets, no later one changes: a second dry run then finds nothing.
+    """
+
+
 @contextmanager
 def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], None]]:
     """Inside, ``module`` runs without consequences for itself and for random number generators.
@@ -48,10 +55,13 @@ def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], No
     host = random.getstate(), np.random.get_state()
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     def check() -> None:
-        changed = [f"{path}.{name}" if path else name for path, each in snapshots.items() for name in each.changes()]
+        found = [(path, name, each) for path, each in snapshots.items() for name in each.changes()]
+        changed = [f"{path}.{name}" if path else name for path, name, _ in found]
         changed += [name for name, (tensor, version, _) in tensors.items() if version_if_any(tensor) != version]
         if changed:
-            raise CannotVectorize(f"training_step changes self.{changed[0]}, which clients would share")
+            stays = len(changed) == len(found) and not any(each.can_restore(name) for _, name, each in found)
+            error = ChangesForGood if stays else CannotVectorize
+            raise error(f"training_step changes self.{changed[0]}, which clients would share")
         held = {id(parameter) for parameter in parameters_of(optimizer)}
         reached = [name for name, p in module.named_parameters() if p.grad is not None and id(p) in held]
         if reached:

@@ -22,6 +22,7 @@ from lightning_fedbayes.clients.engine import SMALL_STEP, Engine, threads_for
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
+from lightning_fedbayes.clients.vectorized.operations import Disagreement
 from lightning_fedbayes.clients.vectorized.optimizer import counts_by_row
 from lightning_fedbayes.clients.vectorized.probe import ProbeResult, explained
 from lightning_fedbayes.clients.vectorized.schedule import (
@@ -208,7 +209,10 @@ class VectorizedEngine(Engine):
             yield together, data if together == slots else rows_of_tree(data, [slots.index(slot) for slot in together])
 
     def _train(self, slots: Slots, data: Any, group: Group) -> Outputs:
-        """Take one step of clients of one kind; if it fails, of one client at a time, to find those that fail."""
+        """Take one step of clients of one kind; if it fails, of one client at a time, to find those that fail.
+
+        Clients that branch differently step apart.
+        """
         assert self._stack is not None
         optimizer = self._stack.optimizer
         try:
@@ -224,8 +228,10 @@ class VectorizedEngine(Engine):
             if len(slots) == 1:
                 self._failures[slots[0]] = explained(error)
                 return None, {}
-            singles = [(range(slot, slot + 1), rows_of_tree(data, [row])) for row, slot in enumerate(slots)]
-            return [self._train(single, batch, group) for single, batch in singles][-1]
+            truths = error.truths if isinstance(error, Disagreement) else range(len(slots))
+            rows = [[row for row, each in enumerate(truths) if each == truth] for truth in dict.fromkeys(truths)]
+            parts = [(slots_of([slots[row] for row in some]), rows_of_tree(data, some)) for some in rows]
+            return [self._train(part, batch, group) for part, batch in parts][-1]
         try:
             optimizer.skip() if losses is None else optimizer.step()
             if self.model.learned is not None and losses is not None:

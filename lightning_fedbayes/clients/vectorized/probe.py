@@ -23,7 +23,12 @@ from lightning_fedbayes.clients.engine import threads_for
 from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel
 from lightning_fedbayes.clients.snapshot import LIBRARIES
-from lightning_fedbayes.clients.vectorized.dry_run import check_against_single, check_buffers, dry_run
+from lightning_fedbayes.clients.vectorized.dry_run import (
+    ChangesForGood,
+    check_against_single,
+    check_buffers,
+    dry_run,
+)
 from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.optimizer import check_elementwise
 from lightning_fedbayes.clients.vectorized.schedule import stack_batches
@@ -36,6 +41,7 @@ from lightning_fedbayes.core.private_torch import (
     has_gradient_hook,
     has_step_hook,
     tree_leaves,
+    tree_map,
 )
 
 
@@ -74,6 +80,15 @@ def probe(
     Raises:
         CannotVectorize: the module, its optimizer, its batches or the Trainer do not allow it; the message says why.
     """
+    try:
+        return _probe(context, model, loader, clients)
+    except ChangesForGood:
+        return _probe(context, model, loader, clients)
+
+
+def _probe(
+    context: TrainingContext, model: ResidentModel, loader: FederatedLoader, clients: Sequence[Client]
+) -> ProbeResult:
     module = context.module
     log = StackedTrainingLog(context)
     log.install()
@@ -94,6 +109,8 @@ def probe(
                 try:
                     with flops, allocations:
                         layouts = _layouts(stack, data, index)
+                    if step.branched:
+                        _check_branches(stack, data, index)
                     check_buffers(stack)
                     fused_times = step.fused_times
                     log.check_metrics()
@@ -133,6 +150,19 @@ def _layouts(stack: ClientStack, data: Any, index: int) -> dict[str, Layout | No
             parameter.register_hook(lambda gradient, name=name: layouts.update({name: layout_of(gradient)}))
     stack.forward_backward(range(2), data, index)
     return layouts
+
+
+def _check_branches(stack: ClientStack, data: Any, index: int) -> None:
+    """Raise unless branches on values depend on the batch and on what is frozen alone, such as that on a mask.
+
+    Clients that find otherwise in training step apart. Where a branch depends on what trains, they mostly would.
+    """
+    step = stack.step
+    step.shares_batch = True
+    try:
+        stack.forward_backward(range(2), tree_map(lambda stacked: stacked[0], data), index)
+    finally:
+        step.shares_batch = False
 
 
 class _Index(int):

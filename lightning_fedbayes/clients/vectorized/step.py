@@ -83,7 +83,9 @@ class StackedStep:
 
     Attributes:
         swap: puts the clients' tensors into the module.
-        fused_times: of the last step, see :class:`StackedOperations`.
+        fused_times, branched: of the last step, see :class:`StackedOperations`.
+        shares_batch: the next steps take one batch for all clients, so that only what depends on the clients' own
+            parameters differs between them, and they may not branch on that.
     """
 
     def __init__(self, context: TrainingContext, log: StackedTrainingLog) -> None:
@@ -95,7 +97,7 @@ class StackedStep:
         self._context = nullcontext if type(precision) is Precision else precision.train_step_context
         self._takes_index = takes_index(module)
         self._gaussians = GaussianParameters(module)
-        self.fused_times = 0
+        self.fused_times, self.branched, self.shares_batch = 0, False, False
         torch.func.vmap(torch.sin)(torch.zeros(1))  # loads torch's batching rules that are written in Python
         self._take = self._with_primitives if has_vmap_primitives() else self._with_public_vmap
 
@@ -137,12 +139,13 @@ class StackedStep:
 
             views = {name: to_client_view(stack, level) for name, stack in tensors.items()}
             held = {**attributes.shared, **{name: view(value) for name, value in attributes.stacked.items()}}
-            batch = [to_client_view(each, level) for each in batch] if is_list_of_tensors(batch) else view(batch)
+            if not self.shares_batch:
+                batch = [to_client_view(each, level) for each in batch] if is_list_of_tensors(batch) else view(batch)
             joint = JointDraws(self._gaussians, parameters, views, cavities)
-            operations = StackedOperations(level, self._gaussians, joint)
+            operations = StackedOperations(level, self._gaussians, joint, not self.shares_batch)
             with nullcontext() if cavities is None else cavities.installed(lambda stack: SeenCavity(stack, view)):
                 outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, operations)
-            self.fused_times = operations.fused_times
+            self.fused_times, self.branched = operations.fused_times, operations.branched
             return [to_stack(output, level, count) for output in outputs], assemble
 
     def _with_public_vmap(
@@ -156,11 +159,13 @@ class StackedStep:
             with nullcontext() if cavities is None else cavities.installed(
                 lambda stack: with_own(stack, islice(given, len(seen(stack))))
             ):
-                outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, ClientOperations())
+                operations = ClientOperations(not self.shares_batch)
+                outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, operations)
+            self.branched = operations.branched
             assembles.append(assemble)
             return outputs
 
-        vmapped = torch.func.vmap(step, randomness="different")
+        vmapped = torch.func.vmap(step, (0, 0, None if self.shares_batch else 0, 0), randomness="different")
         fields = [] if cavities is None else cavities.stacks()
         return vmapped({**parameters, **buffers}, attributes.stacked, batch, fields), assembles[0]
 
