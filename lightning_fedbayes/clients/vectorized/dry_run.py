@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_fedbayes.clients.client import Client, ClientState, options_of, parameters_of
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.clients.model import ResidentModel
-from lightning_fedbayes.clients.snapshot import LONG, Snapshot, noted_buffers
+from lightning_fedbayes.clients.snapshot import LONG, Modes, Snapshot, noted_buffers
 from lightning_fedbayes.clients.vectorized.stack import ClientStack
 from lightning_fedbayes.clients.vectorized.step import StackedStep
 from lightning_fedbayes.clients.vectorized.swap import with_attributes
@@ -47,7 +47,8 @@ def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], No
 
     Gives a function that raises CannotVectorize if the module has changed something that all clients would share.
     """
-    snapshots = {path: Snapshot(each) for path, each in (*module.named_modules(), *in_containers(module))}
+    parts, modes = (*module.named_modules(), *in_containers(module)), Modes(module)
+    snapshots = {path: Snapshot(each, ("training",)) for path, each in parts}
     named = (*module.named_parameters(), *module.named_buffers())
     tensors = {name: (tensor, version_if_any(tensor), tensor.detach().clone()) for name, tensor in named}
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
@@ -84,6 +85,7 @@ def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], No
         np.random.set_state(host[1])
         for snapshot in snapshots.values():
             snapshot.restore()
+        modes.restore()
         with torch.no_grad():
             for tensor, version, values in tensors.values():
                 if version_if_any(tensor) != version:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +23,7 @@ from lightning_fedbayes.clients.context import TrainingContext
 from lightning_fedbayes.clients.engine import threads_for
 from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel
-from lightning_fedbayes.clients.snapshot import LIBRARIES
+from lightning_fedbayes.clients.snapshot import LIBRARIES, Modes
 from lightning_fedbayes.clients.vectorized.dry_run import (
     ChangesForGood,
     check_against_single,
@@ -56,6 +57,8 @@ class ProbeResult:
         flops: floating-point operations of one client's step, in matrix products and convolutions.
         bytes_per_client: memory that one more client in the stack takes.
         fused_times: steps in time of recurrent layers that are one operation for one client, and many for a stack.
+        shared_buffers: names of buffers that do not change.
+        switches_modes: a client's first step, or ``on_client_start``, puts layers into training or evaluation.
     """
 
     stacked_keys: frozenset[str]
@@ -64,6 +67,8 @@ class ProbeResult:
     flops: int
     bytes_per_client: int
     fused_times: int
+    shared_buffers: frozenset[str]
+    switches_modes: bool
 
 
 def probe(
@@ -105,10 +110,14 @@ def _probe(
         with threads_for(0), context.watched(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of operations that are slow in a stack, or the same ones as in training
             with dry_run(module, optimizer) as check_unchanged:
+                modes = Modes(module)
                 stack = ClientStack(model, optimizer, step, clients, [ClientState()] * 2, [{}] * 2)
                 try:
                     with flops, allocations:
                         layouts = _layouts(stack, data, index)
+                    shared = _unchanging_buffers(stack)
+                    if switches := not modes.is_now():
+                        _check_modes(stack, data, index)
                     if step.branched:
                         _check_branches(stack, data, index)
                     check_buffers(stack)
@@ -128,7 +137,8 @@ def _probe(
     shared = {id(p) for p in model.frozen.values()}
     own = sum(p.numel() * p.element_size() for p in parameters_of(optimizer) if id(p) not in shared)
     total = allocations.bytes // 2 + own * (2 + len(stacked_keys))
-    return ProbeResult(stacked_keys, layouts, index.is_read, flops.get_total_flops() // 2, total, fused_times)
+    flops_of_one = flops.get_total_flops() // 2
+    return ProbeResult(stacked_keys, layouts, index.is_read, flops_of_one, total, fused_times, shared, switches)
 
 
 def _first_batch(context: TrainingContext, loader: FederatedLoader, clients: Sequence[Client]) -> Any:
@@ -150,6 +160,25 @@ def _layouts(stack: ClientStack, data: Any, index: int) -> dict[str, Layout | No
             parameter.register_hook(lambda gradient, name=name: layouts.update({name: layout_of(gradient)}))
     stack.forward_backward(range(2), data, index)
     return layouts
+
+
+def _unchanging_buffers(stack: ClientStack) -> frozenset[str]:
+    """Return the names of buffers that a step has left alone; none for a network all of which trains.
+
+    Nor for one with a hook ``on_client_start``, which may write into them.
+    """
+    module = stack.model.module
+    if not stack.model.frozen or hasattr(module, "on_client_start"):
+        return frozenset()
+    return frozenset(name for name, own in module.named_buffers() if torch.equal(stack.buffers[name][0], own))
+
+
+def _check_modes(stack: ClientStack, data: Any, index: int) -> None:
+    """Raise CannotVectorize unless a second step leaves the modes that a first one has switched as they are."""
+    modes = Modes(stack.model.module)
+    stack.forward_backward(range(2), data, index)
+    if not modes.is_now():
+        raise CannotVectorize("training_step switches layers between train() and eval() from step to step")
 
 
 def _check_branches(stack: ClientStack, data: Any, index: int) -> None:

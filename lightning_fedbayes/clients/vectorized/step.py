@@ -86,6 +86,7 @@ class StackedStep:
         fused_times, branched: of the last step, see :class:`StackedOperations`.
         shares_batch: the next steps take one batch for all clients, so that only what depends on the clients' own
             parameters differs between them, and they may not branch on that.
+        shared_buffers: names of buffers that do not change, so that one is enough for all clients.
     """
 
     def __init__(self, context: TrainingContext, log: StackedTrainingLog) -> None:
@@ -98,12 +99,13 @@ class StackedStep:
         self._takes_index = takes_index(module)
         self._gaussians = GaussianParameters(module)
         self.fused_times, self.branched, self.shares_batch = 0, False, False
+        self.shared_buffers: frozenset[str] = frozenset()
         torch.func.vmap(torch.sin)(torch.zeros(1))  # loads torch's batching rules that are written in Python
         self._take = self._with_primitives if has_vmap_primitives() else self._with_public_vmap
 
     def __call__(
         self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
-        cavities: StackedCavities | None = None,
+        cavities: StackedCavities | None = None, shared: Tensors | None = None,
     ) -> StepOutput:
         """Take the forward pass.
 
@@ -113,10 +115,11 @@ class StackedStep:
             batch: the clients' batches, tensors of shape (clients, batch, *).
             batch_idx: the argument of ``training_step``.
             cavities: the clients' priors; None: the layers' own.
+            shared: buffers that are one for all clients.
         """
         self.log.begin_step()
         with self._context():
-            stacks, assemble = self._take(parameters, buffers, attributes, batch, batch_idx, cavities)
+            stacks, assemble = self._take(parameters, buffers, attributes, batch, batch_idx, cavities, shared or {})
         return assemble(stacks)
 
     def cavities(self, cavities: RoundCavities, own: Sequence[Cavity]) -> StackedCavities:
@@ -128,7 +131,7 @@ class StackedStep:
 
     def _with_primitives(
         self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
-        cavities: StackedCavities | None,
+        cavities: StackedCavities | None, shared: Tensors,
     ) -> tuple[Sequence[Tensor], Assemble]:
         tensors = {**parameters, **buffers}
         count = len(next(iter(tensors.values())))
@@ -144,13 +147,15 @@ class StackedStep:
             joint = JointDraws(self._gaussians, parameters, views, cavities)
             operations = StackedOperations(level, self._gaussians, joint, not self.shares_batch)
             with nullcontext() if cavities is None else cavities.installed(lambda stack: SeenCavity(stack, view)):
-                outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, operations)
+                outputs, assemble = self._of_client(
+                    {**views, **shared}, [*buffers, *shared], held, batch, batch_idx, operations
+                )
             self.fused_times, self.branched = operations.fused_times, operations.branched
             return [to_stack(output, level, count) for output in outputs], assemble
 
     def _with_public_vmap(
         self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
-        cavities: StackedCavities | None,
+        cavities: StackedCavities | None, shared: Tensors,
     ) -> tuple[Sequence[Tensor], Assemble]:
         assembles: list[Assemble] = []
 
@@ -160,7 +165,9 @@ class StackedStep:
                 lambda stack: with_own(stack, islice(given, len(seen(stack))))
             ):
                 operations = ClientOperations(not self.shares_batch)
-                outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, operations)
+                outputs, assemble = self._of_client(
+                    {**views, **shared}, [*buffers, *shared], held, batch, batch_idx, operations
+                )
             self.branched = operations.branched
             assembles.append(assemble)
             return outputs
