@@ -115,9 +115,10 @@ def _probe(
                 try:
                     with flops, allocations:
                         layouts = _layouts(stack, data, index)
-                    shared = _unchanging_buffers(stack)
-                    if switches := not modes.is_now():
-                        _check_modes(stack, data, index)
+                    shared, switches, modes = _unchanging_buffers(stack), not modes.is_now(), Modes(module)
+                    if switches:
+                        stack.forward_backward(range(2), data, index)
+                        _check_modes(modes)
                     if step.branched:
                         _check_branches(stack, data, index)
                     check_buffers(stack)
@@ -128,6 +129,7 @@ def _probe(
                 check_unchanged()
                 check_against_single(context, model, step, clients, data)
                 check_unchanged()
+                _check_modes(modes)
     except CannotVectorize:
         raise
     except Exception as error:
@@ -173,10 +175,8 @@ def _unchanging_buffers(stack: ClientStack) -> frozenset[str]:
     return frozenset(name for name, own in module.named_buffers() if torch.equal(stack.buffers[name][0], own))
 
 
-def _check_modes(stack: ClientStack, data: Any, index: int) -> None:
-    """Raise CannotVectorize unless a second step leaves the modes that a first one has switched as they are."""
-    modes = Modes(stack.model.module)
-    stack.forward_backward(range(2), data, index)
+def _check_modes(modes: Modes) -> None:
+    """Raise CannotVectorize unless later steps leave the ``modes`` that the first one has left."""
     if not modes.is_now():
         raise CannotVectorize("training_step switches layers between train() and eval() from step to step")
 
