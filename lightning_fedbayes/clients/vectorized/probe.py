@@ -136,8 +136,8 @@ def _probe(
         raise CannotVectorize(f"a step cannot run for several clients at once: {explain(error)}") from error
     finally:
         log.remove()
-    shared = {id(p) for p in model.frozen.values()}
-    own = sum(p.numel() * p.element_size() for p in parameters_of(optimizer) if id(p) not in shared)
+    frozen = {id(p) for p in model.frozen.values()}
+    own = sum(p.numel() * p.element_size() for p in parameters_of(optimizer) if id(p) not in frozen)
     total = allocations.bytes // 2 + own * (2 + len(stacked_keys))
     flops_of_one = flops.get_total_flops() // 2
     return ProbeResult(stacked_keys, layouts, index.is_read, flops_of_one, total, fused_times, shared, switches)
