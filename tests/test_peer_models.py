@@ -155,11 +155,11 @@ class Tuned(L.LightningModule):
         return self.optimizer([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
-def tuned(module, engine, data=None, rounds=2, clients=fb.SizesPartition((12, 7, 5)), **options):
+def tuned(module, engine, data=None, **options):
     """Federate it; return the federation after a look at what must hold for every method."""
     frozen = {name: p.clone() for name, p in module.named_parameters() if not p.requires_grad}
-    federation = fb.FederatedBayes(clients, engine=engine, **options)
-    trainer(rounds, [federation]).fit(module, data or texts())
+    federation = fb.FederatedBayes(fb.SizesPartition((12, 7, 5)), engine=engine, **options)
+    trainer(2, [federation]).fit(module, data or texts())
     assert federation.federation.engine.name == ("sequential" if engine == "sequential" else "vectorized")
     assert federation.history[-1]["valid_clients"] == len(federation.clients)
     assert all(torch.equal(value, module.get_parameter(name)) for name, value in frozen.items())
@@ -220,8 +220,9 @@ def test_batch_encodings_and_no_mask():
 def test_a_bayesian_head_on_lora(engine):
     """``last=1`` is the classifier that trains, not the frozen copy that peft keeps and nobody calls."""
     network = fb.bayesianize(lora_bert(), last=1)
-    gaussians = [name for name, _ in network.named_parameters() if "rho" in name]
-    assert gaussians == [f"base_model.model.classifier.modules_to_save.default.rho_{each}" for each in ("weight", "bias")]
+    head, gaussians = "base_model.model.classifier.modules_to_save.default", [
+        name for name, _ in network.named_parameters() if "rho" in name]
+    assert gaussians == [f"{head}.rho_weight", f"{head}.rho_bias"]
     posterior = tuned(fb.with_kl(Tuned(network, torch.optim.Adam)), engine, fusion="sites").posterior
     assert sum(value.numel() for value in posterior.variance.values() if bool((value > 0).any())) == 34
 

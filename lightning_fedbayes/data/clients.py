@@ -27,6 +27,7 @@ from lightning_fedbayes.core.errors import (
     nearest,
     shown,
 )
+from lightning_fedbayes.core.loading import Parts
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.core.tables import MOST_ROWS
 from lightning_fedbayes.data.partition import Partition, counts_table
@@ -208,41 +209,6 @@ def check_dataset(name: str, dataset: Any) -> None:
         raise FederationError(
             f"{name}: {shown(dataset)} is no map-style data set, with a length and examples by number; give one"
         )
-
-
-class Parts(Sequence[Dataset]):
-    """Subsets of one data set, one for each client, made when they are asked for: a million take no memory.
-
-    Args:
-        dataset: of all clients.
-        indices: the examples of each client, int64 vectors.
-    """
-
-    def __init__(self, dataset: Dataset, indices: Sequence[Tensor]) -> None:
-        self.dataset = dataset
-        self.rows = torch.cat([torch.zeros(0, dtype=torch.int64), *indices])
-        self.ends = torch.tensor([0, *map(len, indices)]).cumsum(0)
-        self._last: tuple[int, Dataset | None] = (-1, None)
-
-    def __len__(self) -> int:
-        return len(self.ends) - 1
-
-    def __getitem__(self, client: Any) -> Any:
-        if isinstance(client, slice):
-            return tuple(self[each] for each in range(*client.indices(len(self))))
-        client = range(len(self))[client]
-        if self._last[0] != client:  # a loader asks for one client's examples again and again
-            self._last = client, Subset(self.dataset, self.rows_of(client).tolist())
-        return self._last[1]
-
-    def rows_of(self, client: int) -> Tensor:
-        """Return the examples of a client, int64."""
-        return self.rows[int(self.ends[client]):int(self.ends[client + 1])]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of examples of each client."""
-        return tuple(self.ends.diff().tolist())
 
 
 @dataclass(frozen=True)

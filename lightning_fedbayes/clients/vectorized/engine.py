@@ -21,12 +21,11 @@ from lightning_fedbayes.clients.context import Step, TrainingContext
 from lightning_fedbayes.clients.engine import SMALL_STEP, Engine, threads_for
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
-from lightning_fedbayes.clients.snapshot import Modes
 from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
-from lightning_fedbayes.clients.vectorized.operations import Disagreement
 from lightning_fedbayes.clients.vectorized.optimizer import counts_by_row
 from lightning_fedbayes.clients.vectorized.probe import ProbeResult, explained
 from lightning_fedbayes.clients.vectorized.schedule import (
+    Disagreement,
     Group,
     Scheduler,
     Slots,
@@ -37,8 +36,8 @@ from lightning_fedbayes.clients.vectorized.schedule import (
     slots_of,
 )
 from lightning_fedbayes.clients.vectorized.stack import ClientStack, attributes_of, clipping
-from lightning_fedbayes.clients.vectorized.step import StackedStep
-from lightning_fedbayes.core.errors import CannotVectorize, FedBayesError, FusionError
+from lightning_fedbayes.clients.vectorized.step import StackedStep, StepModes
+from lightning_fedbayes.core.errors import FedBayesError, FusionError
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server.plan import RoundPlan, cohort_size
@@ -85,7 +84,7 @@ class VectorizedEngine(Engine):
         self._counts = counts_by_row(optimizer, probed.stacked_keys) if has_state else frozenset[str]()
         self._stack: ClientStack | None = None
         self._failures: dict[int, Exception] = {}
-        self._modes: Modes | None = None
+        self._modes: StepModes | None = None
         self.prepare = self._prepare
 
     def use(self, loader: FederatedLoader) -> None:
@@ -108,7 +107,7 @@ class VectorizedEngine(Engine):
             self._schedule = self._scheduler(plan)
         self._positions = {client: position for position, client in enumerate(plan.cohort)}
         if self.probed.switches_modes and len(self.sizes) > 1:  # the modes of one client stay as it leaves them
-            self._modes = Modes(self.context.module)
+            self._modes = StepModes(self.context.module)
 
     def end_round(self, *, success: bool) -> None:
         """Drop the stack; if the round succeeded, keep the clients' states."""
@@ -146,7 +145,8 @@ class VectorizedEngine(Engine):
                 self._stack = self.stack(clients, states)
         except Exception as error:  # in on_client_start
             self._failures = dict.fromkeys(range(len(clients)), error)
-        self._modes_at = {0: Modes(self.context.module)} if self._modes is not None else {}
+        if self._modes is not None:
+            self._modes.begin_clients()
         self._start = time.perf_counter()
         return clients
 
@@ -229,11 +229,13 @@ class VectorizedEngine(Engine):
             index = self._index(slots[0], group.step)
             optimizer.select(slots, group.step, alone=group.alone)
             losses, rest = None, {}
-            self._enter_modes(group.step)
+            if self._modes is not None:
+                self._modes.enter(group.step)
             for _ in range(optimizer.draws):
                 with optimizer.drawn():
                     losses, rest = self._stack.forward_backward(slots, data, index, clip=self._clip)
-            self._check_modes()
+            if self._modes is not None:
+                self._modes.check()
         except (MisconfigurationException, FedBayesError):
             raise  # an error in the set-up, the same for every client
         except Exception as error:
@@ -262,19 +264,6 @@ class VectorizedEngine(Engine):
             for slot in slots:
                 self._batches[slot] += 1
         return losses, rest
-
-    def _enter_modes(self, step: int) -> None:
-        """Put the module's parts into the modes in which each client begins its ``step``."""
-        if self._modes_at:
-            self._modes_at.get(min(step, 1), self._modes_at[0]).restore()
-
-    def _check_modes(self) -> None:
-        """Note the modes that a client's first step leaves; raise CannotVectorize if a later one leaves others."""
-        if self._modes_at and not self._modes_at.setdefault(1, Modes(self.context.module)).is_now():
-            raise CannotVectorize(
-                "training_step no longer leaves the layers in the modes, train() or eval(), in which the first step "
-                "left them, and clients in a stack share these: use engine='sequential'"
-            )
 
     def end_batch(self, batch_idx: int) -> Sequence[ClientUpdate | ClientFailure]:
         """At the last batch of a chunk, read the updates of its clients."""

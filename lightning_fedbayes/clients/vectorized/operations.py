@@ -19,6 +19,7 @@ from lightning_fedbayes.clients.vectorized.gaussians import (
     GaussianParameters,
     JointDraws,
 )
+from lightning_fedbayes.clients.vectorized.schedule import Disagreement
 from lightning_fedbayes.core.private_torch import (
     outside_of_vmap,
     outside_vmap,
@@ -33,18 +34,6 @@ from lightning_fedbayes.layers.functional import Op, softplus_std
 from lightning_fedbayes.layers.kl import JointKL, PlainGaussianKL, joined_kl_sum
 from lightning_fedbayes.layers.squares import RowTally, with_tallies
 from lightning_fedbayes.layers.whole_network import kl_divergence
-
-
-class Disagreement(RuntimeError):
-    """Raised where clients in a stack would take different branches.
-
-    Args:
-        truths: what each of them finds.
-    """
-
-    def __init__(self, truths: Sequence[bool]) -> None:
-        super().__init__("vmap: data-dependent control flow, in which the clients of a stack disagree")
-        self.truths = truths
 
 
 class ClientOperations(TorchFunctionMode):

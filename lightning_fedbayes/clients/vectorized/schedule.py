@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader, examples
+from lightning_fedbayes.clients.loader import FederatedLoader, examples
 from lightning_fedbayes.core.errors import CannotVectorize
+from lightning_fedbayes.core.loading import FailedBatch
 from lightning_fedbayes.core.private_torch import register_pytree_node, tree_flatten, tree_map, tree_unflatten
 from lightning_fedbayes.server.plan import Batching, RoundPlan, batches_per_epoch, client_order
 
@@ -289,6 +290,18 @@ class StackedBatches:
                 used = rows[slot][order][: count * batching.batch_size]
                 index[slot, epoch * count : (epoch + 1) * count].view(-1)[: len(used)] = used
         return index
+
+
+class Disagreement(RuntimeError):
+    """Raised where clients in a stack would take different branches.
+
+    Args:
+        truths: what each of them finds.
+    """
+
+    def __init__(self, truths: Sequence[bool]) -> None:
+        super().__init__("vmap: data-dependent control flow, in which the clients of a stack disagree")
+        self.truths = truths
 
 
 class _Like:

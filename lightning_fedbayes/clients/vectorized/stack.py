@@ -19,9 +19,8 @@ from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import OptimizerState
 from lightning_fedbayes.clients.snapshot import Snapshot, write
 from lightning_fedbayes.clients.vectorized.gaussians import StackedCavities
-from lightning_fedbayes.clients.vectorized.operations import Disagreement
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
-from lightning_fedbayes.clients.vectorized.schedule import Slots, add_rows, put_rows, take_rows
+from lightning_fedbayes.clients.vectorized.schedule import Disagreement, Slots, add_rows, put_rows, take_rows
 from lightning_fedbayes.clients.vectorized.step import Attributes, StackedStep
 from lightning_fedbayes.clients.vectorized.swap import ParameterSwap
 from lightning_fedbayes.core.errors import CannotVectorize
@@ -156,7 +155,9 @@ class ClientStack:
     ) -> tuple[Tensor | None, dict[str, Any], Collection[str]]:
         """As :meth:`forward_backward`; returns also the names of the buffers that were replaced."""
         optimizer, frozen = self.optimizer, self.model.frozen  # which clients share: they stay in the module
-        parameters = {name: p for name, p in zip(self.names, optimizer.parameters) if name not in frozen}
+        parameters: Tensors = {
+            name: p for name, p in zip(self.names, optimizer.parameters) if name not in frozen
+        }
         buffers = {name: take_rows(stack, slots) for name, stack in self.buffers.items()}
         before = {name: rows.clone() for name, rows in buffers.items()}
         stacked = self.attributes.stacked

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import Precision
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fedbayes.clients.cavities import RoundCavities
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.clients.model import Tensors
+from lightning_fedbayes.clients.snapshot import Modes
 from lightning_fedbayes.clients.vectorized.gaussians import (
     GaussianParameters,
     JointDraws,
@@ -28,6 +29,7 @@ from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.metrics import BatchValue
 from lightning_fedbayes.clients.vectorized.operations import ClientOperations, StackedOperations
 from lightning_fedbayes.clients.vectorized.swap import ParameterSwap, with_attributes
+from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.private_torch import (
     has_vmap_primitives,
     to_client_view,
@@ -66,6 +68,43 @@ class StepOutput:
     losses: Tensor | None
     rest: dict[str, Any]
     buffers: Tensors
+
+
+class StepModes:
+    """The modes of a module's parts, training or evaluation, where a client's first step switches them.
+
+    Every client begins with those of the round's start, and its later steps with those that its first one has left.
+
+    Args:
+        module: the user's module, at the start of a round.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._start = self._first = Modes(module)
+        self._later: Modes | None = None
+
+    def restore(self) -> None:
+        """Put back what the round has begun with."""
+        self._start.restore()
+
+    def begin_clients(self) -> None:
+        """Take the present modes as those in which the next clients begin, after ``on_client_start``."""
+        self._first, self._later = Modes(self._module), None
+
+    def enter(self, step: int) -> None:
+        """Put the parts into the modes in which each client begins its ``step``."""
+        (self._later if step and self._later is not None else self._first).restore()
+
+    def check(self) -> None:
+        """Note the modes that a client's first step leaves; raise CannotVectorize if another leaves others."""
+        if self._later is None:
+            self._later = Modes(self._module)
+        elif not self._later.is_now():
+            raise CannotVectorize(
+                "training_step no longer leaves the layers in the modes, train() or eval(), in which the first step "
+                "left them, and clients in a stack share these: use engine='sequential'"
+            )
 
 
 Assemble = Callable[[Sequence[Tensor]], StepOutput]

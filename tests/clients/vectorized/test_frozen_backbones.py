@@ -144,8 +144,13 @@ class Masked(Plain):
 def test_clients_that_branch_differently_step_apart(monkeypatch):
     taken = []
     forward = ClientStack.forward_backward
-    monkeypatch.setattr(ClientStack, "forward_backward", lambda self, slots, *args, **options: (
-        result := forward(self, slots, *args, **options), taken.append(len(slots)))[0])
+
+    def spy(self, slots, *args, **options):
+        result = forward(self, slots, *args, **options)
+        taken.append(len(slots))
+        return result
+
+    monkeypatch.setattr(ClientStack, "forward_backward", spy)
     results = both(Masked, fb.IIDPartition(5), rounds=3)
     assert_same(results)
     trained = [count for count in taken if count != 5]
