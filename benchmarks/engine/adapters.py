@@ -3,7 +3,7 @@
     python -m benchmarks.engine.adapters [--fits 3]
 
 Adapters W + BA of rank 4 on the queries and values of a random transformer encoder, and a head; random words, batches of
-eight texts, one batch per client and round, Adam, one thread. Fits of four rounds with each engine in turn; a round's time
+eight texts, one batch per client and round, Adam, one thread. Fits of three rounds with each engine in turn; a round's time
 is the median of the CPU's time over all of an engine's rounds but the first of a fit. Width 384 with six layers is MiniLM's
 shape (``all-MiniLM-L6-v2``).
 """
@@ -24,7 +24,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
 
-WORDS, HEADS, RANK, BATCH, ROUNDS = 50, 4, 4, 8, 4
+WORDS, HEADS, RANK, BATCH, ROUNDS = 50, 4, 4, 8, 3
 CELLS = [(16, 2, 16), (64, 2, 16), (128, 2, 16), (384, 6, 8), (384, 6, 16), (384, 6, 32)]
 """Width, layers, words of a text."""
 

@@ -33,8 +33,8 @@ LARGEST_SHARED_STEP, MOSTLY_FROZEN = {"cpu": 3e9, "cuda": 300e9}, 0.9
 """The same for a network of which this part of the parameters is frozen, as under adapters.
 
 Clients share what is frozen: a stack takes one product with it, of all clients' examples, which is no slower than their
-own, and faster for few examples. A round of adapters of a MiniLM with batches of 8 × 8 tokens (2.7 billion operations)
-was 1.2 times as fast for 4 clients and 1.3 times for 10, with 8 × 16 tokens 1.1 and 1.2 times
+own, and faster for few examples. Rounds of adapters of MiniLM's shape with batches of 8 × 8 words (2.7 billion operations)
+were 1.2 times as fast for 4 and for 10 clients, with 8 × 16 words as fast, with 8 × 32 words 0.9 times
 (``python -m benchmarks.engine.adapters``).
 """
 

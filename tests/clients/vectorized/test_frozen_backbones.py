@@ -147,7 +147,8 @@ def test_clients_that_branch_differently_step_apart(monkeypatch):
 
     def spy(self, slots, *args, **options):
         result = forward(self, slots, *args, **options)
-        taken.append(len(slots))
+        if len(self.optimizer.rows[0]) == 5:  # not of the probe
+            taken.append(len(slots))
         return result
 
     monkeypatch.setattr(ClientStack, "forward_backward", spy)
@@ -161,7 +162,7 @@ def test_clients_that_branch_differently_step_apart(monkeypatch):
 def test_a_branch_on_what_trains_is_refused():
     class OnWeights(Plain):
         def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) * (2 if self.net[0].weight.sum() > 0 else 1)
+            return super().training_step(batch, batch_idx) * (2 if self.net[0].weight.sum() > -1e6 else 1)
 
     with pytest.raises(CannotVectorize, match=r"decides by the value of a tensor"):
         federate(OnWeights(), fb.FederatedBayes(fb.IIDPartition(3), engine="vectorized"), 1)
@@ -225,8 +226,8 @@ class Evaluates(Plain):
 @pytest.mark.parametrize("stack", ["vectorized", 2])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_modes_are_those_of_the_sequential_engine(when, stack):
-    train = loader(batch_size=4, drop_last=True)
-    results = both(lambda: Evaluates(when), SIZES, rounds=3, train=train, stack=stack, local_epochs=2)
+    sizes = fb.SizesPartition((34, 31, 22, 3))  # the last one's first step is a short one, after that of the others
+    results = both(lambda: Evaluates(when), sizes, rounds=3, train=loader(batch_size=4), stack=stack, local_epochs=2)
     assert_same(results)
     (one, *_), (other, *_) = results
     assert one.modes == other.modes == [True] * 3
