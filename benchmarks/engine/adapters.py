@@ -1,11 +1,11 @@
-"""Rounds of adapters of a frozen transformer: the vectorized engine, which shares what is frozen, and the sequential one.
+"""Rounds of adapters of a frozen transformer: the vectorized engine, which shares what is frozen, and one by one.
 
     python -m benchmarks.engine.adapters [--fits 3]
 
-Adapters W + BA of rank 4 on the queries and values of a random transformer encoder, and a head; random words, batches of
-eight texts, one batch per client and round, Adam, one thread. Fits of three rounds with each engine in turn; a round's time
-is the median of the CPU's time over all of an engine's rounds but the first of a fit. Width 384 with six layers is MiniLM's
-shape (``all-MiniLM-L6-v2``).
+Adapters W + BA of rank 4 on the queries and values of a random transformer encoder, and a head; random words, batches
+of eight texts, one batch per client and round, Adam, one thread. Fits of three rounds with each engine in turn; a
+round's time is the median of the CPU's time over all of an engine's rounds but the first of a fit. Width 384 with six
+layers is MiniLM's shape (``all-MiniLM-L6-v2``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from typing import Literal
 
 import lightning as L
 import torch
@@ -95,9 +96,10 @@ def compare(width: int, layers: int, length: int, clients: int, fits: int) -> li
     """Return a row of a table: operations of a step, milliseconds of a round with each engine, and their ratio."""
     module, count = Tuned(width, layers), clients * BATCH
     data = TensorDataset(torch.randint(WORDS, (count, length)), torch.arange(count) % 2)
-    times: dict[str, list[float]] = {"sequential": [], "vectorized": []}
+    engines: tuple[Literal["sequential", "vectorized"], ...] = ("sequential", "vectorized")
+    times: dict[str, list[float]] = {engine: [] for engine in engines}
     operations = 0
-    for engine in [*times] * fits:
+    for engine in engines * fits:
         clock, federation = Clock(), fb.FederatedBayes(fb.IIDPartition(clients), fusion="fedavg", engine=engine)
         trainer = L.Trainer(
             max_epochs=ROUNDS, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,

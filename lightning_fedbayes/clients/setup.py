@@ -33,8 +33,8 @@ LARGEST_SHARED_STEP, MOSTLY_FROZEN = {"cpu": 3e9, "cuda": 30e9}, 0.9
 """The same for a network of which this part of the parameters is frozen, as under adapters.
 
 Clients share what is frozen: a stack takes one product with it, of all clients' examples, which is no slower than their
-own, and faster for few examples. Rounds of adapters of MiniLM's shape with batches of 8 × 8 words (2.7 billion operations)
-were 1.2 times as fast for 4 and for 10 clients, with 8 × 16 words as fast, with 8 × 32 words 0.9 times
+own, and faster for few examples. Rounds of adapters of MiniLM's shape with batches of 8 × 8 words (2.7 billion
+operations) were 1.2 times as fast for 4 and for 10 clients, with 8 × 16 words as fast, with 8 × 32 words 0.9 times
 (``python -m benchmarks.engine.adapters``). On a GPU that is not measured, and the limit is the same.
 """
 
