@@ -238,3 +238,140 @@ def test_torch_geometric():
     trainer(1, [federation]).fit(module, loader)
     assert federation.posterior.linearised
     assert federation.history[-1]["valid_clients"] == 2
+
+
+LENGTHS = [7, 7, 7, 7, 3, 5, 7, 4, 6, 7, 2, 5]  # of the texts: the first batch has nothing to mask
+
+
+def lora_bert(rank=2, **options):
+    """A tiny BERT with LoRA, whose loss Hugging Face computes from the labels in the batch."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=2,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )
+    bert = transformers.BertForSequenceClassification(config)
+    return peft.get_peft_model(bert, peft.LoraConfig(task_type="SEQ_CLS", r=rank, lora_dropout=0.0, **options))
+
+
+def texts(kind=dict, padded=True):
+    """A loader of dicts, or of BatchEncodings."""
+    generator = torch.Generator().manual_seed(0)
+    examples = [kind({
+        "input_ids": torch.randint(1, 50, (7,), generator=generator), "labels": torch.tensor(i % 2),
+        **({"attention_mask": (torch.arange(7) < LENGTHS[i % 12]).long()} if padded else {}),
+    }) for i in range(24)]
+    return DataLoader(examples, batch_size=4)
+
+
+class Tuned(L.LightningModule):
+    """A user's module around a network of peft."""
+
+    def __init__(self, network, optimizer=torch.optim.SGD, lr=0.05):
+        super().__init__()
+        self.network, self.optimizer, self.lr = network, optimizer, lr
+
+    def training_step(self, batch, batch_idx):
+        loss = self.network(**batch).loss
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return self.optimizer([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def tuned(module, engine, data=None, **options):
+    """Federate it; return the federation after a look at what must hold for every method."""
+    frozen = {name: p.clone() for name, p in module.named_parameters() if not p.requires_grad}
+    federation = fb.FederatedBayes(fb.SizesPartition((12, 7, 5)), engine=engine, **options)
+    trainer(2, [federation]).fit(module, data or texts())
+    assert federation.federation.engine.name == ("sequential" if engine == "sequential" else "vectorized")
+    assert federation.history[-1]["valid_clients"] == len(federation.clients)
+    assert all(torch.equal(value, module.get_parameter(name)) for name, value in frozen.items())
+    assert not set(federation.federation.server.posterior.names) & {*frozen}
+    return federation
+
+
+METHODS = ["weighted_average", "fedprox", "scaffold", "ditto", "sites"]
+
+
+@pytest.mark.parametrize("stack", ["vectorized", "auto", 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_lora_ends_equal_by_either_engine(method, stack):
+    modules = Tuned(lora_bert()), Tuned(lora_bert())
+    for module, engine in zip(modules, ("sequential", stack)):
+        tuned(module, engine, fusion=method)
+    for (name, one), other in zip(modules[0].named_parameters(), modules[1].parameters()):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto", 2])
+@pytest.mark.parametrize("method", ["reverse_kl_barycenter", "sites", "weighted_average", "fedprox", "ditto",
+                                    "population"])
+def test_lora_with_ivon_has_a_posterior_of_what_trains(method, engine):
+    module = Tuned(lora_bert(), fb.IVON)
+    posterior = tuned(module, engine, fusion=method).posterior
+    for name, parameter in module.named_parameters():
+        assert bool((posterior.variance[name] > 0).all()) == parameter.requires_grad, name
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+def test_laplace_of_lora(engine):
+    class Pairs(Tuned):
+        def forward(self, inputs):
+            return self.network(**inputs).logits
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+    def pairs(examples):
+        batch = torch.utils.data.default_collate(examples)
+        return batch, batch.pop("labels")
+
+    module, data = Pairs(lora_bert(), torch.optim.Adam), texts().dataset
+    loader = DataLoader(data, batch_size=4, collate_fn=pairs)
+    posterior = tuned(module, engine, loader, fusion="sites", posterior=fb.Laplace()).posterior
+    for name, parameter in module.named_parameters():
+        assert bool((posterior.variance[name] > 0).all()) == parameter.requires_grad, name
+
+
+def test_batch_encodings_and_no_mask():
+    transformers = pytest.importorskip("transformers")
+    tuned(Tuned(lora_bert()), "auto", texts(transformers.BatchEncoding))
+    tuned(Tuned(lora_bert()), "auto", texts(padded=False))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+def test_a_bayesian_head_on_lora(engine):
+    """``last=1`` is the classifier that trains, not the frozen copy that peft keeps and nobody calls."""
+    network = fb.bayesianize(lora_bert(), last=1)
+    head, gaussians = "base_model.model.classifier.modules_to_save.default", [
+        name for name, _ in network.named_parameters() if "rho" in name]
+    assert gaussians == [f"{head}.rho_weight", f"{head}.rho_bias"]
+    posterior = tuned(fb.with_kl(Tuned(network, torch.optim.Adam)), engine, fusion="sites").posterior
+    assert sum(value.numel() for value in posterior.variance.values() if bool((value > 0).any())) == 34
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+def test_lora_with_a_frozen_and_b_by_sites(engine):
+    module = Tuned(lora_bert(), fb.IVON)
+    for name, parameter in module.named_parameters():
+        if "lora_A" in name:
+            parameter.requires_grad_(False)
+    posterior = tuned(module, engine, fusion="sites").posterior
+    halves = {half: [name for name in posterior.names if half in name] for half in ("lora_A", "lora_B")}
+    assert not any(bool((posterior.variance[name] > 0).any()) for name in halves["lora_A"])
+    assert all(bool((posterior.variance[name] > 0).all()) for name in halves["lora_B"])
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+def test_lora_with_a_shared_and_b_personal(engine):
+    module = Tuned(lora_bert(), torch.optim.Adam)
+    federation = tuned(module, engine, fusion="weighted_average", local_parameters=["*lora_B*"])
+    assert any("lora_A" in name for name in federation.federation.server.posterior.names)
+    assert not any("lora_B" in name for name in federation.federation.server.posterior.names)
+    own = [federation.federation.engine.states.of(client).local for client in range(3)]
+    assert len(own[0]) == 4
+    for name in own[0]:
+        assert all(not torch.equal(own[i][name], own[j][name]) for i, j in ((0, 1), (0, 2), (1, 2)))

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from lightning_fedbayes.clients.adversaries import assign
 from lightning_fedbayes.clients.attacks import poisoned
 from lightning_fedbayes.clients.settings import FederationSettings, check_cohort
-from lightning_fedbayes.core.errors import FederationError, sendable
-from lightning_fedbayes.core.seeding import derive_seed, seed_host
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.loading import FailedBatch as FailedBatch
+from lightning_fedbayes.core.loading import PlannedBatch, ReproducibleDataset, loaded
+from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import Clients, TensorsOfClients, clients_of
 from lightning_fedbayes.server.plan import (
+    STRIDE,
     Batching,
     Fraction,
     OfClients,
@@ -28,18 +29,6 @@ from lightning_fedbayes.server.plan import (
     client_batches,
     client_order,
 )
-
-
-class FailedBatch:
-    """Stand-in for a batch that could not be loaded.
-
-    Args:
-        error: the error that the client's data set raised.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
 
 BatchOrder = Callable[[RoundPlan], Iterator[tuple[int, int]]]
 """Order of a round's batches: pairs of a client and the number of its batch."""
@@ -95,7 +84,7 @@ class FederatedLoader:
         in_memory = loader.collate_fn is default_collate and not loader.pin_memory
         self.tensors = OfClients(tensors := TensorsOfClients(clients.datasets if in_memory else ()))
         self.shapes = tensors.shapes
-        self._datasets, self._sizes = OfClients(clients.datasets), OfClients(clients.sizes)
+        self._sizes = OfClients(clients.sizes)
         self._loader = None if len(self.tensors) else self.dataloader(client_after_client)
 
     def __len__(self) -> int:
@@ -140,9 +129,9 @@ class FederatedLoader:
         """Return a loader with the user's settings over all clients' data, in the order of ``sequence``."""
         loader = self._user_loader
         return DataLoader(
-            _ReproducibleDataset(self._datasets, loader.collate_fn, self.batching.seed),
+            ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed),
             batch_sampler=_PlannedBatches(self._sizes, self.batching, self._plan, sequence, self.part),
-            collate_fn=_loaded,
+            collate_fn=loaded,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
@@ -159,10 +148,10 @@ class FederatedLoader:
 
     def batches(self, round: int, client: int) -> Iterator[Any]:
         """Yield all batches of a client's first local epoch, with all its examples, loaded in this process."""
-        dataset = _ReproducibleDataset(self._datasets, self._user_loader.collate_fn, self.batching.seed)
+        dataset = ReproducibleDataset(self.clients.datasets, self._user_loader.collate_fn, self.batching.seed)
         indices = client_order(round, client, self._sizes[client], self.batching)[0]
         for step, chosen in enumerate(indices.split(self.batch_size)):
-            yield dataset.__getitems__(PlannedBatch(chosen.tolist(), round, client, step))
+            yield dataset.__getitems__(PlannedBatch(chosen.tolist(), round, client, step, client % STRIDE))
 
 
 def part_of(batch: Tensor, rank: int, count: int) -> Tensor:
@@ -183,22 +172,6 @@ def client_after_client(plan: RoundPlan) -> Iterator[tuple[int, int]]:
     """Yield each client's batches in a row."""
     for position, client in enumerate(plan.cohort):
         yield from ((client, step) for step in range(plan.starts[position + 1] - plan.starts[position]))
-
-
-class PlannedBatch(list):
-    """A batch's example numbers, with the round, client and step that its random transforms are seeded by.
-
-    Args:
-        indices: numbers of examples within the client's data set.
-        round, client, step: the round, the client and the client's batch in that round.
-    """
-
-    def __init__(self, indices: Sequence[int], round: int, client: int, step: int) -> None:
-        super().__init__(indices)
-        self.round, self.client, self.step = round, client, step
-
-    def __reduce__(self) -> tuple:
-        return PlannedBatch, (list(self), self.round, self.client, self.step)
 
 
 class _PlannedBatches:
@@ -228,40 +201,10 @@ class _PlannedBatches:
             if client not in under_way:
                 under_way[client] = client_batches(plan.round, client, self.sizes[client], self.batching)
             batches = under_way[client]
-            yield PlannedBatch(part_of(batches[step], *self.part).tolist(), plan.round, client, step)
+            indices = part_of(batches[step], *self.part).tolist()
+            yield PlannedBatch(indices, plan.round, client, step, client % STRIDE)
             if step + 1 == len(batches):
                 del under_way[client]
-
-
-class _ReproducibleDataset(Dataset):
-    """All clients' data sets; every batch is loaded and collated under random state of its own."""
-
-    def __init__(self, datasets: Sequence[Dataset], collate: Callable, seed: int) -> None:
-        self.datasets = datasets
-        self.collate = collate
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return sum(len(dataset) for dataset in self.datasets)  # pyright: ignore[reportArgumentType]
-
-    def __getitems__(self, batch: PlannedBatch) -> Any:
-        """Return one collated batch, or a :class:`FailedBatch`."""
-        state = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-        seed_host(derive_seed(self.seed, "loading", batch.round, batch.client, batch.step))
-        dataset = self.datasets[batch.client]
-        try:
-            return self.collate([dataset[index] for index in batch])
-        except Exception as error:
-            return FailedBatch(sendable(error))
-        finally:
-            random.setstate(state[0])
-            np.random.set_state(state[1])
-            torch.random.set_rng_state(state[2])
-
-
-def _loaded(batch: Any) -> Any:
-    """Return a batch that the data set has collated already."""
-    return batch
 
 
 def batching_of(

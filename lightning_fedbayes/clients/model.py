@@ -107,6 +107,12 @@ class ResidentModel:
             self.remember_global()
         return bool(joined - self.local_names)
 
+    @property
+    def frozen_share(self) -> float:
+        """Part of the parameters that is frozen, from 0 to 1."""
+        sizes = {name: p.numel() for name, p in self.parameters.items()}
+        return sum(sizes[name] for name in self.frozen) / max(sum(sizes.values()), 1)
+
     def check_frozen(self) -> None:
         """Raise FederationError if a client has changed what is frozen."""
         for name, p in self.frozen.items():

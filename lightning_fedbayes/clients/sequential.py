@@ -18,12 +18,13 @@ from lightning_fedbayes.clients.cavities import GradientWatch, Pull
 from lightning_fedbayes.clients.client import Client, ClientState, parameters_of
 from lightning_fedbayes.clients.context import Step, TrainingContext
 from lightning_fedbayes.clients.engine import Engine
-from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
+from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.log import TrainingLog
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import ClientOptimizer, remade
 from lightning_fedbayes.clients.snapshot import RoundState
 from lightning_fedbayes.core.errors import FedBayesError, FusionError, PosteriorError, listed
+from lightning_fedbayes.core.loading import FailedBatch
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server.plan import RoundPlan

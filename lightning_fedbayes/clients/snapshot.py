@@ -115,6 +115,27 @@ class Snapshot:
             self._prints[name] = fingerprint(value)
 
 
+class Modes:
+    """The modes of a module and its parts, training or evaluation, at one time.
+
+    Args:
+        module: the network.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._flags = [(each, each.training) for each in module.modules()]
+
+    def is_now(self) -> bool:
+        """Return whether all modes are what they were."""
+        return all(each.training is training for each, training in self._flags)
+
+    def restore(self) -> None:
+        """Put them back."""
+        for each, training in self._flags:
+            if each.training is not training:  # nn.Module's own setattr costs 1 µs
+                each.training = training
+
+
 class RoundState:
     """State of a module at the start of a round, beside parameters and federated buffers, as every client finds it.
 
@@ -134,7 +155,7 @@ class RoundState:
 
     def __init__(self, module: nn.Module, federated: Collection[str], watchers: Sequence[object] = ()) -> None:
         self._watchers = [(each, {name: fingerprint(value) for name, value in vars(each).items()}) for each in watchers]
-        self._modes = [(each, each.training) for each in module.modules()]
+        self._modes = Modes(module)
         self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._snapshots = {
             path: Snapshot(each, own_attributes())
@@ -161,9 +182,7 @@ class RoundState:
         for each, prints in self._watchers:
             changed = [name for name, value in vars(each).items() if fingerprint(value) != prints.get(name, ABSENT)]
             self.shared |= {f"{type(each).__name__}.{name}" for name in changed}
-        for each, training in self._modes:
-            if each.training is not training:  # nn.Module's own setattr costs 1 µs
-                each.training = training
+        self._modes.restore()
         for parameter, flag in self._flags:
             if parameter.requires_grad is not flag:
                 parameter.requires_grad_(flag)

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
+from numbers import Integral
 from statistics import median
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
@@ -19,12 +20,14 @@ from lightning_fedbayes.core.errors import (
     FederationError,
     PartitionError,
     check_at_least,
+    check_flag,
     check_kind,
     check_number,
     listed,
     nearest,
     shown,
 )
+from lightning_fedbayes.core.loading import Parts
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.core.tables import MOST_ROWS
 from lightning_fedbayes.data.partition import Partition, counts_table
@@ -133,10 +136,13 @@ class ClientDatasets(ConcatDataset):
     partition. A plain :class:`torch.utils.data.ConcatDataset` works too; its clients are then numbered.
 
     Args:
-        datasets: client name → its map-style data set.
+        datasets: client name → its map-style data set. A whole number, such as a key of pandas' ``groupby``, is the
+            name that it is written as: 3 is "3".
+        skip_empty: leave out clients without an example, and name them in the log; False: such a client stops a fit.
 
     Raises:
-        FederationError: no dict of names and map-style data sets, or an empty one.
+        FederationError: no dict of names and map-style data sets, an empty one, or one with two clients of one name;
+            no client has an example, and ``skip_empty``.
 
     >>> from torch.utils.data import TensorDataset
     >>> a, b = TensorDataset(torch.zeros(3, 2)), TensorDataset(torch.zeros(5, 2))
@@ -144,15 +150,28 @@ class ClientDatasets(ConcatDataset):
     ('north', 'south')
     """
 
-    def __init__(self, datasets: Mapping[str, Dataset]) -> None:
+    def __init__(self, datasets: Mapping[str, Dataset] | Mapping[int, Dataset], *, skip_empty: bool = False) -> None:
         if not isinstance(datasets, Mapping) or not datasets:
             raise FederationError(f"datasets={shown(datasets)}: give a dict, client name → map-style data set")
-        for name, dataset in datasets.items():
-            check_dataset(f"the data set of client {name}", dataset)
-            if not isinstance(name, str):
-                raise FederationError(f"{shown(name)} is no name of a client: give a string")
-        super().__init__(list(datasets.values()))
-        self.names = tuple(datasets)
+        check_flag("skip_empty", skip_empty)
+        named: dict[str, Any] = {}
+        for key, dataset in datasets.items():
+            check_dataset(f"the data set of client {key}", dataset)
+            if not isinstance(key, str | Integral) or isinstance(key, bool):
+                raise FederationError(f"{shown(key)} is no name of a client: give a string, or a whole number")
+            name = str(key)
+            if name in named:
+                raise FederationError(f"two clients have the name '{name}', as a string and as a number: rename one")
+            named[name] = dataset
+        if skip_empty:
+            empty = [name for name, dataset in named.items() if not len(dataset)]
+            if len(empty) == len(named):
+                raise FederationError(f"none of the {len(named)} clients has an example: {listed(empty)}")
+            if empty:
+                rank_zero_info(f"Clients without an example, left out: {listed(empty)}.")
+            named = {name: dataset for name, dataset in named.items() if len(dataset)}
+        super().__init__(list(named.values()))
+        self.names = tuple(named)
 
 
 def hold_out(clients: ClientDatasets, fraction: float = 0.2, seed: int = 0) -> tuple[ClientDatasets, ClientDatasets]:
@@ -190,41 +209,6 @@ def check_dataset(name: str, dataset: Any) -> None:
         raise FederationError(
             f"{name}: {shown(dataset)} is no map-style data set, with a length and examples by number; give one"
         )
-
-
-class Parts(Sequence[Dataset]):
-    """Subsets of one data set, one for each client, made when they are asked for: a million take no memory.
-
-    Args:
-        dataset: of all clients.
-        indices: the examples of each client, int64 vectors.
-    """
-
-    def __init__(self, dataset: Dataset, indices: Sequence[Tensor]) -> None:
-        self.dataset = dataset
-        self.rows = torch.cat([torch.zeros(0, dtype=torch.int64), *indices])
-        self.ends = torch.tensor([0, *map(len, indices)]).cumsum(0)
-        self._last: tuple[int, Dataset | None] = (-1, None)
-
-    def __len__(self) -> int:
-        return len(self.ends) - 1
-
-    def __getitem__(self, client: Any) -> Any:
-        if isinstance(client, slice):
-            return tuple(self[each] for each in range(*client.indices(len(self))))
-        client = range(len(self))[client]
-        if self._last[0] != client:  # a loader asks for one client's examples again and again
-            self._last = client, Subset(self.dataset, self.rows_of(client).tolist())
-        return self._last[1]
-
-    def rows_of(self, client: int) -> Tensor:
-        """Return the examples of a client, int64."""
-        return self.rows[int(self.ends[client]):int(self.ends[client + 1])]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of examples of each client."""
-        return tuple(self.ends.diff().tolist())
 
 
 @dataclass(frozen=True)
@@ -308,7 +292,10 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
     check_classes(clients)
     empty = [name for name, size in zip(clients.names, clients.sizes, strict=True) if size == 0]
     if empty:
-        raise FederationError(f"clients without an example: {listed(empty)}; leave them out or give them data")
+        raise FederationError(
+            f"clients without an example: {listed(empty)}; leave them out (skip_empty=True of ClientDatasets) or give "
+            "them data"
+        )
     return clients
 
 

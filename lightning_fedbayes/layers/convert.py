@@ -70,7 +70,9 @@ def bayesianize(
 
     Args:
         network: any module without hooks or parametrisations on the chosen layers.
-        last: the last n linear or convolutional layers in the order of definition; 0 gives an unchanged copy.
+        last: the last n linear or convolutional layers in the order of definition; 0 gives an unchanged copy. Layers
+            that are frozen do not count where others train: a fine-tuned layer may stand beside its frozen original,
+            which nobody calls.
         names: dotted names of the chosen modules, as in ``network.named_modules()``.
         types: all modules that are instances of these types.
         estimator: "local_reparameterization" (the least gradient noise), "flipout" (keeps the correlation between
@@ -168,7 +170,7 @@ def choose(
 
 
 def choose_last(candidates: dict[str, nn.Module], last: int) -> dict[str, nn.Module]:
-    """The last ``last`` linear or convolutional layers."""
+    """The last ``last`` linear or convolutional layers, of those that train; of all of them if none does."""
     if last == 0:
         return {}
     already = [name for name, module in candidates.items() if isinstance(module, BaseVariationalLayer_)]
@@ -178,9 +180,13 @@ def choose_last(candidates: dict[str, nn.Module], last: int) -> dict[str, nn.Mod
     affine = [name for name, module in candidates.items() if affine_kind(module) is not None]
     if not affine:
         raise ConversionError("the network has no linear or convolutional layer; choose other modules by names")
-    if last > len(affine):
-        raise ConversionError(f"last={last}, but only {len(affine)} layers can be converted: {listed(affine)}")
-    return {name: candidates[name] for name in affine[-last:]}
+    live = [name for name in affine if any(p.requires_grad for p in candidates[name].parameters(recurse=False))]
+    live = live or affine
+    if last > len(live):
+        frozen = [name for name in affine if name not in live]
+        rest = f"; frozen, so that they stay deterministic: {listed(frozen)}: set requires_grad first" if frozen else ""
+        raise ConversionError(f"last={last}, but only {len(live)} layers can be converted: {listed(live)}{rest}")
+    return {name: candidates[name] for name in live[-last:]}
 
 
 def candidate_modules(network: nn.Module) -> dict[str, nn.Module]:

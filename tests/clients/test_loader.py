@@ -1,6 +1,10 @@
 """The round's batches: the user's data in the plan's order, whatever loads them."""
 
+import os
+import pickle
 import random
+import subprocess
+import sys
 import weakref
 from collections import Counter
 
@@ -21,9 +25,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_fedbayes import FederationError
-from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader, batching_of
-from lightning_fedbayes.data import Clients
+from lightning_fedbayes import FederationError, IIDPartition
+from lightning_fedbayes.clients.loader import FederatedLoader, batching_of, client_after_client
+from lightning_fedbayes.clients.vectorized.schedule import Scheduler, StackedBatches
+from lightning_fedbayes.core.loading import FailedBatch
+from lightning_fedbayes.core.private_torch import tree_leaves
+from lightning_fedbayes.data import Clients, clients_of
 from lightning_fedbayes.data.clients import tensors_of
 from lightning_fedbayes.server.plan import Batching, batches_per_epoch, plan_round
 
@@ -237,6 +244,35 @@ class TestWaysOfLoading:
             now[0] = round
             assert_same_batches(list(loader), batches_of(clients, batching, round=round))
 
+    @pytest.mark.parametrize("arranged", [False, True])
+    def test_workers_of_any_engine_stay_over_rounds(self, arranged):
+        clients, batching, now = Clients(("a", "b"), (Workers(), Workers())), Batching(4), [0]
+        user = DataLoader(Workers(), batch_size=4, num_workers=2, persistent_workers=True)
+        loader = FederatedLoader(user, clients, batching, lambda: plan_round(now[0], clients.sizes, batching))
+        if arranged:
+            loader.arrangement = StackedBatches(loader, Scheduler(clients.sizes, batching, 2))
+        found = set()
+        for now[0] in (0, 1, 2):
+            found |= {int(each) for leaf in tree_leaves([
+                [data for stacked in batch for _, data in stacked.parts] if arranged else batch for batch in loader
+            ]) for each in leaf.flatten()}
+        assert len(found) == 2
+        assert os.getpid() not in found
+
+    def test_a_spawned_worker_imports_torch_alone(self, tmp_path):
+        """Lightning takes it three times as long."""
+        clients = clients_of(TensorDataset(torch.zeros(8, 2), torch.arange(8) % 2), IIDPartition(2), seed=0)
+        loader, _ = federated(clients, Batching(4))
+        made = loader.dataloader(client_after_client)
+        (tmp_path / "worker").write_bytes(pickle.dumps((made.dataset, made.collate_fn, next(iter(made.batch_sampler)))))
+        script = f"""
+import pickle, sys
+dataset, collate, batch = pickle.load(open({str(tmp_path / "worker")!r}, "rb"))
+assert len(collate(dataset.__getitems__(batch))[0]) == 4
+print(*{{name.split(".")[0] for name in sys.modules}} & {{"lightning", "torchmetrics", "bayesian_torch"}})
+"""
+        ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        assert ran.stdout.strip() == ""
 
     def test_loader_is_freed_without_the_garbage_collector(self):
         """Persistent workers that only the collector frees are waited for, five seconds each."""
@@ -244,6 +280,16 @@ class TestWaysOfLoading:
         freed = weakref.ref(loader)
         del loader
         assert freed() is None
+
+
+class Workers(Dataset):
+    """Examples that are the number of the process that loads them."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.tensor(os.getpid())
 
 
 def collate_with_noise(examples):

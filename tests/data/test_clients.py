@@ -173,6 +173,34 @@ def test_clients_without_examples_are_named():
         clients_of(ClientDatasets({"left": empty, "middle": full, "right": empty}), None, seed=0)
 
 
+def test_whole_numbers_are_names_as_they_are_written():
+    keyed = ClientDatasets({7: labelled([0]), np.int64(3): labelled([1]), "north": labelled([0, 1])})
+    assert keyed.names == ("7", "3", "north")
+    assert clients_of(keyed, None, seed=0).names == keyed.names
+    with pytest.raises(FederationError, match=r"two clients have the name '3', as a string and as a number"):
+        ClientDatasets({3: labelled([0]), "3": labelled([1])})
+    for key in (True, 1.5, None, ("a", 1)):
+        with pytest.raises(FederationError, match=r"is no name of a client: give a string, or a whole number"):
+            ClientDatasets({key: labelled([0])})
+
+
+def test_clients_without_examples_may_be_left_out(caplog):
+    empty, full = random_split(labelled([0, 1, 0]), [0, 3])
+    with caplog.at_level("INFO"):
+        kept = ClientDatasets({"left": empty, 4: full, "right": empty}, skip_empty=True)
+    assert kept.names == ("4",)
+    assert len(kept) == 3
+    assert caplog.messages == ["Clients without an example, left out: left, right."]
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        ClientDatasets({**dict.fromkeys(range(3000), empty), "full": full}, skip_empty=True)
+    assert [len(line) < 100 and "and 2,997 others" in line for line in caplog.messages] == [True]
+    with pytest.raises(FederationError, match=r"none of the 2 clients has an example: left, right"):
+        ClientDatasets({"left": empty, "right": empty}, skip_empty=True)
+    with pytest.raises(FederationError, match=r"skip_empty='yes': give True or False"):
+        ClientDatasets({"full": full}, skip_empty="yes")
+
+
 def test_class_that_nobody_has():
     with pytest.raises(FederationError, match="no client has an example of class 3, and a network"):
         clients_of(labelled([3] + [0, 1, 2] * 20), SizesPartition((15, 15)), seed=1)

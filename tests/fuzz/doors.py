@@ -337,7 +337,7 @@ DOORS = {
     "Split.from_indices": (Split.from_indices, {"indices": [[0, 1], [2]], "labels": LABELS}),
     "counts_table": (counts_table, {"indices": [torch.tensor([0]), torch.tensor([1])], "labels": LABELS}),
     # data
-    "ClientDatasets": (ClientDatasets, {"datasets": {"north": table(3), "south": table(5)}}),
+    "ClientDatasets": (ClientDatasets, {"datasets": {"north": table(3), "south": table(5)}, "skip_empty": False}),
     "clients_of": (clients_of, {"dataset": table(), "partition": fb.IIDPartition(3), "seed": 0}),
     "labels_of": (labels_of, {"dataset": table(), "source": None}),
     "available_datasets": (data.available_datasets, {"directory": "nowhere"}),

@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_fedbayes.core.errors import ConversionError
 from lightning_fedbayes.layers import (
+    BayesianLayer,
     Conv2dLocalReparameterization,
     LinearFlipout,
     LinearLocalReparameterization,
@@ -89,6 +90,38 @@ def test_last_counts_from_the_end_and_leaves_the_network_alone(last, expected):
     if last == 0:
         assert kl_divergence(bayesian) == 0
         assert all(torch.equal(state[name], value) for name, value in bayesian.state_dict().items())
+
+class Wrapped(nn.Module):
+    """A trainable copy of a layer beside its frozen original, which nobody calls, as peft keeps a classifier."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.original = layer.requires_grad_(False)
+        self.copies = nn.ModuleDict({"default": copy.deepcopy(layer).requires_grad_(True)})
+
+    def forward(self, x):
+        return self.copies["default"](x)
+
+
+@pytest.mark.parametrize("original_last", [False, True])
+def test_last_does_not_count_a_frozen_original_beside_its_active_copy(original_last):
+    head = Wrapped(nn.Linear(6, 3))
+    if original_last:
+        head.original = head._modules.pop("original")  # now behind the copy
+    bayesian = bayesianize(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), head), last=2)
+    assert {name: type(each) for name, each in bayesian.named_modules() if isinstance(each, BayesianLayer)} == {
+        "0": LinearLocalReparameterization, "2.copies.default": LinearLocalReparameterization}
+    assert type(bayesian[2].original) is nn.Linear
+    assert all(p.requires_grad for name, p in bayesian.named_parameters() if "rho" in name)
+    with pytest.raises(ConversionError, match=r"last=3, but only 2 .* 0, 2\.copies\.default; frozen.*: 2\.original"):
+        bayesianize(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), head), last=3)
+
+
+def test_last_counts_the_layers_of_a_network_that_is_frozen_as_a_whole():
+    """It may thaw later."""
+    bayesian = bayesianize(LeNet().requires_grad_(False), last=1)
+    assert type(bayesian.head[2]) is LinearLocalReparameterization
+    assert not any(p.requires_grad for p in bayesian.parameters())
 
 
 def test_names_and_types():

@@ -358,8 +358,29 @@ def evaluates_later(self, batch, batch_idx):
 
 add(STEP, "eval() of a BatchNorm at a step", lambda: net(training_step=evaluates_later)().__class__(
     network(batch_norm=True)), vectorized=REFUSED, loading={"drop_last": True})
+
+
+def evaluates(self, batch, batch_idx):
+    self.net[1].eval()
+    return self.loss(batch)
+
+
+add(STEP, "eval() of a BatchNorm at every step", lambda: net(training_step=evaluates)().__class__(
+    network(batch_norm=True)), vectorized=EQUAL, loading={"drop_last": True})
+
+
+def evaluates_after(self, batch, batch_idx):
+    loss = self.loss(batch)
+    self.net[1].eval()
+    return loss
+
+
+add(STEP, "eval() of a BatchNorm after the first step", lambda: net(training_step=evaluates_after)().__class__(
+    network(batch_norm=True)), vectorized=EQUAL, loading={"drop_last": True})
 step(STEP, "control flow on data", lambda self, batch, batch_idx: self.loss(batch) * (
-    2 if batch[0].mean() > 0 else 1))
+    2 if batch[0].mean() > 0 else 1), vectorized=EQUAL)
+step(STEP, "control flow on the loss", lambda self, batch, batch_idx: (
+    lambda loss: loss * 2 if loss > 1 else loss)(self.loss(batch)))
 step(STEP, ".item()", lambda self, batch, batch_idx: self.loss(batch) * (1 + batch[0].abs().max().item()))
 step(STEP, ".numpy()", lambda self, batch, batch_idx: self.loss(batch) * float(np.tanh(batch[0].numpy().mean())))
 step(STEP, "clamps the weights by .data", lambda self, batch, batch_idx: [

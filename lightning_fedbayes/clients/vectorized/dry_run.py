@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_fedbayes.clients.client import Client, ClientState, options_of, parameters_of
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.clients.model import ResidentModel
-from lightning_fedbayes.clients.snapshot import LONG, Snapshot, noted_buffers
+from lightning_fedbayes.clients.snapshot import LONG, Modes, Snapshot, noted_buffers
 from lightning_fedbayes.clients.vectorized.stack import ClientStack
 from lightning_fedbayes.clients.vectorized.step import StackedStep
 from lightning_fedbayes.clients.vectorized.swap import with_attributes
@@ -34,13 +34,21 @@ def in_containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                         yield f"{path}.{name}" if path else name, each
 
 
+class ChangesForGood(CannotVectorize):
+    """A dry run has changed something that cannot be put back, such as an entry of a network's configuration.
+
+    What the first step of all sets, no later one changes: a second dry run then finds nothing.
+    """
+
+
 @contextmanager
 def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], None]]:
     """Inside, ``module`` runs without consequences for itself and for random number generators.
 
     Gives a function that raises CannotVectorize if the module has changed something that all clients would share.
     """
-    snapshots = {path: Snapshot(each) for path, each in (*module.named_modules(), *in_containers(module))}
+    parts, modes = (*module.named_modules(), *in_containers(module)), Modes(module)
+    snapshots = {path: Snapshot(each, ("training",)) for path, each in parts}
     named = (*module.named_parameters(), *module.named_buffers())
     tensors = {name: (tensor, version_if_any(tensor), tensor.detach().clone()) for name, tensor in named}
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
@@ -48,10 +56,13 @@ def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], No
     host = random.getstate(), np.random.get_state()
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     def check() -> None:
-        changed = [f"{path}.{name}" if path else name for path, each in snapshots.items() for name in each.changes()]
+        found = [(path, name, each) for path, each in snapshots.items() for name in each.changes()]
+        changed = [f"{path}.{name}" if path else name for path, name, _ in found]
         changed += [name for name, (tensor, version, _) in tensors.items() if version_if_any(tensor) != version]
         if changed:
-            raise CannotVectorize(f"training_step changes self.{changed[0]}, which clients would share")
+            stays = len(changed) == len(found) and not any(each.can_restore(name) for _, name, each in found)
+            error = ChangesForGood if stays else CannotVectorize
+            raise error(f"training_step changes self.{changed[0]}, which clients would share")
         held = {id(parameter) for parameter in parameters_of(optimizer)}
         reached = [name for name, p in module.named_parameters() if p.grad is not None and id(p) in held]
         if reached:
@@ -74,6 +85,7 @@ def dry_run(module: nn.Module, optimizer: Optimizer) -> Iterator[Callable[[], No
         np.random.set_state(host[1])
         for snapshot in snapshots.values():
             snapshot.restore()
+        modes.restore()
         with torch.no_grad():
             for tensor, version, values in tensors.values():
                 if version_if_any(tensor) != version:

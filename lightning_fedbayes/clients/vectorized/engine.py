@@ -25,6 +25,7 @@ from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.optimizer import counts_by_row
 from lightning_fedbayes.clients.vectorized.probe import ProbeResult, explained
 from lightning_fedbayes.clients.vectorized.schedule import (
+    Disagreement,
     Group,
     Scheduler,
     Slots,
@@ -35,7 +36,7 @@ from lightning_fedbayes.clients.vectorized.schedule import (
     slots_of,
 )
 from lightning_fedbayes.clients.vectorized.stack import ClientStack, attributes_of, clipping
-from lightning_fedbayes.clients.vectorized.step import StackedStep
+from lightning_fedbayes.clients.vectorized.step import StackedStep, StepModes
 from lightning_fedbayes.core.errors import FedBayesError, FusionError
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
@@ -76,12 +77,14 @@ class VectorizedEngine(Engine):
         self.clients_at_once = clients_at_once
         super().__init__(context, model, loader, StackedTrainingLog(context), **options)
         self._step = StackedStep(context, self.log)
+        self._step.shared_buffers = probed.shared_buffers
         self._clip = clipping(context)
         optimizer = context.optimizers[0]
         has_state = self.keep_optimizer or model.learned is not None
         self._counts = counts_by_row(optimizer, probed.stacked_keys) if has_state else frozenset[str]()
         self._stack: ClientStack | None = None
         self._failures: dict[int, Exception] = {}
+        self._modes: StepModes | None = None
         self.prepare = self._prepare
 
     def use(self, loader: FederatedLoader) -> None:
@@ -103,10 +106,14 @@ class VectorizedEngine(Engine):
         if plan.cohort:
             self._schedule = self._scheduler(plan)
         self._positions = {client: position for position, client in enumerate(plan.cohort)}
+        if self.probed.switches_modes and len(self.sizes) > 1:  # the modes of one client stay as it leaves them
+            self._modes = StepModes(self.context.module)
 
     def end_round(self, *, success: bool) -> None:
         """Drop the stack; if the round succeeded, keep the clients' states."""
         self._drop_stack()
+        if self._modes is not None:
+            self._modes.restore()
         for optimizer in self.context.optimizers:
             optimizer.zero_grad()
             optimizer.state.clear()
@@ -131,11 +138,15 @@ class VectorizedEngine(Engine):
         states = [self.states.of(client.job) for client in clients]  # once: they may be read from a disk
         for client, state in zip(clients, states, strict=True):
             self.problem(client.job, state)
+        if self._modes is not None:
+            self._modes.restore()
         try:
             with self.threads():
                 self._stack = self.stack(clients, states)
         except Exception as error:  # in on_client_start
             self._failures = dict.fromkeys(range(len(clients)), error)
+        if self._modes is not None:
+            self._modes.begin_clients()
         self._start = time.perf_counter()
         return clients
 
@@ -208,24 +219,33 @@ class VectorizedEngine(Engine):
             yield together, data if together == slots else rows_of_tree(data, [slots.index(slot) for slot in together])
 
     def _train(self, slots: Slots, data: Any, group: Group) -> Outputs:
-        """Take one step of clients of one kind; if it fails, of one client at a time, to find those that fail."""
+        """Take one step of clients of one kind; if it fails, of one client at a time, to find those that fail.
+
+        Clients that branch differently step apart.
+        """
         assert self._stack is not None
         optimizer = self._stack.optimizer
         try:
             index = self._index(slots[0], group.step)
             optimizer.select(slots, group.step, alone=group.alone)
             losses, rest = None, {}
+            if self._modes is not None:
+                self._modes.enter(group.step)
             for _ in range(optimizer.draws):
                 with optimizer.drawn():
                     losses, rest = self._stack.forward_backward(slots, data, index, clip=self._clip)
+            if self._modes is not None:
+                self._modes.check()
         except (MisconfigurationException, FedBayesError):
             raise  # an error in the set-up, the same for every client
         except Exception as error:
             if len(slots) == 1:
                 self._failures[slots[0]] = explained(error)
                 return None, {}
-            singles = [(range(slot, slot + 1), rows_of_tree(data, [row])) for row, slot in enumerate(slots)]
-            return [self._train(single, batch, group) for single, batch in singles][-1]
+            truths = error.truths if isinstance(error, Disagreement) else range(len(slots))
+            rows = [[row for row, each in enumerate(truths) if each == truth] for truth in dict.fromkeys(truths)]
+            parts = [(slots_of([slots[row] for row in some]), rows_of_tree(data, some)) for some in rows]
+            return [self._train(part, batch, group) for part, batch in parts][-1]
         try:
             optimizer.skip() if losses is None else optimizer.step()
             if self.model.learned is not None and losses is not None:

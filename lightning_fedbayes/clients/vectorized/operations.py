@@ -19,7 +19,9 @@ from lightning_fedbayes.clients.vectorized.gaussians import (
     GaussianParameters,
     JointDraws,
 )
+from lightning_fedbayes.clients.vectorized.schedule import Disagreement
 from lightning_fedbayes.core.private_torch import (
+    outside_of_vmap,
     outside_vmap,
     stack_of,
     to_client_view,
@@ -37,11 +39,19 @@ from lightning_fedbayes.layers.whole_network import kl_divergence
 class ClientOperations(TorchFunctionMode):
     """Inside, the functions in :attr:`replacements` are replaced; here by operations on what one client sees.
 
+    Args:
+        branches: False refuses every branch on a value that differs between clients, also where they agree on it.
+
     Attributes:
         replacements: function → its replacement, which returns None where it does not apply.
+        branched: a branch was taken on which the clients agree.
     """
 
-    replacements: Mapping[Any, Callable[..., Tensor | Sequence[Tensor] | None]]
+    replacements: Mapping[Any, Callable[..., Tensor | Sequence[Tensor] | bool | None]]
+
+    def __init__(self, branches: bool = True) -> None:
+        self.branches = branches
+        self.branched = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -60,13 +70,17 @@ class StackedOperations(ClientOperations):
         level: of the clients, see :class:`~lightning_fedbayes.core.private_torch.vmap_level`.
         gaussians: the Gaussian parameters of the module.
         joint: joint draws of the small ones in this step.
+        branches: see :class:`ClientOperations`.
 
     Attributes:
         fused_times: steps in time that this training step has written out, of recurrences that torch takes in one
             operation when it has one client: LSTMs, and all on a GPU.
     """
 
-    def __init__(self, level: int, gaussians: GaussianParameters, joint: JointDraws) -> None:
+    def __init__(
+        self, level: int, gaussians: GaussianParameters, joint: JointDraws, branches: bool = True
+    ) -> None:
+        super().__init__(branches)
         self.level = level
         self.gaussians = gaussians
         self.joint = joint
@@ -146,6 +160,22 @@ def lstm_cell(
 def data(mode: ClientOperations, tensor: Tensor) -> Tensor | None:
     """``tensor.data`` of a client's own tensor, which vmap refuses; None for one that the clients share."""
     return tensor.detach() if version_if_any(tensor) is None else None
+
+
+def truth(mode: ClientOperations, tensor: Tensor) -> bool | None:
+    """``bool(tensor)`` of all clients; None for a tensor that they share.
+
+    Raises:
+        Disagreement: they would branch differently.
+    """
+    stack = outside_of_vmap(tensor)
+    if stack is tensor or tensor.numel() != 1 or not mode.branches:
+        return None
+    truths = [bool(each) for each in stack.flatten().tolist()]
+    if len(set(truths)) > 1:
+        raise Disagreement(truths)
+    mode.branched = True
+    return truths[0]
 
 
 def embedding(
@@ -381,6 +411,7 @@ def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 ClientOperations.replacements = {
     F.embedding: embedding,
     torch.lstm_cell: lstm_cell,
+    Tensor.__bool__: truth,
     Tensor.data.__get__: data,  # pyright: ignore[reportAttributeAccessIssue]
 }
 StackedOperations.replacements = {

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,22 +21,29 @@ from torchmetrics import Metric
 from lightning_fedbayes.clients.client import Client, ClientState, parameters_of
 from lightning_fedbayes.clients.context import TrainingContext
 from lightning_fedbayes.clients.engine import threads_for
-from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
+from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel
-from lightning_fedbayes.clients.snapshot import LIBRARIES
-from lightning_fedbayes.clients.vectorized.dry_run import check_against_single, check_buffers, dry_run
+from lightning_fedbayes.clients.snapshot import LIBRARIES, Modes
+from lightning_fedbayes.clients.vectorized.dry_run import (
+    ChangesForGood,
+    check_against_single,
+    check_buffers,
+    dry_run,
+)
 from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.optimizer import check_elementwise
 from lightning_fedbayes.clients.vectorized.schedule import stack_batches
 from lightning_fedbayes.clients.vectorized.stack import ClientStack, Layout, layout_of
 from lightning_fedbayes.clients.vectorized.step import StackedStep
 from lightning_fedbayes.core.errors import CannotVectorize
+from lightning_fedbayes.core.loading import FailedBatch
 from lightning_fedbayes.core.private_torch import (
     TorchDispatchMode,
     has_backward_hook,
     has_gradient_hook,
     has_step_hook,
     tree_leaves,
+    tree_map,
 )
 
 
@@ -50,6 +58,8 @@ class ProbeResult:
         flops: floating-point operations of one client's step, in matrix products and convolutions.
         bytes_per_client: memory that one more client in the stack takes.
         fused_times: steps in time of recurrent layers that are one operation for one client, and many for a stack.
+        shared_buffers: names of buffers that do not change.
+        switches_modes: a client's first step, or ``on_client_start``, puts layers into training or evaluation.
     """
 
     stacked_keys: frozenset[str]
@@ -58,6 +68,8 @@ class ProbeResult:
     flops: int
     bytes_per_client: int
     fused_times: int
+    shared_buffers: frozenset[str]
+    switches_modes: bool
 
 
 def probe(
@@ -74,6 +86,15 @@ def probe(
     Raises:
         CannotVectorize: the module, its optimizer, its batches or the Trainer do not allow it; the message says why.
     """
+    try:
+        return _probe(context, model, loader, clients)
+    except ChangesForGood:
+        return _probe(context, model, loader, clients)
+
+
+def _probe(
+    context: TrainingContext, model: ResidentModel, loader: FederatedLoader, clients: Sequence[Client]
+) -> ProbeResult:
     module = context.module
     log = StackedTrainingLog(context)
     log.install()
@@ -90,10 +111,17 @@ def probe(
         with threads_for(0), context.watched(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of operations that are slow in a stack, or the same ones as in training
             with dry_run(module, optimizer) as check_unchanged:
+                modes = Modes(module)
                 stack = ClientStack(model, optimizer, step, clients, [ClientState()] * 2, [{}] * 2)
                 try:
                     with flops, allocations:
                         layouts = _layouts(stack, data, index)
+                    shared, switches, modes = _unchanging_buffers(stack), not modes.is_now(), Modes(module)
+                    if switches:
+                        stack.forward_backward(range(2), data, index)
+                        _check_modes(modes)
+                    if step.branched:
+                        _check_branches(stack, data, index)
                     check_buffers(stack)
                     fused_times = step.fused_times
                     log.check_metrics()
@@ -102,15 +130,18 @@ def probe(
                 check_unchanged()
                 check_against_single(context, model, step, clients, data)
                 check_unchanged()
+                _check_modes(modes)
     except CannotVectorize:
         raise
     except Exception as error:
         raise CannotVectorize(f"a step cannot run for several clients at once: {explain(error)}") from error
     finally:
         log.remove()
-    own = sum(p.numel() * p.element_size() for p in parameters_of(optimizer))
+    frozen = {id(p) for p in model.frozen.values()}
+    own = sum(p.numel() * p.element_size() for p in parameters_of(optimizer) if id(p) not in frozen)
     total = allocations.bytes // 2 + own * (2 + len(stacked_keys))
-    return ProbeResult(stacked_keys, layouts, index.is_read, flops.get_total_flops() // 2, total, fused_times)
+    flops_of_one = flops.get_total_flops() // 2
+    return ProbeResult(stacked_keys, layouts, index.is_read, flops_of_one, total, fused_times, shared, switches)
 
 
 def _first_batch(context: TrainingContext, loader: FederatedLoader, clients: Sequence[Client]) -> Any:
@@ -132,6 +163,36 @@ def _layouts(stack: ClientStack, data: Any, index: int) -> dict[str, Layout | No
             parameter.register_hook(lambda gradient, name=name: layouts.update({name: layout_of(gradient)}))
     stack.forward_backward(range(2), data, index)
     return layouts
+
+
+def _unchanging_buffers(stack: ClientStack) -> frozenset[str]:
+    """Return the names of buffers that a step has left alone; none for a network all of which trains.
+
+    Nor for one with a hook ``on_client_start``, which may write into them.
+    """
+    module = stack.model.module
+    if not stack.model.frozen or hasattr(module, "on_client_start"):
+        return frozenset()
+    return frozenset(name for name, own in module.named_buffers() if torch.equal(stack.buffers[name][0], own))
+
+
+def _check_modes(modes: Modes) -> None:
+    """Raise CannotVectorize unless later steps leave the ``modes`` that the first one has left."""
+    if not modes.is_now():
+        raise CannotVectorize("training_step switches layers between train() and eval() from step to step")
+
+
+def _check_branches(stack: ClientStack, data: Any, index: int) -> None:
+    """Raise unless branches on values depend on the batch and on what is frozen alone, such as that on a mask.
+
+    Clients that find otherwise in training step apart. Where a branch depends on what trains, they mostly would.
+    """
+    step = stack.step
+    step.shares_batch = True
+    try:
+        stack.forward_backward(range(2), tree_map(lambda stacked: stacked[0], data), index)
+    finally:
+        step.shares_batch = False
 
 
 class _Index(int):

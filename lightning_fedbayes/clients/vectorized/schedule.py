@@ -5,7 +5,9 @@ A group steps together. Batches come from the same data and in the same order as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, islice
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader, examples
+from lightning_fedbayes.clients.loader import FederatedLoader, examples
 from lightning_fedbayes.core.errors import CannotVectorize
-from lightning_fedbayes.core.private_torch import tree_flatten, tree_map, tree_unflatten
+from lightning_fedbayes.core.loading import FailedBatch
+from lightning_fedbayes.core.private_torch import register_pytree_node, tree_flatten, tree_map, tree_unflatten
 from lightning_fedbayes.server.plan import Batching, RoundPlan, batches_per_epoch, client_order
 
 Slots = range | tuple[int, ...]
@@ -289,6 +292,48 @@ class StackedBatches:
         return index
 
 
+class Disagreement(RuntimeError):
+    """Raised where clients in a stack would take different branches.
+
+    Args:
+        truths: what each of them finds.
+    """
+
+    def __init__(self, truths: Sequence[bool]) -> None:
+        super().__init__("vmap: data-dependent control flow, in which the clients of a stack disagree")
+        self.truths = truths
+
+
+class _Like:
+    """A ``UserDict``, such as a ``BatchEncoding`` of Hugging Face, without its entries.
+
+    Args:
+        batch: with them.
+    """
+
+    def __init__(self, batch: UserDict) -> None:
+        self.empty, self.keys = copy.copy(batch), tuple(batch.data)
+        self.empty.data = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self.empty).__qualname__}{self.keys}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Like) and repr(self) == repr(other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def _flatten(batch: UserDict) -> tuple[list[Any], _Like]:
+    return list(batch.data.values()), _Like(batch)
+
+
+def _unflatten(values: Iterable[Any], like: _Like) -> UserDict:
+    batch = copy.copy(like.empty)
+    batch.data = dict(zip(like.keys, values))
+    return batch
+
+
 def stack_batches(slots: Slots, batches: list[Any]) -> StackedBatch:
     """Stack loaded batches, one for each slot, with those of equal structure, shapes and dtypes.
 
@@ -301,6 +346,10 @@ def stack_batches(slots: Slots, batches: list[Any]) -> StackedBatch:
         if slot in failures:
             continue
         leaves, structure = tree_flatten(batch)
+        if new := {type(leaf) for leaf in leaves if isinstance(leaf, UserDict)}:
+            for kind in new:
+                register_pytree_node(kind, _flatten, _unflatten)
+            leaves, structure = tree_flatten(batch)
         wrong = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]
         if wrong:
             raise CannotVectorize(f"batches hold more than tensors ({wrong[0]}), which cannot be stacked")

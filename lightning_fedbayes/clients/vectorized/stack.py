@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -17,15 +17,15 @@ from lightning_fedbayes.clients.client import Client, ClientState, parameters_of
 from lightning_fedbayes.clients.context import TrainingContext
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import OptimizerState
-from lightning_fedbayes.clients.snapshot import Snapshot
+from lightning_fedbayes.clients.snapshot import Snapshot, write
 from lightning_fedbayes.clients.vectorized.gaussians import StackedCavities
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
-from lightning_fedbayes.clients.vectorized.schedule import Slots, add_rows, put_rows, take_rows
+from lightning_fedbayes.clients.vectorized.schedule import Disagreement, Slots, add_rows, put_rows, take_rows
 from lightning_fedbayes.clients.vectorized.step import Attributes, StackedStep
 from lightning_fedbayes.clients.vectorized.swap import ParameterSwap
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.core.private_torch import register_pytree_node, tree_leaves, tree_map
+from lightning_fedbayes.core.private_torch import register_pytree_node, tree_leaves, tree_map, version_if_any
 from lightning_fedbayes.methods.method import LocalProblem
 
 Measured = Callable[[int, Tensors, Tensors, Mapping[int, Mapping[str, Tensor]]], Tensors]
@@ -89,7 +89,10 @@ class ClientStack:
             else _stack(model.global_parameters[name], name, locals_, (layouts or {}).get(name)) for name in self.names
         ]
         live = {**dict(model.module.named_buffers()), **model.global_buffers}
-        self.buffers = {name: _stack(value, name, locals_) for name, value in live.items()}
+        shared = step.shared_buffers.difference(*locals_)
+        self.shared = {name: (value, version_if_any(value), value.clone()) for name, value in live.items()
+                       if name in shared}
+        self.buffers = {name: _stack(value, name, locals_) for name, value in live.items() if name not in shared}
         everything = {**dict(zip(self.names, rows)), **self.buffers}
         # first, because it may fail: nothing has been replaced yet
         self.attributes = start_clients(step.module, clients, step.swap, everything)
@@ -120,8 +123,41 @@ class ClientStack:
 
         Returns: the losses, shape (clients,), None if ``training_step`` skipped the batch; and its other results.
         """
-        optimizer = self.optimizer
-        parameters: Tensors = dict(zip(self.names, optimizer.parameters))
+        try:
+            losses, rest, replaced = self._take_step(slots, batch, batch_idx, clip)
+            if self._keeps_shared(replaced):
+                return losses, rest
+        except Exception as error:
+            if not self.shared or (isinstance(error, Disagreement) and self._keeps_shared()):
+                raise
+        self._unshare()
+        losses, rest, _ = self._take_step(slots, batch, batch_idx, clip)
+        self.step.shared_buffers = frozenset()
+        return losses, rest
+
+    def _keeps_shared(self, replaced: Collection[str] = ()) -> bool:
+        """Return whether a step has left the buffers that clients share alone."""
+        return not self.shared.keys() & replaced and all(
+            version_if_any(value) == version for value, version, _ in self.shared.values()
+        )
+
+    def _unshare(self) -> None:
+        """Give every client buffers of its own, with the values from before the step."""
+        for name, (value, version, before) in self.shared.items():
+            self.buffers[name] = _stack(before, name, [{}] * len(self.optimizer.rows[0]))
+            if version_if_any(value) != version:
+                with torch.no_grad():
+                    write(value, before)
+        self.shared = {}
+
+    def _take_step(
+        self, slots: Slots, batch: Any, batch_idx: int, clip: Clip | None
+    ) -> tuple[Tensor | None, dict[str, Any], Collection[str]]:
+        """As :meth:`forward_backward`; returns also the names of the buffers that were replaced."""
+        optimizer, frozen = self.optimizer, self.model.frozen  # which clients share: they stay in the module
+        parameters: Tensors = {
+            name: p for name, p in zip(self.names, optimizer.parameters) if name not in frozen
+        }
         buffers = {name: take_rows(stack, slots) for name, stack in self.buffers.items()}
         before = {name: rows.clone() for name, rows in buffers.items()}
         stacked = self.attributes.stacked
@@ -131,7 +167,7 @@ class ClientStack:
         try:
             output = self.step(
                 parameters, buffers, Attributes(stacked, self.attributes.shared), batch, batch_idx,
-                cavities,
+                cavities, {name: value for name, (value, *_) in self.shared.items()},
             )
             losses = output.losses
             if losses is not None:
@@ -149,8 +185,9 @@ class ClientStack:
                 put_rows(self.buffers[name], slots, rows)
             raise
         for name, buffer in (buffers | output.buffers).items():
-            put_rows(self.buffers[name], slots, buffer)
-        return None if losses is None else losses.detach(), output.rest
+            if name in self.buffers:
+                put_rows(self.buffers[name], slots, buffer)
+        return None if losses is None else losses.detach(), output.rest, output.buffers
 
     @torch.no_grad()
     def _measure(
@@ -192,7 +229,7 @@ class ClientStack:
             each = [
                 measured(
                     slot, {name: rows[slot] for name, rows in everything.items()},
-                    {name: rows[slot] for name, rows in self.buffers.items()},
+                    {name: self._buffer(name, slot) for name in (*self.buffers, *self.shared)},
                     {i: {key: rows[slot] for key, rows in entries.items()} for i, entries in state.items()},
                 ) for slot in range(count)
             ]
@@ -205,8 +242,10 @@ class ClientStack:
 
     def read_buffers(self, slot: int) -> Tensors:
         """Return the buffers that a client sends."""
-        sent = self.model.federated_buffers
-        return {name: self.buffers[name][slot] for name in sent}
+        return {name: self._buffer(name, slot) for name in self.model.federated_buffers}
+
+    def _buffer(self, name: str, slot: int) -> Tensor:
+        return self.shared[name][0] if name in self.shared else self.buffers[name][slot]
 
     def read_local(self, slot: int) -> Tensors:
         """Return what a client keeps for its next round: local parameters and buffers."""

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import Precision
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fedbayes.clients.cavities import RoundCavities
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.clients.model import Tensors
+from lightning_fedbayes.clients.snapshot import Modes
 from lightning_fedbayes.clients.vectorized.gaussians import (
     GaussianParameters,
     JointDraws,
@@ -28,6 +29,7 @@ from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.metrics import BatchValue
 from lightning_fedbayes.clients.vectorized.operations import ClientOperations, StackedOperations
 from lightning_fedbayes.clients.vectorized.swap import ParameterSwap, with_attributes
+from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.private_torch import (
     has_vmap_primitives,
     to_client_view,
@@ -68,6 +70,43 @@ class StepOutput:
     buffers: Tensors
 
 
+class StepModes:
+    """The modes of a module's parts, training or evaluation, where a client's first step switches them.
+
+    Every client begins with those of the round's start, and its later steps with those that its first one has left.
+
+    Args:
+        module: the user's module, at the start of a round.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._start = self._first = Modes(module)
+        self._later: Modes | None = None
+
+    def restore(self) -> None:
+        """Put back what the round has begun with."""
+        self._start.restore()
+
+    def begin_clients(self) -> None:
+        """Take the present modes as those in which the next clients begin, after ``on_client_start``."""
+        self._first, self._later = Modes(self._module), None
+
+    def enter(self, step: int) -> None:
+        """Put the parts into the modes in which each client begins its ``step``."""
+        (self._later if step and self._later is not None else self._first).restore()
+
+    def check(self) -> None:
+        """Note the modes that a client's first step leaves; raise CannotVectorize if another leaves others."""
+        if self._later is None:
+            self._later = Modes(self._module)
+        elif not self._later.is_now():
+            raise CannotVectorize(
+                "training_step no longer leaves the layers in the modes, train() or eval(), in which the first step "
+                "left them, and clients in a stack share these: use engine='sequential'"
+            )
+
+
 Assemble = Callable[[Sequence[Tensor]], StepOutput]
 
 
@@ -83,7 +122,10 @@ class StackedStep:
 
     Attributes:
         swap: puts the clients' tensors into the module.
-        fused_times: of the last step, see :class:`StackedOperations`.
+        fused_times, branched: of the last step, see :class:`StackedOperations`.
+        shares_batch: the next steps take one batch for all clients, so that only what depends on the clients' own
+            parameters differs between them, and they may not branch on that.
+        shared_buffers: names of buffers that do not change, so that one is enough for all clients.
     """
 
     def __init__(self, context: TrainingContext, log: StackedTrainingLog) -> None:
@@ -95,13 +137,14 @@ class StackedStep:
         self._context = nullcontext if type(precision) is Precision else precision.train_step_context
         self._takes_index = takes_index(module)
         self._gaussians = GaussianParameters(module)
-        self.fused_times = 0
+        self.fused_times, self.branched, self.shares_batch = 0, False, False
+        self.shared_buffers: frozenset[str] = frozenset()
         torch.func.vmap(torch.sin)(torch.zeros(1))  # loads torch's batching rules that are written in Python
         self._take = self._with_primitives if has_vmap_primitives() else self._with_public_vmap
 
     def __call__(
         self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
-        cavities: StackedCavities | None = None,
+        cavities: StackedCavities | None = None, shared: Tensors | None = None,
     ) -> StepOutput:
         """Take the forward pass.
 
@@ -111,10 +154,11 @@ class StackedStep:
             batch: the clients' batches, tensors of shape (clients, batch, *).
             batch_idx: the argument of ``training_step``.
             cavities: the clients' priors; None: the layers' own.
+            shared: buffers that are one for all clients.
         """
         self.log.begin_step()
         with self._context():
-            stacks, assemble = self._take(parameters, buffers, attributes, batch, batch_idx, cavities)
+            stacks, assemble = self._take(parameters, buffers, attributes, batch, batch_idx, cavities, shared or {})
         return assemble(stacks)
 
     def cavities(self, cavities: RoundCavities, own: Sequence[Cavity]) -> StackedCavities:
@@ -126,7 +170,7 @@ class StackedStep:
 
     def _with_primitives(
         self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
-        cavities: StackedCavities | None,
+        cavities: StackedCavities | None, shared: Tensors,
     ) -> tuple[Sequence[Tensor], Assemble]:
         tensors = {**parameters, **buffers}
         count = len(next(iter(tensors.values())))
@@ -137,17 +181,20 @@ class StackedStep:
 
             views = {name: to_client_view(stack, level) for name, stack in tensors.items()}
             held = {**attributes.shared, **{name: view(value) for name, value in attributes.stacked.items()}}
-            batch = [to_client_view(each, level) for each in batch] if is_list_of_tensors(batch) else view(batch)
+            if not self.shares_batch:
+                batch = [to_client_view(each, level) for each in batch] if is_list_of_tensors(batch) else view(batch)
             joint = JointDraws(self._gaussians, parameters, views, cavities)
-            operations = StackedOperations(level, self._gaussians, joint)
+            operations = StackedOperations(level, self._gaussians, joint, not self.shares_batch)
             with nullcontext() if cavities is None else cavities.installed(lambda stack: SeenCavity(stack, view)):
-                outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, operations)
-            self.fused_times = operations.fused_times
+                outputs, assemble = self._of_client(
+                    {**views, **shared}, [*buffers, *shared], held, batch, batch_idx, operations
+                )
+            self.fused_times, self.branched = operations.fused_times, operations.branched
             return [to_stack(output, level, count) for output in outputs], assemble
 
     def _with_public_vmap(
         self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
-        cavities: StackedCavities | None,
+        cavities: StackedCavities | None, shared: Tensors,
     ) -> tuple[Sequence[Tensor], Assemble]:
         assembles: list[Assemble] = []
 
@@ -156,11 +203,15 @@ class StackedStep:
             with nullcontext() if cavities is None else cavities.installed(
                 lambda stack: with_own(stack, islice(given, len(seen(stack))))
             ):
-                outputs, assemble = self._of_client(views, buffers, held, batch, batch_idx, ClientOperations())
+                operations = ClientOperations(not self.shares_batch)
+                outputs, assemble = self._of_client(
+                    {**views, **shared}, [*buffers, *shared], held, batch, batch_idx, operations
+                )
+            self.branched = operations.branched
             assembles.append(assemble)
             return outputs
 
-        vmapped = torch.func.vmap(step, randomness="different")
+        vmapped = torch.func.vmap(step, (0, 0, None if self.shares_batch else 0, 0), randomness="different")
         fields = [] if cavities is None else cavities.stacks()
         return vmapped({**parameters, **buffers}, attributes.stacked, batch, fields), assembles[0]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lightning_fedbayes.core.batches import output_of, unpacked
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
 from lightning_fedbayes.modules.head.fit import HeadFit
 from lightning_fedbayes.modules.head.head import BayesianHead
@@ -37,7 +38,8 @@ class HeadModule(PosteriorPredictive):
     reports and calibration. Where features lie in memory, :meth:`BayesianHead.fit_clients` is the shorter way.
 
     Args:
-        backbone: maps inputs to features, shape (batch, features); it is frozen and stays in evaluation mode.
+        backbone: maps inputs to features, shape (batch, features), in any form of batch that
+            :class:`~lightning_fedbayes.PosteriorPredictive` takes; it is frozen and stays in evaluation mode.
         head: the head.
         features: their number.
         samples: draws of a prediction, at least 256 of which are taken.
@@ -105,7 +107,8 @@ class HeadModule(PosteriorPredictive):
         if batch_idx == 0 and not self._has_clients:
             _clear(self.sums if self._before is None else self.slopes)
         with torch.no_grad():
-            features, targets = self.network(batch[0]), batch[1]
+            inputs, targets = unpacked(batch, self, needs_targets=True)
+            features = output_of(self.network, inputs)
             if self._before is None:
                 found, own = self.head.sums(features, targets), self.sums
             else:
@@ -160,17 +163,17 @@ class HeadModule(PosteriorPredictive):
 
     def forward(self, inputs: Any) -> Tensor:
         """Logits or means at the mean of the head."""
-        return self.fitted.linear().to(self.device)(self.network(inputs))
+        return self.fitted.linear().to(self.device)(output_of(self.network, inputs))
 
     def _linearised(self, inputs: Any) -> tuple[Tensor, Tensor]:
         """Return mean and covariance of the outputs, in closed form."""
         if self._is_empty and self._trainer is not None and self.trainer.sanity_checking:
-            features, outputs = self.network(inputs), self.head.outputs
+            features, outputs = output_of(self.network, inputs), self.head.outputs
             return features.new_zeros(len(features), outputs), features.new_zeros(len(features), outputs, outputs)
         fitted = self.fitted
         if not self.head.is_classifier:
             self.noise_std = fitted.noise**0.5
-        features = self.network(inputs)
+        features = output_of(self.network, inputs)
         mean, covariance = fitted.moments(features)
         return mean.to(features), covariance.to(features)
 

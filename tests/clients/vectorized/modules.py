@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_fedbayes.layers import kl_divergence
-from tests.federations import CLASSES, Plain
+from tests.federations import CLASSES, FEATURES, Plain
 
 
 class Divergence(nn.Module):
@@ -99,3 +99,33 @@ class Logging(Plain):
         self.log("greatest", loss, on_step=False, on_epoch=True, reduce_fx="max")
         self.log("constant", 3.0, on_step=False, on_epoch=True)
         return {"loss": loss, "logits": self(batch[0]), "note": "kept"}
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer with an update of low rank, W + BA, as a LoRA layer has it."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int = 2) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.lora_B(self.lora_A(x))
+
+
+class Backbone(nn.Module):
+    """Adapters in a frozen network, with a BatchNorm, a constant buffer and a head that trains."""
+
+    def __init__(self, width: int = 8) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.first, self.second = Adapter(FEATURES, width), Adapter(width, width)
+        self.norm = nn.BatchNorm1d(width).requires_grad_(False)
+        self.is_fixed = True
+        self.register_buffer("turn", torch.linalg.qr(torch.randn(width, width))[0])
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_fixed:
+            self.norm.eval()
+        return self.head(self.norm(self.second(self.first(x).tanh() @ self.turn)).tanh())

@@ -1,0 +1,306 @@
+"""Stacks of adapters over one frozen network, which the clients share; branches, modes and batches of such networks."""
+
+from __future__ import annotations
+
+from collections import UserDict
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.clients.vectorized.stack import ClientStack
+from lightning_fedbayes.core.errors import CannotVectorize
+from lightning_fedbayes.core.private_torch import outside_of_vmap
+from tests.federations import Plain, blobs, federate, loader, network, parameters
+
+from .modules import Backbone
+from .test_parity import assert_same, both
+
+SIZES = fb.SizesPartition((35, 22, 20, 13))
+
+
+class Adapted(Plain):
+    """The optimizer holds what trains, or everything."""
+
+    def __init__(self, *, everything: bool = False, **options) -> None:
+        super().__init__(Backbone(), **options)
+        self.everything = everything
+
+    def configure_optimizers(self):
+        held = [p for p in self.parameters() if self.everything or p.requires_grad]
+        return self.optimizer_class(held, lr=self.lr)
+
+
+METHODS = {
+    "average": {}, "proximal": {"fusion": "fedprox"}, "scaffold": {"fusion": "scaffold"}, "ditto": {"fusion": "ditto"},
+    "sites": {"fusion": "sites"}, "two at once": {"stack": 2, "local_epochs": 2},
+    "personal": {"local_parameters": ["*lora_B*"]}, "own buffers": {"buffers": "local"},
+}
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_end_equal_by_either_engine(method, everything):
+    results = both(lambda: Adapted(everything=everything), SIZES, rounds=3, **METHODS[method])
+    assert_same(results)
+    start, module = Backbone().state_dict(), results[1][0]
+    moved = {name for name, value in module.net.state_dict().items() if not torch.equal(value, start[name])}
+    own = {"first.lora_B.weight", "second.lora_B.weight"} if method == "personal" else set()  # they stay at the clients
+    assert moved == {name for name, each in module.net.named_parameters() if each.requires_grad} - own
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, fb.IVON])
+def test_optimizers_with_a_state_train_adapters(optimizer, everything):
+    if optimizer is fb.IVON:  # draws differ
+        module = Adapted(optimizer=fb.IVON, everything=everything)
+        federation = fb.FederatedBayes(SIZES, engine="vectorized")
+        federate(module, federation, 2)
+        assert federation.history[-1]["valid_clients"] == 4
+        return
+    assert_same(both(lambda: Adapted(optimizer=optimizer, lr=0.01, everything=everything), SIZES, keep=["optimizer"]))
+
+
+def is_shared(tensor) -> bool:
+    return outside_of_vmap(tensor) is tensor
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_what_is_frozen_and_what_does_not_change_enters_a_stack_once(everything):
+    shared: dict[str, bool] = {}
+
+    class Looking(Adapted):
+        def training_step(self, batch, batch_idx):
+            shared.update({name: is_shared(each) for name, each in self.net.state_dict(keep_vars=True).items()})
+            return super().training_step(batch, batch_idx)
+
+    federate(Looking(everything=everything), fb.FederatedBayes(SIZES, engine="vectorized"), 1)
+    assert shared == {name: "lora" not in name and "head" not in name for name in shared}
+    assert len(shared) == 16
+
+
+def test_a_network_all_of_which_trains_shares_nothing():
+    """So its arithmetic is that of before."""
+    module = Adapted()
+    module.requires_grad_(True)
+    federation = fb.FederatedBayes(SIZES, engine="vectorized")
+    federate(module, federation, 1)
+    assert federation.federation.engine.probed.shared_buffers == frozenset()
+
+
+class Late(Adapted):
+    """Changes a buffer from the third batch on, after the trial step."""
+
+    way = "in place"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx >= 2:
+            if self.way == "in place":
+                self.seen += 1
+            elif self.way == "of the data":
+                self.seen += batch[0].mean()
+            else:
+                self.seen = self.seen + batch[0].mean()
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * self.seen)
+
+
+class Thawed(Late):
+    way = "batch norm"
+
+    def on_train_epoch_start(self):
+        self.net.is_fixed = self.current_epoch == 0
+
+
+@pytest.mark.parametrize("way", ["in place", "of the data", "replaced", "batch norm"])
+def test_a_buffer_that_begins_to_change_becomes_each_client_s_own(way):
+    kind = Thawed if way == "batch norm" else type("Own", (Late,), {"way": way})
+    train = loader(batch_size=4, drop_last=True)  # a BatchNorm takes no batch of one example
+    assert_same(both(kind, SIZES, rounds=3, train=train))
+
+
+def test_a_client_that_fails_does_not_end_the_sharing():
+    data = blobs()
+    data.tensors[1][3] = -7  # no class
+    federation = fb.FederatedBayes(fb.SizesPartition((30, 30, 30)), engine="vectorized")
+    federate(Adapted(), federation, 2, loader(data))
+    assert federation.history[-1]["failed_clients"] == 1
+    assert "net.turn" in federation.federation.engine._step.shared_buffers
+
+
+class Masked(Plain):
+    """Branches on the data, as Hugging Face's masks do."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((x * 0.5 if (x[:, 0] > 3.4).any() else x, y), batch_idx)
+
+
+def test_clients_that_branch_differently_step_apart(monkeypatch):
+    taken = []
+    forward = ClientStack.forward_backward
+
+    def spy(self, slots, *args, **options):
+        result = forward(self, slots, *args, **options)
+        if len(self.optimizer.rows[0]) == 5:  # not of the probe
+            taken.append(len(slots))
+        return result
+
+    monkeypatch.setattr(ClientStack, "forward_backward", spy)
+    results = both(Masked, fb.IIDPartition(5), rounds=3)
+    assert_same(results)
+    trained = [count for count in taken if count != 5]
+    assert trained  # some have disagreed
+    assert any(1 < count < 5 for count in trained)  # and those of one mind have stayed together
+
+
+def test_a_branch_on_what_trains_is_refused():
+    class OnWeights(Plain):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (2 if self.net[0].weight.sum() > -1e6 else 1)
+
+    with pytest.raises(CannotVectorize, match=r"decides by the value of a tensor"):
+        federate(OnWeights(), fb.FederatedBayes(fb.IIDPartition(3), engine="vectorized"), 1)
+
+
+class Encoding(UserDict):
+    """As Hugging Face's BatchEncoding."""
+
+    source = "tokenizer"
+
+    def __getattr__(self, name):
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Keyed(Plain):
+    def training_step(self, batch, batch_idx):
+        assert batch.source == "tokenizer"
+        return nn.functional.cross_entropy(self(batch.x), batch["y"])
+
+
+@pytest.mark.parametrize("kind", [dict, Encoding])
+def test_batches_with_keys(kind):
+    class Own(Keyed if kind is Encoding else Plain):
+        def training_step(self, batch, batch_idx):
+            assert type(batch) is kind
+            if kind is Encoding:
+                return super().training_step(batch, batch_idx)
+            return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+    def collate(examples):
+        x, y = default_collate(examples)
+        return kind({"x": x, "y": y})
+
+    assert_same(both(Own, SIZES, train=loader(batch_size=4, collate_fn=collate)))
+
+
+class Evaluates(Plain):
+    """Puts a part into evaluation in its forward, before or after it is used."""
+
+    def __init__(self, when: str = "before") -> None:
+        super().__init__(network(batch_norm=True))
+        self.when, self.modes = when, []
+
+    def forward(self, x):
+        if self.when == "before":
+            self.net[1].eval()
+        output = self.net(x)
+        if self.when == "after":
+            self.net[1].eval()
+        elif self.when == "in turns":
+            self.net[1].train(not self.net[1].training)
+        return output
+
+    def on_train_epoch_end(self):
+        self.modes.append(self.net[1].training)
+
+
+@pytest.mark.parametrize("stack", ["vectorized", 2])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_modes_are_those_of_the_sequential_engine(when, stack):
+    sizes = fb.SizesPartition((34, 31, 22, 3))  # the last one's first step is a short one, after that of the others
+    results = both(lambda: Evaluates(when), sizes, rounds=3, train=loader(batch_size=4), stack=stack, local_epochs=2)
+    assert_same(results)
+    (one, *_), (other, *_) = results
+    assert one.modes == other.modes == [True] * 3
+    assert one.net[1].training == other.net[1].training
+
+
+def test_modes_that_change_from_step_to_step_are_refused():
+    with pytest.raises(CannotVectorize, match=r"between train\(\) and eval\(\) from step to step"):
+        federate(Evaluates("in turns"), fb.FederatedBayes(SIZES, engine="vectorized"), 1)
+
+
+def test_modes_that_change_later_end_the_run_with_the_remedy():
+    class Later(Evaluates):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 3:
+                self.net[1].train()
+            return loss
+
+    with pytest.raises(CannotVectorize, match=r"use engine='sequential'"):
+        federate(Later(), fb.FederatedBayes(fb.IIDPartition(3), engine="vectorized"), 1, loader(batch_size=4))
+
+
+class Configuration:
+    """Something that a step sets for good, as Hugging Face's models set ``config.problem_type``."""
+
+    kind: str | None = None
+    steps = 0
+
+
+class Configured(Plain):
+    counts = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Configuration()
+
+    def training_step(self, batch, batch_idx):
+        self.settings.kind = self.settings.kind or "classes"
+        self.settings.steps += self.counts
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_only_the_first_step_of_all_sets_is_no_obstacle():
+    assert_same(both(Configured, SIZES))
+
+
+def test_what_every_step_changes_is_one():
+    module = Configured()
+    module.counts = True
+    with pytest.raises(CannotVectorize, match=r"changes self.settings"):
+        federate(module, fb.FederatedBayes(SIZES, engine="vectorized"), 1)
+
+
+@pytest.mark.parametrize(("frozen", "engine"), [(True, "vectorized"), (False, "sequential")])
+def test_auto_takes_long_steps_of_frozen_networks_into_a_stack(frozen, engine):
+    wide = nn.Sequential(nn.Linear(6, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.ReLU(), nn.Linear(1500, 3))
+    wide[:4].requires_grad_(not frozen)
+    module = Plain(wide)
+    before = parameters(module)
+    federation = fb.FederatedBayes(fb.IIDPartition(3))
+    federate(module, federation, 1, loader(batch_size=15))
+    assert federation.federation.engine.name == engine
+    assert torch.equal(before["net.0.weight"], module.net[0].weight) == frozen
+
+
+def test_memory_of_a_stack_counts_what_is_frozen_once():
+    big = nn.Sequential(nn.Embedding(200_000, 64).requires_grad_(False), nn.Flatten(), nn.Linear(64, 3))
+
+    class Words(Plain):
+        def forward(self, x):
+            return self.net(x[:, :1].abs().long())
+
+    federation = fb.FederatedBayes(fb.IIDPartition(6))
+    federate(Words(big), federation, 1)
+    assert federation.federation.engine.clients_at_once > 6
