@@ -201,7 +201,7 @@ def test_a_network_without_our_layers_is_copied_whole():
 def test_tied_layers_stay_tied_and_frozen_ones_frozen():
     shared = nn.Linear(3, 3)
     network = nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(3, 2).requires_grad_(False))
-    plain = mean_network(fb.bayesianize(network, last=2))
+    plain = mean_network(fb.bayesianize(network, names=["0", "3"]))
     assert plain[0] is plain[2]
     assert [parameter.requires_grad for parameter in plain.parameters()] == [True, True, False, False]
 
