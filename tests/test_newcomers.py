@@ -44,14 +44,11 @@ LORA_BERT = """
           bert = BertForSequenceClassification(BertConfig(vocab_size=50, num_labels=2, **tiny))
           self.network = get_peft_model(bert, LoraConfig(task_type="SEQ_CLS", r=2))
 
--     def forward(self, **batch):
--         return self.network(**batch)
-+     def forward(self, batch):
-+         return self.network(**batch).logits
+      def forward(self, **batch):
+          return self.network(**batch)
 
       def training_step(self, batch, batch_idx):
--         return self(**batch).loss
-+         return self.network(**batch).loss
+          return self(**batch).loss
 
       def configure_optimizers(self):
 -         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
@@ -322,14 +319,11 @@ HUGGING_FACE_DATA = """
           super().__init__()
           self.network = BertForSequenceClassification(BertConfig(vocab_size=50, num_labels=2, **tiny))
 
--     def forward(self, input_ids, attention_mask, labels=None):
--         return self.network(input_ids, attention_mask, labels=labels)
-+     def forward(self, batch):
-+         return self.network(**batch).logits
+      def forward(self, input_ids, attention_mask, labels=None):
+          return self.network(input_ids, attention_mask, labels=labels)
 
       def training_step(self, batch, batch_idx):
--         return self(**batch).loss
-+         return self.network(**batch).loss
+          return self(**batch).loss
 
       def configure_optimizers(self):
 -         return torch.optim.AdamW(self.parameters())
@@ -367,7 +361,7 @@ GAN = """
   trainer.fit(Generator(), DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4))
 """
 ROWS = {
-    "LoRA BERT": (LORA_BERT, 7, ["peft", "transformers"]),
+    "LoRA BERT": (LORA_BERT, 4, ["peft", "transformers"]),
     "LoRA MiniLM": (LORA_MINILM, 4, ["peft", "transformers"]),
     "frozen timm": (FROZEN_TIMM, 4, ["timm"]),
     "U-Net": (U_NET, 4, ["segmentation_models_pytorch"]),
@@ -376,7 +370,7 @@ ROWS = {
     "data frame": (PANDAS, 4, ["pandas"]),
     "metrics": (METRICS, 4, []),
     "dicts": (DICTS, 4, []),
-    "Hugging Face data": (HUGGING_FACE_DATA, 7, ["datasets", "transformers"]),
+    "Hugging Face data": (HUGGING_FACE_DATA, 4, ["datasets", "transformers"]),
 }
 """Name → script, number of changed lines, packages."""
 

@@ -36,8 +36,12 @@ KINDS = ("mean", "variance", "buffer", "linearised", "frozen")
 of what kind the posterior is, and what the frozen parameters are that nobody sends."""
 
 
+SENT = (torch.float32, torch.float64)
+"""Types of means and variances in a message."""
+
+
 def to_arrays(posterior: GaussianPosterior, buffers: Mapping[str, Tensor], frozen: str = "") -> ArrayRecord:
-    """Return ``posterior`` and ``buffers`` as one ArrayRecord, floating-point values in float32, others as they are.
+    """Return ``posterior`` and ``buffers`` as one ArrayRecord: float64 and whole numbers as they are, others in float32.
 
     Deterministic parameters send no variance. Keys are ``mean/<name>``, ``variance/<name>`` and ``buffer/<name>``, and
     ``linearised/`` if the posterior is; ``frozen/<digest>`` where some parameters are.
@@ -71,11 +75,11 @@ def from_arrays(arrays: ArrayRecord, who: str) -> tuple[GaussianPosterior, dict[
         arrays: of a message; nothing in it is trusted.
         who: whose they are, for messages.
 
-    Returns: the posterior, float32, and the buffers in the dtype they were sent in.
+    Returns: the posterior and the buffers, in the dtypes they were sent in.
 
     Raises:
-        FusionError: an array of another kind or order, one that cannot be read, a mean or variance that is not
-            float32 or a negative variance, or a variance without a mean.
+        FusionError: an array of another kind or order, one that cannot be read, a mean or variance that is neither
+            float32 nor float64, a negative variance, or a variance without a mean.
     """
     return posterior_in(tensors_in(arrays, who), who)
 
@@ -105,8 +109,8 @@ def posterior_in(tensors: Mapping[str, Tensor], who: str) -> tuple[GaussianPoste
         kind, _, name = key.partition("/")
         if kind not in parts:
             raise FusionError(f"{who}: array '{key}' is none of {', '.join(f'{known}/…' for known in KINDS)}")
-        if kind != "buffer" and value.dtype != torch.float32:
-            why = "means and variances are floating-point numbers, in float32"
+        if kind != "buffer" and value.dtype not in SENT:
+            why = "means and variances are floating-point numbers, in float32 or float64"
             raise FusionError(f"{who}: array '{key}' is {value.dtype}; {why}")
         parts[kind][name] = value
     orphans = sorted(parts["variance"].keys() - parts["mean"].keys())
@@ -130,9 +134,9 @@ def probabilistic_names(arrays: Mapping[str, Any]) -> set[str]:
 
 
 def _sendable(value: Tensor) -> Tensor:
-    """Return ``value`` on the CPU, floating-point values in float32."""
+    """Return ``value`` on the CPU, floating-point values in float32, unless they are in float64."""
     detached = value.detach().cpu()
-    return detached.to(torch.float32) if detached.is_floating_point() else detached
+    return detached.to(torch.float32) if detached.is_floating_point() and detached.dtype not in SENT else detached
 
 
 def records_of(message: Message) -> RecordDict:

@@ -7,7 +7,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app, personal_posterior
 from lightning_fedbayes.fusion import Sites
-from tests.federations import Plain, federate, loader, network, trainer
+from tests.federations import Plain, blobs, federate, loader, network, trainer
 from tests.flower.clients import PARTITION, BlobData, client_apps, hybrid, in_process, run
 from tests.flower.grid import LocalGrid
 from tests.trainer.scenarios import of_the_page
@@ -34,6 +34,13 @@ class Learned(Plain):
 
     def configure_optimizers(self):
         return fb.IVON(self.parameters(), 0.1)
+
+
+class Headed(fb.HeadModule):
+    """Sums of one exchange."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Identity(), fb.BayesianHead(3, "one_hot"), 6)
 
 
 def assert_same(strategy, federation):
@@ -89,6 +96,16 @@ def test_same_posterior_as_in_one_process(make, server, client, shared, tmp_path
     grid = LocalGrid(client_apps(make=make, shared=shared, state_folder=tmp_path, **client))
     run(grid, strategy, make=make, **kept)
     assert_same(strategy, in_process(make=make, **{**server, **client}, seed=3))
+
+
+def test_a_head_in_one_exchange_is_that_of_the_pooled_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(BlobData, "train_dataloader", lambda self: loader(self.dataset))
+    strategy = FusionStrategy(fusion="sums", fraction=0.5, wait_for=4, seed=3)
+    run(LocalGrid(client_apps(make=Headed, fusion="sums", state_folder=tmp_path)), strategy, 8, make=Headed)
+    model = Headed()
+    fb.load_posterior(model, strategy.server.posterior)
+    pooled = model.head.fit_clients([blobs().tensors])
+    torch.testing.assert_close(model.fitted.weights, pooled.weights, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("make", [hybrid, Learned], ids=["layers", "IVON"])

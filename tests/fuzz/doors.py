@@ -127,6 +127,10 @@ def hierarchical(random, bias, inputs, targets, at, client):
     fb.HierarchicalLinearRegression(random, bias).fit(clients).predict(at, client)
 
 
+def head(inputs, targets, **options):
+    fb.BayesianHead(**options).fit_clients([(inputs, targets)])
+
+
 def registered(name, aliases):
     decorate = fb.register_fusion(name, aliases)
     if name == "a_rule_of_a_test" and name in fb.available_fusions():
@@ -158,6 +162,8 @@ LINEAR = nn.Linear(2, 3)
 CLASSES = TensorDataset(torch.randn(9, 2), torch.arange(9) % 3)
 SKETCH = calibration.ScoreSketch.of(torch.linspace(0, 1, 20))
 REGRESSION = fb.Laplace("regression").posterior(LINEAR, [(X, torch.zeros(8, 3))])
+HALVES = torch.arange(8) % 2
+FIT = fb.BayesianHead(2).fit(fb.BayesianHead(2).sums(X, HALVES))
 SITE = fb.KroneckerLaplace().site(LINEAR, [(X, torch.arange(8) % 3)])
 CONVOLUTION = {
     "in_channels": 2, "out_channels": 2, "kernel_size": 2, "stride": 1, "padding": 0, "dilation": 1, "groups": 1,
@@ -582,6 +588,19 @@ DOORS = {
     "HierarchicalLinearRegression.fit": (
         fb.HierarchicalLinearRegression().fit,
         {"clients": {name: fb.LinearStatistics.of(X[k::2], Y[k::2]) for k, name in enumerate("ab")}}),
+    "BayesianHead": (head, {
+        "outputs": 2, "likelihood": "softmax", "prior_std": 1.0, "inference": "laplace", "exchanges": 3, "inputs": X,
+        "targets": HALVES}),
+    "BayesianHead.fit": (fb.BayesianHead(2).fit, {"sums": [fb.BayesianHead(2).sums(X, HALVES)]}),
+    "BayesianHead.step": (
+        fb.BayesianHead(2).step, {"fit": FIT, "slopes": [fb.BayesianHead(2).slopes(FIT, X, HALVES)]}),
+    "BayesianHead.fit_clients": (fb.BayesianHead(2).fit_clients, {"clients": [(X, HALVES)]}),
+    "HeadFit.moments": (FIT.moments, {"features": X}),
+    "HeadSlopes": (fb.HeadSlopes, {
+        "loss": torch.ones(()).double(), "slope": torch.ones(2, 3).double(), "spread": torch.eye(2).double(),
+        "curvature": torch.ones(1, 3, 3).double(), "num_examples": 2}),
+    "HeadModule": (fb.HeadModule, {
+        "backbone": nn.Identity(), "head": fb.BayesianHead(2), "features": 2, "samples": 3}),
     "LinearStatistics": (fb.LinearStatistics, {
         "gram": torch.eye(2).double(), "moment": torch.ones(2).double(), "square": torch.tensor(3.0).double(),
         "num_examples": 2}),

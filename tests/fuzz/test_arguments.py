@@ -33,7 +33,7 @@ NO_DOORS = {
     "KwonAleatoric", "BrierScore", "CoordinateMedian", "DeterminantSharpness",
     "EnsembleCRPS", "KwonEpistemic", "GaussianCRPS", "GaussianFit", "GaussianNLL",
     "HellingerBarycenter", "LinearPool", "LogVarianceAverage", "MutualInformation", "NegativeLogLikelihood",
-    "OutOfDistributionAUROC", "Population",
+    "OutOfDistributionAUROC", "Population", "Sums",
     "ReverseKLBarycenter", "ClientReport", "WassersteinBarycenter", "WeightedAverage",
     "WeightedConflation",
     "WeightedSum", "Conflation",

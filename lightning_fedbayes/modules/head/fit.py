@@ -122,11 +122,11 @@ def first_fit(
         )
     eye = torch.eye(sums.moment.shape[1]).to(gram)
     if not is_softmax:
-        precision = std**-2
+        precision = float(std) ** -2
         root = torch.linalg.cholesky(gram / noise + precision * torch.eye(len(gram)).to(gram))
         weights = torch.cholesky_solve(sums.moment / noise, root).T
         return HeadFit(sums, likelihood, weights, [(gram, eye / noise)], precision, noise, is_done=True)
-    precision = 1.0 if prior_std is None else prior_std**-2
+    precision = 1.0 if prior_std is None else float(prior_std) ** -2
     centred = (eye - 1 / len(eye)) / 2  # Böhning's bound of the curvature of a softmax
     start = HeadFit(
         sums, likelihood, torch.zeros_like(sums.moment.T), [(gram, centred)], precision, takes_pairs=pairs,

@@ -9,7 +9,14 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.core.errors import (
+    FedBayesError,
+    check_at_least,
+    check_choice,
+    check_kind,
+    check_number,
+    shown,
+)
 from lightning_fedbayes.modules.head.fit import HeadFit, first_fit, next_fit
 from lightning_fedbayes.modules.head.slopes import HeadSlopes, design_of
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
@@ -100,7 +107,7 @@ class BayesianHead:
 
     def takes_pairs(self, columns: int) -> bool:
         """Return whether clients send the curvature of every pair of classes, and not its Kronecker approximation."""
-        return self.outputs * columns <= DENSE
+        return bool(self.outputs * columns <= DENSE)
 
     # -- clients -------------------------------------------------------------------------------------------------------
 
@@ -186,6 +193,9 @@ class BayesianHead:
             clients: pairs of features and targets, see :meth:`sums`.
         """
         check_kind("clients", clients, list | tuple, "give pairs (features, targets)", error=FedBayesError)
+        for number, each in enumerate(clients):
+            if not isinstance(each, list | tuple) or len(each) != 2:
+                raise FedBayesError(f"clients[{number}]={shown(each)}: give a pair (features, targets)")
         fit = self.fit(self.sums(*each) for each in clients)
         while not fit.is_done:
             fit = self.step(fit, (self.slopes(fit, *each) for each in clients))

@@ -11,6 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_fedbayes.core.batches import output_of, unpacked
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
+from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.modules.head.fit import HeadFit
 from lightning_fedbayes.modules.head.head import BayesianHead
 from lightning_fedbayes.modules.head.slopes import HeadSlopes
@@ -39,7 +40,7 @@ class HeadModule(PosteriorPredictive):
 
     Args:
         backbone: maps inputs to features, shape (batch, features), in any form of batch that
-            :class:`~lightning_fedbayes.PosteriorPredictive` takes; it is frozen and stays in evaluation mode.
+            :class:`~lightning_fedbayes.PosteriorPredictive` takes; it is frozen, and runs in evaluation mode.
         head: the head.
         features: their number.
         samples: draws of a prediction, at least 256 of which are taken.
@@ -54,7 +55,7 @@ class HeadModule(PosteriorPredictive):
         check_kind("head", head, BayesianHead, "give an fb.BayesianHead", error=FedBayesError)
         check_at_least("features", features, 1, error=FedBayesError)
         super().__init__(backbone, None, samples, "classification" if head.is_classifier else "regression")
-        self.network.requires_grad_(False)
+        self.train().network.requires_grad_(False)
         self.head = head
         columns, outputs = features + 1, head.outputs
         pairs = outputs * (outputs - 1) // 2
@@ -71,12 +72,6 @@ class HeadModule(PosteriorPredictive):
         self._found: tuple[tuple[float, ...], HeadFit] | None = None
 
     # -- training ------------------------------------------------------------------------------------------------------
-
-    def train(self, mode: bool = True) -> HeadModule:
-        """Leave the backbone in evaluation mode."""
-        super().train(mode)
-        self.network.eval()
-        return self
 
     def configure_optimizers(self) -> Optimizer:
         """SGD of rate 1, whose steps are sums."""
@@ -108,7 +103,7 @@ class HeadModule(PosteriorPredictive):
             _clear(self.sums if self._before is None else self.slopes)
         with torch.no_grad():
             inputs, targets = unpacked(batch, self, needs_targets=True)
-            features = output_of(self.network, inputs)
+            features = self.features(inputs)
             if self._before is None:
                 found, own = self.head.sums(features, targets), self.sums
             else:
@@ -156,6 +151,11 @@ class HeadModule(PosteriorPredictive):
 
     # -- predictions ---------------------------------------------------------------------------------------------------
 
+    def features(self, inputs: Any) -> Tensor:
+        """Return the backbone's outputs, in its evaluation mode."""
+        with evaluation_mode(self.network):
+            return output_of(self.network, inputs)
+
     @property
     def is_linearised(self) -> bool:
         """True: the head is linear."""
@@ -163,17 +163,17 @@ class HeadModule(PosteriorPredictive):
 
     def forward(self, inputs: Any) -> Tensor:
         """Logits or means at the mean of the head."""
-        return self.fitted.linear().to(self.device)(output_of(self.network, inputs))
+        return self.fitted.linear().to(self.device)(self.features(inputs))
 
     def _linearised(self, inputs: Any) -> tuple[Tensor, Tensor]:
         """Return mean and covariance of the outputs, in closed form."""
         if self._is_empty and self._trainer is not None and self.trainer.sanity_checking:
-            features, outputs = output_of(self.network, inputs), self.head.outputs
+            features, outputs = self.features(inputs), self.head.outputs
             return features.new_zeros(len(features), outputs), features.new_zeros(len(features), outputs, outputs)
         fitted = self.fitted
         if not self.head.is_classifier:
             self.noise_std = fitted.noise**0.5
-        features = output_of(self.network, inputs)
+        features = self.features(inputs)
         mean, covariance = fitted.moments(features)
         return mean.to(features), covariance.to(features)
 

@@ -9,8 +9,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from tests.federations import trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*in eval mode at the start of training.*")
-
 
 def data(count=90, seed=0):
     generator = torch.Generator().manual_seed(seed)
@@ -139,3 +137,13 @@ def test_the_head_is_exported_behind_its_backbone():
     network = fb.mean_network(model)
     x = data(10, 6).tensors[0].float()
     torch.testing.assert_close(network(x), model(x), atol=1e-5, rtol=1e-5)
+
+
+def test_batch_norm_and_dropout_of_a_backbone_are_those_of_evaluation():
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
+    model = fb.HeadModule(backbone, fb.BayesianHead(3, "one_hot"), 4)
+    fit(model)
+    scaled = data().tensors[0][:, 0] / (1 + 1e-5) ** 0.5
+    torch.testing.assert_close(model.fitted.sums.gram[0, 0], scaled.square().sum())
+    assert int(backbone[0].num_batches_tracked) == 0
