@@ -21,6 +21,7 @@ from lightning_fedbayes.core.errors import (
 )
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior
 from lightning_fedbayes.layers.posterior_view import parameter_paths
+from lightning_fedbayes.modules.bayesian_module import BayesianModule
 from lightning_fedbayes.modules.classifier import ClassPrediction, ClassScores, class_prediction
 from lightning_fedbayes.modules.regressor import GaussianScores, RegressionPrediction, regression_prediction
 from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with
@@ -145,7 +146,8 @@ class PosteriorPredictive(L.LightningModule):
         Raises:
             FedBayesError: the batch is empty, or several of its names may be that of its targets.
         """
-        return unpacked(batch, self.network, self._unpack)
+        is_pair = isinstance(self.network, BayesianModule) and type(self.network).unpack is BayesianModule.unpack
+        return unpacked(batch, None if is_pair else self.network, self._unpack)  # inputs alone will do here
 
     @property
     def is_linearised(self) -> bool:

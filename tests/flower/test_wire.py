@@ -49,7 +49,14 @@ def test_a_posterior_of_laplace_stays_one(linearised):
     assert list(buffers) == ["b"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_double_precision_travels_as_it_is():
+    values = torch.tensor([0.1, -3.0, 1e-4], dtype=torch.float64)
+    posterior, buffers = from_arrays(to_arrays(GaussianPosterior.point_mass({"w": values}), {"b": values}), "x")
+    assert torch.equal(posterior.mean["w"], values)
+    assert torch.equal(buffers["b"], values)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_precisions_travel_as_float32(dtype):
     values = torch.tensor([0.1, -3.0, 1e-4], dtype=dtype)
     posterior, buffers = from_arrays(to_arrays(GaussianPosterior.point_mass({"w": values}), {"b": values}), "x")
