@@ -41,7 +41,7 @@ SENT = (torch.float32, torch.float64)
 
 
 def to_arrays(posterior: GaussianPosterior, buffers: Mapping[str, Tensor], frozen: str = "") -> ArrayRecord:
-    """Return ``posterior`` and ``buffers`` as one ArrayRecord: float64 and whole numbers as they are, others in float32.
+    """Return ``posterior`` and ``buffers`` as one ArrayRecord: float64 and integers as they are, others in float32.
 
     Deterministic parameters send no variance. Keys are ``mean/<name>``, ``variance/<name>`` and ``buffer/<name>``, and
     ``linearised/`` if the posterior is; ``frozen/<digest>`` where some parameters are.

@@ -24,6 +24,8 @@ from lightning_fedbayes.sources.curvature.systems import DENSE
 
 Likelihood = Literal["softmax", "one_hot", "gaussian"]
 Inference = Literal["laplace", "variational"]
+AT_ONCE = 4096
+"""Examples whose draws are in memory at once."""
 Sent = TypeVar("Sent", LinearStatistics, HeadSlopes)
 
 
@@ -143,11 +145,17 @@ class BayesianHead:
         """
         self._check_labels(labels)
         design = design_of(features)
-        if design.shape[1] != fit.weights.shape[1]:
-            raise FedBayesError(f"features {tuple(features.shape)}: the fit is of {fit.weights.shape[1] - 1} features")
+        if design.shape[1] != fit.weights.shape[1] or len(design) != len(labels):
+            raise FedBayesError(
+                f"features {tuple(features.shape)} of {len(labels)} labels: the fit is of {fit.weights.shape[1] - 1} "
+                "features, and each example has a label"
+            )
+        parts = zip(features.split(AT_ONCE), design.split(AT_ONCE), labels.split(AT_ONCE))
         if fit.is_variational:
-            return HeadSlopes.expected(*fit.moments(features), design, labels, fit.takes_pairs)
-        return HeadSlopes.of(fit.weights, design, labels, fit.takes_pairs)
+            found = (HeadSlopes.expected(*fit.moments(x), each, y, fit.takes_pairs) for x, each, y in parts)
+        else:
+            found = (HeadSlopes.of(fit.weights, each, y, fit.takes_pairs) for _, each, y in parts)
+        return total(found, HeadSlopes, "labels")
 
     # -- server --------------------------------------------------------------------------------------------------------
 

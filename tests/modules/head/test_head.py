@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.messages import Message
+from lightning_fedbayes.modules.head.fit import _two_loops
+from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
 
 
 def classes(count=300, features=6, outputs=3, seed=0):
@@ -228,3 +230,31 @@ def test_a_thousand_clients_are_added_up():
     fit = head.fit(sums)
     assert fit.sums.num_examples == 5000
     assert math.isfinite(fit.prior_precision)
+
+
+def test_the_evidence_of_several_targets_is_at_its_fixed_point():
+    x, y = numbers(outputs=3)
+    fit = fb.BayesianHead(3, "gaussian").fit_clients([(x, y)])
+    design = torch.cat([x, torch.ones(len(x), 1)], 1)
+    values = torch.linalg.eigvalsh(design.T @ design) / fit.noise
+    determined = float((values / (values + fit.prior_precision)).sum())
+    assert fit.prior_precision == pytest.approx(3 * determined / float(fit.weights.square().sum()), rel=1e-6)
+    residual = float((y - design @ fit.weights.T).square().sum())
+    assert fit.noise == pytest.approx(residual / (3 * (len(x) - determined)), rel=1e-6)
+
+
+def test_logits_of_one_hot_heads_are_as_wide_as_their_scores_over_the_noise():
+    x, y = classes()
+    fit = fb.BayesianHead(3, "one_hot").fit_clients([(x, y)])
+    design = torch.cat([x, torch.ones(len(x), 1)], 1)
+    precision = design.T @ design / fit.noise + fit.prior_precision * torch.eye(7)
+    width = (design @ torch.linalg.inv(precision) * design).sum(1) / fit.noise**2
+    torch.testing.assert_close(fit.moments(x)[1], width[:, None, None] * torch.eye(3).double())
+
+
+def test_a_step_of_lbfgs_knows_the_last_move():
+    """The secant equation, H y = s, with the prior's part in y."""
+    generator = torch.Generator().manual_seed(0)
+    move, change = torch.rand(2, 3, 4, generator=generator, dtype=torch.float64)
+    system = KroneckerSystem([(torch.eye(4).double(), torch.eye(3).double())], 0.3)
+    torch.testing.assert_close(_two_loops(system, ((move, change),), change + 0.7 * move, 0.7), move)
