@@ -47,7 +47,8 @@ EXACT = {
 }
 TUNED = {"FedAvg": "weighted_average", "FedProx": "fedprox", "SCAFFOLD": "scaffold", "sites on the head": "sites"}
 SPLITS = {
-    "Dirichlet(0.5)": fb.DirichletPartition(10, alpha=0.5), "Dirichlet(0.01)": fb.DirichletPartition(10, alpha=0.01),
+    "Dirichlet(0.5)": fb.DirichletPartition(10, alpha=0.5, min_examples=1),
+    "Dirichlet(0.01)": fb.DirichletPartition(10, alpha=0.01, min_examples=0),
     "one class per client": fb.ClassPartition(10, 1),
 }
 SIZES = (200, 1000, 5000, 50_000)
@@ -103,9 +104,8 @@ def cifar(found: Mapping[str, Tensor], cell: Cell) -> Task:
     half = len(found["test_labels"]) // 2
     clients = torch.zeros(len(chosen), dtype=torch.long)
     if cell.split != "any":
-        parts = SPLITS[cell.split].split(train[1].numpy(), seed=cell.seed)
-        for number, part in enumerate(parts):
-            clients[torch.as_tensor(part)] = number
+        for number, part in enumerate(SPLITS[cell.split].split(train[1], seed=cell.seed).indices):
+            clients[part] = number
     test = found["test_features"], found["test_labels"]
     first, second = ((test[0][part], test[1][part]) for part in (slice(half), slice(half, None)))
     return Task(train, first, second, found["outside"], clients, 10)

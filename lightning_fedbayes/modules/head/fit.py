@@ -153,7 +153,7 @@ def next_fit(fit: HeadFit, found: HeadSlopes) -> HeadFit:
     precision = fit.prior_precision
     if not fit._fixed_prior and fit.exchanges:  # before the first step there are no weights to choose a prior by
         precision = chosen_precision([system.eigenvalues()], [fit.weights])
-    system = KroneckerSystem(terms, precision)
+    system = system.with_prior(precision)
     memory = fit._memory
     if fit._last is not None and not fit.takes_pairs:
         memory = (*memory, (fit.weights - fit._last[0], found.slope - fit._last[1]))[-MEMORY:]

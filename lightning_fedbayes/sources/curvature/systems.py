@@ -63,6 +63,17 @@ class KroneckerSystem:
         scale = torch.outer(outer[0].clamp_min(0), inner[0].clamp_min(0)) + self.prior_precision
         return outer[1], inner[1], scale
 
+    def with_prior(self, prior_precision: float) -> KroneckerSystem:
+        """Return this system with another p; what is known of its terms is not computed again."""
+        other = KroneckerSystem(self.terms, prior_precision)
+        known = vars(self)
+        if "_whole" in known:
+            vars(other)["_whole"] = known["_whole"]
+        if "_eigenvectors" in known:
+            outer, inner, scale = known["_eigenvectors"]
+            vars(other)["_eigenvectors"] = outer, inner, scale + (prior_precision - self.prior_precision)
+        return other
+
     def eigenvalues(self) -> Tensor:
         r"""Return the eigenvalues of :math:`\sum_k B_k \otimes A_k`, shape (out · in,).
 

@@ -218,7 +218,12 @@ def test_the_covariance_of_a_linear_layer(monkeypatch, count, dense):
     x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
     whole = torch.linalg.inv(sum(torch.kron(b, a) for a, b in terms) + 0.1 * torch.eye(15).double())
     jacobian = torch.stack([torch.kron(torch.eye(3).double(), each) for each in x])
-    found = KroneckerSystem(terms, 0.1).covariance_of_linear(x)
+    other = KroneckerSystem(terms, 3.0)
+    assert other.eigenvalues().shape == (15,)
+    other.solve(torch.ones(3, 5).double())
+    for system in (KroneckerSystem(terms, 0.1), other.with_prior(0.1)):
+        torch.testing.assert_close(system.solve(system.product(x[:3])), x[:3], atol=1e-6, rtol=1e-5)
+    found = other.with_prior(0.1).covariance_of_linear(x)
     torch.testing.assert_close(found, jacobian @ whole @ jacobian.mT, atol=1e-6, rtol=1e-5)
 
 
