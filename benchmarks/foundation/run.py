@@ -48,7 +48,7 @@ EXACT = {
 TUNED = {"FedAvg": "weighted_average", "FedProx": "fedprox", "SCAFFOLD": "scaffold", "sites on the head": "sites"}
 SPLITS = {
     "Dirichlet(0.5)": fb.DirichletPartition(10, alpha=0.5, min_examples=1),
-    "Dirichlet(0.01)": fb.DirichletPartition(10, alpha=0.01, min_examples=0),
+    "Dirichlet(0.05)": fb.DirichletPartition(10, alpha=0.05, min_examples=1),
     "one class per client": fb.ClassPartition(10, 1),
 }
 SIZES = (200, 1000, 5000, 50_000)
