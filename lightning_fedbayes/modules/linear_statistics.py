@@ -56,7 +56,7 @@ class LinearStatistics:
                 f"{tuple(self.square.shape)}: give (columns, columns), (columns,) and (), of at least one column, or "
                 "(columns, columns), (columns, targets) and (targets,)"
             )
-        if not torch.allclose(self.gram, self.gram.T):
+        if not (torch.equal(self.gram, self.gram.T) or torch.allclose(self.gram, self.gram.T)):
             raise FedBayesError("gram is not symmetric: give X.T @ X, as LinearStatistics.of does")
 
     @classmethod
@@ -111,10 +111,11 @@ class LinearStatistics:
             raise FedBayesError(
                 f"{other.num_examples} of {self.num_examples} examples cannot be taken out: subtract what was added"
             )
-        return LinearStatistics(
-            self.gram + sign * other.gram, self.moment + sign * other.moment, self.square + sign * other.square,
-            self.num_examples + sign * other.num_examples,
-        )
+        made = object.__new__(LinearStatistics)  # sums of what has been checked
+        for name in ("gram", "moment", "square", "num_examples"):
+            own, others = getattr(self, name), getattr(other, name)
+            object.__setattr__(made, name, own + others if sign > 0 else own - others)
+        return made
 
 
 def design_of(inputs: Tensor, bias: bool) -> Tensor:

@@ -130,10 +130,11 @@ class BayesianHead:
             targets = targets.unsqueeze(1)
         if targets.ndim != 2 or targets.shape[1] != self.outputs:
             raise FedBayesError(f"targets {tuple(targets.shape)}: give (examples,) or (examples, {self.outputs})")
-        of = LinearStatistics.of(design_of(features), targets, bias=False)
-        return LinearStatistics(
-            of.gram, of.moment.reshape(len(of.gram), self.outputs), of.square.reshape(self.outputs), of.num_examples
-        )
+        design, targets = design_of(features), targets.double()
+        if len(design) != len(targets):
+            raise FedBayesError(f"features {tuple(features.shape)} of {len(targets)} targets: give as many of both")
+        sums = design.T @ design, design.T @ targets, targets.square().sum(0)
+        return LinearStatistics(sums[0].cpu(), sums[1].cpu(), sums[2].cpu(), len(design))
 
     def slopes(self, fit: HeadFit, features: Tensor, labels: Tensor) -> HeadSlopes:
         """Return what a client sends in a further exchange.
