@@ -6,7 +6,7 @@ Importing this module never fails. Without a primitive of vmap the vectorized en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -169,6 +169,12 @@ def has_gradient_hook(parameter: Tensor) -> bool:
 def has_forward_hook(module: nn.Module) -> bool:
     """Return whether ``module`` itself has a hook before or after ``forward``."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def remove_forward_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Take ``hook`` out of the forward hooks of ``module``, if it is one of them."""
+    for number in [number for number, each in module._forward_hooks.items() if each is hook]:
+        del module._forward_hooks[number]
 
 
 def has_backward_hook(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
 from lightning_fedbayes.core.errors import ConversionError, check_kind, check_number
+from lightning_fedbayes.core.private_torch import remove_forward_hook
 from lightning_fedbayes.layers.base import refuse_export
 from lightning_fedbayes.layers.convert import affine_kind, candidate_modules
 
@@ -110,5 +111,4 @@ def remove_mc_dropout(layer: nn.Module) -> None:
     """Undo :func:`with_mc_dropout` of one layer, in place; do nothing to any other."""
     if isinstance(layer._modules.get(CHILD), MCDropout):
         del layer._modules[CHILD]
-        for number in [number for number, hook in layer._forward_hooks.items() if hook is _drop_output]:
-            del layer._forward_hooks[number]
+        remove_forward_hook(layer, _drop_output)

@@ -139,7 +139,7 @@ def test_the_tables_compare_with_nuts_and_name_what_did_not_converge(tmp_path):
     assert len(done) == 5
     text = nuts.tables(done)
     assert "1.0500 (**too large**)" in text
-    assert "| sites | 1 | +0.100 | 0.050 | 2.00 (2.00 to 2.00) | 0.70 |" in text
+    assert "| sites | 1 | +0.1000 | 0.0500 | 2.00 (2.00 to 2.00) | 0.70 |" in text
     assert "| full covariance, pooled | 1 | did not converge |" in text
     assert "| reverse_kl_barycenter | 1 | " in text
     assert "| 30 | 1 | 0.2 | 0.4 | 0.5 | 0.50 (0.50) |" in text
