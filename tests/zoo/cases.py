@@ -149,7 +149,7 @@ step(STEP, "returns None at every second batch",
      lambda self, batch, batch_idx: None if batch_idx % 2 else self.loss(batch), vectorized=EQUAL)
 step(STEP, "returns None always", lambda self, batch, batch_idx: None, vectorized=EQUAL)
 step(STEP, "returns None for some data",
-     lambda self, batch, batch_idx: None if batch[0].sum() > 8 else self.loss(batch))
+     lambda self, batch, batch_idx: None if batch[0].sum() > 8 else self.loss(batch), vectorized=EQUAL)
 step(STEP, "batch_idx in the loss", lambda self, batch, batch_idx: self.loss(batch) / (1 + batch_idx),
      vectorized=EQUAL)
 step(STEP, "num_training_batches in the loss",
