@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -86,6 +87,12 @@ class LinearStatistics:
         design, targets = design_of(inputs, bias), targets.double()
         square = targets @ targets if targets.ndim == 1 else targets.square().sum(0)
         return cls((design.T @ design).cpu(), (design.T @ targets).cpu(), square.cpu(), len(inputs))
+
+    @cached_property
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of the Gram matrix, computed once."""
+        values, vectors = torch.linalg.eigh(self.gram)
+        return values, vectors
 
     def __add__(self, other: LinearStatistics) -> LinearStatistics:
         """Return the sums of both."""

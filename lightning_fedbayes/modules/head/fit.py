@@ -71,7 +71,14 @@ class HeadFit:
         terms = [(a, b / scale**2) for a, b in self.terms]
         mean = {"weight": weights[:, :-1] * scale, "bias": weights[:, -1] * scale}
         mean = {name: value.to(torch.get_default_dtype()) for name, value in mean.items()}
-        return KroneckerPosterior(mean, {"": terms}, {"": self.prior_precision / scale**2})
+        posterior = KroneckerPosterior(mean, {"": terms}, {"": self.prior_precision / scale**2})
+        vars(posterior)["systems"] = {"": self._system(terms, self.prior_precision / scale**2)}
+        return posterior
+
+    def _system(self, terms: list[tuple[Tensor, Tensor]], prior_precision: float) -> KroneckerSystem:
+        """Return the system of these terms; the Gram matrix, which a single one has, is taken apart once."""
+        has_gram = len(terms) == 1 and (not self.takes_pairs or self.likelihood != "softmax")
+        return KroneckerSystem(terms, prior_precision, self.sums.spectrum if has_gram else None)
 
     def moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
         r"""Return mean, shape (batch, outputs), and covariance, shape (batch, outputs, outputs), of :meth:`linear`.
@@ -149,7 +156,7 @@ def next_fit(fit: HeadFit, found: HeadSlopes) -> HeadFit:
                 is_done=exchanges >= fit._most,
             )
     terms = found.terms(fit.sums.gram)
-    system = KroneckerSystem(terms, fit.prior_precision)
+    system = fit._system(terms, fit.prior_precision)
     precision = fit.prior_precision
     if not fit._fixed_prior and fit.exchanges:  # before the first step there are no weights to choose a prior by
         precision = chosen_precision([system.eigenvalues()], [fit.weights])
@@ -174,7 +181,7 @@ def _variational_step(fit: HeadFit, found: HeadSlopes) -> HeadFit:
     """Return the fit after an exchange of expectations: a natural-gradient step of length :data:`DAMPED`."""
     new = found.terms(fit.sums.gram)
     terms = [(a + DAMPED * (own - a), b + DAMPED * (spread - b)) for (a, b), (own, spread) in zip(fit.terms, new)]
-    system = KroneckerSystem(terms, fit.prior_precision)
+    system = fit._system(terms, fit.prior_precision)
     slope = found.slope + fit.prior_precision * fit.weights
     step = system.solve(slope)
     gain = float((slope * step).sum()) / 2

@@ -30,10 +30,12 @@ class KroneckerSystem:
     Args:
         terms: pairs of symmetric, positive semidefinite (A, B), shapes (in, in) and (out, out), float64.
         prior_precision: p > 0.
+        inner: eigenvalues and eigenvectors of A, where there is one term and they are known.
     """
 
     terms: Sequence[tuple[Tensor, Tensor]]
     prior_precision: float
+    inner: tuple[Tensor, Tensor] | None = None
 
     @cached_property
     def _whole(self) -> Tensor | None:
@@ -59,13 +61,14 @@ class KroneckerSystem:
         inner, outer = torch.zeros_like(self.terms[0][0]), torch.zeros_like(self.terms[0][1])
         for (a, b), trace in zip(self.terms, traces):
             inner, outer = inner + a * trace, outer + b
-        inner, outer = torch.linalg.eigh(inner / total), torch.linalg.eigh(outer)
+        inner = torch.linalg.eigh(inner / total) if self.inner is None else self.inner
+        outer = torch.linalg.eigh(outer)
         scale = torch.outer(outer[0].clamp_min(0), inner[0].clamp_min(0)) + self.prior_precision
         return outer[1], inner[1], scale
 
     def with_prior(self, prior_precision: float) -> KroneckerSystem:
         """Return this system with another p; what is known of its terms is not computed again."""
-        other = KroneckerSystem(self.terms, prior_precision)
+        other = KroneckerSystem(self.terms, prior_precision, self.inner)
         known = vars(self)
         if "_whole" in known:
             vars(other)["_whole"] = known["_whole"]
