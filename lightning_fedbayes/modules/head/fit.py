@@ -112,34 +112,30 @@ class HeadFit:
 def first_fit(
     sums: LinearStatistics, likelihood: str, prior_std: float | None, variational: bool, pairs: bool, most: int
 ) -> HeadFit:
-    """Return the fit of sums alone: of the Gaussian model, whose solution a softmax starts from.
+    """Return the fit of sums alone: that of the Gaussian model, or the start of a softmax, W = 0.
 
     Raises:
         FedBayesError: the targets fit exactly.
     """
     examples, gram = sums.num_examples, sums.gram
-    std, noise = most_evident(
-        gram, sums.moment, sums.square, examples, None if likelihood == "softmax" else prior_std
-    )
-    is_softmax = likelihood == "softmax"
-    if not noise > 0 and not is_softmax:
+    eye = torch.eye(sums.moment.shape[1]).to(gram)
+    if likelihood == "softmax":
+        centred = (eye - 1 / len(eye)) / 2  # Böhning's bound of the curvature of a softmax
+        return HeadFit(
+            sums, likelihood, torch.zeros_like(sums.moment.T), [(gram, centred)],
+            1.0 if prior_std is None else float(prior_std) ** -2, takes_pairs=pairs,
+            _fixed_prior=prior_std is not None, _variational=variational, _most=most,
+        )
+    std, noise = most_evident(gram, sums.moment, sums.square, examples, prior_std)
+    if not noise > 0:
         raise FedBayesError(
             f"the {examples} examples of all clients are fitted exactly, so the noise has no variance: give more "
             "examples, fewer features, or a prior_std"
         )
-    eye = torch.eye(sums.moment.shape[1]).to(gram)
-    if not is_softmax:
-        precision = float(std) ** -2
-        root = torch.linalg.cholesky(gram / noise + precision * torch.eye(len(gram)).to(gram))
-        weights = torch.cholesky_solve(sums.moment / noise, root).T
-        return HeadFit(sums, likelihood, weights, [(gram, eye / noise)], precision, noise, is_done=True)
-    precision = 1.0 if prior_std is None else float(prior_std) ** -2
-    centred = (eye - 1 / len(eye)) / 2  # Böhning's bound of the curvature of a softmax
-    start = HeadFit(
-        sums, likelihood, torch.zeros_like(sums.moment.T), [(gram, centred)], precision, takes_pairs=pairs,
-        _fixed_prior=prior_std is not None, _variational=variational, _most=most,
-    )
-    return start
+    precision = float(std) ** -2
+    root = torch.linalg.cholesky(gram / noise + precision * torch.eye(len(gram)).to(gram))
+    weights = torch.cholesky_solve(sums.moment / noise, root).T
+    return HeadFit(sums, likelihood, weights, [(gram, eye / noise)], precision, noise, is_done=True)
 
 
 def next_fit(fit: HeadFit, found: HeadSlopes) -> HeadFit:

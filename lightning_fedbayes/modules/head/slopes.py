@@ -90,8 +90,8 @@ class HeadSlopes:
         mean, products = probs.mean(0), torch.einsum("snc,snd->ncd", probs, probs) / len(probs)
         truth = torch.nn.functional.one_hot(labels.long(), classes).to(mean)
         spread = mean.sum(0).diag() - products.sum(0)
-        c, d = torch.triu_indices(classes, classes, 1)
-        found = [design.T @ (products[:, i, j, None] * design) for i, j in zip(c.tolist(), d.tolist())] * pairs
+        chosen = torch.triu_indices(classes, classes, 1).T.tolist() if pairs else []
+        found = [design.T @ (products[:, c, d, None] * design) for c, d in chosen]
         curvature = torch.stack(found) if found else design.new_zeros(0, *2 * design.shape[1:])
         return cls(-(logs.mean(0) * truth).sum(), (mean - truth).T @ design, spread, curvature, len(labels))
 
