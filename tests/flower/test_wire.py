@@ -16,8 +16,8 @@ from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.flower import FusionStrategy
 from lightning_fedbayes.flower.wire import from_arrays, message_in, records_of, to_arrays
 from lightning_fedbayes.sources.curvature import KroneckerSite
-from tests.federations import Plain
-from tests.flower.clients import client_apps, hybrid, run
+from tests.federations import Plain, blobs, loader
+from tests.flower.clients import PARTITION, BlobData, client_apps, hybrid, run
 from tests.flower.grid import LocalGrid
 
 SHAPES = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=3)
@@ -113,6 +113,36 @@ def test_methods_send_what_the_page_on_privacy_says(fusion, beside, tmp_path):
         sent = {name.removeprefix("method/") for kind, name in arrays if kind == "buffer"}
         assert sent == (means if beside is None else beside)
         assert {kind for kind, _ in arrays} <= {"mean", "buffer"}
+
+
+class Headed(fb.HeadModule):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Identity(), fb.BayesianHead(3, "one_hot"), 6)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_head_sends_its_sums_and_under_privacy_none_exactly(private, tmp_path, monkeypatch):
+    monkeypatch.setattr(BlobData, "train_dataloader", lambda self: loader(self.dataset))
+    clip, noise, replies = 50.0, 0.5, []
+    options = {"privacy": fb.UpdatePrivacy(clip, noise)} if private else {}
+    grid = LocalGrid(client_apps(make=Headed, fusion="sums", state_folder=str(tmp_path), **options))
+    grid.change = dict.fromkeys(range(4), partial(noted, replies))
+    run(grid, FusionStrategy(fusion="sums", wait_for=4), rounds=1, make=Headed)
+    split = PARTITION.split(blobs().tensors[1], seed=0)
+    for reply, rows in zip(replies, split.indices, strict=True):
+        arrays, kept = reply.content["arrays"], reply.content["metrics"]
+        assert set(arrays) == {"mean/sums.gram", "mean/sums.moment", "mean/sums.square"}
+        exact = Headed().head.sums(*(each[rows] for each in blobs().tensors))
+        pairs = [(getattr(exact, name), torch.from_numpy(arrays[f"mean/sums.{name}"].numpy()))
+                 for name in ("gram", "moment", "square")]
+        own, sent = (torch.cat([pair[i].flatten() for pair in pairs]) for i in (0, 1))
+        if private:
+            assert set(kept) == {"num-examples", "privacy/epsilon"}
+            residual = sent - own * min(1.0, clip / float(own.norm()))
+            assert float(residual.std()) == pytest.approx(clip * noise, rel=0.25)
+            assert bool((sent != own).all())
+        else:
+            torch.testing.assert_close(sent, own)
 
 
 SENT = [
