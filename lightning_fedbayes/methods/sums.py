@@ -75,7 +75,8 @@ class Sums(Method):
         clients, mean = round(heard / shared.share), {}
         for name, value in fused.mean.items():
             change = clients * (value - shared.posterior.mean[name])
-            mean[name] = shared.posterior.mean[name] + change if name.startswith(CUMULATIVE) else change
+            adds = name.startswith(CUMULATIVE) and not shared.is_new  # what a module had before is of no client
+            mean[name] = shared.posterior.mean[name] + change if adds else change
         return GaussianPosterior.point_mass(mean), averages
 
     @staticmethod

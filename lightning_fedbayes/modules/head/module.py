@@ -86,9 +86,16 @@ class HeadModule(PosteriorPredictive):
         self._has_clients = True
 
     def on_train_epoch_start(self) -> None:
-        """Begin the next exchange, by what the last one has brought."""
-        if self.head.likelihood == "softmax" and not self._is_empty:
+        """Begin the next exchange, by what the last one has brought; a head that is done begins anew."""
+        if self.head.likelihood != "softmax" or self._is_empty:
+            return
+        if not self.fitted.is_done:
             self._go_on(self.fitted)
+            return
+        self._before = None
+        self.sums.requires_grad_(True)
+        self.slopes.requires_grad_(False)
+        _clear(self.sums)
 
     def _go_on(self, fitted: HeadFit) -> None:
         """Exchange slopes from now on, from those of nobody."""

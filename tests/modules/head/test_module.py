@@ -147,3 +147,15 @@ def test_batch_norm_and_dropout_of_a_backbone_are_those_of_evaluation():
     scaled = data().tensors[0][:, 0] / (1 + 1e-5) ** 0.5
     torch.testing.assert_close(model.fitted.sums.gram[0, 0], scaled.square().sum())
     assert int(backbone[0].num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize("likelihood", ["one_hot", "softmax"])
+@pytest.mark.parametrize("federated", [False, True])
+def test_a_second_fit_begins_anew(likelihood, federated):
+    model, others = module(likelihood), data(70, seed=3)
+    for dataset in (data(), others):
+        if federated:
+            fit(model, 40, dataset)
+        else:
+            trainer(40).fit(model, DataLoader(dataset, batch_size=7))
+    torch.testing.assert_close(model.fitted.weights, pooled(likelihood, others).weights, atol=1e-9, rtol=1e-9)
