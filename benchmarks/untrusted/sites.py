@@ -35,7 +35,10 @@ from lightning_fedbayes.data.clients import clients_of
 from lightning_fedbayes.modules import mlp
 
 CLIENTS, LOCAL_EPOCHS, RATE, KL_WEIGHT = 10, 2, 0.01, 0.05
-ROUNDS, SPLITS, RULES = (12, 60), ("Dirichlet(0.5)", "IID"), ("sites", "bayes_admm", "IVON + sites")
+ROUNDS, SPLITS = (12, 60), ("Dirichlet(0.5)", "IID")
+RULES = ("sites", "bayes_admm", "IVON + sites", "population")
+SHORT = ("IVON + sites", "population")
+"""Rules that run the first split alone."""
 AFTER = 20
 """Rounds after an attack has ended, or its client has been removed."""
 NONE, UNGUARDED, NEVER = "none", "none, without guard", "never joined"
@@ -163,12 +166,13 @@ def run(
 def cells_of() -> Iterator[Cell]:
     """Yield all cells."""
     for rule, split, rounds in itertools.product(RULES, SPLITS, ROUNDS):
-        if rule == "IVON + sites" and (rounds, split) != (ROUNDS[0], SPLITS[0]):
+        if rule in SHORT and split != SPLITS[0]:
             continue
         for title in (NEVER, NONE, UNGUARDED, *attacks_of([0])):
             yield rule, split, rounds, title
         if rounds == ROUNDS[0]:
-            yield from ((rule, split, rounds + AFTER, title) for title in (STOPS, REMOVED, LATER))
+            after = [STOPS, LATER] if rule == "population" else [STOPS, REMOVED, LATER]  # it has no sites to remove
+            yield from ((rule, split, rounds + AFTER, title) for title in after)
             yield from ((rule, split, rounds, f"{title}, by three") for title in attacks_of([0]))
 
 
