@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -303,8 +303,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def end_batch(self, batch_idx: int) -> Sequence[ClientUpdate | ClientFailure]:
-        """Return the updates, or failures, of the clients whose last batch this was.
+    def end_batch(self, batch_idx: int) -> Iterable[ClientUpdate | ClientFailure]:
+        """Return the updates, or failures, of the clients whose last batch this was; all must be taken.
 
         The tensors of an update may be views that the next batch overwrites.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_fedbayes.clients.client import ClientState
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.store import Store
+from lightning_fedbayes.server.plan import STRIDE
 
 Trained = dict[int, dict[str, Any]]
 """New states of the clients that one process has trained, ready to be sent."""
@@ -57,14 +58,14 @@ class States:
         return self._here(state) if state else ClientState()
 
     def clients(self) -> set[int]:
-        """Return the numbers of the clients that have a state."""
-        return {*self.memory} if self.store is None else {*self.store.clients()}
+        """Return the numbers of the clients that keep something, for any of their problems."""
+        return {number % STRIDE for number in (self.memory if self.store is None else self.store.clients())}
 
     def keep(self, client: int, state: ClientState) -> None:
-        """Take the state of a client that has trained."""
+        """Take the state of a client that has trained; one that keeps nothing takes no memory."""
         if self.store is not None and self.writes_at_once:
             self.store.put(client, vars(state))
-        else:
+        elif any(vars(state).values()) or client in self.memory:
             self._new[client] = state
 
     def amend(self, client: int, kept: Mapping[str, Tensor]) -> None:

@@ -57,7 +57,8 @@ class Parts(Sequence[Dataset]):
 
     def rows_of(self, client: int) -> Tensor:
         """Return the examples of a client, int64."""
-        return self.rows[int(self.ends[client]):int(self.ends[client + 1])]
+        start, stop = self.ends[client : client + 2].tolist()
+        return self.rows[start:stop]
 
     @property
     def sizes(self) -> tuple[int, ...]:

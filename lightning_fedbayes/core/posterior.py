@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -150,6 +150,10 @@ class GaussianPosterior:
                  "linearised": self.linearised}
         return self._of_checked(self.mean, self.variance, _flat=(mean, variance), **known)
 
+    def owned(self) -> GaussianPosterior:
+        """This posterior as :meth:`flatten` knows it, in memory of its own, which knows that result no longer."""
+        return self if self._flat is None else self.unflatten(*self._flat)
+
     def cuts(self) -> Cuts:
         """Return what :meth:`pieces` consist of: lists of (name, start, stop) in the order of :meth:`flatten`.
 
@@ -208,31 +212,35 @@ class GaussianPosterior:
                 filled[name] = stop
         return self._of_checked(means, variances, linearised=self.linearised)
 
-    def unbind(self) -> list[GaussianPosterior]:
-        """The posteriors of several clients, views of this one, whose tensors have a first dimension of clients.
+    def unbind(self) -> Iterator[GaussianPosterior]:
+        """Yield the posteriors of several clients, views of this one, whose tensors have a first dimension of clients.
 
-        Small ones are flattened here, all at once.
+        Small ones are flattened here, many at once.
         """
-        posteriors = []
-        size = self.num_bytes // len(next(iter(self.mean.values())))
+        count = len(next(iter(self.mean.values())))
+        size = self.num_parameters // count
+        together = POINT_PIECE // max(1, size)
+        if count > together > 0:
+            for start in range(0, count, together):
+                rows = slice(start, start + together)
+                parts = [{n: value[rows] for n, value in each.items()} for each in (self.mean, self.variance)]
+                yield from self._of_checked(*parts, linearised=self.linearised).unbind()
+            return
         means = zip(*(each.unbind(0) for each in self.mean.values()))
         if self.is_point_mass:
             variances = repeat([zeros_like(self.mean[name][0]) for name in self.variance])
         else:
             variances = zip(*(each.unbind(0) for each in self.variance.values()))
-        known = {"num_bytes": size, "is_point_mass": self.is_point_mass,
-                 "num_parameters": self.num_parameters // len(next(iter(self.mean.values()))),
+        known = {"num_bytes": self.num_bytes // count, "is_point_mass": self.is_point_mass, "num_parameters": size,
                  "linearised": self.linearised}
         double = all(mean.device.type != "mps" for mean in self.mean.values())
-        flat = self._flat_rows() if double and self.num_parameters <= MOST_AT_ONCE else repeat(None)
+        flat = self._flat_rows(count) if double and self.num_parameters <= MOST_AT_ONCE else repeat(None)
         for mean, variance, both in zip(means, variances, flat):
             own = dict(zip(self.mean, mean)), dict(zip(self.variance, variance))
-            posteriors.append(self._of_checked(*own, _flat=both, **known))
-        return posteriors
+            yield self._of_checked(*own, _flat=both, **known)
 
-    def _flat_rows(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the result of :meth:`flatten` for every posterior in the stack."""
-        count = len(next(iter(self.mean.values())))
+    def _flat_rows(self, count: int) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return the result of :meth:`flatten` for each of the ``count`` posteriors in the stack."""
         mean = torch.cat([value.reshape(count, -1).to(torch.float64) for value in self.mean.values()], 1)
         if self.is_point_mass:
             return zip(mean, zeros_like(mean))
@@ -287,17 +295,19 @@ class GaussianPosterior:
             assert vector is not None
             if vector.shape != (self.num_parameters,):
                 raise PosteriorError(f"{kind} has shape {tuple(vector.shape)}; give one of ({self.num_parameters},)")
-        variance = None if variance is None or is_zero(variance) else variance
-        means, variances, start = {}, {}, 0
-        for name, like in self.mean.items():
-            stop = start + like.numel()
-            means[name] = mean[start:stop].view(like.shape).to(like.dtype, copy=True).to(like.device)
-            part = None if variance is None else variance[start:stop]
-            if part is None or not part.any():
-                variances[name] = zeros_like(means[name])
-            else:
-                variances[name] = part.view(like.shape).to(like.dtype, copy=True).to(like.device)
-            start = stop
+        parts = mean.split([like.numel() for like in self.mean.values()])
+        means = {
+            name: part.view(like.shape).to(like.dtype, copy=True).to(like.device)
+            for (name, like), part in zip(self.mean.items(), parts)
+        }
+        if variance is None or is_zero(variance):
+            known = self.is_point_mass
+            zeros = dict(self.variance) if known else {name: zeros_like(value) for name, value in means.items()}
+            return self._of_checked(means, zeros, is_point_mass=True, linearised=self.linearised)
+        variances = {
+            name: part.view(like.shape).to(like.dtype, copy=True).to(like.device) if part.any() else zeros_like(like)
+            for (name, like), part in zip(means.items(), variance.split([like.numel() for like in means.values()]))
+        }
         posterior = self._of_checked(means, variances, linearised=self.linearised)
         posterior._check_not_negative()
         return posterior

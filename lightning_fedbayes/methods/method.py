@@ -183,8 +183,10 @@ class LocalProblem:
     start: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_kind("quadratic", self.quadratic, Quadratic | None, "give an fb.Quadratic")
-        check_kind("cavity", self.cavity, Cavity | None, "give a Cavity")
+        if self.quadratic is not None:
+            check_kind("quadratic", self.quadratic, Quadratic, "give an fb.Quadratic")
+        if self.cavity is not None:
+            check_kind("cavity", self.cavity, Cavity, "give a Cavity")
         if not isinstance(self.start, dict) or self.start:
             check_mapping("start", self.start, Tensor)
 

@@ -236,9 +236,8 @@ class Aggregation:
         ready = []
         for update, suspect in zip(recent, beyond.flatten(1).any(1).tolist(), strict=True):
             if suspect:
-                own = update.posterior
-                if self._is_small:  # memory of its own: until now it was a row of a stack of many clients
-                    own = own.unflatten(*own.flatten())
+                # memory of its own: until now it was a row of a stack of many clients
+                own = update.posterior.owned() if self._is_small else update.posterior
                 self._held.append(_with(update, own, dict(update.buffers)))
             else:
                 ready.append((update, update.posterior, self._weights[update.client]))
@@ -328,6 +327,7 @@ class Aggregation:
         Returns: the clients of all processes that stand out.
         """
         outlying: tuple[int, ...] = ()
+        bounds: dict[int, Tensor] = {}
         measured = [each.sizes for each in everyone if each.sizes is not None]
         if self._clips and measured:
             assert self.guard is not None
@@ -339,17 +339,17 @@ class Aggregation:
                 self._limits = self.guard.limits(sizes, ordered)
             limits = self._limits.of(dict(zip(clients, ordered, strict=True)))
             if waited:
-                beyond = (sizes > limits).flatten(1).any(1).tolist()
-                outlying = tuple(sorted(client for client, is_beyond in zip(clients, beyond, strict=True) if is_beyond))
+                beyond = (sizes > limits).flatten(1).any(1).nonzero().flatten().tolist()
+                bounds = {clients[row]: limits[row] for row in beyond}
+                outlying = tuple(sorted(bounds))
             self.guard.remember(torch.minimum(sizes, limits), ordered)
         ready = []
         for update in self._held:
-            posterior, weight, suspect = update.posterior, weights[update.client], update.client in outlying
+            posterior, weight, suspect = update.posterior, weights[update.client], update.client in bounds
             if suspect:
                 assert self.guard is not None
-                assert self._limits is not None
-                limits, sizes = self._limits.of({update.client: weight})[0], self._sizes[self._rows[update.client]]
-                mean, variance = self.guard.clip(update, limits, sizes)
+                sizes = self._sizes[self._rows[update.client]]
+                mean, variance = self.guard.clip(update, bounds[update.client], sizes)
                 sums = isinstance(self.rule, SumRule)  # for which the vectors are enough
                 posterior = posterior.with_flat(mean, variance) if sums else posterior.unflatten(mean, variance)
             ready.append((update, posterior, weight))

@@ -270,7 +270,7 @@ def test_rows_of_a_stack_are_the_posteriors_of_its_clients(most, certain, monkey
     mean = {name: torch.randn(4, *shape) for name, shape in shapes.items()}
     variance = {name: zeros_like(m) if certain or name == "scalar" else torch.rand_like(m) for name, m in mean.items()}
     variance = dict(reversed(variance.items()))  # names need not be in one order
-    rows = GaussianPosterior(mean, variance).unbind()
+    rows = [*GaussianPosterior(mean, variance).unbind()]
     assert len(rows) == 4
     for k, row in enumerate(rows):
         alone = GaussianPosterior({n: m[k] for n, m in mean.items()}, {n: v[k] for n, v in variance.items()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -265,24 +265,26 @@ class VectorizedEngine(Engine):
                 self._batches[slot] += 1
         return losses, rest
 
-    def end_batch(self, batch_idx: int) -> Sequence[ClientUpdate | ClientFailure]:
-        """At the last batch of a chunk, read the updates of its clients."""
+    def end_batch(self, batch_idx: int) -> Iterable[ClientUpdate | ClientFailure]:
+        """At the last batch of a chunk, read the updates of its clients, one by one: few are in memory at once."""
         if not self.plan.cohort:
             return ()
         chunk, groups = self._batch
-        if groups[-1] is not chunk.groups[-1]:
-            return ()
-        stack, logged = self._stack, self.log.end_chunk(chunk.clients)
-        results: list[ClientUpdate | ClientFailure] = []
+        return self._updates(chunk.clients) if groups[-1] is chunk.groups[-1] else ()
+
+    def _updates(self, clients: tuple[int, ...]) -> Iterator[ClientUpdate | ClientFailure]:
+        """Yield the updates of the ``clients`` of the chunk under way, which ends with the last."""
+        stack, logged = self._stack, self.log.end_chunk(clients)
         if stack is None:
-            seconds = self.seconds() / len(chunk.clients)
-            return [self._failed(slot, number, seconds) for slot, number in enumerate(chunk.clients)]
+            seconds = self.seconds() / len(clients)
+            yield from (self._failed(slot, number, seconds) for slot, number in enumerate(clients))
+            return
         with self.threads():
-            measured = None if self.model.learned is None else partial(self._measured, chunk.clients)
+            measured = None if self.model.learned is None else partial(self._measured, clients)
             losses, posteriors = self._losses.tolist(), stack.read_posteriors(measured)
-        seconds = self.seconds() / len(chunk.clients)
-        for slot, number in enumerate(chunk.clients):
-            posterior, buffers, own = posteriors[slot], {}, {}
+        seconds = self.seconds() / len(clients)
+        for slot, (number, posterior) in enumerate(zip(clients, posteriors)):
+            buffers, own = {}, {}
             try:
                 if slot not in self._failures:
                     found = stack.precisions(slot, self.sizes[number], self.plan.local_epochs)
@@ -290,20 +292,17 @@ class VectorizedEngine(Engine):
             except FusionError as unusable:
                 self._failures[slot] = unusable
             if slot in self._failures:
-                results.append(self._failed(slot, number, seconds))
+                yield self._failed(slot, number, seconds)
                 continue
             metrics = logged[slot]
             if self._batches[slot]:
                 metrics = {"train_loss": losses[slot] / self._batches[slot], **metrics}
-            results.append(
-                ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds, own["kept"])
-            )
             kept = self.kept_states([self._kept[slot]] if slot in self._kept else [])
             self.states.keep(number, ClientState(stack.read_local(slot), kept, **own))
-        last = self.client(self._positions[chunk.clients[-1]])
+            yield ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds, own["kept"])
+        last = self.client(self._positions[clients[-1]])
         vars(self.context.module).update(attributes_of(stack.attributes, last))
         self._drop_stack()
-        return results
 
     def _measured(
         self, clients: Sequence[int], slot: int, values: Tensors, buffers: Tensors, optimizer: Mapping[int, Any]

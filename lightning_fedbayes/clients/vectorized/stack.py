@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -210,7 +210,7 @@ class ClientStack:
         """Return what :meth:`SquaredGradients.precisions` has found of a client; None if it is not measured."""
         return None if self._squares is None else self._squares.precisions(num_examples, local_epochs, slot)
 
-    def read_posteriors(self, measured: Measured | None = None) -> list[GaussianPosterior]:
+    def read_posteriors(self, measured: Measured | None = None) -> Iterator[GaussianPosterior]:
         """Return the posterior that each client sends, slot by slot: views of the stack.
 
         Args:
