@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
@@ -16,7 +16,9 @@ from lightning_fedbayes.callbacks.calibration.predictions import check_apart
 from lightning_fedbayes.callbacks.evaluator import Datasets, Reader, data_of, evaluator_of
 from lightning_fedbayes.callbacks.loggers import log_table
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted
-from lightning_fedbayes.core.errors import FedBayesError, FederationError, check_kind
+from lightning_fedbayes.clients.privacy.door import EXACT, Door
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, NotSent, check_kind
+from lightning_fedbayes.core.messages import Kind
 
 Found = Mapping[str, tuple[Tensor, ...]]
 """Client name → its logits and targets, or its means, standard deviations and targets."""
@@ -34,6 +36,11 @@ class CalibrationCallback(Reader):
     """
 
     calibrates = True
+    sends: ClassVar[Kind]
+    """What a client sends for it."""
+    if_private: ClassVar[str]
+    """What to do where that may not leave a client."""
+    epsilon: float | None = None
     _compared = False
     """True once the validation data have been compared with the training data."""
 
@@ -58,18 +65,20 @@ class CalibrationCallback(Reader):
     def score(self, found: Found) -> ClientScores:
         """Score what is calibrated on each client's test data."""
 
-    @abstractmethod
-    def check_privacy(self, protects: str) -> None:
-        """Raise FedBayesError if what clients send would give away what ``protects`` protects."""
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what does not go together, before anything runs."""
+        """Refuse what does not go together, before anything runs, and what a client's door would not let out."""
         self._compared = False
         federation = federation_of(trainer)
-        if federation is not None and federation.settings.privacy is not None:
-            self.check_privacy("privacy=UpdatePrivacy(...)")
-        if any(isinstance(callback, ExamplePrivacy) for callback in callbacks_of(trainer)):
-            self.check_privacy("ExamplePrivacy")
+        privacy = None if federation is None else federation.settings.privacy
+        examples = any(isinstance(callback, ExamplePrivacy) for callback in callbacks_of(trainer))
+        try:
+            Door(privacy, self.epsilon, examples=examples).check(self.sends, self.epsilon)
+        except NotSent:
+            protects = "ExamplePrivacy" if privacy is None else "privacy=UpdatePrivacy(...)"
+            raise FedBayesError(
+                f"{type(self).__name__} beside {protects}: clients would send {EXACT[self.sends]}, exactly. "
+                f"{self.if_private}"
+            ) from None
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Calibrate on the validation data, before any checkpoint of these weights is written."""

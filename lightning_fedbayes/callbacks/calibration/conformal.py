@@ -142,6 +142,9 @@ class FederatedConformal(CalibrationCallback):
             [False,  True]])
     """
 
+    sends = "counts"
+    if_private = "Give FederatedConformal(epsilon=...), the noise of each client's counts"
+
     def __init__(
         self, level: float = 0.9, *, kind: Kind = "lac", per_client: bool = False, shrinkage: float = 0.0,
         bins: int = BINS, epsilon: float | None = None, pooling: Pooling = "sum", max_influence: float | None = 2.0,
@@ -412,14 +415,6 @@ class FederatedConformal(CalibrationCallback):
             raise FedBayesError(
                 "FederatedConformal before FederatedTemperature would take sets of probabilities that are scaled "
                 "afterwards: put FederatedTemperature first in Trainer(callbacks=[...])"
-            )
-
-    def check_privacy(self, protects: str) -> None:
-        """Refuse counts without noise."""
-        if self.epsilon is None:
-            raise FedBayesError(
-                f"FederatedConformal beside {protects}: clients would send exact counts of their scores, which are not "
-                "protected. Give FederatedConformal(epsilon=...), the noise of each client's counts"
             )
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

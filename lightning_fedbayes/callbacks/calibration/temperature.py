@@ -357,6 +357,8 @@ class FederatedTemperature(CalibrationCallback):
     """
 
     needs_logits = True
+    sends = "temperature"
+    if_private = "Leave it out, or calibrate by FederatedConformal(epsilon=...)"
 
     def __init__(self, temperature: float | None = None, *, max_influence: float | None = 2.0) -> None:
         if temperature is not None:
@@ -480,13 +482,6 @@ class FederatedTemperature(CalibrationCallback):
         """Return T."""
         assert self.temperature is not None
         return {"temperature": self.temperature}
-
-    def check_privacy(self, protects: str) -> None:
-        """Refuse: sums are exact."""
-        raise FedBayesError(
-            f"FederatedTemperature beside {protects}: clients would send exact sums of their losses, which are not "
-            "protected. Leave it out, or calibrate by FederatedConformal(epsilon=...)"
-        )
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Scale the logits that the module draws until predictions end.

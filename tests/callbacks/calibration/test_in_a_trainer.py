@@ -200,7 +200,7 @@ PRIVATE = [lambda: fb.FederatedBayes(privacy=fb.UpdatePrivacy(1.0, 1.0)), lambda
 
 @pytest.mark.parametrize("private", PRIVATE)
 def test_exact_sums_and_counts_are_refused_beside_privacy(private):
-    for callback, remedy in ((fb.FederatedTemperature(), "exact sums"), (fb.FederatedConformal(), "epsilon=")):
+    for callback, remedy in ((fb.FederatedTemperature(), "exactly"), (fb.FederatedConformal(), "epsilon=")):
         with pytest.raises(FedBayesError, match=remedy):
             trainer(1, [private(), callback]).validate(bayesian(), batches(clients(30, 40)), verbose=False)
 
