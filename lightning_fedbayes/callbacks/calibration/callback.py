@@ -37,9 +37,9 @@ class CalibrationCallback(Reader):
 
     calibrates = True
     sends: ClassVar[Kind]
-    """What a client sends for it."""
+    """The kind of message that a client sends for it."""
     if_private: ClassVar[str]
-    """What to do where that may not leave a client."""
+    """The remedy where that must not leave a client."""
     epsilon: float | None = None
     _compared = False
     """True once the validation data have been compared with the training data."""
