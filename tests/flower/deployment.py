@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 BIN = Path(sys.executable).parent
 LOOPBACK = "127.0.0.1"
+TLS = ("--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key", "--ssl-ca-certfile", "server.pem")
 
 
 def free_port() -> int:
@@ -74,17 +75,32 @@ def descendants(process: int) -> list[int]:
     return found[1:]
 
 
+def kill(processes: Sequence[subprocess.Popen]) -> None:
+    """End processes and all that they have started by SIGKILL."""
+    started = [child for process in processes for child in descendants(process.pid)]
+    for process in processes:
+        process.kill()
+        process.wait()
+    for child in started:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
 class Deployment:
     """A SuperLink, and what it reaches the clients by.
 
     Args:
         folder: for certificates, keys, logs and Flower's own files.
+
+    Attributes:
+        nodes: number → the process of the SuperNode.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.port = free_port()
         self._processes: list[subprocess.Popen] = []
+        self.nodes: dict[int, subprocess.Popen] = {}
         self.environment = {
             **os.environ, "FLWR_HOME": str(folder / "home"), "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1",
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -94,19 +110,20 @@ class Deployment:
     def start_nodes(self, count: int) -> None:
         """A deployment: every node is a process of its own, registered by its public key."""
         make_certificate(self.folder)
-        tls = [
-            "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key", "--ssl-ca-certfile", "server.pem",
-        ]
         self._configure(f'root-certificates = "{self.folder}/server.pem"')
-        self._start_link("--enable-supernode-auth", *tls)
+        self._start_link("--enable-supernode-auth", *TLS)
         for number in range(count):
             make_node_key(self.folder / f"node{number}")
             self.flwr("supernode", "register", f"node{number}.pub", "loopback")
-            self._spawn(
-                f"node{number}", "flower-supernode", "--superlink", f"{LOOPBACK}:{self.port}",
-                "--root-certificates", "server.pem", "--auth-supernode-private-key", f"node{number}",
-                "--host", LOOPBACK, "--port", str(free_port()), *tls, "--node-config", f"partition-id={number}",
-            )
+            self.start_node(number)
+
+    def start_node(self, number: int) -> None:
+        """Start the SuperNode of a registered key, for the first time or again."""
+        self.nodes[number] = self._spawn(
+            f"node{number}", "flower-supernode", "--superlink", f"{LOOPBACK}:{self.port}",
+            "--root-certificates", "server.pem", "--auth-supernode-private-key", f"node{number}",
+            "--host", LOOPBACK, "--port", str(free_port()), *TLS, "--node-config", f"partition-id={number}",
+        )
 
     def start_simulation(self, count: int) -> None:
         """A simulation: all nodes share two processes."""
@@ -131,13 +148,7 @@ class Deployment:
 
     def stop(self) -> None:
         """End every process and all that they have started, as a power cut would."""
-        started = [child for process in self._processes for child in descendants(process.pid)]
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        for child in started:
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+        kill(self._processes)
 
     def logs(self) -> str:
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
@@ -160,12 +171,13 @@ class Deployment:
             time.sleep(0.1)
         raise TimeoutError(self.logs())
 
-    def _spawn(self, name: str, command: str, *arguments: str) -> None:
-        with (self.folder / f"{name}.log").open("w") as log:
+    def _spawn(self, name: str, command: str, *arguments: str) -> subprocess.Popen:
+        with (self.folder / f"{name}.log").open("a") as log:
             self._processes.append(subprocess.Popen(
                 [BIN / command, *arguments], env=self.environment, stdout=log, stderr=log, cwd=self.folder,
                 start_new_session=True,
             ))
+        return self._processes[-1]
 
 
 @contextmanager
