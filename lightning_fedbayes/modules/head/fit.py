@@ -16,15 +16,17 @@ from lightning_fedbayes.modules.head.slopes import HeadSlopes, design_of
 from lightning_fedbayes.modules.linear_regression import most_evident
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
 from lightning_fedbayes.sources.curvature import KroneckerPosterior
-from lightning_fedbayes.sources.curvature.evidence import chosen_precision
+from lightning_fedbayes.sources.curvature.evidence import evident_precision
 from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
 
 SETTLED = 1e-7
 """Nats per example that a step may still gain, at which the weights have arrived."""
 SETTLED_PRIOR = 1e-3
 """Relative change of the prior's precision at which it has arrived."""
-DAMPED = 0.5
-"""Length of a step of the variational posterior: one of length 1 goes to and fro."""
+FACTOR = 2.0
+"""Largest change of the prior's precision in a step: beyond, the quadratic that it is chosen by does not hold."""
+SHORTENED = 5
+"""Times in a row that a step is shortened."""
 MEMORY = 10
 """Steps that L-BFGS remembers."""
 
@@ -43,7 +45,6 @@ class HeadFit:
         loss: of the pooled data at :attr:`weights` before the last step, in nats; NaN for none.
         exchanges: number of exchanges of slopes so far.
         is_done: True if there is nothing to exchange any more.
-        is_variational: True if the next exchange is of expectations under the posterior.
         takes_pairs: True if clients send the curvature of every pair of classes.
     """
 
@@ -56,12 +57,9 @@ class HeadFit:
     loss: float = math.nan
     exchanges: int = 0
     is_done: bool = False
-    is_variational: bool = False
     takes_pairs: bool = True
-    _fixed_prior: bool = False
-    _variational: bool = False
-    _most: int = 0
-    _last: tuple[Tensor, Tensor, float] | None = None  # weights, slope and loss of the best exchange so far
+    _last: tuple[Tensor, Tensor, float] | None = None  # weights, slope and loss of the exchange before the step
+    _shortened: int = 0
     _memory: tuple[tuple[Tensor, Tensor], ...] = field(default=())
 
     @cached_property
@@ -109,10 +107,8 @@ class HeadFit:
         return layer.requires_grad_(False)
 
 
-def first_fit(
-    sums: LinearStatistics, likelihood: str, prior_std: float | None, variational: bool, pairs: bool, most: int
-) -> HeadFit:
-    """Return the fit of sums alone: that of the Gaussian model, or the start of a softmax, W = 0.
+def first_fit(sums: LinearStatistics, likelihood: str, prior_std: float | None, pairs: bool) -> HeadFit:
+    """Return the fit of sums alone: that of the Gaussian model, or of a softmax the first step, from W = 0.
 
     Raises:
         FedBayesError: the targets fit exactly.
@@ -120,12 +116,8 @@ def first_fit(
     examples, gram = sums.num_examples, sums.gram
     eye = torch.eye(sums.moment.shape[1]).to(gram)
     if likelihood == "softmax":
-        centred = (eye - 1 / len(eye)) / 2  # Böhning's bound of the curvature of a softmax
-        return HeadFit(
-            sums, likelihood, torch.zeros_like(sums.moment.T), [(gram, centred)],
-            1.0 if prior_std is None else float(prior_std) ** -2, takes_pairs=pairs,
-            _fixed_prior=prior_std is not None, _variational=variational, _most=most,
-        )
+        start = HeadFit(sums, likelihood, torch.zeros_like(sums.moment.T), [], 1.0, takes_pairs=pairs)
+        return _stepped(start, HeadSlopes.at_zero(sums, pairs), prior_std)
     std, noise = most_evident(gram, sums.moment, sums.square, examples, prior_std)
     if not noise > 0:
         raise FedBayesError(
@@ -138,53 +130,79 @@ def first_fit(
     return HeadFit(sums, likelihood, weights, [(gram, eye / noise)], precision, noise, is_done=True)
 
 
-def next_fit(fit: HeadFit, found: HeadSlopes) -> HeadFit:
-    """Return the fit after an exchange: a step, a shorter one if the last went too far, or the end."""
-    exchanges, examples = fit.exchanges + 1, fit.sums.num_examples
-    if fit.is_variational:
-        return _variational_step(fit, found)
-    loss = float(found.loss) + fit.prior_precision / 2 * float(fit.weights.square().sum())
+def next_fit(fit: HeadFit, found: HeadSlopes, prior_std: float | None, variational: bool, most: int) -> HeadFit:
+    """Return the fit after an exchange: a step, a shorter one if the last went too far, or the end.
+
+    Args:
+        fit: before it.
+        found: of all clients, at :attr:`HeadFit.weights`, or expected under the posterior.
+        prior_std: of the head; None: the precision is chosen anew.
+        variational: True if they are expectations.
+        most: number of exchanges at which the fit ends.
+    """
+    fit = replace(fit, exchanges=fit.exchanges + 1)
     if fit._last is not None:
-        before = float(fit._last[2]) + fit.prior_precision / 2 * float(fit._last[0].square().sum())
-        if loss > before + SETTLED * examples:  # halve the step, and forget how it was found
-            return replace(
-                fit, weights=(fit.weights + 3 * fit._last[0]) / 4, exchanges=exchanges, _memory=(),
-                is_done=exchanges >= fit._most,
-            )
+        before, slope, loss = fit._last
+        move = fit.weights - before
+        if not fit.takes_pairs:
+            fit = replace(fit, _memory=(*fit._memory, (move, found.slope - slope))[-MEMORY:])
+        length = 1.0
+        if fit._shortened < SHORTENED:
+            length = _length(fit, found, move, slope, None if variational else loss)
+        if length < 1:
+            is_done = fit.exchanges >= most
+            weights = before if is_done else before + length * move
+            return replace(fit, weights=weights, is_done=is_done, _shortened=fit._shortened + 1)
+    stepped = _stepped(fit, found, prior_std)
+    if stepped.is_done or fit.exchanges < most:
+        return stepped
+    return replace(stepped, weights=fit.weights, is_done=True)  # nobody has tried the step
+
+
+def _length(fit: HeadFit, found: HeadSlopes, move: Tensor, before: Tensor, loss: float | None) -> float:
+    r"""Return 1 if the last step has gone well, or the part of it to go in its place.
+
+    That is the zero of the slope along the step, by the line through its values :math:`d_0` at the start and
+    :math:`d_1` at the end. Of a variational posterior the losses are of two covariances, so the rise of the loss is
+    that of the slopes by the trapezoidal rule, :math:`(d_0 + d_1) / 2`.
+
+    Args:
+        fit: after the step.
+        found: there.
+        move: the step.
+        before: slope of the loss where it began.
+        loss: loss there; None if the posterior is variational.
+    """
+    prior, start = fit.prior_precision, fit.weights - move
+    first, last = (float(((slope + prior * at) * move).sum()) for slope, at in (
+        (before, start), (found.slope, fit.weights)))
+    rise = (first + last) / 2
+    if loss is not None:
+        sizes = float(fit.weights.square().sum()) - float(start.square().sum())
+        rise = float(found.loss) - loss + prior / 2 * sizes
+    if rise <= SETTLED * fit.sums.num_examples:
+        return 1.0
+    return min(0.7, max(0.1, first / (first - last) if last > first else 0.5))
+
+
+def _stepped(fit: HeadFit, found: HeadSlopes, prior_std: float | None) -> HeadFit:
+    """Return the fit with the curvature found, the prior of most evidence beside it, and the step that they give."""
     terms = found.terms(fit.sums.gram)
     system = fit._system(terms, fit.prior_precision)
-    precision = fit.prior_precision
-    if not fit._fixed_prior and fit.exchanges:  # before the first step there are no weights to choose a prior by
-        precision = chosen_precision([system.eigenvalues()], [fit.weights])
+    if prior_std is not None:
+        precision = float(prior_std) ** -2
+    else:
+        pull = system.product(fit.weights) - fit.prior_precision * fit.weights - found.slope
+        precision = evident_precision(
+            *system.coordinates(pull), None if fit._last is None else fit.prior_precision, FACTOR)
     system = system.with_prior(precision)
-    memory = fit._memory
-    if fit._last is not None and not fit.takes_pairs:
-        memory = (*memory, (fit.weights - fit._last[0], found.slope - fit._last[1]))[-MEMORY:]
     slope = found.slope + precision * fit.weights
-    step = _two_loops(system, memory, slope, precision)
+    step = _two_loops(system, fit._memory, slope, precision)
     gain = float((slope * step).sum()) / 2
-    settled = gain < SETTLED * examples and abs(math.log(precision / fit.prior_precision)) < SETTLED_PRIOR
-    finished = settled or exchanges >= fit._most
+    settled = gain < SETTLED * fit.sums.num_examples and abs(math.log(precision / fit.prior_precision)) < SETTLED_PRIOR
     return replace(
         fit, weights=fit.weights - step, terms=terms, prior_precision=precision, loss=float(found.loss),
-        exchanges=exchanges, is_done=finished and not fit._variational,
-        is_variational=finished and fit._variational, _last=(fit.weights, found.slope, float(found.loss)),
-        _memory=memory,
-    )
-
-
-def _variational_step(fit: HeadFit, found: HeadSlopes) -> HeadFit:
-    """Return the fit after an exchange of expectations: a natural-gradient step of length :data:`DAMPED`."""
-    new = found.terms(fit.sums.gram)
-    terms = [(a + DAMPED * (own - a), b + DAMPED * (spread - b)) for (a, b), (own, spread) in zip(fit.terms, new)]
-    system = fit._system(terms, fit.prior_precision)
-    slope = found.slope + fit.prior_precision * fit.weights
-    step = system.solve(slope)
-    gain = float((slope * step).sum()) / 2
-    exchanges = fit.exchanges + 1
-    return replace(
-        fit, weights=fit.weights - DAMPED * step, terms=terms, loss=float(found.loss), exchanges=exchanges,
-        is_done=gain < SETTLED * fit.sums.num_examples or exchanges >= 2 * fit._most,
+        is_done=settled and fit.exchanges > 0, _last=(fit.weights, found.slope, float(found.loss)), _shortened=0,
     )
 
 

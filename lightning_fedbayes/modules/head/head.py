@@ -152,7 +152,7 @@ class BayesianHead:
                 "features, and each example has a label"
             )
         parts = zip(features.split(AT_ONCE), design.split(AT_ONCE), labels.split(AT_ONCE))
-        if fit.is_variational:
+        if self.inference == "variational":
             found = (HeadSlopes.expected(*fit.moments(x), each, y, fit.takes_pairs) for x, each, y in parts)
         else:
             found = (HeadSlopes.of(fit.weights, each, y, fit.takes_pairs) for _, each, y in parts)
@@ -173,10 +173,7 @@ class BayesianHead:
                 f"sums of {sums.num_examples} examples with moment {tuple(sums.moment.shape)}: give those of at least "
                 f"one example and {self.outputs} outputs, as BayesianHead.sums returns"
             )
-        return first_fit(
-            sums, self.likelihood, self.prior_std, self.inference == "variational", self.takes_pairs(len(sums.gram)),
-            self.exchanges,
-        )
+        return first_fit(sums, self.likelihood, self.prior_std, self.takes_pairs(len(sums.gram)))
 
     def step(self, fit: HeadFit, slopes: HeadSlopes | Iterable[HeadSlopes]) -> HeadFit:
         """Return the fit after an exchange of the slopes of all clients.
@@ -193,7 +190,7 @@ class BayesianHead:
                 f"slopes of {found.num_examples} examples, {tuple(found.slope.shape)}: the fit is of "
                 f"{fit.sums.num_examples} examples, {tuple(fit.weights.shape)}; all clients of the sums have to answer"
             )
-        return next_fit(fit, found)
+        return next_fit(fit, found, self.prior_std, self.inference == "variational", self.exchanges)
 
     def fit_clients(self, clients: Sequence[tuple[Tensor, Tensor]]) -> HeadFit:
         """Return the fit of clients whose features and targets are at hand, with as many exchanges as it takes.
