@@ -25,6 +25,8 @@ SETTLED_PRIOR = 1e-3
 """Relative change of the prior's precision at which it has arrived."""
 FACTOR = 2.0
 """Largest change of the prior's precision in a step: beyond, the quadratic that it is chosen by does not hold."""
+DAMPED = 0.5
+"""Part that the curvature of a variational posterior goes towards what clients find: all of it would go to and fro."""
 SHORTENED = 5
 """Times in a row that a step is shortened."""
 MEMORY = 10
@@ -117,7 +119,8 @@ def first_fit(sums: LinearStatistics, likelihood: str, prior_std: float | None, 
     eye = torch.eye(sums.moment.shape[1]).to(gram)
     if likelihood == "softmax":
         start = HeadFit(sums, likelihood, torch.zeros_like(sums.moment.T), [], 1.0, takes_pairs=pairs)
-        return _stepped(start, HeadSlopes.at_zero(sums, pairs), prior_std)
+        found = HeadSlopes.at_zero(sums, pairs)
+        return _stepped(start, found, found.terms(gram), prior_std)
     std, noise = most_evident(gram, sums.moment, sums.square, examples, prior_std)
     if not noise > 0:
         raise FedBayesError(
@@ -153,7 +156,10 @@ def next_fit(fit: HeadFit, found: HeadSlopes, prior_std: float | None, variation
             is_done = fit.exchanges >= most
             weights = before if is_done else before + length * move
             return replace(fit, weights=weights, is_done=is_done, _shortened=fit._shortened + 1)
-    stepped = _stepped(fit, found, prior_std)
+    terms = found.terms(fit.sums.gram)
+    if variational:
+        terms = [(a + DAMPED * (own - a), b + DAMPED * (spread - b)) for (a, b), (own, spread) in zip(fit.terms, terms)]
+    stepped = _stepped(fit, found, terms, prior_std)
     if stepped.is_done or fit.exchanges < most:
         return stepped
     return replace(stepped, weights=fit.weights, is_done=True)  # nobody has tried the step
@@ -185,9 +191,10 @@ def _length(fit: HeadFit, found: HeadSlopes, move: Tensor, before: Tensor, loss:
     return min(0.7, max(0.1, first / (first - last) if last > first else 0.5))
 
 
-def _stepped(fit: HeadFit, found: HeadSlopes, prior_std: float | None) -> HeadFit:
-    """Return the fit with the curvature found, the prior of most evidence beside it, and the step that they give."""
-    terms = found.terms(fit.sums.gram)
+def _stepped(
+    fit: HeadFit, found: HeadSlopes, terms: list[tuple[Tensor, Tensor]], prior_std: float | None
+) -> HeadFit:
+    """Return the fit with this curvature, the prior of most evidence beside it, and the step that they give."""
     system = fit._system(terms, fit.prior_precision)
     if prior_std is not None:
         precision = float(prior_std) ** -2
