@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, Met
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
 from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting, check_cohort
 from lightning_fedbayes.core.errors import (
@@ -29,7 +30,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.flower.calibration import ACTION, Calibration, calibrate, check_calibration, usable
 from lightning_fedbayes.flower.checkpoint import ServerState
-from lightning_fedbayes.flower.one_shot import ONCE, Once, OneShot, check_one_shot, fused, kind_of, read_once
+from lightning_fedbayes.flower.one_shot import ONCE, TOLD, Once, OneShot, check_one_shot, fused, kind_of, read_once
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import (
     COUNTED,
@@ -44,6 +45,7 @@ from lightning_fedbayes.flower.wire import (
 )
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods import get_method
+from lightning_fedbayes.modules.head import BayesianHead
 from lightning_fedbayes.server import Server
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
@@ -351,11 +353,14 @@ class FusionStrategy(Strategy):
 
             posterior = strategy.one_shot(grid, initial_arrays(network), fb.KroneckerLaplace())
             model = strategy.one_shot(grid, initial_arrays(network), fb.HierarchicalLinearRegression(random=[0]))
+            head = strategy.one_shot(grid, initial_arrays(head_module), head_module.head)
 
         For an :class:`~lightning_fedbayes.KroneckerLaplace` every client trains from ``arrays`` as it would in the
         first round, and sends its weights with their curvature; for an
         :class:`~lightning_fedbayes.HierarchicalLinearRegression` it sends sums over its training examples, and no
-        network is trained. The result is that of the same calls in one process. A client that fails is left out.
+        network is trained. For a :class:`~lightning_fedbayes.BayesianHead` it sends sums over features, and of a
+        softmax it is asked again, as often as the head takes. The result is that of the same calls in one process. A
+        client that fails is left out.
 
         Args:
             grid: how the server reaches the clients.
@@ -363,7 +368,8 @@ class FusionStrategy(Strategy):
             method: the clients' own, ``client_app(one_shot=...)``.
             timeout: seconds that the server waits.
 
-        Returns: the global posterior of the network, or the fitted linear model, whose clients go by their numbers.
+        Returns: the global posterior of the network, the fitted linear model, whose clients go by their numbers, or
+            the :class:`~lightning_fedbayes.HeadFit`.
 
         Raises:
             FederationError: an argument cannot be used, or no client answers.
@@ -373,10 +379,21 @@ class FusionStrategy(Strategy):
         check_number("timeout", timeout, "(0, inf)")
         server = self.server or self._resume(arrays)
         nodes = {node: client for client, node in self._roster.wait(grid, self.wait_for, timeout).items()}
-        asked = f"{MessageType.QUERY}.{ONCE}"
-        questions = self._messages(asked, 1, arrays, ConfigRecord({"one-shot": repr(method)}), nodes)
-        replies = read_all(grid.send_and_receive(questions, timeout=timeout), nodes, kind_of(method), 1)
-        return fused(method, usable(replies, lambda message: read_once(message, method, server.posterior)))
+        if isinstance(method, BayesianHead):
+            if "sums.gram" not in server.posterior.mean:
+                raise FederationError(f"{method} is of a HeadModule: give initial_arrays(...) of one")
+            arrays = to_arrays(GaussianPosterior.point_mass({}), {})  # sums of nothing need not travel
+
+        def ask(clients: Collection[int] | None, told: Mapping[str, Tensor]) -> dict[int, Any]:
+            chosen = {node: client for node, client in nodes.items() if clients is None or client in clients}
+            action = f"{MessageType.QUERY}.{ONCE}"
+            questions = self._messages(action, 1, arrays, ConfigRecord({"one-shot": repr(method)}), chosen)
+            for question in questions if told else []:
+                question.content[TOLD] = ArrayRecord({name: Array(value) for name, value in told.items()})
+            return read_all(grid.send_and_receive(questions, timeout=timeout), chosen, kind_of(method), 1)
+
+        first = usable(ask(None, {}), lambda message: read_once(message, method, server.posterior))
+        return fused(method, first, ask)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 

@@ -97,6 +97,31 @@ class HeadFit:
         """Return the fit that ``dataclasses.asdict`` has taken apart."""
         return cls(**{**state, "sums": LinearStatistics(**state["sums"])})
 
+    def told(self, variational: bool) -> dict[str, Tensor]:
+        """Return what clients have to know for an exchange, name → tensor, for :meth:`from_told`.
+
+        Args:
+            variational: True if they take expectations, for which they need the posterior's covariance.
+        """
+        told = {"weights": self.weights}
+        if variational:
+            inner, outer = zip(*self.terms)
+            told |= {"inner": torch.stack(inner), "outer": torch.stack(outer)}
+            told["prior_precision"] = self.weights.new_tensor(self.prior_precision)
+        return told
+
+    @classmethod
+    def from_told(cls, told: Mapping[str, Tensor], takes_pairs: bool) -> HeadFit:
+        """Return the fit of a softmax, as far as clients know it."""
+        weights = told["weights"]
+        outputs, columns = weights.shape
+        gram, terms, precision = weights.new_zeros(columns, columns), [], 1.0
+        if "inner" in told:
+            terms, precision = list(zip(told["inner"], told["outer"])), float(told["prior_precision"])
+            gram = gram if takes_pairs else told["inner"][0]
+        sums = LinearStatistics(gram, weights.new_zeros(columns, outputs), weights.new_zeros(outputs), 0)
+        return cls(sums, "softmax", weights, terms, precision, takes_pairs=takes_pairs)
+
     def linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Return the head as a layer, with the mean of the posterior.
 
@@ -208,7 +233,7 @@ def _stepped(
     gain = float((slope * step).sum()) / 2
     settled = gain < SETTLED * fit.sums.num_examples and abs(math.log(precision / fit.prior_precision)) < SETTLED_PRIOR
     return replace(
-        fit, weights=fit.weights - step, terms=terms, prior_precision=precision, loss=float(found.loss),
+        fit, weights=(fit.weights - step).contiguous(), terms=terms, prior_precision=precision, loss=float(found.loss),
         is_done=settled and fit.exchanges > 0, _last=(fit.weights, found.slope, float(found.loss)), _shortened=0,
     )
 
