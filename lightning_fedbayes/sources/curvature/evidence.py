@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 LARGEST = 1e6
@@ -76,8 +74,10 @@ def evident_precision(
         low, high = max(low, math.log(near / factor)), min(high, math.log(near * factor))
     grid = torch.linspace(low, high, GRID).tolist()
     best = max(range(GRID), key=[evidence(each) for each in grid].__getitem__)
-    found: Any = minimize_scalar(
-        lambda log: -evidence(log), bounds=(grid[max(0, best - 1)], grid[min(GRID - 1, best + 1)]), method="bounded",
-        options={"xatol": 1e-9},
-    )
-    return math.exp(found.x)
+    low, high = grid[max(0, best - 1)], grid[min(GRID - 1, best + 1)]
+    while high - low > 1e-12:  # of the slope: the maximum itself is flat, and rounding moves it by 1e-8
+        middle = (low + high) / 2
+        a = math.exp(middle)
+        slope = float((information / (information + a)).sum() - a * (squares / (information + a).square()).sum())
+        low, high = (middle, high) if slope > 0 else (low, middle)
+    return math.exp((low + high) / 2)
