@@ -141,7 +141,6 @@ def first_fit(sums: LinearStatistics, likelihood: str, prior_std: float | None, 
         FedBayesError: the targets fit exactly.
     """
     examples, gram = sums.num_examples, sums.gram
-    eye = torch.eye(sums.moment.shape[1]).to(gram)
     if likelihood == "softmax":
         start = HeadFit(sums, likelihood, torch.zeros_like(sums.moment.T), [], 1.0, takes_pairs=pairs)
         found = HeadSlopes.at_zero(sums, pairs)
@@ -152,10 +151,15 @@ def first_fit(sums: LinearStatistics, likelihood: str, prior_std: float | None, 
             f"the {examples} examples of all clients are fitted exactly, so the noise has no variance: give more "
             "examples, fewer features, or a prior_std"
         )
-    precision = float(std) ** -2
-    root = torch.linalg.cholesky(gram / noise + precision * torch.eye(len(gram)).to(gram))
+    return gaussian_fit(sums, likelihood, float(std) ** -2, noise)
+
+
+def gaussian_fit(sums: LinearStatistics, likelihood: str, prior_precision: float, noise: float) -> HeadFit:
+    """Return the fit of the Gaussian model with this prior and noise."""
+    gram, eye = sums.gram, torch.eye(sums.moment.shape[1]).to(sums.gram)
+    root = torch.linalg.cholesky(gram / noise + prior_precision * torch.eye(len(gram)).to(gram))
     weights = torch.cholesky_solve(sums.moment / noise, root).T
-    return HeadFit(sums, likelihood, weights, [(gram, eye / noise)], precision, noise, is_done=True)
+    return HeadFit(sums, likelihood, weights, [(gram, eye / noise)], prior_precision, noise, is_done=True)
 
 
 def next_fit(fit: HeadFit, found: HeadSlopes, prior_std: float | None, variational: bool, most: int) -> HeadFit:

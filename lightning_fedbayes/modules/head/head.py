@@ -18,6 +18,7 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.modules.head.fit import HeadFit, first_fit, next_fit
+from lightning_fedbayes.modules.head.personal import personal_linear, personal_softmax
 from lightning_fedbayes.modules.head.slopes import HeadSlopes, design_of
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
 from lightning_fedbayes.sources.curvature.systems import DENSE
@@ -157,6 +158,45 @@ class BayesianHead:
         else:
             found = (HeadSlopes.of(fit.weights, each, y, fit.takes_pairs) for _, each, y in parts)
         return total(found, HeadSlopes, "labels")
+
+    def personal(self, fit: HeadFit, features: Tensor, targets: Tensor, weight: float) -> HeadFit:
+        r"""Return a client's own head: the federation's as the prior, with the others' part of it discounted.
+
+        .. math:: p_k(W) \propto N(W; 0, s^2 I) \, p(D_k \mid W) \, \prod_{j \neq k} p(D_j \mid W)^{1 - w}
+
+        An example of the others counts as 1 - w of the client's own, a power prior: 0 is the federation's head, 1 that of
+        the client alone. They are known by the federation's posterior: by its sums, exactly, or for a softmax by its
+        Gaussian. Nothing leaves the client; s and σ² stay as they are. :func:`~lightning_fedbayes.choose_personal_weight`
+        finds w by examples that were held out.
+
+        When to use it: clients differ in what a label means, or in how often it comes.
+
+        Args:
+            fit: of the federation, done.
+            features, targets: of the client, which has taken part; with no examples it gets ``fit``.
+            weight: w in [0, 1].
+
+        Raises:
+            FedBayesError: the fit is not done, or values or shapes do not fit.
+
+        Source: Ibrahim and Chen 2000, for the power prior.
+        """
+        check_kind("fit", fit, HeadFit, "give what fit() or step() has returned", error=FedBayesError)
+        check_number("weight", weight, "[0, 1]", error=FedBayesError)
+        if not fit.is_done or fit.likelihood != self.likelihood:
+            raise FedBayesError(f"the fit is not one of {self} that is done: go on with step() until it is")
+        own = self.sums(features, targets)
+        if own.moment.shape != fit.sums.moment.shape or own.num_examples > fit.sums.num_examples:
+            raise FedBayesError(
+                f"features {tuple(features.shape)}: the fit is of {fit.sums.num_examples} examples with "
+                f"{fit.weights.shape[1] - 1} features, the client's among them"
+            )
+        if not own.num_examples:
+            return fit
+        if self.likelihood != "softmax":
+            return personal_linear(fit, own, weight)
+        return personal_softmax(
+            fit, own, lambda at: self.slopes(at, features, targets), weight, self.inference == "variational")
 
     # -- server --------------------------------------------------------------------------------------------------------
 
