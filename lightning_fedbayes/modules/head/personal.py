@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from lightning_fedbayes.modules.head.fit import DAMPED, SETTLED, HeadFit, gaussian_fit

@@ -44,18 +44,19 @@ def test_where_label_functions_differ_a_personal_head_beats_the_global_one(head,
     assert sum(gain > 0 for gain in gains) >= 5
 
 
-def test_where_they_are_one_the_weight_chosen_is_small():
-    chosen = {}
-    for differ in (0.0, 2.0):
-        parts = clients(seed=3, differ=differ)
-        head = fb.BayesianHead(3, "one_hot")
-        fit = head.fit_clients([(x, y) for x, y, _, _ in parts])
-        chosen[differ] = [
-            fb.choose_personal_weight(
-                lambda w, x=x, y=y: head.personal(fit, x, y, w).posterior, fit.linear(), TensorDataset(u.float(), v))[0]
-            for x, y, u, v in parts
-        ]
-    assert sum(chosen[0.0]) < 0.5 * sum(chosen[2.0])
+def weights_chosen(differ):
+    parts, head = clients(seed=3, differ=differ), fb.BayesianHead(3, "one_hot")
+    fit = head.fit_clients([(x, y) for x, y, _, _ in parts])
+
+    def chosen(x, y, *held_out):
+        data = TensorDataset(held_out[0].float(), held_out[1])
+        return fb.choose_personal_weight(lambda w: head.personal(fit, x, y, w).posterior, fit.linear(), data)[0]
+
+    return sum(chosen(*each) for each in parts)
+
+
+def test_where_clients_are_alike_the_weight_chosen_is_small():
+    assert weights_chosen(0.0) < 0.5 * weights_chosen(2.0)
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
