@@ -44,9 +44,9 @@ class BayesianHead:
       :math:`p(c \mid W) \propto N(e_c; f(x), \sigma^2)`, so the logits are :math:`f(x) / \sigma^2`. One exchange, for
       any number of classes; where the Gaussian does not fit, a :class:`~lightning_fedbayes.FederatedTemperature` helps.
     * "softmax": logits f(x). After the sums, each further exchange is of slopes and curvature at the server's weights
-      (:class:`HeadSlopes`), for a step of Newton, or of L-BFGS where the curvature is too large to be sent, to the
-      mode of the posterior; s is chosen on the way by Laplace's evidence. Then a few are of their expectations, for
-      the variational posterior.
+      (:class:`HeadSlopes`), for a step of Newton, or of L-BFGS where the curvature is too large to be sent; the first
+      step needs the sums alone. Of the variational posterior they are expectations. s is chosen on the way, by the
+      evidence of the quadratic that each exchange gives.
 
     Sums of clients add up to those of the pooled data, so the split of the data makes no difference, a client comes or
     goes by ``+`` and ``-``, and nothing has a learning rate. ::
@@ -70,16 +70,17 @@ class BayesianHead:
         prior_std: s > 0, of weights and biases; None: by evidence.
         inference: of a softmax; the posteriors of the other likelihoods are exact. "variational": the Gaussian of full
             covariance that is nearest to the posterior in KL(q ‖ p); beside NUTS it has 0.99 of the mutual information
-            and all but 0.001 of the predictive (benchmarks/posterior/NUTS.md). Its exchanges tell clients the
-            posterior's covariance, and so sums over the features of all. "laplace": about half as many exchanges, and
-            clients hear of the weights alone; 0.97 to 1.31 of the mutual information, and 0.014 of the predictive.
-        exchanges: most exchanges of slopes, up to the mode; the variational posterior takes at most as many again.
+            and all but 0.001 of the predictive (benchmarks/posterior/NUTS.md), and the s of its bound is near the true
+            one. Its exchanges tell clients the posterior's covariance, and so sums over the features of all.
+            "laplace": about half as many exchanges, and clients hear of the weights alone; 0.97 to 1.31 of the mutual
+            information, and 0.014 of the predictive. Its evidence takes s too small where the posterior is wide.
+        exchanges: most exchanges of slopes.
 
     Raises:
         FedBayesError: an argument is out of range.
 
     Source: He et al. 2025 for one exchange of sums; MacKay 1992 for the evidence; Opper and Archambeau 2009 for the
-    variational posterior.
+    variational posterior; Kuss and Rasmussen 2005 for what Laplace's evidence does where posteriors are wide.
 
     >>> features = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]])
     >>> left, right = (features[:2], torch.tensor([0, 0])), (features[2:], torch.tensor([1, 1]))
@@ -164,10 +165,10 @@ class BayesianHead:
 
         .. math:: p_k(W) \propto N(W; 0, s^2 I) \, p(D_k \mid W) \, \prod_{j \neq k} p(D_j \mid W)^{1 - w}
 
-        An example of the others counts as 1 - w of the client's own, a power prior: 0 is the federation's head, 1 that of
-        the client alone. They are known by the federation's posterior: by its sums, exactly, or for a softmax by its
-        Gaussian. Nothing leaves the client; s and σ² stay as they are. :func:`~lightning_fedbayes.choose_personal_weight`
-        finds w by examples that were held out.
+        An example of the others counts as 1 - w of the client's own, a power prior: 0 is the federation's head, 1
+        that of the client alone. They are known by the federation's posterior: by its sums, exactly, or for a softmax
+        by its Gaussian. Nothing leaves the client; s and σ² stay as they are.
+        :func:`~lightning_fedbayes.choose_personal_weight` finds w by examples that were held out.
 
         When to use it: clients differ in what a label means, or in how often it comes.
 
