@@ -130,6 +130,17 @@ def statistics_of(method: HierarchicalLinearRegression, loader: DataLoader) -> L
 # -- server ------------------------------------------------------------------------------------------------------------
 
 
+def starts_from(method: OneShot, posterior: GaussianPosterior) -> bool:
+    """Return whether clients need the network before training; a head's is zeros, and as large as its sums.
+
+    Raises:
+        FederationError: ``posterior`` is not that of a HeadModule, and the method is a head.
+    """
+    if isinstance(method, BayesianHead) and "sums.gram" not in posterior.mean:
+        raise FederationError(f"{method} is of a HeadModule: give initial_arrays(...) of one")
+    return not isinstance(method, BayesianHead)
+
+
 def read_once(message: Message, method: OneShot, posterior: GaussianPosterior) -> KroneckerSite | LinearStatistics:
     """Return what a client has sent once; nothing in it is trusted.
 

@@ -11,7 +11,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, Met
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 
 from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting, check_cohort
 from lightning_fedbayes.core.errors import (
@@ -30,7 +29,17 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.flower.calibration import ACTION, Calibration, calibrate, check_calibration, usable
 from lightning_fedbayes.flower.checkpoint import ServerState
-from lightning_fedbayes.flower.one_shot import ONCE, TOLD, Once, OneShot, check_one_shot, fused, kind_of, read_once
+from lightning_fedbayes.flower.one_shot import (
+    ONCE,
+    TOLD,
+    Once,
+    OneShot,
+    check_one_shot,
+    fused,
+    kind_of,
+    read_once,
+    starts_from,
+)
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import (
     COUNTED,
@@ -45,7 +54,6 @@ from lightning_fedbayes.flower.wire import (
 )
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods import get_method
-from lightning_fedbayes.modules.head import BayesianHead
 from lightning_fedbayes.server import Server
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
@@ -379,12 +387,10 @@ class FusionStrategy(Strategy):
         check_number("timeout", timeout, "(0, inf)")
         server = self.server or self._resume(arrays)
         nodes = {node: client for client, node in self._roster.wait(grid, self.wait_for, timeout).items()}
-        if isinstance(method, BayesianHead):
-            if "sums.gram" not in server.posterior.mean:
-                raise FederationError(f"{method} is of a HeadModule: give initial_arrays(...) of one")
-            arrays = to_arrays(GaussianPosterior.point_mass({}), {})  # sums of nothing need not travel
+        if not starts_from(method, server.posterior):
+            arrays = to_arrays(GaussianPosterior.point_mass({}), {})
 
-        def ask(clients: Collection[int] | None, told: Mapping[str, Tensor]) -> dict[int, Any]:
+        def ask(clients: Collection[int] | None, told: Mapping[str, Any]) -> dict[int, Any]:
             chosen = {node: client for node, client in nodes.items() if clients is None or client in clients}
             action = f"{MessageType.QUERY}.{ONCE}"
             questions = self._messages(action, 1, arrays, ConfigRecord({"one-shot": repr(method)}), chosen)
