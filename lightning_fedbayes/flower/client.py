@@ -33,6 +33,7 @@ from lightning_fedbayes.flower.calibration import ACTION, answer, check_allowed,
 from lightning_fedbayes.flower.checkpoint import StateFile
 from lightning_fedbayes.flower.one_shot import (
     ONCE,
+    TOLD,
     OneShot,
     answer_once,
     check_agreed,
@@ -44,6 +45,7 @@ from lightning_fedbayes.flower.one_shot import (
 from lightning_fedbayes.flower.training import ClientTraining, Task
 from lightning_fedbayes.flower.wire import COUNTED, from_arrays, records_of, tensors_in, tensors_of
 from lightning_fedbayes.methods import get_method
+from lightning_fedbayes.modules.head import BayesianHead
 
 LOG = logging.getLogger(__name__)
 """The client's own log."""
@@ -109,9 +111,10 @@ def client_app(
         privacy: clips what the client sends and adds noise to it, in every message from a fresh seed that nobody knows.
             The client counts all messages that it has ever sent from its ``state_folder``, those for a round that is
             asked for again and those of other federations among them, and tells the server their ε.
-        one_shot: an :class:`~lightning_fedbayes.KroneckerLaplace` or an
-            :class:`~lightning_fedbayes.HierarchicalLinearRegression`, by which the client may be asked to send once, in
-            place of rounds; see :meth:`FusionStrategy.one_shot`. None: it sends no such thing.
+        one_shot: an :class:`~lightning_fedbayes.KroneckerLaplace`, an
+            :class:`~lightning_fedbayes.HierarchicalLinearRegression`, or the :class:`~lightning_fedbayes.BayesianHead`
+            of a ``module`` that is a :class:`~lightning_fedbayes.HeadModule`, by which the client may be asked to send
+            in place of rounds; see :meth:`FusionStrategy.one_shot`. None: it sends no such thing.
         conformal_epsilon: ε of the noise on counts of scores, where the server calibrates by
             ``FederatedConformal(epsilon=...)``, which must be the same. Each answer costs it anew; the client adds them
             up in its ``state_folder``. It sends no exact sums then, for a temperature. None: counts are exact, and none
@@ -285,7 +288,11 @@ class _MessageHandler:
         loader = training_data(datamodule, self.training.settings, task.client, task.seed)
         if needs_training(method):
             self._with_trainer(lambda trainer: self.training.train(trainer, self.module, datamodule, task))
-        return Message.of(kind, task.client, task.round + 1, answer_once(method, self.module, loader))
+        if isinstance(method, BayesianHead):
+            self.training.check_frozen(self.module, task)
+        told = message.content.get(TOLD)
+        told = tensors_in(told, "the server") if isinstance(told, ArrayRecord) else {}
+        return Message.of(kind, task.client, task.round + 1, answer_once(method, self.module, loader, told))
 
     def _data(self, context: Context) -> L.LightningDataModule:
         """The client's data module; made anew for every message if a function makes it."""

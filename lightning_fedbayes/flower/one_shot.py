@@ -1,8 +1,9 @@
-"""Federations without rounds over Flower: every client sends once, and the server has the result."""
+"""Federations without rounds over Flower: clients send once, or a few times for a softmax head."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -11,10 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fedbayes.clients.settings import FederationSettings
+from lightning_fedbayes.core.batches import unpacked
 from lightning_fedbayes.core.errors import ClientMismatch, FederationError, FusionError, check_kind, shown
 from lightning_fedbayes.core.messages import Kind, Message
 from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.flower.calibration import usable
 from lightning_fedbayes.flower.training import own_clients
+from lightning_fedbayes.modules.head import BayesianHead, HeadFit, HeadModule, HeadSlopes
 from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
 from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace, KroneckerSite
@@ -23,21 +27,27 @@ from lightning_fedbayes.sources.curvature.kronecker_posterior import KroneckerPo
 ONCE = "once"
 """Flower's name of the query."""
 
-OneShot = KroneckerLaplace | HierarchicalLinearRegression
-"""Methods by which clients send once."""
-Once = KroneckerPosterior | HierarchicalFit
+TOLD = "told"
+"""Name of the record with what the server tells clients of a head."""
+
+OneShot = KroneckerLaplace | HierarchicalLinearRegression | BayesianHead
+"""Methods by which clients send once, or a few times."""
+Once = KroneckerPosterior | HierarchicalFit | HeadFit
 """Their results."""
+Ask = Callable[[Collection[int] | None, Mapping[str, Tensor]], dict[int, Any]]
+"""Function that asks clients, None for all, and tells them something."""
 
 
 def check_one_shot(method: Any) -> OneShot:
     """Return ``method``; raise FederationError unless clients can send once by it."""
-    check_kind("one_shot", method, OneShot, "give an fb.KroneckerLaplace or an fb.HierarchicalLinearRegression")
+    what = "give an fb.KroneckerLaplace, an fb.HierarchicalLinearRegression or an fb.BayesianHead"
+    check_kind("one_shot", method, OneShot, what)
     return method
 
 
 def kind_of(method: OneShot) -> Kind:
     """Return the kind of message that a client sends."""
-    return "statistics" if isinstance(method, HierarchicalLinearRegression) else "curvature"
+    return "curvature" if isinstance(method, KroneckerLaplace) else "statistics"
 
 
 def check_agreed(method: OneShot | None, wanted: str) -> OneShot:
@@ -66,10 +76,41 @@ def needs_training(method: OneShot) -> bool:
     return isinstance(method, KroneckerLaplace)
 
 
-def answer_once(method: OneShot, module: L.LightningModule, loader: DataLoader) -> KroneckerSite | LinearStatistics:
-    """Return what a client sends: of the trained ``module``, or of its examples alone."""
-    return statistics_of(method, loader) if isinstance(method, HierarchicalLinearRegression) else (
-        method.site(module, loader))
+def answer_once(
+    method: OneShot, module: L.LightningModule, loader: DataLoader, told: Mapping[str, Tensor]
+) -> KroneckerSite | LinearStatistics | HeadSlopes:
+    """Return what a client sends: of the trained ``module``, or of its examples alone.
+
+    Args:
+        method: how.
+        module: the client's.
+        loader: of its examples.
+        told: what the server has said of the head so far, :meth:`HeadFit.told`; empty at first.
+    """
+    if isinstance(method, KroneckerLaplace):
+        return method.site(module, loader)
+    if isinstance(method, HierarchicalLinearRegression):
+        return statistics_of(method, loader)
+    features, targets = _features_of(method, module, loader)
+    if not told:
+        return method.sums(features, targets)
+    fit = HeadFit.from_told(told, method.takes_pairs(told["weights"].shape[1]))
+    return method.slopes(fit, features, targets)
+
+
+def _features_of(head: BayesianHead, module: L.LightningModule, loader: DataLoader) -> tuple[Tensor, Tensor]:
+    """Return features and targets of a client's examples, on the CPU.
+
+    Raises:
+        ClientMismatch: the module is no HeadModule with this head.
+    """
+    if not isinstance(module, HeadModule) or module.head != head:
+        raise ClientMismatch(f"this client's module is no HeadModule with {head}: give client_app one")
+    with torch.inference_mode():
+        parts = [(module.features(inputs).cpu(), targets.cpu()) for inputs, targets in (
+            unpacked(batch, module, needs_targets=True) for batch in loader)]
+    features, targets = (torch.cat(each).clone() for each in zip(*parts, strict=True))
+    return features, targets
 
 
 def statistics_of(method: HierarchicalLinearRegression, loader: DataLoader) -> LinearStatistics:
@@ -89,6 +130,17 @@ def statistics_of(method: HierarchicalLinearRegression, loader: DataLoader) -> L
 # -- server ------------------------------------------------------------------------------------------------------------
 
 
+def starts_from(method: OneShot, posterior: GaussianPosterior) -> bool:
+    """Return whether clients need the network before training; a head's is zeros, and as large as its sums.
+
+    Raises:
+        FederationError: ``posterior`` is not that of a HeadModule, and the method is a head.
+    """
+    if isinstance(method, BayesianHead) and "sums.gram" not in posterior.mean:
+        raise FederationError(f"{method} is of a HeadModule: give initial_arrays(...) of one")
+    return not isinstance(method, BayesianHead)
+
+
 def read_once(message: Message, method: OneShot, posterior: GaussianPosterior) -> KroneckerSite | LinearStatistics:
     """Return what a client has sent once; nothing in it is trusted.
 
@@ -97,6 +149,11 @@ def read_once(message: Message, method: OneShot, posterior: GaussianPosterior) -
     """
     if isinstance(method, HierarchicalLinearRegression):
         return message.read(LinearStatistics)
+    if isinstance(method, BayesianHead):
+        sums, own = message.read(LinearStatistics), posterior.mean
+        if sums.gram.shape != own["sums.gram"].shape or sums.moment.shape != own["sums.moment"].shape:
+            raise FusionError(f"client {message.client}: its sums are not those of the server's head")
+        return sums
     site = message.read(KroneckerSite)
     if any(site.mean[name].shape != mean.shape if name in site.mean else True for name, mean in posterior.mean.items()):
         raise FusionError(f"client {message.client}: its weights are not those of the server's network")
@@ -105,8 +162,42 @@ def read_once(message: Message, method: OneShot, posterior: GaussianPosterior) -
     return site
 
 
-def fused(method: OneShot, found: Mapping[int, Any]) -> Once:
-    """Return the result of what clients have sent, client → site or sums; those of a model by the clients' numbers."""
+def _read_slopes(message: Message, fit: HeadFit, sums: Mapping[int, LinearStatistics]) -> HeadSlopes:
+    """Return what a client has sent in a further exchange of a head; nothing in it is trusted.
+
+    Raises:
+        FedBayesError: it is not of the examples that its ``sums`` are of, or not of these weights.
+    """
+    found, count = message.read(HeadSlopes), sums[message.client].num_examples
+    if found.slope.shape != fit.weights.shape or bool(len(found.curvature)) != fit.takes_pairs:
+        raise FusionError(f"client {message.client}: its slopes are not those of the server's head")
+    if found.num_examples != count:
+        have = found.num_examples
+        raise FusionError(f"client {message.client}: its slopes are of {have} examples, its sums of {count}")
+    return found
+
+
+def fused(method: OneShot, found: Mapping[int, Any], ask: Ask) -> Once:
+    """Return the result of what clients have sent, client → site or sums; those of a model by the clients' numbers.
+
+    A softmax head asks further. Where a client fails on the way it begins anew, from the sums of the others.
+
+    Args:
+        method: how.
+        found: client → what it has sent first.
+        ask: takes clients and what they are told, and returns their answers.
+    """
     if isinstance(method, HierarchicalLinearRegression):
         return method.fit({str(client): sums for client, sums in found.items()})
-    return method.fuse(list(found.values()))
+    if isinstance(method, KroneckerLaplace):
+        return method.fuse(list(found.values()))
+    fit = method.fit(found.values())
+    while not fit.is_done:
+        answers = ask(found.keys(), fit.told(method.inference == "variational"))
+        slopes = usable(answers, partial(_read_slopes, fit=fit, sums=found))
+        if len(slopes) < len(found):
+            found = {client: found[client] for client in slopes}
+            fit = method.fit(found.values())
+        else:
+            fit = method.step(fit, slopes.values())
+    return fit

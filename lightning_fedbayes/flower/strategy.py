@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,17 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.flower.calibration import ACTION, Calibration, calibrate, check_calibration, usable
 from lightning_fedbayes.flower.checkpoint import ServerState
-from lightning_fedbayes.flower.one_shot import ONCE, Once, OneShot, check_one_shot, fused, kind_of, read_once
+from lightning_fedbayes.flower.one_shot import (
+    ONCE,
+    TOLD,
+    Once,
+    OneShot,
+    check_one_shot,
+    fused,
+    kind_of,
+    read_once,
+    starts_from,
+)
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import (
     COUNTED,
@@ -351,11 +361,14 @@ class FusionStrategy(Strategy):
 
             posterior = strategy.one_shot(grid, initial_arrays(network), fb.KroneckerLaplace())
             model = strategy.one_shot(grid, initial_arrays(network), fb.HierarchicalLinearRegression(random=[0]))
+            head = strategy.one_shot(grid, initial_arrays(head_module), head_module.head)
 
         For an :class:`~lightning_fedbayes.KroneckerLaplace` every client trains from ``arrays`` as it would in the
         first round, and sends its weights with their curvature; for an
         :class:`~lightning_fedbayes.HierarchicalLinearRegression` it sends sums over its training examples, and no
-        network is trained. The result is that of the same calls in one process. A client that fails is left out.
+        network is trained. For a :class:`~lightning_fedbayes.BayesianHead` it sends sums over features, and of a
+        softmax it is asked again, as often as the head takes. The result is that of the same calls in one process. A
+        client that fails is left out.
 
         Args:
             grid: how the server reaches the clients.
@@ -363,7 +376,8 @@ class FusionStrategy(Strategy):
             method: the clients' own, ``client_app(one_shot=...)``.
             timeout: seconds that the server waits.
 
-        Returns: the global posterior of the network, or the fitted linear model, whose clients go by their numbers.
+        Returns: the global posterior of the network, the fitted linear model, whose clients go by their numbers, or
+            the :class:`~lightning_fedbayes.HeadFit`.
 
         Raises:
             FederationError: an argument cannot be used, or no client answers.
@@ -373,10 +387,19 @@ class FusionStrategy(Strategy):
         check_number("timeout", timeout, "(0, inf)")
         server = self.server or self._resume(arrays)
         nodes = {node: client for client, node in self._roster.wait(grid, self.wait_for, timeout).items()}
-        asked = f"{MessageType.QUERY}.{ONCE}"
-        questions = self._messages(asked, 1, arrays, ConfigRecord({"one-shot": repr(method)}), nodes)
-        replies = read_all(grid.send_and_receive(questions, timeout=timeout), nodes, kind_of(method), 1)
-        return fused(method, usable(replies, lambda message: read_once(message, method, server.posterior)))
+        if not starts_from(method, server.posterior):
+            arrays = to_arrays(GaussianPosterior.point_mass({}), {})
+
+        def ask(clients: Collection[int] | None, told: Mapping[str, Any]) -> dict[int, Any]:
+            chosen = {node: client for node, client in nodes.items() if clients is None or client in clients}
+            action = f"{MessageType.QUERY}.{ONCE}"
+            questions = self._messages(action, 1, arrays, ConfigRecord({"one-shot": repr(method)}), chosen)
+            for question in questions if told else []:
+                question.content[TOLD] = ArrayRecord({name: Array(value) for name, value in told.items()})
+            return read_all(grid.send_and_receive(questions, timeout=timeout), chosen, kind_of(method), 1)
+
+        first = usable(ask(None, {}), lambda message: read_once(message, method, server.posterior))
+        return fused(method, first, ask)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 

@@ -210,6 +210,11 @@ class ClientTraining(L.Callback):
         call_round_end(module, model.whole(task.posterior))
         return model
 
+    def check_frozen(self, module: L.LightningModule, task: Task) -> None:
+        """Raise ClientMismatch unless what is frozen in ``module``, as it was built, is what the server has."""
+        self._reset(module)
+        check_same_frozen(ResidentModel(module, frozen=frozen_names(module)), task.frozen)
+
     def _reset(self, module: L.LightningModule) -> None:
         """Bring ``module`` back to how it was built, which is what a new process would start with."""
         if self._initial is None:

@@ -16,8 +16,9 @@ from lightning_fedbayes.methods.method import (
 )
 from lightning_fedbayes.methods.population import Population
 from lightning_fedbayes.methods.registry import available_methods, get_method, register_method, unregister_method
+from lightning_fedbayes.methods.removal import remove_client
 from lightning_fedbayes.methods.scaffold import Scaffold
-from lightning_fedbayes.methods.sites import SiteMethod, remove_client
+from lightning_fedbayes.methods.sites import SiteMethod
 from lightning_fedbayes.methods.sums import Sums
 
 __all__ = [

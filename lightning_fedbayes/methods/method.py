@@ -25,7 +25,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.private_torch import version_if_any
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.fusion.registry import get_rule, rule_name
-from lightning_fedbayes.fusion.rule import FusionRule
+from lightning_fedbayes.fusion.rule import FusionRule, RuleState
 
 Tensors = dict[str, Tensor]
 
@@ -373,6 +373,21 @@ class Method:
         Returns: the posterior, and tensors of the names of :meth:`init`.
         """
         return fused, shared.tensors
+
+    @staticmethod
+    def without(
+        posterior: GaussianPosterior, state: RuleState, kept: Mapping[str, Tensor]
+    ) -> GaussianPosterior | None:
+        """Return the global posterior without a client's part, for :func:`~lightning_fedbayes.remove_client`.
+
+        Args:
+            posterior: the global one.
+            state: of the rule.
+            kept: what the client has kept (:meth:`report`), or what the server has counted of it.
+
+        Returns: None if that is no part of the posterior by this method.
+        """
+        return None
 
     def counted(self, posterior: GaussianPosterior) -> GaussianPosterior | None:
         """Return the prior that ``posterior`` contains once, as in an ELBO; None if it contains none or many."""

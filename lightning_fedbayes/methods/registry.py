@@ -74,6 +74,11 @@ def available_methods() -> list[str]:
     return sorted([*_METHODS, *available_fusions(aliases=True)])
 
 
+def every_method() -> list[type[Method]]:
+    """Return the classes of all methods that do more than average."""
+    return [SiteMethod, *_METHODS.values()]
+
+
 def get_method(method: Any) -> Method:
     """Return the method for a name, a method, a fusion rule, its function or an ``AutoFusion``.
 

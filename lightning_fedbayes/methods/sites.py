@@ -8,9 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, raised_as, shown
+from lightning_fedbayes.core.errors import FederationError, FusionError, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.core.store import Store
 from lightning_fedbayes.fusion.rule import RuleState
 from lightning_fedbayes.fusion.sites import Natural, Sites, by_pieces
 from lightning_fedbayes.methods.method import (
@@ -23,7 +22,6 @@ from lightning_fedbayes.methods.method import (
     Shared,
     Trained,
 )
-from lightning_fedbayes.methods.sums import Sums
 
 
 class _Round(NamedTuple):
@@ -51,6 +49,13 @@ class SiteMethod(Method):
     takes_sites: ClassVar[bool] = True
 
     rule: Sites
+
+    @staticmethod
+    def without(
+        posterior: GaussianPosterior, state: RuleState, kept: Mapping[str, Tensor]
+    ) -> GaussianPosterior | None:
+        """See :meth:`Method.without`; what a client keeps is its site."""
+        return without_site(posterior, state, (kept["precision"], kept["shift"])) if "precision" in kept else None
 
     def agreement(self) -> str:
         """See :meth:`Method.agreement`."""
@@ -262,57 +267,3 @@ def without_site(posterior: GaussianPosterior, state: RuleState, site: Natural) 
     mean, variance = posterior.flatten()
     precision = precision.where(random, 1.0)
     return posterior.unflatten((shift / precision).where(random, mean), (1 / precision).where(random, variance))
-
-
-def remove_client(federation: Any, client: int) -> GaussianPosterior:
-    """Return the global posterior without what a client has contributed to it, as the server has counted it.
-
-    When to use it: a client leaves ``fusion="sites"`` and takes its data with it, or has lied. The result is exact for
-    conjugate models; for others train some rounds of the remaining clients from it (``fb.load_posterior(module,
-    posterior)``). Deterministic parameters, which have no factors, stay as they are; the sums of a
-    :class:`~lightning_fedbayes.HeadModule` are those of the others, exactly.
-
-    Args:
-        federation: a :class:`~lightning_fedbayes.FederatedBayes` that has trained, or the content of a checkpoint
-            (``torch.load(path, weights_only=False)``); a :class:`~lightning_fedbayes.Server`, or the checkpoint of
-            Flower's (:func:`~lightning_fedbayes.flower.load_checkpoint`).
-        client: its number.
-
-    Raises:
-        FederationError: there is no such federation, it is damaged, or it has no site of that client.
-        FusionError: the other clients' sites alone give no posterior.
-    """
-    check_at_least("client", client, 0)
-    with raised_as(FederationError, "the state of the federation cannot be read", "give that of another checkpoint"):
-        return _without(_state_of(federation), client)
-
-
-def _state_of(federation: Any) -> Mapping[str, Any]:
-    """Return a federation's state; raise FederationError if it is none."""
-    stored = getattr(federation, "server", None)  # of Flower's checkpoint
-    if isinstance(federation, Mapping):
-        callbacks = federation.get("callbacks")
-        states = list(callbacks.values()) if isinstance(callbacks, Mapping) else [federation]
-    elif isinstance(stored, Mapping):
-        states = [stored]
-    else:
-        states = [federation.state_dict()] if hasattr(federation, "state_dict") else []
-    for state in states:
-        if isinstance(state, Mapping) and {"rule_states", "sites", "posterior"} <= state.keys():
-            return state
-    raise FederationError(f"{shown(federation)}: give a FederatedBayes that has trained, or a checkpoint's content")
-
-
-def _without(state: Mapping[str, Any], client: int) -> GaussianPosterior:
-    """Return the posterior of a state without a client's site."""
-    site = state["sites"].get(client) or Store.state_in(state.get("clients", {}), client).get("kept", {})
-    posterior = GaussianPosterior.from_state_dict(state["posterior"])
-    if "precision" not in site:
-        without = Sums.without(posterior, site)
-        if without is None:
-            raise FederationError(
-                f"client {shown(client)} has no site: it has trained in no federation by fusion='sites' or 'sums'"
-            )
-        return without
-    (kept,) = state["rule_states"].values()
-    return without_site(posterior, kept, (site["precision"], site["shift"]))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.fusion.rule import RuleState
 from lightning_fedbayes.methods.method import LocalProblem, Method, Participant, Report, Shared, Trained
 
 CUMULATIVE = "sums."
@@ -80,8 +81,10 @@ class Sums(Method):
         return GaussianPosterior.point_mass(mean), averages
 
     @staticmethod
-    def without(posterior: GaussianPosterior, kept: Mapping[str, Any]) -> GaussianPosterior | None:
-        """Return the sums without those that a client has kept; None if it has kept none."""
+    def without(
+        posterior: GaussianPosterior, state: RuleState, kept: Mapping[str, Tensor]
+    ) -> GaussianPosterior | None:
+        """See :meth:`Method.without`; what a client keeps are its sums."""
         own = {name: value for name, value in kept.items() if name.startswith(CUMULATIVE)}
         if not own or not own.keys() <= posterior.mean.keys():
             return None

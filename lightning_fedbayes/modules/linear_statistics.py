@@ -43,12 +43,7 @@ class LinearStatistics:
     def __post_init__(self) -> None:
         check_at_least("num_examples", self.num_examples, 0, error=FedBayesError)
         for name in ("gram", "moment", "square"):
-            values = getattr(self, name)
-            check_real(name, values)
-            if values.dtype != torch.float64:
-                raise FedBayesError(f"{name} is of {values.dtype}: give float64, sums of other precisions cancel badly")
-            if not values.isfinite().all():
-                raise FedBayesError(f"{name} is not finite: standardise inputs and targets, their squares overflow")
+            check_sums(name, getattr(self, name))
         columns, targets = self.moment.shape[:1], self.moment.shape[1:]
         fits = self.gram.shape == (*columns, *columns) and self.square.shape == targets
         if not fits or self.moment.ndim not in (1, 2) or not self.moment.numel():
@@ -136,3 +131,12 @@ def check_real(name: str, values: Tensor) -> None:
     check_tensor(name, values, error=FedBayesError)
     if values.is_complex():
         raise FedBayesError(f"{name} is of {values.dtype}: give real numbers")
+
+
+def check_sums(name: str, values: Tensor) -> None:
+    """Raise FedBayesError unless ``values`` is a dense tensor of finite numbers in float64."""
+    check_real(name, values)
+    if values.dtype != torch.float64:
+        raise FedBayesError(f"{name} is of {values.dtype}: give float64, sums of other precisions cancel badly")
+    if not values.isfinite().all():
+        raise FedBayesError(f"{name} is not finite: standardise inputs and targets, their squares overflow")

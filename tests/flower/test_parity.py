@@ -1,11 +1,14 @@
 """A federation over Flower ends at the very posterior of the same federation in one process."""
 
+from functools import partial
+
 import pytest
 import torch
+from flwr.app import Error, Message
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, client_app, personal_posterior
+from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, personal_posterior
 from lightning_fedbayes.fusion import Sites
 from tests.federations import Plain, blobs, federate, loader, network, trainer
 from tests.flower.clients import PARTITION, BlobData, client_apps, hybrid, in_process, run
@@ -106,6 +109,83 @@ def test_a_head_in_one_exchange_is_that_of_the_pooled_data(tmp_path, monkeypatch
     fb.load_posterior(model, strategy.server.posterior)
     pooled = model.head.fit_clients([blobs().tensors])
     torch.testing.assert_close(model.fitted.weights, pooled.weights, atol=1e-9, rtol=1e-9)
+
+
+class Asked(fb.HeadModule):
+    """A head behind a frozen layer."""
+
+    def __init__(self, **options) -> None:
+        torch.manual_seed(1)
+        super().__init__(torch.nn.Linear(6, 5), fb.BayesianHead(3, **options), 5)
+
+
+def one_shot(apps, make, change=None):
+    grid = LocalGrid(apps)
+    if change is not None:
+        answer = grid._answer
+        grid._answer = lambda message: change(answer(message), message)
+    return FusionStrategy(wait_for=len(apps)).one_shot(grid, initial_arrays(make()), make().head, timeout=1)
+
+
+def features_of_clients(module):
+    with torch.inference_mode():
+        return [
+            (module.features(blobs().tensors[0][rows]).clone(), blobs().tensors[1][rows])
+            for rows in PARTITION.split(blobs().tensors[1], seed=0).indices
+        ]
+
+
+def assert_same_head(found, alone):
+    """Bit by bit."""
+    assert found.exchanges == alone.exchanges
+    assert found.prior_precision == alone.prior_precision
+    assert torch.equal(found.weights, alone.weights)
+    for ours, theirs in zip(found.terms, alone.terms, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"inference": "laplace"}, {"likelihood": "one_hot"}, {"prior_std": 0.5, "exchanges": 4},
+], ids=str)
+@pytest.mark.parametrize("large", [False, True])
+def test_a_head_that_is_asked_for_is_that_of_one_process(options, large, monkeypatch):
+    if large:
+        monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
+    make = partial(Asked, **options)
+    apps = client_apps(make=make, one_shot=make().head)
+    found, alone = one_shot(apps, make), make().head.fit_clients(features_of_clients(make()))
+    assert found.exchanges == 0 if "likelihood" in options else found.exchanges > 2
+    assert_same_head(found, alone)
+
+
+def test_a_head_begins_anew_without_a_client_that_fails_on_the_way():
+    asked = []
+
+    def fail(reply, message):
+        asked.append(1000 - message.metadata.dst_node_id)
+        if asked.count(1) > 2 and asked[-1] == 1:
+            return Message(Error(0, "gone"), reply_to=message)
+        return reply
+
+    found = one_shot(client_apps(make=Asked, one_shot=Asked().head), Asked, fail)
+    assert asked.count(1) == 3 < asked.count(0)
+    rest = [each for client, each in enumerate(features_of_clients(Asked())) if client != 1]
+    assert_same_head(found, Asked().head.fit_clients(rest))
+
+
+def test_a_head_is_of_one_backbone_and_one_module():
+    class Other(Asked):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.nn.init.zeros_(self.network.weight)
+
+    apps = client_apps(make=Asked, one_shot=Asked().head)[:3] + client_apps(make=Other, one_shot=Asked().head)[:1]
+    found = one_shot(apps, Asked)
+    assert_same_head(found, Asked().head.fit_clients(features_of_clients(Asked())[:3]))
+    with pytest.raises(FederationError, match="give initial_arrays"):
+        FusionStrategy(wait_for=4).one_shot(LocalGrid(apps), initial_arrays(hybrid()), Asked().head, timeout=1)
+    with pytest.raises(FederationError, match="no client's answer can be used"):
+        one_shot(client_apps(make=hybrid, one_shot=Asked().head), Asked)
 
 
 @pytest.mark.parametrize("make", [hybrid, Learned], ids=["layers", "IVON"])

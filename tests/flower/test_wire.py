@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.calibration import ScoreSketch, TemperatureMessage
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
-from lightning_fedbayes.flower import FusionStrategy
+from lightning_fedbayes.flower import FusionStrategy, initial_arrays
 from lightning_fedbayes.flower.wire import from_arrays, message_in, records_of, to_arrays
 from lightning_fedbayes.sources.curvature import KroneckerSite
 from tests.federations import Plain, blobs, loader
@@ -143,6 +144,45 @@ def test_a_head_sends_its_sums_and_under_privacy_none_exactly(private, tmp_path,
             assert bool((sent != own).all())
         else:
             torch.testing.assert_close(sent, own)
+
+
+class Softmax(fb.HeadModule):
+    def __init__(self, inference: str = "variational") -> None:
+        super().__init__(torch.nn.Identity(), fb.BayesianHead(3, inference=inference), 6)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("inference", ["variational", "laplace"])
+def test_what_a_softmax_head_is_told_and_sends(inference, large, monkeypatch):
+    if large:
+        monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
+    make, asked, replies = partial(Softmax, inference), [], []
+    grid = LocalGrid(client_apps(make=make, one_shot=make().head))
+    answer = grid._answer
+
+    def noted_both(message):
+        asked.append(set(message.content["told"]) if "told" in message.content else set())
+        replies.append(answer(message))
+        return replies[-1]
+
+    grid._answer = noted_both
+    FusionStrategy(wait_for=4).one_shot(grid, initial_arrays(make()), make().head)
+    replies = [each for each in replies if "arrays" in each.content]
+    covariance = {"inner", "outer", "prior_precision"} if inference == "variational" else set()
+    assert {frozenset(each) for each in asked} == {frozenset(), frozenset({"weights", *covariance})}
+    sent = {frozenset(each.content["arrays"]) for each in replies}
+    assert sent == {frozenset({"gram", "moment", "square"}), frozenset({"loss", "slope", "spread", "curvature"})}
+    for each in replies:
+        assert set(each.content["config"]) == {"kind", "client", "server-round"}
+        assert set(each.content["metrics"]) == {"num-examples"}
+    assert replies[-1].content["arrays"]["curvature"].numpy().size == (0 if large else 3 * 49)
+
+
+def test_under_privacy_a_softmax_head_sends_nothing_exactly(tmp_path):
+    options = {"privacy": fb.UpdatePrivacy(1.0, 1.0), "state_folder": str(tmp_path)}
+    grid = LocalGrid(client_apps(make=Softmax, one_shot=Softmax().head, **options))
+    with pytest.raises(FederationError, match="NotSent"):
+        FusionStrategy(wait_for=4).one_shot(grid, initial_arrays(Softmax()), Softmax().head)
 
 
 SENT = [

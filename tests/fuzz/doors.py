@@ -164,6 +164,8 @@ SKETCH = calibration.ScoreSketch.of(torch.linspace(0, 1, 20))
 REGRESSION = fb.Laplace("regression").posterior(LINEAR, [(X, torch.zeros(8, 3))])
 HALVES = torch.arange(8) % 2
 FIT = fb.BayesianHead(2).fit(fb.BayesianHead(2).sums(X, HALVES))
+DONE_HEAD = fb.BayesianHead(2, inference="laplace")
+DONE_FIT = DONE_HEAD.fit_clients([(X, HALVES)])
 SITE = fb.KroneckerLaplace().site(LINEAR, [(X, torch.arange(8) % 3)])
 CONVOLUTION = {
     "in_channels": 2, "out_channels": 2, "kernel_size": 2, "stride": 1, "padding": 0, "dilation": 1, "groups": 1,
@@ -595,6 +597,8 @@ DOORS = {
     "BayesianHead.step": (
         fb.BayesianHead(2).step, {"fit": FIT, "slopes": [fb.BayesianHead(2).slopes(FIT, X, HALVES)]}),
     "BayesianHead.fit_clients": (fb.BayesianHead(2).fit_clients, {"clients": [(X, HALVES)]}),
+    "BayesianHead.personal": (
+        DONE_HEAD.personal, {"fit": DONE_FIT, "features": X, "targets": HALVES, "weight": 0.5}),
     "HeadFit.moments": (FIT.moments, {"features": X}),
     "HeadSlopes": (fb.HeadSlopes, {
         "loss": torch.ones(()).double(), "slope": torch.ones(2, 3).double(), "spread": torch.eye(2).double(),

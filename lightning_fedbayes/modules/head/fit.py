@@ -16,15 +16,19 @@ from lightning_fedbayes.modules.head.slopes import HeadSlopes, design_of
 from lightning_fedbayes.modules.linear_regression import most_evident
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
 from lightning_fedbayes.sources.curvature import KroneckerPosterior
-from lightning_fedbayes.sources.curvature.evidence import chosen_precision
+from lightning_fedbayes.sources.curvature.evidence import evident_precision
 from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
 
 SETTLED = 1e-7
 """Nats per example that a step may still gain, at which the weights have arrived."""
 SETTLED_PRIOR = 1e-3
 """Relative change of the prior's precision at which it has arrived."""
+FACTOR = 2.0
+"""Largest change of the prior's precision in a step: beyond, the quadratic that it is chosen by does not hold."""
 DAMPED = 0.5
-"""Length of a step of the variational posterior: one of length 1 goes to and fro."""
+"""Part that the curvature of a variational posterior goes towards what clients find: all of it would go to and fro."""
+SHORTENED = 5
+"""Times in a row that a step is shortened."""
 MEMORY = 10
 """Steps that L-BFGS remembers."""
 
@@ -43,7 +47,6 @@ class HeadFit:
         loss: of the pooled data at :attr:`weights` before the last step, in nats; NaN for none.
         exchanges: number of exchanges of slopes so far.
         is_done: True if there is nothing to exchange any more.
-        is_variational: True if the next exchange is of expectations under the posterior.
         takes_pairs: True if clients send the curvature of every pair of classes.
     """
 
@@ -56,12 +59,9 @@ class HeadFit:
     loss: float = math.nan
     exchanges: int = 0
     is_done: bool = False
-    is_variational: bool = False
     takes_pairs: bool = True
-    _fixed_prior: bool = False
-    _variational: bool = False
-    _most: int = 0
-    _last: tuple[Tensor, Tensor, float] | None = None  # weights, slope and loss of the best exchange so far
+    _last: tuple[Tensor, Tensor, float] | None = None  # weights, slope and loss of the exchange before the step
+    _shortened: int = 0
     _memory: tuple[tuple[Tensor, Tensor], ...] = field(default=())
 
     @cached_property
@@ -97,6 +97,31 @@ class HeadFit:
         """Return the fit that ``dataclasses.asdict`` has taken apart."""
         return cls(**{**state, "sums": LinearStatistics(**state["sums"])})
 
+    def told(self, variational: bool) -> dict[str, Tensor]:
+        """Return what clients have to know for an exchange, name → tensor, for :meth:`from_told`.
+
+        Args:
+            variational: True if they take expectations, for which they need the posterior's covariance.
+        """
+        told = {"weights": self.weights}
+        if variational:
+            inner, outer = zip(*self.terms)
+            told |= {"inner": torch.stack(inner), "outer": torch.stack(outer)}
+            told["prior_precision"] = self.weights.new_tensor(self.prior_precision)
+        return told
+
+    @classmethod
+    def from_told(cls, told: Mapping[str, Tensor], takes_pairs: bool) -> HeadFit:
+        """Return the fit of a softmax, as far as clients know it."""
+        weights = told["weights"]
+        outputs, columns = weights.shape
+        gram, terms, precision = weights.new_zeros(columns, columns), [], 1.0
+        if "inner" in told:
+            terms, precision = list(zip(told["inner"], told["outer"])), float(told["prior_precision"])
+            gram = gram if takes_pairs else told["inner"][0]
+        sums = LinearStatistics(gram, weights.new_zeros(columns, outputs), weights.new_zeros(outputs), 0)
+        return cls(sums, "softmax", weights, terms, precision, takes_pairs=takes_pairs)
+
     def linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Return the head as a layer, with the mean of the posterior.
 
@@ -109,82 +134,111 @@ class HeadFit:
         return layer.requires_grad_(False)
 
 
-def first_fit(
-    sums: LinearStatistics, likelihood: str, prior_std: float | None, variational: bool, pairs: bool, most: int
-) -> HeadFit:
-    """Return the fit of sums alone: that of the Gaussian model, or the start of a softmax, W = 0.
+def first_fit(sums: LinearStatistics, likelihood: str, prior_std: float | None, pairs: bool) -> HeadFit:
+    """Return the fit of sums alone: that of the Gaussian model, or of a softmax the first step, from W = 0.
 
     Raises:
         FedBayesError: the targets fit exactly.
     """
     examples, gram = sums.num_examples, sums.gram
-    eye = torch.eye(sums.moment.shape[1]).to(gram)
     if likelihood == "softmax":
-        centred = (eye - 1 / len(eye)) / 2  # Böhning's bound of the curvature of a softmax
-        return HeadFit(
-            sums, likelihood, torch.zeros_like(sums.moment.T), [(gram, centred)],
-            1.0 if prior_std is None else float(prior_std) ** -2, takes_pairs=pairs,
-            _fixed_prior=prior_std is not None, _variational=variational, _most=most,
-        )
+        start = HeadFit(sums, likelihood, torch.zeros_like(sums.moment.T), [], 1.0, takes_pairs=pairs)
+        found = HeadSlopes.at_zero(sums, pairs)
+        return _stepped(start, found, found.terms(gram), prior_std)
     std, noise = most_evident(gram, sums.moment, sums.square, examples, prior_std)
     if not noise > 0:
         raise FedBayesError(
             f"the {examples} examples of all clients are fitted exactly, so the noise has no variance: give more "
             "examples, fewer features, or a prior_std"
         )
-    precision = float(std) ** -2
-    root = torch.linalg.cholesky(gram / noise + precision * torch.eye(len(gram)).to(gram))
+    return gaussian_fit(sums, likelihood, float(std) ** -2, noise)
+
+
+def gaussian_fit(sums: LinearStatistics, likelihood: str, prior_precision: float, noise: float) -> HeadFit:
+    """Return the fit of the Gaussian model with this prior and noise."""
+    gram, eye = sums.gram, torch.eye(sums.moment.shape[1]).to(sums.gram)
+    root = torch.linalg.cholesky(gram / noise + prior_precision * torch.eye(len(gram)).to(gram))
     weights = torch.cholesky_solve(sums.moment / noise, root).T
-    return HeadFit(sums, likelihood, weights, [(gram, eye / noise)], precision, noise, is_done=True)
+    return HeadFit(sums, likelihood, weights, [(gram, eye / noise)], prior_precision, noise, is_done=True)
 
 
-def next_fit(fit: HeadFit, found: HeadSlopes) -> HeadFit:
-    """Return the fit after an exchange: a step, a shorter one if the last went too far, or the end."""
-    exchanges, examples = fit.exchanges + 1, fit.sums.num_examples
-    if fit.is_variational:
-        return _variational_step(fit, found)
-    loss = float(found.loss) + fit.prior_precision / 2 * float(fit.weights.square().sum())
+def next_fit(fit: HeadFit, found: HeadSlopes, prior_std: float | None, variational: bool, most: int) -> HeadFit:
+    """Return the fit after an exchange: a step, a shorter one if the last went too far, or the end.
+
+    Args:
+        fit: before it.
+        found: of all clients, at :attr:`HeadFit.weights`, or expected under the posterior.
+        prior_std: of the head; None: the precision is chosen anew.
+        variational: True if they are expectations.
+        most: number of exchanges at which the fit ends.
+    """
+    fit = replace(fit, exchanges=fit.exchanges + 1)
     if fit._last is not None:
-        before = float(fit._last[2]) + fit.prior_precision / 2 * float(fit._last[0].square().sum())
-        if loss > before + SETTLED * examples:  # halve the step, and forget how it was found
-            return replace(
-                fit, weights=(fit.weights + 3 * fit._last[0]) / 4, exchanges=exchanges, _memory=(),
-                is_done=exchanges >= fit._most,
-            )
+        before, slope, loss = fit._last
+        move = fit.weights - before
+        if not fit.takes_pairs:
+            fit = replace(fit, _memory=(*fit._memory, (move, found.slope - slope))[-MEMORY:])
+        length = 1.0
+        if fit._shortened < SHORTENED:
+            length = _length(fit, found, move, slope, None if variational else loss)
+        if length < 1:
+            is_done = fit.exchanges >= most
+            weights = before if is_done else before + length * move
+            return replace(fit, weights=weights, is_done=is_done, _shortened=fit._shortened + 1)
     terms = found.terms(fit.sums.gram)
+    if variational:
+        terms = [(a + DAMPED * (own - a), b + DAMPED * (spread - b)) for (a, b), (own, spread) in zip(fit.terms, terms)]
+    stepped = _stepped(fit, found, terms, prior_std)
+    if stepped.is_done or fit.exchanges < most:
+        return stepped
+    return replace(stepped, weights=fit.weights, is_done=True)  # nobody has tried the step
+
+
+def _length(fit: HeadFit, found: HeadSlopes, move: Tensor, before: Tensor, loss: float | None) -> float:
+    r"""Return 1 if the last step has gone well, or the part of it to go in its place.
+
+    That is the zero of the slope along the step, by the line through its values :math:`d_0` at the start and
+    :math:`d_1` at the end. Of a variational posterior the losses are of two covariances, so the rise of the loss is
+    that of the slopes by the trapezoidal rule, :math:`(d_0 + d_1) / 2`.
+
+    Args:
+        fit: after the step.
+        found: there.
+        move: the step.
+        before: slope of the loss where it began.
+        loss: loss there; None if the posterior is variational.
+    """
+    prior, start = fit.prior_precision, fit.weights - move
+    first, last = (float(((slope + prior * at) * move).sum()) for slope, at in (
+        (before, start), (found.slope, fit.weights)))
+    rise = (first + last) / 2
+    if loss is not None:
+        sizes = float(fit.weights.square().sum()) - float(start.square().sum())
+        rise = float(found.loss) - loss + prior / 2 * sizes
+    if rise <= SETTLED * fit.sums.num_examples:
+        return 1.0
+    return min(0.7, max(0.1, first / (first - last) if last > first else 0.5))
+
+
+def _stepped(
+    fit: HeadFit, found: HeadSlopes, terms: list[tuple[Tensor, Tensor]], prior_std: float | None
+) -> HeadFit:
+    """Return the fit with this curvature, the prior of most evidence beside it, and the step that they give."""
     system = fit._system(terms, fit.prior_precision)
-    precision = fit.prior_precision
-    if not fit._fixed_prior and fit.exchanges:  # before the first step there are no weights to choose a prior by
-        precision = chosen_precision([system.eigenvalues()], [fit.weights])
+    if prior_std is not None:
+        precision = float(prior_std) ** -2
+    else:
+        pull = system.product(fit.weights) - fit.prior_precision * fit.weights - found.slope
+        precision = evident_precision(
+            *system.coordinates(pull), None if fit._last is None else fit.prior_precision, FACTOR)
     system = system.with_prior(precision)
-    memory = fit._memory
-    if fit._last is not None and not fit.takes_pairs:
-        memory = (*memory, (fit.weights - fit._last[0], found.slope - fit._last[1]))[-MEMORY:]
     slope = found.slope + precision * fit.weights
-    step = _two_loops(system, memory, slope, precision)
+    step = _two_loops(system, fit._memory, slope, precision)
     gain = float((slope * step).sum()) / 2
-    settled = gain < SETTLED * examples and abs(math.log(precision / fit.prior_precision)) < SETTLED_PRIOR
-    finished = settled or exchanges >= fit._most
+    settled = gain < SETTLED * fit.sums.num_examples and abs(math.log(precision / fit.prior_precision)) < SETTLED_PRIOR
     return replace(
-        fit, weights=fit.weights - step, terms=terms, prior_precision=precision, loss=float(found.loss),
-        exchanges=exchanges, is_done=finished and not fit._variational,
-        is_variational=finished and fit._variational, _last=(fit.weights, found.slope, float(found.loss)),
-        _memory=memory,
-    )
-
-
-def _variational_step(fit: HeadFit, found: HeadSlopes) -> HeadFit:
-    """Return the fit after an exchange of expectations: a natural-gradient step of length :data:`DAMPED`."""
-    new = found.terms(fit.sums.gram)
-    terms = [(a + DAMPED * (own - a), b + DAMPED * (spread - b)) for (a, b), (own, spread) in zip(fit.terms, new)]
-    system = fit._system(terms, fit.prior_precision)
-    slope = found.slope + fit.prior_precision * fit.weights
-    step = system.solve(slope)
-    gain = float((slope * step).sum()) / 2
-    exchanges = fit.exchanges + 1
-    return replace(
-        fit, weights=fit.weights - DAMPED * step, terms=terms, loss=float(found.loss), exchanges=exchanges,
-        is_done=gain < SETTLED * fit.sums.num_examples or exchanges >= 2 * fit._most,
+        fit, weights=(fit.weights - step).contiguous(), terms=terms, prior_precision=precision, loss=float(found.loss),
+        is_done=settled and fit.exchanges > 0, _last=(fit.weights, found.slope, float(found.loss)), _shortened=0,
     )
 
 

@@ -18,6 +18,7 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.modules.head.fit import HeadFit, first_fit, next_fit
+from lightning_fedbayes.modules.head.personal import personal_linear, personal_softmax
 from lightning_fedbayes.modules.head.slopes import HeadSlopes, design_of
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
 from lightning_fedbayes.sources.curvature.systems import DENSE
@@ -43,9 +44,9 @@ class BayesianHead:
       :math:`p(c \mid W) \propto N(e_c; f(x), \sigma^2)`, so the logits are :math:`f(x) / \sigma^2`. One exchange, for
       any number of classes; where the Gaussian does not fit, a :class:`~lightning_fedbayes.FederatedTemperature` helps.
     * "softmax": logits f(x). After the sums, each further exchange is of slopes and curvature at the server's weights
-      (:class:`HeadSlopes`), for a step of Newton, or of L-BFGS where the curvature is too large to be sent, to the
-      mode of the posterior; s is chosen on the way by Laplace's evidence. Then a few are of their expectations, for
-      the variational posterior.
+      (:class:`HeadSlopes`), for a step of Newton, or of L-BFGS where the curvature is too large to be sent; the first
+      step needs the sums alone. Of the variational posterior they are expectations. s is chosen on the way, by the
+      evidence of the quadratic that each exchange gives.
 
     Sums of clients add up to those of the pooled data, so the split of the data makes no difference, a client comes or
     goes by ``+`` and ``-``, and nothing has a learning rate. ::
@@ -69,16 +70,17 @@ class BayesianHead:
         prior_std: s > 0, of weights and biases; None: by evidence.
         inference: of a softmax; the posteriors of the other likelihoods are exact. "variational": the Gaussian of full
             covariance that is nearest to the posterior in KL(q ‖ p); beside NUTS it has 0.99 of the mutual information
-            and all but 0.001 of the predictive (benchmarks/posterior/NUTS.md). Its exchanges tell clients the
-            posterior's covariance, and so sums over the features of all. "laplace": about half as many exchanges, and
-            clients hear of the weights alone; 0.97 to 1.31 of the mutual information, and 0.014 of the predictive.
-        exchanges: most exchanges of slopes, up to the mode; the variational posterior takes at most as many again.
+            and all but 0.001 of the predictive (benchmarks/posterior/NUTS.md), and the s of its bound is near the true
+            one. Its exchanges tell clients the posterior's covariance, and so sums over the features of all.
+            "laplace": about half as many exchanges, and clients hear of the weights alone; 0.97 to 1.31 of the mutual
+            information, and 0.014 of the predictive. Its evidence takes s too small where the posterior is wide.
+        exchanges: most exchanges of slopes.
 
     Raises:
         FedBayesError: an argument is out of range.
 
     Source: He et al. 2025 for one exchange of sums; MacKay 1992 for the evidence; Opper and Archambeau 2009 for the
-    variational posterior.
+    variational posterior; Kuss and Rasmussen 2005 for what Laplace's evidence does where posteriors are wide.
 
     >>> features = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]])
     >>> left, right = (features[:2], torch.tensor([0, 0])), (features[2:], torch.tensor([1, 1]))
@@ -152,11 +154,50 @@ class BayesianHead:
                 "features, and each example has a label"
             )
         parts = zip(features.split(AT_ONCE), design.split(AT_ONCE), labels.split(AT_ONCE))
-        if fit.is_variational:
+        if self.inference == "variational":
             found = (HeadSlopes.expected(*fit.moments(x), each, y, fit.takes_pairs) for x, each, y in parts)
         else:
             found = (HeadSlopes.of(fit.weights, each, y, fit.takes_pairs) for _, each, y in parts)
         return total(found, HeadSlopes, "labels")
+
+    def personal(self, fit: HeadFit, features: Tensor, targets: Tensor, weight: float) -> HeadFit:
+        r"""Return a client's own head: the federation's as the prior, with the others' part of it discounted.
+
+        .. math:: p_k(W) \propto N(W; 0, s^2 I) \, p(D_k \mid W) \, \prod_{j \neq k} p(D_j \mid W)^{1 - w}
+
+        An example of the others counts as 1 - w of the client's own, a power prior: 0 is the federation's head, 1
+        that of the client alone. They are known by the federation's posterior: by its sums, exactly, or for a softmax
+        by its Gaussian. Nothing leaves the client; s and σ² stay as they are.
+        :func:`~lightning_fedbayes.choose_personal_weight` finds w by examples that were held out.
+
+        When to use it: clients differ in what a label means, or in how often it comes.
+
+        Args:
+            fit: of the federation, done.
+            features, targets: of the client, which has taken part; with no examples it gets ``fit``.
+            weight: w in [0, 1].
+
+        Raises:
+            FedBayesError: the fit is not done, or values or shapes do not fit.
+
+        Source: Ibrahim and Chen 2000, for the power prior.
+        """
+        check_kind("fit", fit, HeadFit, "give what fit() or step() has returned", error=FedBayesError)
+        check_number("weight", weight, "[0, 1]", error=FedBayesError)
+        if not fit.is_done or fit.likelihood != self.likelihood:
+            raise FedBayesError(f"the fit is not one of {self} that is done: go on with step() until it is")
+        own = self.sums(features, targets)
+        if own.moment.shape != fit.sums.moment.shape or own.num_examples > fit.sums.num_examples:
+            raise FedBayesError(
+                f"features {tuple(features.shape)}: the fit is of {fit.sums.num_examples} examples with "
+                f"{fit.weights.shape[1] - 1} features, the client's among them"
+            )
+        if not own.num_examples:
+            return fit
+        if self.likelihood != "softmax":
+            return personal_linear(fit, own, weight)
+        return personal_softmax(
+            fit, own, lambda at: self.slopes(at, features, targets), weight, self.inference == "variational")
 
     # -- server --------------------------------------------------------------------------------------------------------
 
@@ -173,10 +214,7 @@ class BayesianHead:
                 f"sums of {sums.num_examples} examples with moment {tuple(sums.moment.shape)}: give those of at least "
                 f"one example and {self.outputs} outputs, as BayesianHead.sums returns"
             )
-        return first_fit(
-            sums, self.likelihood, self.prior_std, self.inference == "variational", self.takes_pairs(len(sums.gram)),
-            self.exchanges,
-        )
+        return first_fit(sums, self.likelihood, self.prior_std, self.takes_pairs(len(sums.gram)))
 
     def step(self, fit: HeadFit, slopes: HeadSlopes | Iterable[HeadSlopes]) -> HeadFit:
         """Return the fit after an exchange of the slopes of all clients.
@@ -193,7 +231,7 @@ class BayesianHead:
                 f"slopes of {found.num_examples} examples, {tuple(found.slope.shape)}: the fit is of "
                 f"{fit.sums.num_examples} examples, {tuple(fit.weights.shape)}; all clients of the sums have to answer"
             )
-        return next_fit(fit, found)
+        return next_fit(fit, found, self.prior_std, self.inference == "variational", self.exchanges)
 
     def fit_clients(self, clients: Sequence[tuple[Tensor, Tensor]]) -> HeadFit:
         """Return the fit of clients whose features and targets are at hand, with as many exchanges as it takes.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
-from lightning_fedbayes.modules.linear_statistics import check_real
+from lightning_fedbayes.modules.linear_statistics import LinearStatistics, check_sums
 from lightning_fedbayes.sources.curvature import draws_of_outputs
 
 DRAWS = 128
@@ -43,10 +44,7 @@ class HeadSlopes:
     def __post_init__(self) -> None:
         check_at_least("num_examples", self.num_examples, 0, error=FedBayesError)
         for name in ("loss", "slope", "spread", "curvature"):
-            values = getattr(self, name)
-            check_real(name, values)
-            if values.dtype != torch.float64 or not values.isfinite().all():
-                raise FedBayesError(f"{name} is of {values.dtype} or not finite: give finite values in float64")
+            check_sums(name, getattr(self, name))
         classes, columns = self.slope.shape if self.slope.ndim == 2 else (0, 0)
         pairs = classes * (classes - 1) // 2
         fits = self.curvature.shape[0] in (0, pairs) and self.curvature.shape[1:] == (columns, columns)
@@ -56,6 +54,22 @@ class HeadSlopes:
                 f"{tuple(self.curvature.shape)}: give (classes, columns), (classes, classes) and (0 or pairs of "
                 "classes, columns, columns)"
             )
+
+    @classmethod
+    def at_zero(cls, sums: LinearStatistics, pairs: bool) -> HeadSlopes:
+        """Return the sums at W = 0, which follow from those of the first exchange: every class is as probable.
+
+        Args:
+            sums: of examples with one-hot targets, the column of ones last.
+            pairs: whether the curvature is wanted.
+        """
+        gram, classes, count = sums.gram, sums.moment.shape[1], sums.num_examples
+        eye = torch.eye(classes).to(gram)
+        curvature = (gram / classes**2).expand(classes * (classes - 1) // 2 if pairs else 0, -1, -1)
+        return cls(
+            gram.new_tensor(count * math.log(classes)), gram[-1] / classes - sums.moment.T,
+            count * (eye - 1 / classes) / classes, curvature, count,
+        )
 
     @classmethod
     def of(cls, weights: Tensor, design: Tensor, labels: Tensor, pairs: bool) -> HeadSlopes:

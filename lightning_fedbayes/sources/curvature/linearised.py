@@ -115,7 +115,7 @@ def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
             "in their inputs, or leave them out"
         )
     values, vectors = torch.linalg.eigh(covariance.to(torch.promote_types(covariance.dtype, torch.float32)))
-    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT  # symmetric, so continuous in C
     seed = int(torch.randint(2**31, ()))
     uniform = torch.quasirandom.SobolEngine(root.shape[-1], scramble=True, seed=seed).draw(draws, dtype=torch.float64)
     noise = torch.special.ndtri(uniform + 0.5**31).to(root)  # half a step, away from 0 and 1

@@ -86,6 +86,18 @@ class KroneckerSystem:
             return torch.linalg.eigvalsh(self._whole).clamp_min(0)
         return (self._eigenvectors[2] - self.prior_precision).clamp_min(0).flatten()
 
+    def coordinates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Return :meth:`eigenvalues` and the coordinates of x in their eigenvectors, both of shape (out · in,).
+
+        Args:
+            x: shape (out, in).
+        """
+        if self._whole is not None:
+            values, vectors = torch.linalg.eigh(self._whole)
+            return values.clamp_min(0), vectors.T @ x.flatten()
+        outer, inner, _ = self._eigenvectors
+        return self.eigenvalues(), (outer.T @ x @ inner).flatten()
+
     def _precondition(self, x: Tensor) -> Tensor:
         outer, inner, scale = self._eigenvectors
         return outer @ ((outer.T @ x @ inner) / scale) @ inner.T

@@ -1,6 +1,8 @@
 """Exact heads: pooled and federated alike, evidence as published, mode and variational posterior of a softmax."""
 
 import math
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -258,3 +260,114 @@ def test_a_step_of_lbfgs_knows_the_last_move():
     move, change = torch.rand(2, 3, 4, generator=generator, dtype=torch.float64)
     system = KroneckerSystem([(torch.eye(4).double(), torch.eye(3).double())], 0.3)
     torch.testing.assert_close(_two_loops(system, ((move, change),), change + 0.7 * move, 0.7), move)
+
+
+def at_weights(head, fit, weights, *data):
+    return head.slopes(replace(fit, weights=weights), *data)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_slopes_at_no_weights_follow_from_the_sums(large, monkeypatch):
+    if large:
+        monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
+    x, y = classes(50)
+    head = fb.BayesianHead(3, inference="laplace")
+    sums = head.sums(x, y)
+    fit = head.fit(sums)
+    found = at_weights(head, fit, torch.zeros(3, 7).double(), x, y)
+    for name, value in vars(fb.HeadSlopes.at_zero(sums, not large)).items():
+        torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(getattr(found, name)))
+
+
+def many(examples=150, features=200, outputs=4, seed=0):
+    """More features than examples, with a few long directions, as those of a backbone."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = 8 / torch.arange(1, features + 1).double() ** 0.7
+    x = (torch.randn(examples, features, generator=generator, dtype=torch.float64) + 1) * scales
+    weights = torch.randn(features, outputs, generator=generator, dtype=torch.float64) / 2
+    return x, torch.multinomial((x @ weights).softmax(1), 1, generator=generator).squeeze(1)
+
+
+def run(head, data, change=None):
+    """The fit, and the loss with the prior of every exchange whose step was taken, each with its prior's precision."""
+    fit, path = head.fit(head.sums(*data)), []
+    fit = fit if change is None else change(fit)
+    while not fit.is_done:
+        found = head.slopes(fit, *data)
+        square, loss = float(fit.weights.square().sum()), float(found.loss)
+        fit = head.step(fit, found)
+        if not fit._shortened:
+            path.append((loss, square))
+    return fit, path
+
+
+def test_many_features_take_few_exchanges():
+    fit, _ = run(fb.BayesianHead(4, inference="laplace"), many())
+    assert fit.exchanges <= 25
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_with_a_fixed_prior_the_loss_falls_with_every_step(large, monkeypatch):
+    if large:
+        monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
+    for std in (0.05, 0.5, 5.0):
+        _, path = run(fb.BayesianHead(4, prior_std=std, inference="laplace"), many(features=60))
+        totals = [loss + square / (2 * std**2) for loss, square in path]
+        assert all(after <= before + 1e-4 for before, after in pairwise(totals))
+
+
+START = {
+    "short": lambda fit: replace(fit, weights=fit.weights * 0.1),
+    "long": lambda fit: replace(fit, weights=fit.weights * 10),
+    "tight": lambda fit: replace(fit, prior_precision=fit.prior_precision * 10),
+    "loose": lambda fit: replace(fit, prior_precision=fit.prior_precision / 10),
+}
+
+
+@pytest.mark.parametrize("inference", ["laplace", "variational"])
+@pytest.mark.parametrize("start", START.values(), ids=START)
+@pytest.mark.parametrize("large", [False, True])
+def test_it_arrives_from_everywhere_and_stays(inference, start, large, monkeypatch):
+    """Ten times as many exchanges as usual change nothing, and so do weights or a prior that are ten times off."""
+    if large:
+        monkeypatch.setattr("lightning_fedbayes.modules.head.head.DENSE", 0)
+    data, head = classes(200), fb.BayesianHead(3, inference=inference, exchanges=400)
+    usual, other = run(head, data)[0], run(head, data, start)[0]
+    assert max(usual.exchanges, other.exchanges) < 100
+    assert other.prior_precision == pytest.approx(usual.prior_precision, rel=0.02)
+    torch.testing.assert_close(other.weights, usual.weights, atol=0.02, rtol=0.02)
+
+
+def test_the_last_exchange_ends_where_it_was_taken():
+    """Nobody has tried the step after it."""
+    data, head = many(), fb.BayesianHead(4, prior_std=5.0, inference="laplace", exchanges=3)
+    fit = head.fit(head.sums(*data))
+    for _ in range(2):
+        fit = head.step(fit, head.slopes(fit, *data))
+    weights = fit.weights
+    fit = head.step(fit, head.slopes(fit, *data))
+    assert fit.is_done
+    assert torch.equal(fit.weights, weights)
+
+
+def test_the_variational_evidence_is_at_its_fixed_point():
+    fit = fb.BayesianHead(3, exchanges=200).fit_clients([classes()])
+    values = fit.posterior.systems[""].eigenvalues()
+    determined = float((values / (values + fit.prior_precision)).sum())
+    assert determined / float(fit.weights.square().sum()) == pytest.approx(fit.prior_precision, rel=1e-2)
+
+
+def test_the_variational_evidence_finds_the_prior_that_weights_were_drawn_from():
+    """Laplace's is too tight where posteriors are wide; means over draws, in logarithms."""
+    found = {"laplace": [], "variational": []}
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(100, 30, generator=generator, dtype=torch.float64)
+        weights = torch.randn(31, 3, generator=generator, dtype=torch.float64) / 2
+        y = torch.multinomial((x @ weights[:-1] + weights[-1]).softmax(1), 1, generator=generator).squeeze(1)
+        for inference, precisions in found.items():
+            fit = fb.BayesianHead(3, inference=inference).fit_clients([(x, y)])
+            precisions.append(math.log(fit.prior_precision / 4))
+    laplace, variational = (sum(each) / 4 for each in found.values())
+    assert abs(variational) < 0.3
+    assert laplace > 1

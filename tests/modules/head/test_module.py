@@ -89,7 +89,6 @@ def test_a_restart_goes_on(tmp_path):
     assert torch.equal(resumed.fitted.weights, whole.fitted.weights)
 
 
-@pytest.mark.filterwarnings("ignore:the temperature ends at its limit")  # of the sums alone a softmax knows nothing
 def test_predictions_scores_and_conformal_sets():
     model = module("softmax")
     calibration = [fb.FederatedTemperature(), fb.FederatedConformal()]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.sources.curvature.evidence import LARGEST, chosen_precision
+from lightning_fedbayes.sources.curvature.evidence import LARGEST, chosen_precision, evident_precision
 
 
 @pytest.mark.parametrize("information", [0.01, 3.0, 1e4])
@@ -71,3 +71,40 @@ def test_training_and_choosing_in_turn_end_at_the_evidence_of_a_linear_regressio
         std = float((1 / found.variance["weight"] - information).mean()) ** -0.5
     assert std**2 == pytest.approx(wanted, rel=1e-3)
     assert abs(std - 0.7) < 0.2
+
+
+def quadratic(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    information = torch.rand(30, generator=generator, dtype=torch.float64) * 50
+    return information, information.sqrt() * 3 * torch.randn(30, generator=generator, dtype=torch.float64)
+
+
+def test_the_precision_of_most_evidence_beside_a_quadratic():
+    """The evidence of a Gaussian model, by its density, is largest there; and there MacKay's equation holds."""
+    information, pull = quadratic()
+    found = evident_precision(information, pull)
+
+    def evidence(precision):  # of data t/sqrt(F) ~ N(sqrt(F) θ, 1)
+        variance = 1 + information / precision
+        return torch.distributions.Normal(0, variance.sqrt()).log_prob(pull / information.sqrt()).sum()
+
+    assert evidence(found) > max(evidence(found * 1.01), evidence(found / 1.01))
+    assert evidence(found) >= max(evidence(10**each) for each in torch.linspace(-5, 5, 200).tolist())
+    mode = pull / (information + found)
+    assert float((information / (information + found)).sum()) == pytest.approx(found * float(mode.square().sum()))
+    assert chosen_precision([information], [mode]) == pytest.approx(found, rel=1e-6)
+
+
+def test_it_is_looked_for_nearby():
+    information, pull = quadratic()
+    found = evident_precision(information, pull)
+    assert evident_precision(information, pull, found * 1.5) == pytest.approx(found)
+    assert evident_precision(information, pull, found * 10) == pytest.approx(found * 5)
+    assert evident_precision(information, pull, found / 10, 4) == pytest.approx(found / 2.5)
+
+
+def test_directions_that_no_data_inform_say_nothing_of_the_prior():
+    information, pull = quadratic()
+    more = torch.cat([information, torch.zeros(5).double()]), torch.cat([pull, torch.full((5,), 1e-12).double()])
+    assert evident_precision(*more) == pytest.approx(evident_precision(information, pull))
+    assert evident_precision(information, 0 * pull) == pytest.approx(LARGEST)

@@ -207,6 +207,11 @@ def test_a_small_system_is_solved_as_one_matrix(monkeypatch):
     torch.testing.assert_close(small.product(direct[0]), target)
     whole = sum(torch.kron(b, a) for a, b in terms)
     torch.testing.assert_close(direct[2], torch.linalg.eigvalsh(whole))
+    values, coordinates = small.coordinates(target)
+    torch.testing.assert_close((values * coordinates.square()).sum(), target.flatten() @ whole @ target.flatten())
+    one = KroneckerSystem(terms[:1], 0.1)
+    values, coordinates = one.coordinates(target)
+    torch.testing.assert_close((coordinates.square() / (values + 0.1)).sum(), (target * one.solve(target)).sum())
 
 
 @pytest.mark.parametrize(("count", "dense"), [(1, 1024), (3, 1024), (3, 0)])

@@ -221,3 +221,15 @@ def test_draws_of_outputs_have_their_mean_and_covariance():
     assert (kurtosis - 3).abs().max() < 0.1
     assert draws_of_outputs(mean[:, 0], covariance[:, :1, :1], 5).shape == (5, 3)
     assert not torch.equal(draws_of_outputs(mean, covariance, 4), draws_of_outputs(mean, covariance, 4))
+
+
+def test_draws_are_a_continuous_function_of_the_covariance():
+    """Eigenvectors turn and change their signs where eigenvalues meet; the symmetric root does not."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(3, 3, generator=generator, dtype=torch.float64)
+    base = torch.eye(3).double()[None].expand(20, 3, 3)
+    draws = []
+    for scale in (1e-9, -1e-9):
+        torch.manual_seed(0)
+        draws.append(draws_of_outputs(torch.zeros(20, 3).double(), base + scale * (noise + noise.T), 8))
+    torch.testing.assert_close(*draws, atol=1e-7, rtol=0)
