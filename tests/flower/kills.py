@@ -122,7 +122,7 @@ def comes_back(app: Path) -> list[int]:
 
     with tempfile.TemporaryDirectory() as flower, deployed(Path(flower)) as deployment:
         deployment.start_nodes(2)
-        config = "rounds=8 wait=1 timeout=30.0 calibrate=false"
+        config = "rounds=8 wait=1 timeout=120.0 calibrate=false"
         work = threading.Thread(target=lambda: started(deployment, app, config))
         work.start()
         until(lambda: 2 in counted())
