@@ -57,7 +57,7 @@ class Exact(L.LightningModule):
     def configure_optimizers(self):
         if self.optimizer == "adam":
             return torch.optim.Adam(self.parameters(), lr=0.05)
-        return torch.optim.LBFGS(self.parameters(), max_iter=300, tolerance_grad=1e-13, tolerance_change=1e-16,
+        return torch.optim.LBFGS(self.parameters(), max_iter=300, tolerance_grad=1e-11, tolerance_change=1e-14,
                                  history_size=20, line_search_fn="strong_wolfe")
 
 
@@ -138,7 +138,7 @@ def test_a_conjugate_model_is_the_pooled_one_after_a_round():
 
 @pytest.mark.parametrize(("kind", "rule", "rounds"), [
     (Logistic, Sites(), 36), (Logistic, Sites(1.0, 0.5, "pvi"), 28),
-    (Logistic, Sites(1.0, 1.0, "admm"), 56), (Exact, Sites(1.0, 0.5, "pvi"), 17), (Mixed, Sites(pull=4.0), 25),
+    (Logistic, Sites(1.0, 1.0, "admm"), 56), (Exact, Sites(1.0, 0.5, "pvi"), 17), (Mixed, Sites(pull=4.0), 27),
     (Mixed, Sites(1.0, 1.0, "admm", pull=4.0), 45),
 ])
 def test_the_pooled_elbo_is_stationary_at_a_fixed_point(kind, rule, rounds):
@@ -159,8 +159,8 @@ def distance_to(module: Squares, weights: Tensor, examples: TensorDataset) -> fl
 
 
 @pytest.mark.parametrize(("options", "rounds"), [
-    ({}, 80), ({"fraction": 0.67}, 300), ({"fraction": 0.34}, 300), ({"weighting": "equal"}, 80),
-    ({"sizes": (EXAMPLES,)}, 60),
+    ({}, 40), ({"fraction": 0.67}, 60), ({"fraction": 0.34}, 200), ({"weighting": "equal"}, 40),
+    ({"sizes": (EXAMPLES,)}, 40),
 ], ids=str)
 def test_a_pull_ends_at_the_minimiser_of_the_pooled_data(options, rounds):
     """Whose network has no Gaussian parameter: FedDyn, where averaging ends elsewhere unless there is one client."""
