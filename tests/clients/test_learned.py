@@ -114,7 +114,7 @@ def test_sites_end_at_the_posterior_of_the_pooled_data(engine, fusion):
     data = torch.cat([part.tensors[0] for part in parts.values()])
     options = {"lr": 0.5, "curvature": "ivon"}  # whose estimate of a quadratic has no noise at such pairs of draws
     module = Location(prior_std=0.2, betas=(0.0, 0.5), samples=2, **options)
-    federation = fb.FederatedBayes(fusion=fusion, local_epochs=30, engine=engine)
+    federation = fb.FederatedBayes(fusion=fusion, local_epochs=12, engine=engine)
     trainer(40, [federation]).fit(module, DataLoader(fb.ClientDatasets(parts), batch_size=200))
     precision = len(data) + 0.2**-2
     found = federation.posterior
