@@ -33,7 +33,8 @@ def types_of_a_round():
 def test_the_chain_of_one_round_has_the_types_that_the_page_counts():
     table = re.search(r"^\| 1 \| `__init__`.*?\n\n", PAGE, re.MULTILINE | re.DOTALL).group()
     named = set(re.findall(r"`(\w+)`", " ".join(row.rsplit("|", 2)[1] for row in table.strip().splitlines())))
-    helpers = set(re.findall(r"`(\w+)`", re.search(r"^Beside them, (.*?)\.\n\n", PAGE, re.MULTILINE | re.DOTALL).group()))
+    beside = re.search(r"^Beside them, .*?\.\n\n", PAGE, re.MULTILINE | re.DOTALL).group()
+    helpers = set(re.findall(r"`(\w+)`", beside))
     assert named | helpers == types_of_a_round()
     assert not named & helpers
     assert f"{len(named)} types besides the callback" in PAGE
