@@ -37,16 +37,28 @@ def command(devices, folder, *names):
     return [sys.executable, str(SCRIPT), str(devices), str(folder), *names]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def several(request, tmp_path_factory):
-    """Number of processes, and the folder with what came of each scenario in each of them."""
-    folder = tmp_path_factory.mktemp(f"devices{request.param}")
-    names = [name for name in SCENARIOS if request.param == 2 or name not in OF_TWO]
-    done = subprocess.run(
-        command(request.param, folder, *names), capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return request.param, folder
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Number of processes → the folder with what came of each scenario in each of them."""
+    known = {}
+
+    def folder(devices):
+        if devices not in known:
+            known[devices] = tmp_path_factory.mktemp(f"devices{devices}")
+            names = [name for name in SCENARIOS if devices == 2 or name not in OF_TWO]
+            done = subprocess.run(
+                command(devices, known[devices], *names), capture_output=True, text=True, timeout=280, check=False
+            )
+            assert done.returncode == 0, done.stderr
+        return known[devices]
+
+    return folder
+
+
+@pytest.fixture(params=[2, 3])
+def several(request, trained):
+    """Number of processes, and their folder."""
+    return request.param, trained(request.param)
 
 
 @pytest.fixture(scope="module")
