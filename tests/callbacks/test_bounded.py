@@ -23,7 +23,7 @@ from lightning_fedbayes.server.aggregation import Aggregate
 from lightning_fedbayes.server.plan import Batching, check_batches
 from lightning_fedbayes.trainer.checks import check_same_federation
 
-SIZES = {"small": (100, 10), "large": (3_000, 1_000)}
+SIZES = {"small": (100, 10), "large": (10_000, 1_000)}
 LONGER = 100
 """Most characters by which the longest line of the large federation may exceed that of the small one."""
 
@@ -108,7 +108,7 @@ def test_tables_hold_a_hundred_rows_the_failing_clients_first(runs):
             assert [row[0] for row in rows] == [f"clinic {client}" for client in range(clients)]
         else:
             assert failures[:-1] == ["2"] * 99
-            assert rows[-1][0] == "2,901 others, no worse"
+            assert rows[-1][0] == "9,901 others, no worse"
 
 
 def test_settings_hold_the_sizes_of_few_clients_and_a_summary_of_many(runs):
@@ -117,7 +117,7 @@ def test_settings_hold_the_sizes_of_few_clients_and_a_summary_of_many(runs):
     )
     assert small == [1, 2] * 50
     assert {key: large[key] for key in ("smallest", "median", "largest", "total")} == {
-        "smallest": 1, "median": 1.5, "largest": 2, "total": 4_500}
+        "smallest": 1, "median": 1.5, "largest": 2, "total": 15_000}
     assert len(large) == 5
     for name in SIZES:
         assert all(len(line) < 1_000 for line in runs[name][3]["federation/settings"].splitlines())
@@ -135,7 +135,7 @@ def test_pictures_hold_a_hundred_rows_and_say_so(runs):
         for axes in [axes for figure in (heat_map, *others) for axes in figure.axes]:
             assert len(axes.get_xticks()) <= MOST_ROWS
             assert len(axes.get_yticks()) <= MOST_ROWS
-    assert runs["large"][2][0].axes[0].get_title().endswith("\n100 of 3,000 clients, 100 of 1,000 classes")
+    assert runs["large"][2][0].axes[0].get_title().endswith("\n100 of 10,000 clients, 100 of 1,000 classes")
     assert runs["small"][2][0].axes[0].get_title() == "Examples per client and class"
 
 

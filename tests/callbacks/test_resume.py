@@ -19,7 +19,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized import engine
 from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader, network, trainer
 
-ROUNDS = 5
+ROUNDS = 4
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
 
@@ -146,7 +146,7 @@ def state(module, fed, made) -> dict[str, torch.Tensor]:
 def test_a_crash_inside_a_round_changes_nothing(tmp_path, setting, engine):
     whole = state(*run(tmp_path / "whole", setting, engine=engine))
     with pytest.raises(Crash):
-        run(tmp_path / "parts", setting, callbacks=[Interrupt(3, 2, crash)], engine=engine)
+        run(tmp_path / "parts", setting, callbacks=[Interrupt(2, 2, crash)], engine=engine)
     resumed = state(*run(tmp_path / "parts", setting, ckpt_path="last", engine=engine))
     assert_equal(whole, resumed)
 
@@ -176,7 +176,7 @@ def test_a_plateau_schedule_resumes_bit_by_bit(tmp_path):
     whole = run(tmp_path / "whole", "plain", make=OnPlateau)
     assert whole[2].optimizers[0].param_groups[0]["lr"] < 0.05
     with pytest.raises(Crash):
-        run(tmp_path / "parts", "plain", make=OnPlateau, callbacks=[Interrupt(3, 2, crash)])
+        run(tmp_path / "parts", "plain", make=OnPlateau, callbacks=[Interrupt(2, 2, crash)])
     resumed = run(tmp_path / "parts", "plain", ckpt_path="last", make=OnPlateau)
     assert resumed[2].optimizers[0].param_groups[0]["lr"] == whole[2].optimizers[0].param_groups[0]["lr"]
     assert_equal(state(*whole), state(*resumed))
