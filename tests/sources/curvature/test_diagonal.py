@@ -219,10 +219,10 @@ def lines(orthogonal):
     return parts
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("orthogonal", "rule", "rounds", "epochs"), [
-    (True, fb.Sites(1.0, 1.0), 1, 400),  # one shot: the sum of the clients' sites and the prior
-    (False, fb.Sites(), 40, 100),
+@pytest.mark.parametrize(("engine", "orthogonal", "rule", "rounds", "epochs"), [
+    ("sequential", True, fb.Sites(1.0, 1.0), 1, 400),  # one shot: the sum of the clients' sites and the prior
+    ("vectorized", True, fb.Sites(1.0, 1.0), 1, 400),
+    ("sequential", False, fb.Sites(), 40, 100),
 ])
 def test_sites_add_up_to_the_posterior_of_the_pooled_data(engine, orthogonal, rule, rounds, epochs):
     parts = lines(orthogonal)
