@@ -1,15 +1,25 @@
 """The same examples in every run, and what every test gives back."""
 
+import functools
 import logging
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from lightning.fabric.utilities import registry
 
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")  # new examples: pytest --hypothesis-profile default
 
 LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _entry_points_are_read_once() -> Iterator[None]:
+    """Each new Trainer reads the metadata of all installed packages, for longer than all else that it does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", functools.cache(registry.entry_points))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ def load(name):
 
 @pytest.mark.filterwarnings("ignore:.*There is a performance drop:UserWarning")  # torch of attention in a stack
 def test_a_transformer_learns_a_posterior_from_its_optimizer():
-    scores = load("own_network").main()
+    scores = load("own_network").main(rounds=8)
     assert scores["val/accuracy"] > 0.85  # an average under the fixed prior goes to its width, and ends at chance
     assert scores["val/epistemic"] > 0
 

@@ -29,7 +29,7 @@ ParameterSets = dict[str, Tensor]
 
 
 def draws_from_posterior(
-    posterior: GaussianPosterior, draws: int, generator: torch.Generator | None = None
+    posterior: GaussianPosterior, samples: int, generator: torch.Generator | None = None
 ) -> ParameterSets:
     r"""Independent draws of all parameters, :math:`\theta_m \sim N(\mu, \mathrm{diag}(\sigma^2))`.
 
@@ -37,15 +37,15 @@ def draws_from_posterior(
 
     Args:
         posterior: the global posterior; deterministic parameters are the same in every draw.
-        draws: number of draws M.
+        samples: number of draws M.
         generator: source of the noise; None: the global one.
     """
     check_posterior(posterior, "posterior")
     check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=FedBayesError)
-    check_at_least("draws", draws, 1, error=FedBayesError)
+    check_at_least("samples", samples, 1, error=FedBayesError)
     sets = {}
     for name, mean in posterior.mean.items():
-        values = mean.expand(draws, *mean.shape)
+        values = mean.expand(samples, *mean.shape)
         if is_random(posterior.variance[name]):
             noise = torch.randn(values.shape, generator=generator, dtype=mean.dtype, device=mean.device)
             values = mean + posterior.variance[name].sqrt() * noise

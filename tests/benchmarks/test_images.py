@@ -22,6 +22,8 @@ from benchmarks.images.store import Store
 from benchmarks.images.study import only, read_study
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
 
+from .writer import put_many
+
 CONFIGS = sorted((Path(run.__file__).parent / "configs").glob("*.yaml"))
 
 
@@ -231,11 +233,6 @@ def test_the_normalised_weighted_sum_keeps_the_variance_of_equal_clients():
     client = fb.GaussianPosterior({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.5, 3.0])})
     fused = fb.fuse(make_rule("normalised_weighted_sum"), [client, client, client], weights=[1.0, 2.0, 3.0])
     torch.testing.assert_close((fused.mean["w"], fused.variance["w"]), (client.mean["w"], client.variance["w"]))
-
-
-def put_many(file: Path, first: int) -> None:
-    for seed in range(first, first + 40):
-        Store(file).put(Settings(seed=seed), {"by_round": [seed] * 2000})
 
 
 def test_processes_that_share_a_store_lose_no_cell(tmp_path):

@@ -19,7 +19,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized import engine
 from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, loader, network, trainer
 
-ROUNDS = 5
+ROUNDS = 4
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
 
@@ -111,14 +111,33 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed(program: str, folder: Path) -> None:
-    """Run a program in a process of its own, with ``folder`` as its argument, which ends in a kill."""
+EACH_IN_A_FORK = """
+import os, signal, sys, traceback
+for name, call in CALLS.items():
+    child = os.fork()
+    if not child:
+        try:
+            exec(call, {**globals(), "folder": Path(sys.argv[1]) / name})
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, name
+"""
+
+
+def killed(module: str, calls: dict[str, str], folder: Path) -> Path:
+    """Make calls with the names of a module, and a ``folder`` for each below this one; each ends in a kill.
+
+    They are made by forks of one new process, which imports everything once.
+    """
     root = Path(__file__).parents[2]
+    program = f"from pathlib import Path\nfrom {module} import *\nCALLS = {calls!r}\n{EACH_IN_A_FORK}"
     done = subprocess.run(
         [sys.executable, "-c", program, str(folder)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True, check=False,
     )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert done.returncode == 0, done.stderr.decode()
+    return folder
 
 
 def run(
@@ -146,7 +165,7 @@ def state(module, fed, made) -> dict[str, torch.Tensor]:
 def test_a_crash_inside_a_round_changes_nothing(tmp_path, setting, engine):
     whole = state(*run(tmp_path / "whole", setting, engine=engine))
     with pytest.raises(Crash):
-        run(tmp_path / "parts", setting, callbacks=[Interrupt(3, 2, crash)], engine=engine)
+        run(tmp_path / "parts", setting, callbacks=[Interrupt(2, 2, crash)], engine=engine)
     resumed = state(*run(tmp_path / "parts", setting, ckpt_path="last", engine=engine))
     assert_equal(whole, resumed)
 
@@ -176,7 +195,7 @@ def test_a_plateau_schedule_resumes_bit_by_bit(tmp_path):
     whole = run(tmp_path / "whole", "plain", make=OnPlateau)
     assert whole[2].optimizers[0].param_groups[0]["lr"] < 0.05
     with pytest.raises(Crash):
-        run(tmp_path / "parts", "plain", make=OnPlateau, callbacks=[Interrupt(3, 2, crash)])
+        run(tmp_path / "parts", "plain", make=OnPlateau, callbacks=[Interrupt(2, 2, crash)])
     resumed = run(tmp_path / "parts", "plain", ckpt_path="last", make=OnPlateau)
     assert resumed[2].optimizers[0].param_groups[0]["lr"] == whole[2].optimizers[0].param_groups[0]["lr"]
     assert_equal(state(*whole), state(*resumed))
@@ -262,15 +281,20 @@ def test_more_rounds_on_the_same_trainer_equal_all_rounds_at_once(tmp_path):
     assert [row["round"] for row in fed.history] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("setting", ["everything kept", *MODULES])
-def test_a_killed_process_resumes_bit_by_bit(tmp_path, setting):
-    program = (
-        "import sys; from pathlib import Path; import torch; from tests.callbacks.test_resume import *; "
-        "folder = Path(sys.argv[1]); engine.STEPS_PER_BATCH = 1; "
-        f"run(folder, {setting!r}, callbacks=[Interrupt(3, 5, kill)])"
-    )
-    killed(program, tmp_path / "parts")
-    resumed = state(*run(tmp_path / "parts", setting, ckpt_path="last"))
+KILLED = ["everything kept", *MODULES]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """What killed processes have left, by the name of the setting."""
+    call = "engine.STEPS_PER_BATCH = 1; run(folder, NAME, callbacks=[Interrupt(3, 5, kill)])"
+    calls = {name: call.replace("NAME", repr(name)) for name in KILLED}
+    return killed("tests.callbacks.test_resume", calls, tmp_path_factory.mktemp("parts"))
+
+
+@pytest.mark.parametrize("setting", KILLED)
+def test_a_killed_process_resumes_bit_by_bit(tmp_path, parts, setting):
+    resumed = state(*run(parts / setting, setting, ckpt_path="last"))
     assert_equal(state(*run(tmp_path / "whole", setting)), resumed)
 
 

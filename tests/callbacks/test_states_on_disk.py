@@ -110,17 +110,25 @@ def kill_at(calls: int, name: str):
     setattr(Store, name, counted)
 
 
-@pytest.mark.parametrize(("engine", "setting", "name", "calls"), [
-    ("sequential", "everything", "put", 8), ("vectorized", "sites", "mark", 3), ("vectorized", "ivon", "finish", 3),
-])
-def test_a_killed_process_resumes_bit_by_bit(tmp_path, engine, setting, name, calls):
-    program = (
-        "import sys; from pathlib import Path; from tests.callbacks.test_states_on_disk import *; "
-        f"kill_at({calls}, {name!r}); fit(Path(sys.argv[1]), {setting!r}, {engine!r})"
-    )
-    killed(program, tmp_path / "parts")
-    assert (tmp_path / "parts" / "clients" / FILE).exists()
-    resumed = fit(tmp_path / "parts", setting, engine, ckpt_path="last")
+KILLED = {
+    "everything": ("sequential", 8, "put"), "sites": ("vectorized", 3, "mark"), "ivon": ("vectorized", 3, "finish"),
+}
+"""Setting → engine, and the call at which the process is killed."""
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """What killed processes have left, by the name of the setting."""
+    calls = {setting: f"kill_at({number}, {name!r}); fit(folder, {setting!r}, {engine!r})"
+             for setting, (engine, number, name) in KILLED.items()}
+    return killed("tests.callbacks.test_states_on_disk", calls, tmp_path_factory.mktemp("parts"))
+
+
+@pytest.mark.parametrize("setting", KILLED)
+def test_a_killed_process_resumes_bit_by_bit(tmp_path, parts, setting):
+    engine = KILLED[setting][0]
+    assert (parts / setting / "clients" / FILE).exists()
+    resumed = fit(parts / setting, setting, engine, ckpt_path="last")
     whole = fit(tmp_path / "whole", setting, engine, disk=False)
     assert_equal(everything(*whole), everything(*resumed))
 

@@ -57,7 +57,7 @@ class Exact(L.LightningModule):
     def configure_optimizers(self):
         if self.optimizer == "adam":
             return torch.optim.Adam(self.parameters(), lr=0.05)
-        return torch.optim.LBFGS(self.parameters(), max_iter=300, tolerance_grad=1e-13, tolerance_change=1e-16,
+        return torch.optim.LBFGS(self.parameters(), max_iter=300, tolerance_grad=1e-11, tolerance_change=1e-14,
                                  history_size=20, line_search_fn="strong_wolfe")
 
 
@@ -137,9 +137,9 @@ def test_a_conjugate_model_is_the_pooled_one_after_a_round():
 
 
 @pytest.mark.parametrize(("kind", "rule", "rounds"), [
-    (Logistic, Sites(), 60), (Logistic, Sites(1.0, 0.5, "pvi"), 60),
-    (Logistic, Sites(1.0, 1.0, "admm"), 80), (Exact, Sites(1.0, 0.5, "pvi"), 60), (Mixed, Sites(pull=4.0), 80),
-    (Mixed, Sites(1.0, 1.0, "admm", pull=4.0), 80),
+    (Logistic, Sites(), 36), (Logistic, Sites(1.0, 0.5, "pvi"), 28),
+    (Logistic, Sites(1.0, 1.0, "admm"), 56), (Exact, Sites(1.0, 0.5, "pvi"), 17), (Mixed, Sites(pull=4.0), 27),
+    (Mixed, Sites(1.0, 1.0, "admm", pull=4.0), 45),
 ])
 def test_the_pooled_elbo_is_stationary_at_a_fixed_point(kind, rule, rounds):
     """And so the posterior is the mean-field posterior of the pooled data, which does not depend on the partition."""
@@ -159,8 +159,8 @@ def distance_to(module: Squares, weights: Tensor, examples: TensorDataset) -> fl
 
 
 @pytest.mark.parametrize(("options", "rounds"), [
-    ({}, 80), ({"fraction": 0.67}, 300), ({"fraction": 0.34}, 300), ({"weighting": "equal"}, 80),
-    ({"sizes": (EXAMPLES,)}, 60),
+    ({}, 40), ({"fraction": 0.67}, 60), ({"fraction": 0.34}, 200), ({"weighting": "equal"}, 40),
+    ({"sizes": (EXAMPLES,)}, 40),
 ], ids=str)
 def test_a_pull_ends_at_the_minimiser_of_the_pooled_data(options, rounds):
     """Whose network has no Gaussian parameter: FedDyn, where averaging ends elsewhere unless there is one client."""
@@ -218,7 +218,7 @@ def test_both_engines_give_one_posterior(kind, rule, options):
     posteriors, options = [], {"local_epochs": 4, **options}
     for engine in ("sequential", options.pop("stack", "vectorized")):
         module = kind()
-        federation = fit(module, 5, fusion=rule, engine=engine, **options)
+        federation = fit(module, 3, fusion=rule, engine=engine, **options)
         posteriors.append((fb.read_posterior(module), federation.history[-1].get("sites/change", 0.0)))
     (first, change), (second, other) = posteriors
     torch.testing.assert_close(first.mean, second.mean, rtol=1e-6, atol=1e-9)
@@ -427,8 +427,7 @@ def test_processes_that_see_parts_of_batches_measure_by_batches(monkeypatch):
     assert parts == [0.25, 1.0]
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_the_widths_that_layers_begin_with_are_forgotten(engine):
+def test_the_widths_that_layers_begin_with_are_forgotten():
     """After a few rounds σ is that of the data, from starts that are a thousand times apart."""
 
     class Noisy(Exact):
@@ -440,7 +439,7 @@ def test_the_widths_that_layers_begin_with_are_forgotten(engine):
     widths = []
     for std in (1e-3, 1.0):
         module = Noisy(std)
-        federation = fb.FederatedBayes(fb.IIDPartition(3), local_epochs=8, fusion="sites", engine=engine)
+        federation = fb.FederatedBayes(fb.IIDPartition(3), local_epochs=8, fusion="sites", engine="vectorized")
         federate(module, federation, 25, DataLoader(data(), batch_size=4, shuffle=True))
         widths.append(fb.read_posterior(module).variance["layer.weight"].sqrt())
     assert float((widths[0] / widths[1]).log().abs().max()) < 0.2

@@ -26,6 +26,8 @@ ROUNDS, CLIP, NOISE = 20, 1.0, 0.5
 SECRET = "patients/jane_doe_positive"
 
 APP = '''
+import os
+
 import torch
 from flwr.serverapp import ServerApp
 
@@ -41,6 +43,8 @@ class Careless(fb.HybridBayesianClassifier):
         super().on_client_start(client)
         if (client.number, client.round) in ((1, 3), (0, 11)):
             raise FileNotFoundError("no file {secret}.dcm")
+        if os.path.exists("{folder}/seen.pt") and (client.number, client.round) == (1, 1):
+            os._exit(1)
 
 
 def network():
@@ -96,6 +100,9 @@ def main(grid, context):
     except fb.FederationError as error:
         print("refused:", error)
     torch.save(tap.seen, "{folder}/seen.pt")
+    again = FusionStrategy("rklb", wait_for=2)
+    again.start(grid, initial_arrays(network()), 2, timeout=600)
+    torch.save((again.server.history, again.server.posterior.state_dict()), "{folder}/again.pt")
 '''
 
 
@@ -126,7 +133,7 @@ def test_the_page_lists_what_the_door_knows():
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """The records of every reply of a run over Flower's own processes."""
+    """The records of every reply of a run over Flower's own processes; its log; and a second federation in it."""
     folder = tmp_path_factory.mktemp("run")
     shutil.copytree(EXAMPLE, folder / "app", ignore=shutil.ignore_patterns("__pycache__"))
     values = {"secret": SECRET, "folder": folder, "clip": CLIP, "noise": NOISE, "rounds": ROUNDS}
@@ -134,9 +141,8 @@ def seen(tmp_path_factory):
     with deployed(folder) as deployment:
         deployment.start_simulation(2)
         log = deployment.run(folder / "app", f"rounds={ROUNDS}")
-        text = log + deployment.logs()
     assert log.count("refused:") == 3, log
-    return torch.load(folder / "seen.pt"), text
+    return torch.load(folder / "seen.pt"), log, torch.load(folder / "again.pt")
 
 
 def test_no_field_leaves_a_client_that_the_page_does_not_list(seen):
@@ -154,7 +160,7 @@ def test_no_field_leaves_a_client_that_the_page_does_not_list(seen):
 
 
 def test_no_text_of_an_exception_leaves_a_client(seen):
-    replies, _ = seen
+    replies = seen[0]
     failures = [reply["config"] for reply in replies if reply["config"]["kind"] == "failure"]
     assert {(each["error"], each["stage"]) for each in failures} == {
         ("FileNotFoundError", "training"), ("NotSent", "evaluation"), ("NotSent", "calibration"),
@@ -162,6 +168,14 @@ def test_no_text_of_an_exception_leaves_a_client(seen):
     }
     for reply in replies:
         assert "doe" not in str({name: str(content) for name, content in reply.items()})
+
+
+def test_a_simulated_client_whose_process_dies_is_left_out(seen):
+    _, log, (history, posterior) = seen
+    assert [figures["valid_clients"] for figures in history] == [2, 1]
+    assert "client 1 failed: " in log.partition("refused:")[2], log
+    assert not any(banner in log for banner in ("GPU available", "Tip: For seamless", "Trainer.fit` stopped"))
+    assert all(torch.isfinite(mean).all() for mean in posterior["mean"].values())
 
 
 def test_no_figure_of_an_update_is_exact(seen):

@@ -27,7 +27,7 @@ TO_THE_LAST_DIGIT = [rule for rule in RULES if rule not in ("ivar_mle", *SITES) 
 BY_QUADRATURE = ("alpha_barycenter", "hellinger_barycenter")
 """The mean of a spike is known to 1e-5 of its width (1e-10), and so are the places of its nodes."""
 MANY = st.integers(2, 5)
-FEW = settings(deadline=None, max_examples=40)
+FEW = settings(deadline=None, max_examples=25)
 
 
 def scaled(posterior, scale, shift):

@@ -36,7 +36,7 @@ ROBUST = {
 robust = pytest.mark.parametrize("rule", ROBUST.values(), ids=ROBUST)
 ATTACKS = ("scaled", "sign", "noise", "colluding", "zero")
 COUNTS, SEEDS = st.integers(1, 12), st.integers(0, 2**32 - 1)
-FEW = settings(deadline=None, max_examples=40)
+FEW = settings(deadline=None, max_examples=25)
 
 
 def points(rows):

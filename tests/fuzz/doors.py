@@ -613,7 +613,7 @@ DOORS = {
     "lenet": (modules.lenet, {"channels": 1, "classes": 2, "size": 16}),
     "resnet20": (modules.resnet20, {"channels": 1, "classes": 2}),
     "draws_from_posterior": (
-        modules.draws_from_posterior, {"posterior": posterior(), "draws": 2, "generator": None}),
+        modules.draws_from_posterior, {"posterior": posterior(), "samples": 2, "generator": None}),
     "draws_from_clients": (modules.draws_from_clients, {"clients": THREE}),
     "is_stochastic": (modules.is_stochastic, {"network": bayesian()}),
     "sample_outputs": (

@@ -297,7 +297,7 @@ def test_bayesian_torch_checkpoint_loads_strictly_with_its_mean_and_variance(bt_
     with mean_only(ours), mean_only(theirs):
         torch.testing.assert_close(ours(x), theirs(x, return_kl=False))
     with torch.no_grad():
-        variance = torch.stack([theirs(x, return_kl=False) for _ in range(3000)]).var(0)
+        variance = torch.stack([theirs(x, return_kl=False) for _ in range(1000)]).var(0)
     torch.testing.assert_close(draws(lambda: ours(x), 20_000).var(0), variance, rtol=0.25, atol=0)
 
 

@@ -144,11 +144,11 @@ def test_residual_variance_follows_the_squared_error(engine):
 
 def test_noise_per_target():
     torch.manual_seed(0)
-    x = torch.randn(4000, FEATURES)
-    y = x[:, :2] + torch.tensor([0.1, 1.0]) * torch.randn(4000, 2)
+    x = torch.randn(2000, FEATURES)
+    y = x[:, :2] + torch.tensor([0.1, 1.0]) * torch.randn(2000, 2)
     for noise in ("residual", "learnt"):
         model = HybridBayesianRegressor(nn.Linear(FEATURES, 2), noise=noise, targets=2, learning_rate=0.02)
-        trainer(3).fit(model, DataLoader(TensorDataset(x, y), 10, shuffle=True))
+        trainer(3).fit(model, DataLoader(TensorDataset(x, y), 20, shuffle=True))
         torch.testing.assert_close(model.noise_variance, torch.tensor([0.01, 1.0]), rtol=0.3, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""Fuses one cohort by every rule in one of several processes: ``python fusions.py RANK FOLDER SPREAD``."""
+"""Fuses cohorts by every rule in one of several processes: ``python fusions.py RANK FOLDER``."""
 
 import sys
 from pathlib import Path
@@ -102,8 +102,11 @@ def everything(collective, spread):
 
 
 if __name__ == "__main__":
-    rank, folder, spread = int(sys.argv[1]), Path(sys.argv[2]), SPREADS[sys.argv[3]]
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    here = GlooCollective(FileStore(str(folder / "store"), max(spread) + 1), rank, max(spread) + 1)
-    torch.save(everything(here, spread), folder / f"{rank}.pt")
+    for name, spread in SPREADS.items():
+        size = max(spread) + 1
+        if rank < size:
+            here = GlooCollective(FileStore(str(folder / f"{name}.store"), size), rank, size)
+            torch.save(everything(here, spread), folder / f"{name}.{rank}.pt")

@@ -15,14 +15,21 @@ SCRIPT = Path(__file__).with_name("fusions.py")
 CASES = [(name, i) for name, rule in rules() for i in range(len(WEIGHTINGS) if rule.uses_weights else 1)]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What each of three processes has fused."""
+    folder = tmp_path_factory.mktemp("fusions")
+    started = [subprocess.Popen([sys.executable, str(SCRIPT), str(rank), str(folder)]) for rank in range(3)]
+    assert [each.wait(200) for each in started] == [0, 0, 0]
+    return folder
+
+
 @pytest.fixture(scope="module", params=SPREADS)
-def both(request, tmp_path_factory):
+def both(request, folder):
     """Results of every rule in one process, and in each of several."""
     spread = SPREADS[request.param]
-    folder, ranks = tmp_path_factory.mktemp("fusions"), range(max(spread) + 1)
-    started = [subprocess.Popen([sys.executable, str(SCRIPT), str(k), str(folder), request.param]) for k in ranks]
-    assert [each.wait(120) for each in started] == [0 for _ in ranks]
-    return everything(ALONE, spread), [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in ranks]
+    paths = [folder / f"{request.param}.{rank}.pt" for rank in range(max(spread) + 1)]
+    return everything(ALONE, spread), [torch.load(path, weights_only=False) for path in paths]
 
 
 @pytest.mark.parametrize(("name", "weighting"), CASES)
