@@ -69,10 +69,11 @@ class BayesianHead:
         likelihood: see above.
         prior_std: s > 0, of weights and biases; None: by evidence.
         inference: of a softmax; the posteriors of the other likelihoods are exact. "variational": the Gaussian of full
-            covariance that is nearest to the posterior in KL(q ‖ p); beside NUTS it has 0.99 of the mutual information
-            and all but 0.001 of the predictive (benchmarks/posterior/NUTS.md), and the s of its bound is near the true
-            one. Its exchanges tell clients the posterior's covariance, and so sums over the features of all.
-            "laplace": about half as many exchanges, and clients hear of the weights alone; 0.97 to 1.31 of the mutual
+            covariance that is nearest to the posterior in KL(q ‖ p); beside NUTS it has 0.97 to 0.99 of the mutual
+            information and all but 0.001 of the predictive (benchmarks/posterior/NUTS.md), and the s of its bound is
+            near the true one. Its exchanges tell clients the posterior's covariance, and so sums over the features of
+            all.
+            "laplace": about half as many exchanges, and clients hear of the weights alone; 0.97 to 1.29 of the mutual
             information, and 0.014 of the predictive. Its evidence takes s too small where the posterior is wide.
         exchanges: most exchanges of slopes.
 
