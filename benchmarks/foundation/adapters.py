@@ -37,8 +37,10 @@ from lightning_fedbayes.metrics.functional import calibration_diagram, negative_
 
 HERE = Path(__file__).parent
 ROUNDS, BATCH, DRAWS = 10, 8, 10
-RANK, ALPHA, LAYERS = 8, 16, 2
-"""Rank and scale of the adapters, and the last layers (of MiniLM) or blocks (of EfficientNet-Lite0) that have some."""
+RANK, ALPHA = 8, 16
+"""Rank and scale of the adapters."""
+LAYERS = {"plays": 1, "CIFAR-10": 2}
+"""The last layers of MiniLM, or blocks of EfficientNet-Lite0, that have adapters."""
 TOKENS, TRAINED, HELD_OUT, TESTED = 32, 24, 8, 16
 """Tokens of a text, and texts of a play in each part."""
 IMAGES, PICTURES = 1500, 1000
@@ -46,11 +48,17 @@ IMAGES, PICTURES = 1500, 1000
 SEEDS = 3
 CLASSES = {"plays": 3, "CIFAR-10": 10}
 FEDAVG, SITES = "FedAvg-LoRA", "IVON + sites, LoRA"
-TRIES = {
-    FEDAVG: [f"rate {rate:g}, {which}" for which in ("A and B", "B") for rate in (3e-3, 1e-2)],
-    SITES: [f"rate {rate:g}, temperature {t:g}" for t in (1, 0.1) for rate in (3e-2, 1e-1)],
+RATES = {
+    "plays": {FEDAVG: (3e-4, 1e-3), SITES: (3e-3, 1e-2)},
+    "CIFAR-10": {FEDAVG: (3e-3, 1e-2), SITES: (3e-2, 1e-1)},
 }
-"""Rates of AdamW, which trains A and B or B alone, and of IVON, which trains B."""
+"""Of AdamW and of IVON."""
+OPTIONS = {FEDAVG: ("A and B", "B"), SITES: ("temperature 1", "temperature 0.1")}
+"""What AdamW trains of an adapter BA, and IVON's temperature; IVON trains B."""
+TRIES = {
+    data: {method: [f"rate {rate:g}, {option}" for option in OPTIONS[method] for rate in own[method]] for method in own}
+    for data, own in RATES.items()
+}
 
 
 class Cell(NamedTuple):
@@ -77,7 +85,7 @@ class Part(NamedTuple):
 def of_texts(file: Path) -> dict[str, Tensor]:
     """Return states below MiniLM's last layers for texts of every play, in half precision, zeros after their ends."""
     tokenizer, backbone = frozen.minilm()
-    layers = backbone.encoder.layer[:-LAYERS]
+    layers = backbone.encoder.layer[: -LAYERS["plays"]]
     found: dict[str, list[Tensor]] = {"inputs": [], "labels": [], "clients": []}
     size = SEEDS * (TRAINED + HELD_OUT + TESTED)
     for number, (_, genre, texts) in enumerate(tqdm(frozen.texts_of(file), desc="plays", leave=False)):
@@ -98,7 +106,7 @@ def of_images(folder: Path) -> dict[str, Tensor]:
     """Return the inputs of EfficientNet's last blocks for training and test images."""
     backbone: Any = frozen.efficientnet()
     found: dict[str, Tensor] = {}
-    below = nn.Sequential(backbone._conv_stem, backbone._bn0, backbone._swish, *backbone._blocks[:-LAYERS])
+    below = nn.Sequential(backbone._conv_stem, backbone._bn0, backbone._swish, *backbone._blocks[: -LAYERS["CIFAR-10"]])
     sizes = SEEDS * IMAGES, PICTURES
     for name, images, size in zip(("train", "test"), fb.CIFAR10DataModule(str(folder)).read(), sizes):
         found[name] = frozen.of_images(below, images.images[:size]).clone()
@@ -140,7 +148,7 @@ class Texts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = frozen.minilm()[1].encoder.layer[-LAYERS:]
+        self.layers = frozen.minilm()[1].encoder.layer[-LAYERS["plays"] :]
         self.width = 384
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,9 +164,9 @@ class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         backbone: Any = frozen.efficientnet()
-        self.blocks = nn.Sequential(*backbone._blocks[-LAYERS:])
+        self.blocks = nn.Sequential(*backbone._blocks[-LAYERS["CIFAR-10"] :])
         self.last, self.norm, self.active = plain(backbone._conv_head), backbone._bn1, backbone._swish
-        for block in backbone._blocks[-LAYERS:]:
+        for block in backbone._blocks[-LAYERS["CIFAR-10"] :]:
             block._expand_conv, block._project_conv = plain(block._expand_conv), plain(block._project_conv)
         self.width = 1280
 
@@ -283,13 +291,13 @@ def scores(held_logs: Tensor, test_logs: Tensor, held: Part, test: Part) -> dict
 def chosen(done: Mapping[Cell, Mapping[str, float]], data: str, method: str) -> str:
     """Return a method's setting of the least held-out NLL on seed 0: FedAvg's with the temperature."""
     name = "scaled_held_out_nll" if method == FEDAVG else "held_out_nll"
-    return min(TRIES[method], key=lambda choice: done[Cell(data, method, choice, 0)][name])
+    return min(TRIES[data][method], key=lambda choice: done[Cell(data, method, choice, 0)][name])
 
 
 def cells_of(data: str, seeds: int, done: Mapping[Cell, Any]) -> Iterator[Cell]:
     """Yield cells: the tries of seed 0 first, then what they choose."""
     yield from (Cell(data, SOFTMAX, "", seed) for seed in range(seeds))
-    for method, choices in TRIES.items():
+    for method, choices in TRIES[data].items():
         yield from (Cell(data, method, choice, 0) for choice in choices)
         yield from (Cell(data, method, chosen(done, data, method), seed) for seed in range(1, seeds))
 
@@ -297,8 +305,8 @@ def cells_of(data: str, seeds: int, done: Mapping[Cell, Any]) -> Iterator[Cell]:
 def table(done: Mapping[Cell, Mapping[str, float]], data: str) -> str:
     """Return the table of a data set: means over the seeds, and standard errors."""
     rows = []
-    for method in (*TRIES, SOFTMAX):
-        choice = chosen(done, data, method) if method in TRIES else ""
+    for method in (*OPTIONS, SOFTMAX):
+        choice = chosen(done, data, method) if method in OPTIONS else ""
         found = [each for cell, each in done.items() if cell[:3] == (data, method, choice)]
         shown = [("", method, "")] + ([("mean_", f"{method}, its mean", "")] if method == SITES else [])
         for prefix, title, _ in shown:
@@ -311,7 +319,7 @@ def table(done: Mapping[Cell, Mapping[str, float]], data: str) -> str:
             def cost(name: str, found: list[Any] = found) -> float:
                 return statistics.fmean(each[name] for each in found)
 
-            rounds = ROUNDS if method in TRIES else 1
+            rounds = ROUNDS if method in OPTIONS else 1
             rows.append([
                 title, mean("accuracy"), mean("nll"), mean("scaled_nll"), f"{mean('ece')} / {mean('scaled_ece')}",
                 f"{cost('trained'):,.0f}", f"{1000 * cost('megabytes') / rounds:.0f}", f"{cost('seconds'):.0f}",
@@ -327,7 +335,7 @@ def tries(done: Mapping[Cell, Mapping[str, float]], data: str) -> str:
     rows = [
         [method, choice, f"{found['held_out_nll']:.3f}", f"{found['scaled_held_out_nll']:.3f}",
          f"{found['accuracy']:.3f}", f"{found['nll']:.3f}", f"{found['scaled_nll']:.3f}"]
-        for method, choices in TRIES.items() for choice in choices
+        for method, choices in TRIES[data].items() for choice in choices
         for found in [done[Cell(data, method, choice, 0)]]
     ]
     heads = ["method", "tried", "held-out NLL", "with temperature", "test accuracy", "test NLL", "with temperature"]
