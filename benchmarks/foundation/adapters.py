@@ -38,9 +38,7 @@ from lightning_fedbayes.metrics.functional import calibration_diagram, negative_
 HERE = Path(__file__).parent
 ROUNDS, BATCH, DRAWS = 10, 8, 10
 RANK, ALPHA = 8, 16
-"""Rank and scale of the adapters."""
-LAYERS = {"plays": 1, "CIFAR-10": 2}
-"""The last layers of MiniLM, or blocks of EfficientNet-Lite0, that have adapters."""
+"""Rank and scale of the adapters, which the last layer of MiniLM has, and the last block of EfficientNet-Lite0."""
 TOKENS, TRAINED, HELD_OUT, TESTED = 32, 24, 8, 16
 """Tokens of a text, and texts of a play in each part."""
 IMAGES, PICTURES = 1500, 1000
@@ -83,9 +81,9 @@ class Part(NamedTuple):
 
 @torch.inference_mode()
 def of_texts(file: Path) -> dict[str, Tensor]:
-    """Return states below MiniLM's last layers for texts of every play, in half precision, zeros after their ends."""
+    """Return states below MiniLM's last layer for texts of every play, in half precision, zeros after their ends."""
     tokenizer, backbone = frozen.minilm()
-    layers = backbone.encoder.layer[: -LAYERS["plays"]]
+    layers = backbone.encoder.layer[:-1]
     found: dict[str, list[Tensor]] = {"inputs": [], "labels": [], "clients": []}
     size = SEEDS * (TRAINED + HELD_OUT + TESTED)
     for number, (_, genre, texts) in enumerate(tqdm(frozen.texts_of(file), desc="plays", leave=False)):
@@ -103,10 +101,10 @@ def of_texts(file: Path) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def of_images(folder: Path) -> dict[str, Tensor]:
-    """Return the inputs of EfficientNet's last blocks for training and test images."""
+    """Return the inputs of EfficientNet's last block for training and test images."""
     backbone: Any = frozen.efficientnet()
     found: dict[str, Tensor] = {}
-    below = nn.Sequential(backbone._conv_stem, backbone._bn0, backbone._swish, *backbone._blocks[: -LAYERS["CIFAR-10"]])
+    below = nn.Sequential(backbone._conv_stem, backbone._bn0, backbone._swish, *backbone._blocks[:-1])
     sizes = SEEDS * IMAGES, PICTURES
     for name, images, size in zip(("train", "test"), fb.CIFAR10DataModule(str(folder)).read(), sizes):
         found[name] = frozen.of_images(below, images.images[:size]).clone()
@@ -144,11 +142,11 @@ def parts_of(found: Mapping[str, Tensor], cell: Cell) -> tuple[Part, Part, Part]
 
 
 class Texts(nn.Module):
-    """MiniLM's last layers, and the mean over tokens, in units of its root mean square."""
+    """MiniLM's last layer, and the mean over tokens, in units of its root mean square."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = frozen.minilm()[1].encoder.layer[-LAYERS["plays"] :]
+        self.layers = frozen.minilm()[1].encoder.layer[-1:]
         self.width = 384
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,14 +157,14 @@ class Texts(nn.Module):
 
 
 class Images(nn.Module):
-    """EfficientNet's last blocks and its pooled features."""
+    """EfficientNet's last block and its pooled features."""
 
     def __init__(self) -> None:
         super().__init__()
         backbone: Any = frozen.efficientnet()
-        self.blocks = nn.Sequential(*backbone._blocks[-LAYERS["CIFAR-10"] :])
+        self.blocks = nn.Sequential(*backbone._blocks[-1:])
         self.last, self.norm, self.active = plain(backbone._conv_head), backbone._bn1, backbone._swish
-        for block in backbone._blocks[-LAYERS["CIFAR-10"] :]:
+        for block in backbone._blocks[-1:]:
             block._expand_conv, block._project_conv = plain(block._expand_conv), plain(block._project_conv)
         self.width = 1280
 
@@ -234,7 +232,7 @@ def run(cell: Cell, found: Mapping[str, Tensor]) -> dict[str, Any]:
         return {**costs, **scores(head_logs(fit, inputs[1]), head_logs(fit, inputs[2]), held, test)}
     with quietly():
         module = Adapted(cell)
-    federation = fb.FederatedBayes(local_epochs=1, seed=cell.seed, buffers="frozen")
+    federation = fb.FederatedBayes(local_epochs=1, seed=cell.seed, buffers="frozen", engine="sequential")
     trainer = L.Trainer(
         max_epochs=ROUNDS, accelerator="cpu", logger=False, callbacks=[federation], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
