@@ -35,8 +35,10 @@ from lightning_fedbayes.core.tables import markdown_table
 HERE = Path(__file__).parent
 FILE = HERE / "results" / "curves.jsonl"
 IMAGES, EPOCHS, FRACTION = 1000, 2, 0.1
-SCORED = (1, 2, 3, 5, 8, 12, 20, 30, 45, 60)
+SCORED = (1, 2, 4, 8, 15, 30)
 """Rounds after which the global head is scored."""
+HELD_OUT, TESTED = 1000, 2000
+"""Examples that set temperatures, and that score."""
 SPLITS: dict[str, Any] = {
     "100 clients, Dirichlet(0.5)": fb.DirichletPartition(100, alpha=0.5),
     "100 clients, Dirichlet(0.01)": fb.DirichletPartition(100, alpha=0.01),
@@ -76,7 +78,10 @@ def task_of(found: Mapping[str, Tensor], cell: Cell) -> heads.Task:
     task = heads.cifar(found, heads.Cell("CIFAR-10", IMAGES, "any", "", 0.0, cell.seed))
     for number, part in enumerate(SPLITS[cell.split].split(task.train[1], seed=cell.seed).indices):
         task.clients[part] = number
-    return task
+    calibration, test = (
+        (x[:size], y[:size]) for (x, y), size in ((task.calibration, HELD_OUT), (task.test, TESTED))
+    )
+    return task._replace(calibration=calibration, test=test)
 
 
 def point(task: heads.Task, logs_of: Callable[[Tensor], Tensor], rounds: int, megabytes: float) -> Point:
@@ -185,7 +190,7 @@ def best(done: Curves, split: str, method: str) -> list[Sequence[Point]]:
     return [curve for cell, curve in done.items() if cell[:3] == (split, method, rate)]
 
 
-def table(done: Curves, rounds: Sequence[int] = (1, 12, 60)) -> str:
+def table(done: Curves, rounds: Sequence[int] = (1, 8, 30)) -> str:
     """Return the scores after some rounds, means over the seeds; a head that is done stays as it is."""
     rows = []
     for split in SPLITS:

@@ -113,3 +113,11 @@ def test_adapters_are_scored_and_tabulated(monkeypatch):
     assert trained["temperature 1"] == trained["B"]
     assert adapters.table(done, "CIFAR-10").count("its mean") == 1
     assert adapters.tries(done, "CIFAR-10").count("rate") == 8
+
+
+def test_draws_are_averaged_in_probability():
+    module = torch.nn.Linear(1, 2, bias=False)
+    weights = [torch.tensor([[0.0], [4.0]]), torch.tensor([[0.0], [-2.0]])]
+    found = adapters.averaged(module, [{"weight": each} for each in weights], torch.ones(3, 1))
+    expected = torch.stack([each[:, 0].softmax(0) for each in weights]).mean(0).log()
+    assert torch.allclose(found, expected.expand(3, 2))
