@@ -59,8 +59,10 @@ def here(self: Any, *_: Any, **__: Any) -> Any:
     return self
 
 
-def run(afl: Any, task: Task) -> tuple[dict[str, float], float]:
-    """Return the scores of AFL, and the largest difference of its weights from ours relative to the largest weight."""
+def run(afl: Any, task: Task) -> tuple[dict[str, float], float, int]:
+    """Return the scores of AFL, the largest difference of its weights from ours relative to the largest weight, and how
+    many test images the two put into different classes.
+    """
     with (
         patch.object(torch.Tensor, "cuda", here), patch.object(nn.Module, "cuda", here),
         patch.object(np, "mat", np.asmatrix, create=True),  # gone since NumPy 2
@@ -75,7 +77,8 @@ def run(afl: Any, task: Task) -> tuple[dict[str, float], float]:
     width = len(weights)
     costs = {"seconds": seconds, "exchanges": 1, "megabytes": 8e-6 * (2 * width**2 + width * task.classes)}
     same = ours(task)
-    return scored(task, logs, costs), float((weights - same).abs().max() / same.abs().max())
+    others = int((logs["test"].argmax(1) != (task.test[0].double() @ same).argmax(1)).sum())
+    return scored(task, logs, costs), float((weights - same).abs().max() / same.abs().max()), others
 
 
 def main() -> None:
@@ -92,10 +95,10 @@ def main() -> None:
     for cell in cells_of(arguments.seeds):
         if cell.method != AFL or cell in done:
             continue
-        scores, difference = run(afl, cifar(found, cell))
+        scores, difference, others = run(afl, cifar(found, cell))
         keep(cell, scores)
         print(f"{cell.examples} images, {cell.split}, seed {cell.seed}: accuracy {scores['accuracy']:.4f}, "
-              f"weights differ by {difference:.1e}", flush=True)
+              f"weights differ by {difference:.1e}, classes of {others} test images", flush=True)
 
 
 if __name__ == "__main__":

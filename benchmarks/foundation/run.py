@@ -93,8 +93,8 @@ def cells_of(seeds: int) -> Iterator[Cell]:
         elif seed == 0:
             for method in ("FedAvg", "sites on the head"):
                 yield from (Cell("CIFAR-10", size, LARGEST, method, rate, seed) for rate in RATES[method])
-        if size == 1000:
-            yield from (Cell("CIFAR-10", size, split, AFL, 0.0, seed) for split in SPLITS)
+        own = SPLITS if size == 1000 else (LARGEST,)
+        yield from (Cell("CIFAR-10", size, split, AFL, 0.0, seed) for split in own)
     for seed in range(seeds):
         for method in EXACT:
             yield Cell("plays", 0, "any", method, 0.0, seed)
