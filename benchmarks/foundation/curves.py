@@ -41,14 +41,14 @@ HELD_OUT, TESTED = 1000, 2000
 """Examples that set temperatures, and that score."""
 SPLITS: dict[str, Any] = {
     "100 clients, Dirichlet(0.5)": fb.DirichletPartition(100, alpha=0.5),
-    "100 clients, Dirichlet(0.01)": fb.DirichletPartition(100, alpha=0.01),
+    "100 clients, Dirichlet(0.01)": fb.DirichletPartition(100, alpha=0.01, per="client"),
     "100 clients, one class each": fb.ClassPartition(100, 1),
     "10 clients, one class each": fb.ClassPartition(10, 1),
 }
 EXACT, ALL = heads.ONE_HOT, f"{heads.SOFTMAX}, all clients in each round"
 RATES = {
     EXACT: (0.0,), ALL: (0.0,), "FedAvg": (1e-2, 1e-1, 1.0), "FedProx": (1e-2, 1e-1, 1.0),
-    "SCAFFOLD": (1e-2, 1e-1, 1.0), "sites on the head": (1e-3, 1e-2),
+    "SCAFFOLD": (1e-2, 1e-1, 1.0), "sites on the head": (1e-3, 1e-2, 1e-1),
 }
 """Rates of SGD, of sites of Adam."""
 
