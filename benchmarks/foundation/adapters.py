@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -263,7 +264,7 @@ def run(cell: Cell, found: Mapping[str, Tensor]) -> dict[str, Any]:
 def averaged(module: nn.Module, drawn: Sequence[dict[str, Tensor]], inputs: Tensor) -> Tensor:
     """Return log-probabilities averaged over draws, one after the other: stacked, these layers take twice as long."""
     passes = [torch.cat([torch.func.functional_call(module, each, x) for x in inputs.split(100)]) for each in drawn]
-    return torch.stack(passes).softmax(-1).mean(0).log()
+    return torch.stack(passes).log_softmax(-1).logsumexp(0) - math.log(len(passes))
 
 
 def scores(held_logs: Tensor, test_logs: Tensor, held: Part, test: Part) -> dict[str, float]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -119,7 +120,8 @@ class Scores(L.Callback):
         generator = torch.Generator().manual_seed(0)
         drawn = [posterior.sample(generator) for _ in range(32)]
         layers = [[each[f"layer.0.{name}"] for name in ("weight", "bias")] for each in drawn]
-        return torch.stack([F.linear(x, *each) for each in layers]).softmax(-1).mean(0).log()
+        logs = torch.stack([F.linear(x, *each) for each in layers]).log_softmax(-1)
+        return logs.logsumexp(0) - math.log(len(logs))
 
 
 def run(cell: Cell, found: Mapping[str, Tensor]) -> list[Point]:
