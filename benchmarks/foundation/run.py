@@ -34,6 +34,7 @@ from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.metrics.functional import calibration_diagram, negative_log_likelihood
 
 HERE = Path(__file__).parent
+FILE = HERE / "results" / "heads.jsonl"
 ROUNDS, EPOCHS, BATCH = 30, 2, 32
 SGD = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 RATES = {"FedAvg": SGD, "FedProx": SGD, "SCAFFOLD": SGD[1:], "sites on the head": (1e-3, 1e-2)}
@@ -52,8 +53,11 @@ SPLITS = {
     "one class per client": fb.ClassPartition(10, 1),
 }
 SIZES = (200, 1000, 5000, 50_000)
-LARGEST_TUNED = 5000
-"""Training images up to which heads are fine-tuned, which takes time in proportion."""
+LARGEST_TUNED, LARGEST = 5000, "Dirichlet(0.05)"
+"""Training images up to which heads are fine-tuned, which takes time in proportion; of more, FedAvg and sites on one
+split with one seed."""
+AFL = "AFL, its code"
+"""Rows of :mod:`benchmarks.foundation.peers`."""
 
 
 class Cell(NamedTuple):
@@ -86,6 +90,11 @@ def cells_of(seeds: int) -> Iterator[Cell]:
         if size <= LARGEST_TUNED:
             for split, method in itertools.product(SPLITS, TUNED):
                 yield from (Cell("CIFAR-10", size, split, method, rate, seed) for rate in RATES[method])
+        elif seed == 0:
+            for method in ("FedAvg", "sites on the head"):
+                yield from (Cell("CIFAR-10", size, LARGEST, method, rate, seed) for rate in RATES[method])
+        own = SPLITS if size == 1000 else (LARGEST,)
+        yield from (Cell("CIFAR-10", size, split, AFL, 0.0, seed) for split in own)
     for seed in range(seeds):
         for method in EXACT:
             yield Cell("plays", 0, "any", method, 0.0, seed)
@@ -198,7 +207,11 @@ def head_logs(fit: fb.HeadFit, features: Tensor) -> Tensor:
 def run(cell: Cell, found: Mapping[str, Any]) -> dict[str, float]:
     """Return the scores of a cell, with and without a temperature."""
     task = (cifar if cell.data == "CIFAR-10" else plays)(found, cell)
-    logs, costs = probabilities(cell, task)
+    return scored(task, *probabilities(cell, task))
+
+
+def scored(task: Task, logs: Mapping[str, Tensor], costs: Mapping[str, float]) -> dict[str, float]:
+    """Return the scores of log-probabilities of a task's parts."""
     labels = task.test[1]
     heat = temperature(logs["calibration"], task.calibration[1])
     nll = float(F.cross_entropy(logs["calibration"] / heat, task.calibration[1]))
@@ -264,6 +277,18 @@ def tables(done: Mapping[Cell, Mapping[str, float]]) -> str:
     return "\n\n".join(parts)
 
 
+def read() -> dict[Cell, dict[str, float]]:
+    """Return the finished cells."""
+    lines = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
+    return {Cell(**line.pop("cell")): line for line in lines}
+
+
+def keep(cell: Cell, scores: Mapping[str, float]) -> None:
+    """Append a finished cell."""
+    with FILE.open("a") as out:
+        out.write(json.dumps({"cell": cell._asdict(), **scores}) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--features", type=Path, required=True)
@@ -273,17 +298,13 @@ def main() -> None:
     torch.set_num_threads(1)
     pictures = {**kept(arguments.features, "cifar", dict), **kept(arguments.features, "outside", dict)}
     found = {"CIFAR-10": pictures, "plays": kept(arguments.features, "plays", dict)}
-    file = HERE / "results" / "heads.jsonl"
-    file.parent.mkdir(exist_ok=True)
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    done = {Cell(**line.pop("cell")): line for line in lines}
-    for cell in tqdm([c for c in cells_of(arguments.seeds) if c not in done]):
+    done = read()
+    for cell in tqdm([c for c in cells_of(arguments.seeds) if c not in done and c.method != AFL]):
         if arguments.only and not all(any(word in str(field) for field in cell) for word in arguments.only):
             continue
         with quietly():
             done[cell] = run(cell, found[cell.data])
-        with file.open("a") as out:
-            out.write(json.dumps({"cell": cell._asdict(), **done[cell]}) + "\n")
+        keep(cell, done[cell])
     include(HERE / "README.md", tables({c: done[c] for c in cells_of(arguments.seeds) if c in done}))
 
 

@@ -46,6 +46,42 @@ def test_a_table_becomes_clients_with_three_parts_each(table):
     assert from_csv(table, "town", "cost", seed=0, drop=("row", "ill")).task == "regression"
 
 
+def test_the_task_of_a_table_can_be_said(table):
+    options = {"client": "town", "seed": 0, "drop": ("ill",)}
+    numbers = from_csv(table, target="row", task="regression", **options)
+    assert (numbers.task, numbers.outputs) == ("regression", 1)
+    assert from_csv(table, target="cost", task="classification", **options).outputs == 92
+    network = methods.network_of(from_csv(table, target="cost", hidden=(7,), **options))
+    assert [tuple(each.shape) for each in network.parameters()] == [(7, 3), (7,), (1, 7), (1,)]
+    with pytest.raises(SystemExit, match=r"'sex' is not a number in every row, which regression needs"):
+        from_csv(table, target="sex", task="regression", **options)
+
+
+def test_times_and_events_of_a_table_are_survival(tmp_path):
+    path = tmp_path / "patients.csv"
+    lines = [f"{'ab'[n % 2]},{n},{100 - n},{int(n % 3 > 0)}" for n in range(60)]
+    path.write_text("\n".join(["ward,age,time,died", *lines]))
+    federation = from_csv(path, "ward", "time", seed=0, event="died")
+    assert (federation.task, federation.outputs, federation.batch) == ("survival", 1, 512)
+    targets = torch.cat([part.targets for own in federation.clients.values() for part in own])
+    assert targets[:, 0].sum() == 40
+    assert (targets[:, 1] > 40).all()
+    assert federation.clients["a"].train.inputs.shape == (18, 1)
+    found = methods.train(federation, METHODS["FedAvg"], {"rate": 0.03}, 5, seed=0)
+    every = methods.scores(federation, found.module, found.posteriors[0.0], "test")
+    assert every["pooled"] > 0.9  # the old die first
+    with pytest.raises(SystemExit, match=r"events of 0 or 1 \('age'\)"):
+        from_csv(path, "ward", "time", seed=0, event="age")
+
+
+def test_survival_needs_a_column_of_events(table, tmp_path):
+    arguments = ["--csv", str(table), "--client", "town", "--target", "cost", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        run.main([*arguments, "--task", "survival"])
+    with pytest.raises(SystemExit):
+        run.main([*arguments, "--task", "regression", "--event", "ill"])
+
+
 def test_the_command_goes_on_where_it_stopped_and_writes_a_page(table, tmp_path, capsys):
     arguments = ["--csv", str(table), "--client", "town", "--target", "ill", "--drop", "row", "cost", "--seeds", "1",
                  "--rounds", "1", "--workers", "1", "--out", str(tmp_path / "out")]
