@@ -236,7 +236,7 @@ class _MessageHandler:
         counted = message.content.get(COUNTED)
         if isinstance(counted, ArrayRecord):
             kept.amend(number, tensors_in(counted, "the server"))
-        if method.keeps and config["accepted"] and not kept.before:
+        if method.keeps and config["accepted"] and number not in kept.clients:
             raise LostState(
                 f"client {number} has lost {method.keeps}. A server with a max_influence sends a site when it asks "
                 "again; otherwise bring the state_folder back, or remove the client from the server's checkpoint"

@@ -134,7 +134,7 @@ def test_a_client_sends_once_only_what_it_has_been_told_and_its_privacy_allows(c
         ask([client_app(Plain(), Schools(), one_shot=method, trainer=of_examples)] * SCHOOLS, method, Plain)
     allowed = client_app(Plain(), Schools(), one_shot=method, exact=["statistics"], **private)
     assert len(ask([allowed] * SCHOOLS, method, Plain).clients) == SCHOOLS
-    with pytest.raises(FederationError, match=r"give an fb\.KroneckerLaplace or"):
+    with pytest.raises(FederationError, match=r"give an fb\.KroneckerLaplace, an"):
         ask([allowed] * SCHOOLS, "kronecker", Plain)
     with pytest.raises(FederationError, match="exact='statistic': did you mean 'statistics'"):
         client_app(Plain(), Schools(), exact=["statistic"])
