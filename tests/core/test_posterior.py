@@ -263,9 +263,11 @@ def test_draws_come_from_the_generator_alone():
 
 
 @pytest.mark.parametrize("most", [0, 2**22])
+@pytest.mark.parametrize("together", [1, 20, 2**18])
 @pytest.mark.parametrize("certain", [True, False])
-def test_rows_of_a_stack_are_the_posteriors_of_its_clients(most, certain, monkeypatch):
+def test_rows_of_a_stack_are_the_posteriors_of_its_clients(most, together, certain, monkeypatch):
     monkeypatch.setattr(posterior_module, "MOST_AT_ONCE", most)
+    monkeypatch.setattr(posterior_module, "POINT_PIECE", together)
     shapes = {"matrix": (3, 2), "scalar": (), "empty": (0,)}
     mean = {name: torch.randn(4, *shape) for name, shape in shapes.items()}
     variance = {name: zeros_like(m) if certain or name == "scalar" else torch.rand_like(m) for name, m in mean.items()}

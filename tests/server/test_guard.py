@@ -157,6 +157,18 @@ def test_a_longer_update_is_clipped_to_twice_the_median_one():
     torch.testing.assert_close(two.mean["w"], step * 101 / 2)  # nobody knows which of two is usual
 
 
+def test_a_light_client_is_clipped_to_a_larger_size_than_a_heavy_one():
+    """What counts is size times weight: ten clients of mean weight 9.5, one of them light, two far too long."""
+    start = GaussianPosterior.point_mass({"w": torch.zeros(10_000, dtype=torch.float64)})
+    step = torch.ones(10_000, dtype=torch.float64)
+    sent = [(1, 10)] * 8 + [(100, 5), (100, 10)]
+    updates = [ClientUpdate(k, examples, GaussianPosterior.point_mass({"w": step * size}))
+               for k, (size, examples) in enumerate(sent)]
+    fused, _ = fuse("weighted_average", updates, start)
+    allowed = 2 * (1 + 2 / math.sqrt(10_000))
+    torch.testing.assert_close(fused.mean["w"], step * (80 + 5 * 1.9 * allowed + 10 * allowed) / 95)
+
+
 @pytest.mark.parametrize("place", [0, 9])
 def test_clients_that_stand_out_are_named(place):
     updates = [honest(k) for k in range(10)]
