@@ -60,8 +60,11 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
     from lightning_fedbayes.methods import (
         Averaging,
         Ditto,
+        FedAsync,
+        FedBuff,
         FedNova,
         FedProx,
+        Late,
         LocalProblem,
         Method,
         Participant,
@@ -94,6 +97,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
     )
     from lightning_fedbayes.server import RoundResult, Safeguards, Server
     from lightning_fedbayes.server.plan import RoundPlan
+    from lightning_fedbayes.server.schedule import Asynchronous, Delays
     from lightning_fedbayes.sources.curvature import SWAG, KroneckerLaplace, Laplace
     from lightning_fedbayes.sources.ivon import IVON
     from lightning_fedbayes.trainer import ClientParallelStrategy
@@ -102,6 +106,7 @@ __all__ = [
     "IVON",
     "SWAG",
     "ALittleIsEnough",
+    "Asynchronous",
     "AutoFusion",
     "Averaging",
     "BayesianHead",
@@ -118,6 +123,7 @@ __all__ = [
     "ConversionError",
     "CoxRegressor",
     "DeepEnsembleRegressor",
+    "Delays",
     "DiabetesDataModule",
     "DigitsDataModule",
     "DirichletPartition",
@@ -125,7 +131,9 @@ __all__ = [
     "ExamplePrivacy",
     "FalseVariance",
     "FashionMNISTDataModule",
+    "FedAsync",
     "FedBayesError",
+    "FedBuff",
     "FedNova",
     "FedProx",
     "FederatedBayes",
@@ -149,6 +157,7 @@ __all__ = [
     "KroneckerLaplace",
     "LabelFlip",
     "Laplace",
+    "Late",
     "LearnedPosterior",
     "LinearStatistics",
     "LocalProblem",
@@ -201,7 +210,7 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "core.errors", "core.posterior", "core.messages", "fusion", "methods", "server.plan", "server",
+    "core.errors", "core.posterior", "core.messages", "fusion", "methods", "server.plan", "server.schedule", "server",
     "sources.ivon", "clients.privacy", "layers", "sources.curvature", "data.partition", "data", "modules",
     "clients.adversaries", "clients.learned", "clients.settings", "clients.evaluation", "trainer",
     "callbacks.calibration", "callbacks",

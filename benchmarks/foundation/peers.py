@@ -92,7 +92,7 @@ def main() -> None:
     afl = import_module("afl")
     found = {**kept(arguments.features, "cifar", dict), **kept(arguments.features, "outside", dict)}
     done = read()
-    for cell in cells_of(arguments.seeds):
+    for cell in cells_of(arguments.seeds, done):
         if cell.method != AFL or cell in done:
             continue
         scores, difference, others = run(afl, cifar(found, cell))

@@ -53,9 +53,8 @@ SPLITS = {
     "one class per client": fb.ClassPartition(10, 1),
 }
 SIZES = (200, 1000, 5000, 50_000)
-LARGEST_TUNED, LARGEST = 5000, "Dirichlet(0.05)"
-"""Training images up to which heads are fine-tuned, which takes time in proportion; of more, FedAvg and sites on one
-split with one seed."""
+FEW, LARGEST = 1000, "Dirichlet(0.05)"
+"""Training images up to which every seed tries all rates, with more only the first; and the split of the most images."""
 AFL = "AFL, its code"
 """Rows of :mod:`benchmarks.foundation.peers`."""
 
@@ -82,24 +81,29 @@ class Task(NamedTuple):
     classes: int
 
 
-def cells_of(seeds: int) -> Iterator[Cell]:
-    """Yield all cells."""
-    for seed, size in itertools.product(range(seeds), SIZES):
-        for method in EXACT:
-            yield Cell("CIFAR-10", size, "any", method, 0.0, seed)
-        if size <= LARGEST_TUNED:
-            for split, method in itertools.product(SPLITS, TUNED):
-                yield from (Cell("CIFAR-10", size, split, method, rate, seed) for rate in RATES[method])
-        elif seed == 0:
-            for method in ("FedAvg", "sites on the head"):
-                yield from (Cell("CIFAR-10", size, LARGEST, method, rate, seed) for rate in RATES[method])
-        own = SPLITS if size == 1000 else (LARGEST,)
+def cells_of(seeds: int, done: Mapping[Cell, Mapping[str, float]]) -> Iterator[Cell]:
+    """Yield all cells, by size; rates of later seeds of large sizes follow from the cells of the first."""
+    for size, seed in itertools.product(SIZES, range(seeds)):
+        splits = SPLITS if size < SIZES[-1] else (LARGEST,)
+        for split, method in itertools.product(splits, TUNED):
+            cells = [Cell("CIFAR-10", size, split, method, rate, seed) for rate in RATES[method]]
+            if size > FEW and seed:
+                cells = [cell for cell in cells if cell.rate == best_rate(done, cell)]
+            yield from cells
+        own = SPLITS if size == FEW else (LARGEST,)
         yield from (Cell("CIFAR-10", size, split, AFL, 0.0, seed) for split in own)
     for seed in range(seeds):
-        for method in EXACT:
-            yield Cell("plays", 0, "any", method, 0.0, seed)
         for method in TUNED:
             yield from (Cell("plays", 0, "a play per client", method, rate, seed) for rate in RATES[method])
+    for method, size, seed in itertools.product(EXACT, SIZES, range(seeds)):
+        yield Cell("CIFAR-10", size, "any", method, 0.0, seed)
+    yield from (Cell("plays", 0, "any", method, 0.0, seed) for method in EXACT for seed in range(seeds))
+
+
+def best_rate(done: Mapping[Cell, Mapping[str, float]], cell: Cell) -> float:
+    """Return the rate of the least NLL on the examples that set temperatures, by the first seed's cells."""
+    tried = [cell._replace(rate=rate, seed=0) for rate in RATES[cell.method]]
+    return min((each for each in tried if each in done), key=lambda each: done[each]["calibration_nll"]).rate
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -299,13 +303,15 @@ def main() -> None:
     pictures = {**kept(arguments.features, "cifar", dict), **kept(arguments.features, "outside", dict)}
     found = {"CIFAR-10": pictures, "plays": kept(arguments.features, "plays", dict)}
     done = read()
-    for cell in tqdm([c for c in cells_of(arguments.seeds) if c not in done and c.method != AFL]):
+    for cell in tqdm(cells_of(arguments.seeds, done)):
+        if cell in done or cell.method == AFL:
+            continue
         if arguments.only and not all(any(word in str(field) for field in cell) for word in arguments.only):
             continue
         with quietly():
             done[cell] = run(cell, found[cell.data])
         keep(cell, done[cell])
-    include(HERE / "README.md", tables({c: done[c] for c in cells_of(arguments.seeds) if c in done}))
+    include(HERE / "README.md", tables({c: done[c] for c in cells_of(arguments.seeds, done) if c in done}))
 
 
 if __name__ == "__main__":

@@ -37,8 +37,10 @@ from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.server.plan import Batching, Fraction, RoundPlan, plan_round, share_of
+from lightning_fedbayes.server.schedule import Asynchronous, Timeline
 from lightning_fedbayes.trainer import (
     FitLoop,
+    check_alone,
     check_held_out,
     check_not_finished,
     check_of_a_federation,
@@ -109,6 +111,8 @@ class FederatedBayes(L.Callback):
             :class:`~lightning_fedbayes.Laplace`, after each client's training, or a :class:`~lightning_fedbayes.SWAG`,
             along it, or a :class:`~lightning_fedbayes.PosteriorSource` of your own. None: from an
             :class:`~lightning_fedbayes.IVON` where the module configures one; otherwise they are point masses.
+        schedule: an :class:`~lightning_fedbayes.Asynchronous`: clients start and send whenever they are ready, in
+            virtual time, and an epoch is a fusion of the messages that have arrived. None: rounds.
         seed: where every random draw comes from.
 
     Attributes:
@@ -135,11 +139,12 @@ class FederatedBayes(L.Callback):
         adversaries: Adversaries = (),
         privacy: UpdatePrivacy | None = None,
         posterior: Source | None = None,
+        schedule: Asynchronous | None = None,
         seed: int = 0,
     ) -> None:
         self.settings = self._given = FederationSettings(
             partition, local_epochs, fraction, fusion, weighting, engine, keep, buffers, local_parameters, safeguards,
-            adversaries, privacy, posterior, seed,
+            adversaries, privacy, posterior, schedule, seed,
         )
         prepare_wandb()  # here: the Trainer starts its loggers before it calls any hook
         self._federation: Federation | None = None
@@ -147,6 +152,7 @@ class FederatedBayes(L.Callback):
         self._loop: FitLoop | None = None
         self._loader: FederatedLoader | None = None
         self._plan: tuple[RoundPlan, Any, Any] = RoundPlan(-1, ()), None, None  # and its clients and batching
+        self._timeline: Timeline | None = None
         self._report = FederationReport()
         self._uncertainty = UncertaintyReport()
 
@@ -248,7 +254,7 @@ class FederatedBayes(L.Callback):
         if trainer.current_epoch == 0:  # a new federation: what an earlier fit left is no part of it
             self._federation, self._restored = None, None
             self._report = FederationReport()
-        self._loader = None
+        self._loader = self._timeline = None
         self._uncertainty = bring_reports(trainer, self, self if self.settings.keeps_posteriors else None)
         self._loop = FitLoop(trainer, pl_module)
         self._loop.replace_data(lambda loader: self._federate(trainer, loader))
@@ -292,6 +298,10 @@ class FederatedBayes(L.Callback):
             return share_of(whole, collective.rank, collective.size)
 
         self._loader = federated_loader(loader, self.settings, plan, self._loop.part, **self._loop.limits)
+        if self.settings.schedule is not None and self._timeline is None:
+            check_alone(collective)
+            sizes, most = self._loader.clients.sizes, self._loop.limits["clients_in_a_round"]
+            self._timeline = Timeline(self.settings.schedule, sizes, self.settings.seed, most)
         if before is not None:
             check_same_number(before.clients, self._loader.clients)
             if self._federation is not None:
@@ -302,7 +312,7 @@ class FederatedBayes(L.Callback):
         """Return the plan of the present round, for all processes; the loader and the hooks ask for the same one."""
         plan, planned_clients, planned_batching = self._plan
         if plan.round != trainer.current_epoch or planned_clients is not clients or planned_batching is not batching:
-            plan = plan_round(trainer.current_epoch, clients.sizes, batching)
+            plan = plan_round(trainer.current_epoch, clients.sizes, batching, self._timeline)
             self._plan = plan, clients, batching
         return plan
 
@@ -362,18 +372,21 @@ class FederatedBayes(L.Callback):
     def _end_batch(self, batch_idx: int) -> None:
         """At a client's last batch, take its posterior; at the last client's, fuse."""
         federation = self.federation
-        for outcome in federation.receive(federation.engine.end_batch(batch_idx)):
+        outcomes = federation.receive(federation.engine.end_batch(batch_idx))
+        if federation.is_complete:
+            outcomes += federation.land()
+        for outcome in outcomes:
             self._report.client(outcome)
         if federation.is_complete:
             assert self._loop is not None
             self._report.tell_failures(federation.round)  # here: finish raises if too many rounds have failed
             own = set(federation.share.cohort)
             result = federation.finish(note=self._loop.own_steps(idle=not own))
-            for outcome in result.outcomes:
-                if outcome.client not in own:  # another process has trained it
-                    self._report.client(outcome)
             steps = federation.notes_of(result)
             if len(steps) > 1:
+                for outcome in result.outcomes:
+                    if outcome.client not in own:  # another process has trained it
+                        self._report.client(outcome)
                 self._loop.count_steps(steps)
             self._report.fused(result)
 

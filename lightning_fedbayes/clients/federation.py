@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_fedbayes.clients.adversaries import assign
 from lightning_fedbayes.clients.attacks import RoundAdversaries, held_back
 from lightning_fedbayes.clients.engine import Engine, Results
+from lightning_fedbayes.clients.in_flight import InFlight
 from lightning_fedbayes.clients.scoring import held_out_loss, kept_attributes, own_hook
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError, FusionError, is_whole, listed, nearest, shown
@@ -24,6 +25,7 @@ from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.server import RoundResult, Scorer, Server
 from lightning_fedbayes.server.aggregation import Aggregate
 from lightning_fedbayes.server.plan import STRIDE, RoundPlan, share_of
+from lightning_fedbayes.server.schedule import Turn
 
 Stage = Literal["between", "training", "fused"]
 
@@ -47,7 +49,7 @@ class Federation:
     """Drives an engine and a server through the rounds of a federation.
 
     A round: :meth:`begin`; the loop trains the clients through :attr:`engine` and hands what they return to
-    :meth:`receive`; when :attr:`is_complete`, :meth:`finish`.
+    :meth:`receive`; when :attr:`is_complete`, :meth:`land` and :meth:`finish`.
 
     Args:
         settings: of the federation.
@@ -61,6 +63,7 @@ class Federation:
         plan: the plan of the last round that was begun; None before the first.
         share: the part of it that this process trains.
         result: the result of the last round that :meth:`finish` has ended; None before, and after an error.
+        in_flight: messages under way, where there is a schedule; empty between rounds.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Federation:
         self._waiting: list[ClientUpdate] = []
         self._not_kept: dict[str, Exception] = {}
         self._sent: dict[int, GaussianPosterior] = {}
+        self.in_flight = InFlight()
 
     @property
     def round(self) -> int:
@@ -101,7 +105,7 @@ class Federation:
         self.plan = plan
         self.share = share_of(plan, collective.rank, collective.size)
         self.stage = "training"
-        self.engine.begin_method(self.server.begin(plan.senders))
+        self.engine.begin_method(self.server.begin(plan.heard))
         self._wait_for_states()
         advice = self.settings.method.advice(self.server.posterior, self.round, len(self.engine.sizes))
         if advice is not None and self.settings.posterior is None:
@@ -136,7 +140,7 @@ class Federation:
             self.server.buffers = joined(model.federated_buffers, split(self.server.buffers)[1])
 
     def receive(self, results: Iterable[ClientUpdate | ClientFailure]) -> list[ClientOutcome]:
-        """Bring the clients' updates to the server. Returns the outcomes that are known.
+        """Bring the clients' updates to the server, or on their way. Returns the outcomes that are known.
 
         An adversary that waits for the honest clients sends its update, and has its outcome, with the round's last.
         """
@@ -152,11 +156,32 @@ class Federation:
                 if isinstance(result, ClientUpdate) and self._adversaries.waits(result.client):
                     self._waiting.append(held_back(result))
                 else:
-                    outcomes.append(self._admit(result))
+                    outcomes += self._send(result)
             if self.is_complete:
                 self._tell_not_kept()
-                outcomes += [self._admit(update) for update in self._waiting]
+                outcomes += [outcome for update in self._waiting for outcome in self._send(update)]
                 self._waiting = []
+        return outcomes
+
+    def land(self) -> list[ClientOutcome]:
+        """Bring the messages that arrive before the next fusion to the server, if there is a schedule."""
+        assert self.plan is not None
+        turn, outcomes = self.plan.turn, []
+        if turn is None:
+            return outcomes
+        order = {client: place for place, client in enumerate(self.in_flight.sent)}
+        with self.engine.threads():
+            for arrival in sorted(turn.arrivals, key=lambda each: (each.time, order[each.client])):
+                message, started, state = self.in_flight.arrive(arrival.client)
+                if arrival.client in turn.refused:
+                    late = FusionError(
+                        f"client {message.client}: its message comes {self.round - started} versions of the global "
+                        "posterior late, more than max_staleness allows"
+                    )
+                    message = ClientFailure(message.client, late, message.num_examples, message.seconds)
+                elif state is not None:
+                    self.engine.states.keep(message.client, state)
+                outcomes.append(self._admit(message, started))
         return outcomes
 
     def _keep(self, result: ClientUpdate | ClientFailure) -> None:
@@ -179,8 +204,8 @@ class Federation:
         """True when all clients of the round that this process trains have been received."""
         return self.stage == "training" and self._received == len(self.share.cohort)
 
-    def _admit(self, result: ClientUpdate | ClientFailure) -> ClientOutcome:
-        """Send one client's update, as privacy and its own attacks make it, to the server."""
+    def _send(self, result: ClientUpdate | ClientFailure) -> list[ClientOutcome]:
+        """Send one client's update, as privacy and its own attacks make it, to the server, or on its way there."""
         if isinstance(result, ClientUpdate):
             try:
                 if self.settings.privacy is not None:
@@ -190,13 +215,24 @@ class Federation:
                 result = self._adversaries.send(result)
             except FusionError as refusal:
                 result = ClientFailure(result.client, refusal, result.num_examples, result.seconds)
-        outcome = self.server.admit(result)
+        if self.settings.schedule is None:
+            return [self._admit(result)]
+        if isinstance(result, ClientUpdate):
+            self._adversaries.observe(result)
+            result = held_back(result)
+        self.in_flight.send(result, self.round, self.engine.states.withdraw(result.client))
+        return []
+
+    def _admit(self, result: ClientUpdate | ClientFailure, started: int | None = None) -> ClientOutcome:
+        """Let the server take an update in; one that does not count leaves nothing at its client."""
+        outcome = self.server.admit(result, started)
         if outcome.error is not None:
             self.engine.forget(outcome.client)
         elif isinstance(result, ClientUpdate):
             if self._keeps_clients:
                 self._sent[result.client] = result.posterior.clone()
-            self._adversaries.observe(result)
+            if started is None:
+                self._adversaries.observe(result)
         return outcome
 
     def finish(self, note: Any = None) -> RoundResult:
@@ -225,8 +261,24 @@ class Federation:
                 self.engine.forget(client)
             self._load(result.aggregate, result.notes, getattr(self.engine.model.module, "on_round_end", None))
         self._end(success=result.success)
+        if self.server.versions is not None and self.plan is not None and self.plan.turn is not None:
+            most = None if self.settings.schedule is None else self.settings.schedule.max_staleness
+            oldest = 0 if most is None else self.round + 1 - most
+            self.server.versions.forget({each for each in self.in_flight.rounds if each >= oldest})
+            result.figures.update(self._times(self.plan.turn, self.round))
         self.result = result
         return result
+
+    def _times(self, turn: Turn, round: int) -> dict[str, float]:
+        """Return virtual time, staleness and messages under way at the end of a round."""
+        late = [round - each.started for each in turn.arrivals if each.client not in turn.refused]
+        return {
+            "schedule/time": turn.time,
+            "schedule/staleness": sum(late) / len(late),
+            "schedule/largest_staleness": float(max(late)),
+            "schedule/under_way": float(len(turn.waiting)),
+            "schedule/oldest_under_way": float(max((round + 1 - each.started for each in turn.waiting), default=0)),
+        }
 
     def _note(self, extra: Any) -> ProcessNote:
         """Return what the other processes must know of this one's clients beside their updates."""
@@ -348,6 +400,7 @@ class Federation:
         """Forget an unfinished round: the module holds the global posterior that it started from."""
         self.engine.end_round(success=False)
         self.engine.model.load_global()
+        self.in_flight.drop(self.round)
         self.stage = "between"
 
     def restore_priors(self) -> None:
@@ -356,7 +409,8 @@ class Federation:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the federation at the end of the last finished round."""
-        return {**self.server.state_dict(), "clients": self.engine.states.state_dict()}
+        states = {"clients": self.engine.states.state_dict(), "in_flight": self.in_flight.state_dict()}
+        return {**self.server.state_dict(), **states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave; the module's parameters are restored by its own checkpoint.
@@ -368,6 +422,7 @@ class Federation:
         self.engine.model.join(self.server.posterior.names)
         self.engine.model.load_variances(self.server.posterior)
         self.engine.states.load_state_dict(state["clients"])
+        self.in_flight.load_state_dict(state["in_flight"], self.engine.context.device)
         method, server = self.settings.method, self.server
         if method.keeps and not server.is_new:
             lost = sorted(server.accepted.keys() - self.engine.states.clients())

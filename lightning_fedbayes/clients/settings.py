@@ -26,6 +26,7 @@ from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.methods import Method, get_method
 from lightning_fedbayes.server.plan import Fraction, check_fraction, cohort_size
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
+from lightning_fedbayes.server.schedule import Asynchronous
 from lightning_fedbayes.server.weighting import CohortWeights, check_weighting
 from lightning_fedbayes.sources.curvature import SWAG, Laplace
 
@@ -90,6 +91,7 @@ class FederationSettings:
     adversaries: Adversaries = ()
     privacy: UpdatePrivacy | None = None
     posterior: Source | None = None
+    schedule: Asynchronous | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -113,6 +115,9 @@ class FederationSettings:
         check_privacy(self.privacy)
         remedy = "give fb.Laplace(), fb.SWAG(), a PosteriorSource or None"
         check_kind("posterior", self.posterior, Source | None, remedy)
+        check_kind("schedule", self.schedule, Asynchronous | None, "give fb.Asynchronous(...), or None for rounds")
+        if self.schedule is not None:
+            self._check_schedule(self.schedule)
         if self.fusion is None:
             return
         method = self.method
@@ -127,6 +132,18 @@ class FederationSettings:
         self._set("weighting", method.weighting or self.weighting)
         if method.keeps_posteriors and not self.keeps_posteriors:
             self._set("keep", Kept((*self.kept.what, "posterior"), self.kept.folder))
+
+    def _check_schedule(self, schedule: Asynchronous) -> None:
+        """Raise FederationError for settings of rounds that a federation without rounds does not have."""
+        if self.fraction != 1.0:
+            raise FederationError(
+                f"fraction={self.fraction} with schedule=: say how many clients train at once by concurrency="
+            )
+        if schedule.buffer < self.safeguards.min_clients:
+            raise FederationError(
+                f"min_clients={self.safeguards.min_clients} with schedule=Asynchronous(buffer={schedule.buffer}): "
+                "every fusion would have too few messages; take a larger buffer"
+            )
 
     @property
     def method(self) -> Method:
@@ -157,7 +174,8 @@ class FederationSettings:
     def server_options(self) -> dict[str, Any]:
         """Return the arguments of :class:`~lightning_fedbayes.server.Server`."""
         names = ("fusion", "weighting", "safeguards")
-        return {name: getattr(self, name) for name in names}
+        late = None if self.schedule is None else self.schedule.late
+        return {**{name: getattr(self, name) for name in names}, "late": late}
 
     def described(self) -> dict[str, Any]:
         """Return the settings as they are logged: numbers, strings and lists of them, in the order of the arguments."""
@@ -173,6 +191,7 @@ class FederationSettings:
             "adversaries": [shown(attack, MOST_DESCRIBED) for attack in self.attacks],
             "privacy": repr(self.privacy),
             "posterior": repr(self.posterior),
+            "schedule": None if self.schedule is None else repr(self.schedule),
         }
         found = {name: forms.get(name, value) for name, value in vars(self).items()}
         return found | found.pop("safeguards").__dict__

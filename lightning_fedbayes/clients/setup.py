@@ -121,6 +121,7 @@ def make_engine(
     if name == "sequential":
         return one_by_one()
     cohort = choose_cohort(0, len(sizes), settings.fraction, settings.seed)
+    cohort = cohort if settings.schedule is None else cohort[: settings.schedule.buffer]  # as many start at once
     largest = sorted(cohort * 2, key=lambda number: -sizes[number])[:: 2 if len(cohort) > 1 else 1]
     pair = [Client(number, names[number], sizes[number], 0, i, 2) for i, number in enumerate(largest[:2])]
     device = context.device.type

@@ -68,6 +68,14 @@ class States:
         elif any(vars(state).values()) or client in self.memory:
             self._new[client] = state
 
+    def withdraw(self, client: int) -> ClientState | None:
+        """Return the new state of a client that has trained, and drop it here; None if it keeps nothing."""
+        if self.store is None or not self.writes_at_once:
+            return self._new.pop(client, None)
+        state = self.store.pending(client)
+        self.store.forget(client)
+        return None if state is None else self._here(state)
+
     def amend(self, client: int, kept: Mapping[str, Tensor]) -> None:
         """Let a client that has trained in this round keep ``kept`` for the method, as the server has counted it."""
         if client in self._new:

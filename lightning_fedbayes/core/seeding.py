@@ -9,7 +9,7 @@ import torch
 
 Stream = Literal[
     "cohort", "order", "training", "loading", "validation", "fusion", "partition", "adversaries", "attack", "privacy",
-    "gradients", "evaluation", "held out",
+    "gradients", "evaluation", "held out", "delay",
 ]
 
 SERVER = -1

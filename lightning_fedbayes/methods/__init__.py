@@ -4,6 +4,7 @@ from lightning_fedbayes.methods.averaging import Averaging
 from lightning_fedbayes.methods.ditto import Ditto
 from lightning_fedbayes.methods.fednova import FedNova
 from lightning_fedbayes.methods.fedprox import FedProx
+from lightning_fedbayes.methods.late import FedAsync, FedBuff, Late
 from lightning_fedbayes.methods.method import (
     Cavity,
     LocalProblem,
@@ -25,8 +26,11 @@ __all__ = [
     "Averaging",
     "Cavity",
     "Ditto",
+    "FedAsync",
+    "FedBuff",
     "FedNova",
     "FedProx",
+    "Late",
     "LocalProblem",
     "Method",
     "Participant",

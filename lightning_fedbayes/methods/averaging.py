@@ -51,6 +51,9 @@ class Averaging(Method):
         """See :meth:`Method.prior`."""
         return shared.posterior if self._prior == "global" else None
 
+    def check_late(self, posterior: GaussianPosterior) -> None:
+        """See :meth:`Method.check_late`: averages take late messages as :class:`~lightning_fedbayes.FedBuff` does."""
+
     def advice(self, posterior: GaussianPosterior, round: int, clients: int) -> str | None:
         """Say where the variances of a rule go that repeats what its posteriors have in common."""
         if isinstance(self.rule, AutoFusion) or posterior.is_point_mass:

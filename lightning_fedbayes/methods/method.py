@@ -26,6 +26,7 @@ from lightning_fedbayes.core.private_torch import version_if_any
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.fusion.registry import get_rule, rule_name
 from lightning_fedbayes.fusion.rule import FusionRule, RuleState
+from lightning_fedbayes.methods.late import Late
 
 Tensors = dict[str, Tensor]
 
@@ -40,7 +41,7 @@ class Shared:
     Args:
         posterior: the global posterior, from which clients start; of a network without variances a point mass.
         tensors: the method's own, name → tensor: of :meth:`Method.init`, or of the last :meth:`Method.fuse`.
-        round: its number, from 0.
+        round: its number, from 0; without rounds, how many times as many clients have been heard as train at once.
         share: of one client among all, 1 / K.
         is_new: True until the server has fused a round.
         notes: what a method works out once for all clients of the round, such as sums over parameters.
@@ -388,6 +389,34 @@ class Method:
         Returns: None if that is no part of the posterior by this method.
         """
         return None
+
+    def check_late(self, posterior: GaussianPosterior) -> None:
+        """Raise FederationError if messages cannot be taken that come late; before the first round.
+
+        Args:
+            posterior: the global one.
+        """
+        raise FederationError(
+            f"schedule= with fusion='{self.name}': {type(self).__name__} fuses what clients send about one and the "
+            "same global model, and a late message is about an older one. Take 'sites', or an averaging rule"
+        )
+
+    def late(
+        self, sent: GaussianPosterior, started: Shared, now: Shared, staleness: int, how: Late
+    ) -> GaussianPosterior:
+        """Return what a client would have sent if it had started from the present global model; at the server.
+
+        Args:
+            sent: by the client.
+            started: what it started from.
+            now: what clients start from that begin now.
+            staleness: versions of the global model between them; 0 for a message that is not late.
+            how: the way to take it, for methods that average.
+
+        Raises:
+            FusionError: that is no posterior.
+        """
+        return how.taken(sent, started.posterior, now.posterior, staleness)
 
     def counted(self, posterior: GaussianPosterior) -> GaussianPosterior | None:
         """Return the prior that ``posterior`` contains once, as in an ELBO; None if it contains none or many."""

@@ -12,6 +12,7 @@ from lightning_fedbayes.core.errors import FederationError, FusionError, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.rule import RuleState
 from lightning_fedbayes.fusion.sites import Natural, Sites, by_pieces
+from lightning_fedbayes.methods.late import Late
 from lightning_fedbayes.methods.method import (
     Cavity,
     LocalProblem,
@@ -76,6 +77,43 @@ class SiteMethod(Method):
                 "'train_size' or 'equal'"
             )
         return None
+
+    def check_late(self, posterior: GaussianPosterior) -> None:
+        """See :meth:`Method.check_late`: a site is about a client's data, whatever model it started from."""
+        if self.rule.averaging not in ("pvi", 1):
+            raise FederationError(
+                f"schedule= with {self.described}: this form moves by what a whole cohort changes in one round. Take "
+                "fusion='sites', whose posterior is prior times sites whenever they come"
+            )
+
+    def late(
+        self, sent: GaussianPosterior, started: Shared, now: Shared, staleness: int, how: Late
+    ) -> GaussianPosterior:
+        r"""Return :math:`\lambda + \Delta_k` with the present :math:`\lambda` in place of that which it started from.
+
+        Deterministic parameters move as far from the present value as they have moved from where they started.
+
+        Raises:
+            FusionError: a precision is not positive, which no client of this package causes.
+        """
+        if not staleness:
+            return sent
+        rule, (mean, variance) = self.rule, sent.flatten()
+        before, after = (
+            rule.base(each.posterior, {} if each.is_new else {"begun": True}).flatten() for each in (started, now)
+        )
+
+        def moved(*flat: Tensor) -> tuple[Tensor, ...]:
+            own, old, new = (rule.natural(*flat[i : i + 2]) for i in (0, 2, 4))
+            precision, shift = (sent - base + present for sent, base, present in zip(own, old, new))
+            random = flat[1] > 0
+            mean = torch.where(random, shift / precision, flat[0] - flat[2] + flat[4])
+            return mean, torch.where(random, 1 / precision, 0.0)
+
+        mean, variance = by_pieces(moved, mean, variance, *before, *after)
+        if not bool((variance >= 0).all()):
+            raise FusionError("a site that takes more of a precision away than there is")
+        return sent.unflatten(mean, variance)
 
     def counted(self, posterior: GaussianPosterior) -> GaussianPosterior | None:
         """See :meth:`Method.counted`: the prior, counted once."""

@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FederationError, listed
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.rule import RuleState
+from lightning_fedbayes.methods.late import Late
 from lightning_fedbayes.methods.method import LocalProblem, Method, Participant, Report, Shared, Trained
 
 CUMULATIVE = "sums."
@@ -79,6 +80,27 @@ class Sums(Method):
             adds = name.startswith(CUMULATIVE) and not shared.is_new  # what a module had before is of no client
             mean[name] = shared.posterior.mean[name] + change if adds else change
         return GaussianPosterior.point_mass(mean), averages
+
+    def check_late(self, posterior: GaussianPosterior) -> None:
+        """See :meth:`Method.check_late`: what a client adds to sums is the same whenever it comes."""
+        others = [name for name in posterior.names if not name.startswith(CUMULATIVE)]
+        if others:
+            raise FederationError(
+                f"schedule= with fusion='sums': {listed(others)} are sums over one round's clients at the present "
+                "solution, as the slopes of a softmax head are: take a head whose sums settle everything (one_hot, "
+                "gaussian), or leave schedule= out"
+            )
+
+    def late(
+        self, sent: GaussianPosterior, started: Shared, now: Shared, staleness: int, how: Late
+    ) -> GaussianPosterior:
+        """Return the present sums with the client's change added."""
+        if not staleness:
+            return sent
+        before, after = started.posterior.mean, now.posterior.mean
+        return GaussianPosterior.point_mass(
+            {name: value - before[name] + after[name] for name, value in sent.mean.items()}
+        )
 
     @staticmethod
     def without(

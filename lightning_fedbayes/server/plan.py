@@ -21,6 +21,7 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.core.seeding import generator
+from lightning_fedbayes.server.schedule import Timeline, Turn
 
 STRIDE = 2**31
 """Distance between the numbers of a client's problems: number k of client n trains as client n + k · STRIDE."""
@@ -65,6 +66,7 @@ class RoundPlan:
             leaves training to others needs none.
         local_epochs: passes of each client over its batches.
         clients: number of clients in the federation; 0: that of the cohort.
+        turn: of a federation without rounds, whose messages arrive when; the cohort are those that start then.
 
     Raises:
         FederationError: a number of another kind.
@@ -75,6 +77,7 @@ class RoundPlan:
     starts: tuple[int, ...] = (0,)
     local_epochs: int = 1
     clients: int = 0
+    turn: Turn | None = None
 
     def __post_init__(self) -> None:
         check_at_least("round", self.round, -1)  # before the first
@@ -93,6 +96,18 @@ class RoundPlan:
         """The plan of those that send something: of each client's problems the first."""
         own = tuple(client for client in self.cohort if client < STRIDE)
         return self if own == self.cohort else replace(self, cohort=own, starts=(0,))
+
+    @property
+    def heard(self) -> RoundPlan:
+        """The plan of those whose messages are to be fused: the :attr:`senders`, or those that arrive."""
+        if self.turn is None:
+            return self.senders
+        return replace(self, cohort=tuple(sorted(arrival.client for arrival in self.turn.arrivals)), starts=(0,))
+
+    @property
+    def phase(self) -> int:
+        """The round as methods count it that settle over rounds."""
+        return self.round if self.turn is None else self.turn.phase
 
     @property
     def num_batches(self) -> int:
@@ -127,14 +142,15 @@ class OfClients(Sequence[Any]):
         return self.values[number % STRIDE if isinstance(number, int) else number]
 
 
-def plan_round(round: int, sizes: Sequence[int], batching: Batching) -> RoundPlan:
-    """The plan of ``round`` for clients of these ``sizes`` (numbers of examples)."""
-    cohort = choose_cohort(round, len(sizes), batching.fraction, batching.seed)
+def plan_round(round: int, sizes: Sequence[int], batching: Batching, timeline: Timeline | None = None) -> RoundPlan:
+    """The plan of ``round`` for clients of these ``sizes`` (numbers of examples); without rounds by the ``timeline``."""
+    turn = None if timeline is None else timeline.turn(round)
+    cohort = choose_cohort(round, len(sizes), batching.fraction, batching.seed) if turn is None else turn.starts
     starts = [0]
     cohort = tuple(client + problem * STRIDE for problem in range(batching.problems) for client in cohort)
     for client in cohort:
         starts.append(starts[-1] + batching.local_epochs * batches_per_epoch(sizes[client % STRIDE], batching))
-    return RoundPlan(round, cohort, tuple(starts), batching.local_epochs, len(sizes))
+    return RoundPlan(round, cohort, tuple(starts), batching.local_epochs, len(sizes), turn)
 
 
 def share_of(plan: RoundPlan, rank: int, count: int) -> RoundPlan:
@@ -158,7 +174,7 @@ def share_of(plan: RoundPlan, rank: int, count: int) -> RoundPlan:
             own.append(client)
     cohort = tuple(sorted(own))
     starts = (0, *itertools.accumulate(lengths[client] for client in cohort))
-    return RoundPlan(plan.round, cohort, starts, plan.local_epochs, plan.clients)
+    return replace(plan, cohort=cohort, starts=starts)
 
 
 def cohort_size(clients: int, fraction: Fraction) -> int:

@@ -26,6 +26,7 @@ from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_po
 from lightning_fedbayes.fusion import FusionRule, RuleState
 from lightning_fedbayes.fusion.accumulator import check_finite
 from lightning_fedbayes.fusion.auto import AutoFusion, names_of
+from lightning_fedbayes.methods.late import Late
 from lightning_fedbayes.methods.method import Method, Shared, joined, split
 from lightning_fedbayes.methods.registry import get_method
 from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation
@@ -33,10 +34,15 @@ from lightning_fedbayes.server.guard import Guard, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 from lightning_fedbayes.server.site_guard import guard_of
+from lightning_fedbayes.server.stored import check_network, check_state
+from lightning_fedbayes.server.versions import Versions
 from lightning_fedbayes.server.weighting import CohortWeights, check_probabilistic, check_weighting
 
 HELD_OUT_LOSS = "held_out_loss/"
 """Prefix of the figures of a round that hold a candidate's loss on held-out data."""
+
+NO_BOUND = 1e30
+"""Multiple of the median client that bounds nothing: a guard that only works out what is counted of a late site."""
 
 Scorer = Callable[[Aggregate, "Sequence[Any]"], float]
 """Loss of a candidate on held-out data, of (its result, the notes of all processes)."""
@@ -122,6 +128,8 @@ class Server:
         collective: the processes that share the clients of a round; each has a server, and all hold the same posterior.
         counted_of: where the caller keeps what has been counted of each client's site, it returns that; empty for none.
             None: the server keeps them itself.
+        late: in a federation without rounds, how averages take messages about an older global model; None: all are
+            about the present one.
 
     Attributes:
         posterior, buffers: the global model after the last round; the buffers hold the method's own tensors, too, under
@@ -135,6 +143,7 @@ class Server:
             sites, without a ``max_influence``, and where the caller keeps them.
         untold: clients of whom something else has been counted than they have sent, or who have lost their sites: what
             :attr:`sites` holds is what they have to keep. A client is taken out when its next update counts in full.
+        versions: brings late messages to the present global model; None without ``late``.
 
     Raises:
         FusionError, FederationError: an argument cannot be used.
@@ -150,6 +159,7 @@ class Server:
         safeguards: Safeguards = USUAL,
         collective: Collective = ALONE,
         counted_of: Callable[[int], Mapping[str, Tensor]] | None = None,
+        late: Late | None = None,
     ) -> None:
         check_posterior(posterior, "posterior")
         check_mapping("buffers", {} if buffers is None else buffers, Tensor)
@@ -158,6 +168,8 @@ class Server:
         check_kind("safeguards", safeguards, Safeguards, "give fb.Safeguards(...)")
         self.posterior = posterior
         self.method = get_method(fusion)
+        check_kind("late", late, Late | None, "give fb.FedBuff() or fb.FedAsync()")
+        self.versions = None if late is None else Versions(self.method, late, posterior)
         self.buffers: Mapping[str, Tensor] = joined({} if buffers is None else buffers, self.method.init(posterior))
         self.rules = candidates(self.method)
         self.weighting = weighting
@@ -205,10 +217,14 @@ class Server:
         """
         check_kind("plan", plan, RoundPlan, "give a RoundPlan(round, cohort)")
         self._plan = plan
-        self._shared = Shared(self.posterior, split(self.buffers)[1], plan.round, plan.share, self.is_new)
+        self._shared = Shared(self.posterior, split(self.buffers)[1], plan.phase, plan.share, self.is_new)
+        if self.versions is not None:
+            self.versions.begun[plan.round] = self._shared
         self._outcomes = {}
         self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
         previous, bound = self.posterior, self.safeguards.max_influence
+        if bound is None and self.versions is not None and self.method.takes_sites:
+            bound = NO_BOUND
         if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else nobody needs it as one vector
             previous = previous.flattened()
         guard = None if bound is None or not self.method.bounded else self._guard(previous, bound, plan.share)
@@ -235,18 +251,24 @@ class Server:
         alone = len(self.rules) == 1 and next(iter(self.rules.values())).keeps_sites
         return not (self.rule_state if alone else self.accepted)
 
-    def admit(self, update: ClientUpdate | ClientFailure) -> ClientOutcome:
+    def admit(self, update: ClientUpdate | ClientFailure, started: int | None = None) -> ClientOutcome:
         """Take in what came of a client; an update that cannot be used is left out of the round.
 
         It cannot be used if its names, shapes or buffers are not those of the global model, if a value is not finite,
         or if its client is not in the cohort or has sent one already. ``outcome.error`` says why. The tensors are read
         here: they may be overwritten afterwards.
+
+        Args:
+            update: of the client.
+            started: the round in which it began, of a server made with ``late``; None: the present one.
         """
         check_kind("update", update, ClientUpdate | ClientFailure, "give a ClientUpdate or a ClientFailure")
+        if started is not None:
+            check_at_least("started", started, 0)
         with self._lock:
-            return self._admit(update)
+            return self._admit(update, started)
 
-    def _admit(self, update: ClientUpdate | ClientFailure) -> ClientOutcome:
+    def _admit(self, update: ClientUpdate | ClientFailure, started: int | None) -> ClientOutcome:
         """See :meth:`admit`; one thread at a time."""
         if self._plan is None:
             raise FederationError("no round has begun: call begin(RoundPlan(round, cohort)) before admit")
@@ -257,6 +279,8 @@ class Server:
             return ClientOutcome(update.client, refusal, update.seconds, update.num_examples)
         if isinstance(update, ClientUpdate):
             try:
+                if self.versions is not None and started is not None:
+                    update = self.versions.taken(update, started, self._shared, self._plan.round, self.buffers)
                 for aggregation in self._aggregations.values():
                     aggregation.add(update)
             except FusionError as refusal:
@@ -428,6 +452,7 @@ class Server:
             "sites": {client: dict(kept) for client, kept in self.sites.items()},
             "untold": sorted(self.untold),
             "past": {} if self._past is None else {"sizes": self._past},
+            "begun": {} if self.versions is None else self.versions.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -455,6 +480,8 @@ class Server:
         self.sites = dict(state["sites"])
         self.untold = set(state["untold"])
         self._past = state["past"].get("sizes")
+        if self.versions is not None:
+            self.versions.load_state_dict(state["begun"], device)
         self._rule_states = {**self._rule_states, **known}
 
 
@@ -472,34 +499,3 @@ def _with_refusals(outcomes: tuple[ClientOutcome, ...], admitted: Sequence[Admit
     if not refused:
         return outcomes
     return tuple(replace(each, error=each.error or refused.get(each.client)) for each in outcomes)
-
-
-def check_state(state: Any) -> None:
-    """Raise FederationError unless ``state`` has the parts of :meth:`Server.state_dict`."""
-    check_kind("state", state, Mapping, "give what Server.state_dict() returned")
-    maps = ("posterior", "buffers", "accepted", "rule_states", "sites", "past")
-    kinds: dict[str, type] = {"history": list, "untold": list, **dict.fromkeys(maps, Mapping)}
-    for name, kind in kinds.items():
-        check_kind(f"state['{name}']", state.get(name), kind, "give what Server.state_dict() returned")
-    for name in ("rounds", "failed_rounds"):
-        check_at_least(f"state['{name}']", state.get(name), 0)
-    check_mapping("state['buffers']", state["buffers"], Tensor)
-    check_mapping("state['rule_states']", state["rule_states"], Mapping)
-    check_mapping("state['past']", state["past"], Tensor)
-    for client, kept in state["sites"].items():
-        check_at_least("state['sites']: client", client, 0)
-        check_mapping(f"state['sites'][{client}]", kept, Tensor)
-    for client in state["untold"]:
-        check_at_least("state['untold']: client", client, 0)
-
-
-def check_network(stored: GaussianPosterior, own: GaussianPosterior) -> None:
-    """Raise PosteriorError unless a stored posterior has parameters of this network, which may have more by now."""
-    before, now = ({name: tuple(value.shape) for name, value in each.mean.items()} for each in (stored, own))
-    others = [name for name in before.keys() & now.keys() if before[name] != now[name]]
-    if others or before.keys().isdisjoint(now):
-        then, here = (listed(f"'{name}' {each[name]}" for name in others or each) for each in (before, now))
-        raise PosteriorError(
-            f"the stored posterior is of another network: it has {then}, and this one {here}; build the network as it "
-            "was, or start anew"
-        )

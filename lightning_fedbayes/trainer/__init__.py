@@ -2,6 +2,7 @@
 
 from lightning_fedbayes.trainer.checkpoints import damage, use_whole_checkpoints
 from lightning_fedbayes.trainer.checks import (
+    check_alone,
     check_held_out,
     check_not_finished,
     check_of_a_federation,
@@ -17,6 +18,7 @@ from lightning_fedbayes.trainer.strategy import ClientParallelStrategy, collecti
 __all__ = [
     "ClientParallelStrategy",
     "FitLoop",
+    "check_alone",
     "check_held_out",
     "check_not_finished",
     "check_of_a_federation",

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_fedbayes.clients.adversaries import UpdateAttack
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.exchange import Collective
 from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.trainer.data import held_out_batches
 from lightning_fedbayes.trainer.strategy import ClientParallelStrategy
@@ -116,6 +117,15 @@ def check_same_number(before: Clients, clients: Clients) -> None:
         raise FederationError(
             f"the reloaded training data have {len(clients)} clients, and there were {len(before)}: a client may get "
             "other data during a fit, but none may come or go. Use fraction= for clients that are absent"
+        )
+
+
+def check_alone(collective: Collective) -> None:
+    """Raise FederationError if several processes share the clients of a federation without rounds."""
+    if collective.size > 1:
+        raise FederationError(
+            f"schedule= with {collective.size} processes that share the clients: messages are under way for many rounds, "
+            "and only the process that has trained their clients has them. Use devices=1, or leave schedule= out"
         )
 
 

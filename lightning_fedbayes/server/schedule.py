@@ -1,0 +1,306 @@
+"""Federations without rounds: which clients start when, and whose messages arrive, in virtual time from the seed."""
+
+from __future__ import annotations
+
+import csv
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_fedbayes.core.errors import (
+    FederationError,
+    check_at_least,
+    check_kind,
+    check_number,
+    check_path,
+    is_number,
+    is_whole,
+    shown,
+)
+from lightning_fedbayes.core.seeding import generator
+from lightning_fedbayes.methods.late import FedBuff, Late
+
+
+@dataclass(frozen=True)
+class Delays:
+    r"""Time from a client's start to the arrival of its message, in units of virtual time.
+
+    Client k takes :math:`t\,f_k\,e^{s z}` with z from N(0, 1), drawn anew for each of its jobs from (seed, client, job).
+
+    Args:
+        typical: t > 0, the median time of a client that is not slow.
+        spread: s ≥ 0, standard deviation of the logarithm; 0: all jobs take as long.
+        slow: client → its factor :math:`f_k` > 0.
+        by_size: the time is in proportion to a client's number of examples, t for the mean one.
+        network: median time > 0 that a message is under way in addition, with the same spread; 0 for none.
+        away: (client, from, until): in that time it can neither start nor send. What it has finished arrives when it is
+            back; ``inf``: never.
+        trace: client → the times of its jobs, one after the other, from the first again after the last; in place of
+            everything above for these clients. See :meth:`from_file`.
+
+    Raises:
+        FederationError: an argument is out of range.
+    """
+
+    typical: float = 1.0
+    spread: float = 0.5
+    slow: Mapping[int, float] = field(default_factory=dict)
+    by_size: bool = False
+    network: float = 0.0
+    away: Sequence[tuple[int, float, float]] = ()
+    trace: Mapping[int, Sequence[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_number("typical", self.typical, "[0, inf)")
+        check_number("spread", self.spread, "[0, 5]", why="it is a standard deviation of logarithms")
+        check_number("network", self.network, "[0, inf)")
+        for name, values in (("slow", self.slow), ("trace", self.trace)):
+            check_kind(name, values, Mapping, "give a dict client → value, such as {0: 10.0}")
+            for client in values:
+                check_at_least(f"{name}: client", client, 0)
+        for client, factor in self.slow.items():
+            check_number(f"slow[{client}]", factor, "(0, inf)", why="it multiplies the client's time")
+        for client, times in self.trace.items():
+            if not times or not all(is_number(each) and each >= 0 for each in times):
+                raise FederationError(f"trace[{client}]={shown(times)}: give times of at least 0, at least one")
+        for each in self.away:
+            whole = isinstance(each, Sequence) and len(each) == 3
+            if not whole or not is_whole(each[0]) or not 0 <= each[1] < each[2]:
+                raise FederationError(f"away: {shown(each)}: give (client, from, until) with 0 ≤ from < until")
+
+    @classmethod
+    def from_file(cls, path: str | Path, **options: Any) -> Delays:
+        """Read a trace, a CSV file with the columns "client" and "seconds", a row for each job in its order.
+
+        Args:
+            path: of the file.
+            options: other arguments.
+
+        Raises:
+            FederationError: there is no such file, or no such columns.
+        """
+        file, trace = check_path("path", path), dict[int, list[float]]()
+        try:
+            with file.open(newline="") as lines:
+                for row in csv.DictReader(lines):
+                    trace.setdefault(int(row["client"]), []).append(float(row["seconds"]))
+        except (OSError, KeyError, ValueError) as error:
+            raise FederationError(
+                f"{file} is no trace: {error!r}; give a CSV file with the columns client and seconds"
+            ) from error
+        return cls(trace=trace, **options)
+
+    def duration(self, client: int, job: int, size: float, seed: int) -> float:
+        """Return the time of a client's job number ``job``, from 0, without absences.
+
+        Args:
+            client, job, seed: of what is drawn.
+            size: its number of examples over the mean one.
+        """
+        if client in self.trace:
+            return float(self.trace[client][job % len(self.trace[client])])
+        draws = torch.randn(2, generator=generator(seed, "delay", job, client), dtype=torch.float64)
+        work, network = (math.exp(self.spread * float(z)) for z in draws)
+        own = self.typical * self.slow.get(client, 1.0) * (size if self.by_size else 1.0)
+        return own * work + self.network * network
+
+    def back(self, client: int, time: float) -> float:
+        """Return ``time`` if the client is there then, and otherwise when it is back."""
+        for _ in self.away:  # one absence may end inside another
+            for number, start, until in self.away:
+                if number == client and start <= time < until:
+                    time = until
+        return time
+
+
+@dataclass(frozen=True)
+class Asynchronous:
+    r"""A federation without rounds: clients start and send whenever they are ready, in virtual time.
+
+    ``concurrency`` clients train at once. As soon as ``buffer`` messages have arrived the server fuses them, and the
+    clients that are free start from the new global posterior; nobody waits for the slow. An epoch of the Trainer is one
+    such fusion. What is late counts as the method takes it: a site replaces its old self exactly; a message to an
+    average counts by its staleness (``late=``); other methods are refused.
+
+    With ``buffer`` and ``concurrency`` equal, and delays of 0, it is the federation by rounds, to the bit.
+
+    Args:
+        concurrency: clients that train at once; None: all. Others are drawn from those that are free.
+        buffer: messages that are fused at once.
+        delays: how long clients take: a :class:`Delays`.
+        late: how averages take late messages: :class:`~lightning_fedbayes.FedBuff` or
+            :class:`~lightning_fedbayes.FedAsync`.
+        max_staleness: a message whose client began more versions of the global posterior ago than this is refused when
+            it comes, and nobody waits for it any longer. None: every message counts, however late.
+
+    When to use it: to see what stragglers, absences and staleness do to a federation before it is run over a network.
+
+    Raises:
+        FederationError: an argument is out of range.
+
+    Source: Nguyen et al. 2022 (FedBuff), whose concurrency and buffer these are.
+    """
+
+    concurrency: int | None = None
+    buffer: int = 1
+    delays: Delays = field(default_factory=Delays)
+    late: Late = field(default_factory=FedBuff)
+    max_staleness: int | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("buffer", self.buffer, 1)
+        check_kind("delays", self.delays, Delays, "give fb.Delays(...)")
+        check_kind("late", self.late, Late, "give fb.FedBuff() or fb.FedAsync()")
+        if self.max_staleness is not None:
+            check_at_least("max_staleness", self.max_staleness, 0)
+        if self.concurrency is not None:
+            check_at_least("concurrency", self.concurrency, 1)
+            if self.buffer > self.concurrency:
+                raise FederationError(
+                    f"buffer={self.buffer} with concurrency={self.concurrency}: no more messages can arrive than "
+                    "clients train at once; take a smaller buffer"
+                )
+
+
+class Arrival(NamedTuple):
+    """Message that arrives: when, whose, and of which version of the global posterior, the round that it began in."""
+
+    time: float
+    client: int
+    started: int
+
+
+class Turn(NamedTuple):
+    """What happens between two fusions.
+
+    Args:
+        starts: clients that begin from the present global posterior, ascending, without those that never answer.
+        arrivals: messages that arrive until the next fusion, in their order; those that are too late among them.
+        refused: clients of them whose messages are too late.
+        waiting: messages that are under way at its end, the next one first.
+        time: virtual time at its end.
+        phase: how many times as many messages as clients train at once have been fused before: the round, as methods
+            count it that settle over rounds.
+    """
+
+    starts: tuple[int, ...]
+    arrivals: tuple[Arrival, ...]
+    refused: frozenset[int]
+    waiting: tuple[Arrival, ...]
+    time: float
+    phase: int
+
+
+class Timeline:
+    """Course of a federation without rounds, which follows from its schedule, the clients' sizes and the seed alone.
+
+    Args:
+        schedule: of the federation.
+        sizes: numbers of examples of the clients.
+        seed: of the federation.
+        most: clients that may train at once, for a trial run; None: as the schedule says.
+
+    Raises:
+        FederationError: the schedule is not of that many clients.
+    """
+
+    def __init__(self, schedule: Asynchronous, sizes: Sequence[int], seed: int, most: int | None = None) -> None:
+        clients = len(sizes)
+        together = clients if schedule.concurrency is None else schedule.concurrency
+        named = {*schedule.delays.slow, *schedule.delays.trace, *(client for client, *_ in schedule.delays.away)}
+        if together > clients or schedule.buffer > clients:
+            name = "concurrency" if together > clients else "buffer"
+            raise FederationError(
+                f"{name}={getattr(schedule, name)}, but there are {clients} clients: give at most so many"
+            )
+        if wrong := [client for client in named if client >= clients]:
+            raise FederationError(f"delays= names client {wrong[0]}, but there are {clients} clients, from 0")
+        self.schedule = schedule
+        self.concurrency = min(together, most or together)
+        self.buffer = min(schedule.buffer, self.concurrency)
+        self._mean = sum(sizes) / clients
+        self._sizes = sizes
+        self._seed = seed
+        self._begin()
+
+    def _begin(self) -> None:
+        self._round, self._last, self._time = 0, None, 0.0
+        self._under_way: list[Arrival] = []  # a heap
+        self._busy: dict[int, int] = {}  # client that trains or sends → the version that it started from
+        self._jobs = [0] * len(self._sizes)
+
+    def turn(self, round: int) -> Turn:
+        """Return the turn number ``round``, from 0; an earlier one than the last is worked out from the beginning.
+
+        Raises:
+            FederationError: no message is under way, and nobody can start.
+        """
+        if round < self._round - 1:
+            self._begin()
+        while self._last is None or self._round <= round:
+            self._last = self._next(self._round)
+            self._round += 1
+        return self._last
+
+    def _next(self, round: int) -> Turn:
+        schedule, heard = self.schedule, set[int]()
+        starts, arrivals, refused = set[int](), list[Arrival](), set[int]()
+        while True:
+            starts |= self._fill(round, heard | refused)
+            if not self._under_way or math.isinf(self._under_way[0].time):
+                raise FederationError(
+                    f"after {round} rounds of schedule= no message is under way any more, and no client can start: "
+                    f"{len(self._busy)} clients never come back. Give max_staleness=, a larger concurrency, or fewer "
+                    "rounds"
+                )
+            arrival = heapq.heappop(self._under_way)
+            self._time = max(self._time, arrival.time)
+            self._busy.pop(arrival.client)
+            arrivals.append(arrival)
+            if self._is_lost(arrival.started, round):
+                refused.add(arrival.client)
+                continue
+            heard.add(arrival.client)
+            if len(heard) == self.buffer:
+                break
+        never = {each.client for each in self._under_way if math.isinf(each.time)}
+        waiting = tuple(sorted(self._under_way))
+        phase = round * self.buffer // self.concurrency
+        return Turn(tuple(sorted(starts - never)), tuple(arrivals), frozenset(refused), waiting, self._time, phase)
+
+    def _is_lost(self, started: int, round: int) -> bool:
+        most = self.schedule.max_staleness
+        return most is not None and round - started > most
+
+    def _fill(self, round: int, heard: set[int]) -> set[int]:
+        """Let free clients start until enough train at once, and return them.
+
+        They are drawn as a cohort of a round is; who has been heard since the last fusion has nothing new to start from.
+        """
+        waited_for = sum(not self._is_lost(started, round) for started in self._busy.values())
+        free = self.concurrency - waited_for
+        delays, chosen = self.schedule.delays, set[int]()
+        order = range(len(self._sizes))
+        if free > 0 and self.concurrency < len(self._sizes):
+            order = torch.randperm(len(self._sizes), generator=generator(self._seed, "cohort", round)).tolist()
+        while free > 0:
+            ready = [c for c in order if c not in self._busy and c not in heard]
+            here = [client for client in ready if delays.back(client, self._time) == self._time]
+            for client in here[:free]:
+                size = self._sizes[client] / self._mean
+                spent = delays.duration(client, self._jobs[client], size, self._seed)
+                heapq.heappush(self._under_way, Arrival(delays.back(client, self._time + spent), client, round))
+                self._busy[client] = round
+                self._jobs[client] += 1
+                chosen.add(client)
+            if self._under_way or not ready or here:
+                return chosen
+            self._time = min(delays.back(client, self._time) for client in ready)  # nobody is there: wait for the first
+            if math.isinf(self._time):
+                return chosen
+        return chosen

@@ -1,0 +1,84 @@
+"""Versions of the global model that clients are still at work on, and their messages, brought to the present one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_fedbayes.core.errors import FusionError
+from lightning_fedbayes.core.messages import ClientUpdate
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
+from lightning_fedbayes.methods.late import Late
+from lightning_fedbayes.methods.method import Method, Shared, joined, split
+
+
+class Versions:
+    """What clients have started from in each round, as long as messages about it may come.
+
+    Args:
+        method: says what a late message is.
+        late: the way to take it, for methods that average.
+        posterior: the global one, before training.
+
+    Attributes:
+        begun: round → what its clients have started from.
+
+    Raises:
+        FederationError: the method takes no late messages.
+    """
+
+    def __init__(self, method: Method, late: Late, posterior: GaussianPosterior) -> None:
+        method.check_late(posterior)
+        self.method = method
+        self.late = late
+        self.begun: dict[int, Shared] = {}
+
+    def taken(self, update: ClientUpdate, started: int, now: Shared, round: int, buffers: Mapping[str, Any]) -> ClientUpdate:
+        """Return the update that a client would have sent if it had started from the present global model.
+
+        Args:
+            update: as it was sent.
+            started: the round in which the client began.
+            now, round, buffers: what clients start from that begin now, the present round, the global buffers.
+
+        Raises:
+            FusionError: what the client started from is not known any more, or what it sent is of another network, not
+                finite, or cannot be taken so late.
+        """
+        before, who, present = self.begun.get(started), f"client {update.client}", now.posterior
+        if before is None:
+            raise FusionError(f"{who}: its message is about round {started + 1}, which nobody waits for any more")
+        check_structure(update.posterior, present, who)
+        check_structure(before.posterior, present, f"round {started + 1}")
+        check_finite(update.posterior, who)
+        sent, staleness = update.posterior.ordered(present.names), round - started
+        posterior = self.method.late(sent, before, now, staleness, self.late)
+        if posterior is sent:
+            return update
+        own, others = split(update.buffers)
+        moved = self.late.buffers(own, buffers, staleness)
+        return replace(update, posterior=posterior, buffers=joined(moved, others), kept=None)
+
+    def forget(self, needed: Collection[int]) -> None:
+        """Forget all rounds but those ``needed``."""
+        self.begun = {round: shared for round, shared in self.begun.items() if round in needed}
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """Return the rounds."""
+        return {
+            round: {"posterior": each.posterior.state_dict(), "tensors": dict(each.tensors), "phase": each.round,
+                    "share": each.share, "is_new": each.is_new} for round, each in self.begun.items()
+        }
+
+    def load_state_dict(self, state: Mapping[int, Mapping[str, Any]], device: torch.device) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self.begun = {
+            round: Shared(
+                GaussianPosterior.from_state_dict(each["posterior"]).to(device), dict(each["tensors"]), each["phase"],
+                each["share"], each["is_new"],
+            ) for round, each in state.items()
+        }
