@@ -95,9 +95,8 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         mean_network,
         with_kl,
     )
-    from lightning_fedbayes.server import RoundResult, Safeguards, Server
+    from lightning_fedbayes.server import Asynchronous, Delays, RoundResult, Safeguards, Server
     from lightning_fedbayes.server.plan import RoundPlan
-    from lightning_fedbayes.server.schedule import Asynchronous, Delays
     from lightning_fedbayes.sources.curvature import SWAG, KroneckerLaplace, Laplace
     from lightning_fedbayes.sources.ivon import IVON
     from lightning_fedbayes.trainer import ClientParallelStrategy
@@ -210,7 +209,7 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "core.errors", "core.posterior", "core.messages", "fusion", "methods", "server.plan", "server.schedule", "server",
+    "core.errors", "core.posterior", "core.messages", "fusion", "methods", "server.plan", "server",
     "sources.ivon", "clients.privacy", "layers", "sources.curvature", "data.partition", "data", "modules",
     "clients.adversaries", "clients.learned", "clients.settings", "clients.evaluation", "trainer",
     "callbacks.calibration", "callbacks",

@@ -21,6 +21,7 @@ from lightning_fedbayes.clients.model import frozen_names, with_rest
 from lightning_fedbayes.clients.settings import (
     USUAL,
     Adversaries,
+    Asynchronous,
     BufferPolicy,
     EngineName,
     FederationSettings,
@@ -36,11 +37,9 @@ from lightning_fedbayes.clients.settings import (
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
-from lightning_fedbayes.server.plan import Batching, Fraction, RoundPlan, plan_round, share_of
-from lightning_fedbayes.server.schedule import Asynchronous, Timeline
+from lightning_fedbayes.server.plan import Fraction, RoundPlan, plan_round, share_of
 from lightning_fedbayes.trainer import (
     FitLoop,
-    check_alone,
     check_held_out,
     check_not_finished,
     check_of_a_federation,
@@ -151,8 +150,7 @@ class FederatedBayes(L.Callback):
         self._restored: dict[str, Any] | None = None
         self._loop: FitLoop | None = None
         self._loader: FederatedLoader | None = None
-        self._plan: tuple[RoundPlan, Any, Any] = RoundPlan(-1, ()), None, None  # and its clients and batching
-        self._timeline: Timeline | None = None
+        self._plan: tuple[RoundPlan, Any] = RoundPlan(-1, ()), None  # and its loader
         self._report = FederationReport()
         self._uncertainty = UncertaintyReport()
 
@@ -254,7 +252,7 @@ class FederatedBayes(L.Callback):
         if trainer.current_epoch == 0:  # a new federation: what an earlier fit left is no part of it
             self._federation, self._restored = None, None
             self._report = FederationReport()
-        self._loader = self._timeline = None
+        self._loader = None
         self._uncertainty = bring_reports(trainer, self, self if self.settings.keeps_posteriors else None)
         self._loop = FitLoop(trainer, pl_module)
         self._loop.replace_data(lambda loader: self._federate(trainer, loader))
@@ -293,27 +291,22 @@ class FederatedBayes(L.Callback):
         if before is not None and not self._loop.reloads_data:
             return before
 
-        def plan(clients: Any, batching: Batching) -> RoundPlan:
-            whole = self._planned(trainer, clients, batching)
-            return share_of(whole, collective.rank, collective.size)
+        def plan(loader: FederatedLoader) -> RoundPlan:
+            return share_of(self._planned(trainer, loader), collective.rank, collective.size)
 
         self._loader = federated_loader(loader, self.settings, plan, self._loop.part, **self._loop.limits)
-        if self.settings.schedule is not None and self._timeline is None:
-            check_alone(collective)
-            sizes, most = self._loader.clients.sizes, self._loop.limits["clients_in_a_round"]
-            self._timeline = Timeline(self.settings.schedule, sizes, self.settings.seed, most)
         if before is not None:
             check_same_number(before.clients, self._loader.clients)
             if self._federation is not None:
                 self._federation.engine.use(self._loader)
         return self._loader
 
-    def _planned(self, trainer: L.Trainer, clients: Any, batching: Batching) -> RoundPlan:
+    def _planned(self, trainer: L.Trainer, loader: FederatedLoader) -> RoundPlan:
         """Return the plan of the present round, for all processes; the loader and the hooks ask for the same one."""
-        plan, planned_clients, planned_batching = self._plan
-        if plan.round != trainer.current_epoch or planned_clients is not clients or planned_batching is not batching:
-            plan = plan_round(trainer.current_epoch, clients.sizes, batching, self._timeline)
-            self._plan = plan, clients, batching
+        plan, planned = self._plan
+        if plan.round != trainer.current_epoch or planned is not loader:
+            plan = plan_round(trainer.current_epoch, loader.clients.sizes, loader.batching, loader.timeline)
+            self._plan = plan, loader
         return plan
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -357,7 +350,7 @@ class FederatedBayes(L.Callback):
         loop.begin_round()
         self._uncertainty.set_clients(clients.sizes, clients.counts, clients.classes, clients.names)
         self._report.set_clients(clients)  # data may have been reloaded
-        plan = self._planned(trainer, clients, loader.batching)
+        plan = self._planned(trainer, loader)
         share = share_of(plan, loop.collective.rank, loop.collective.size)
         loop.set_length(self.federation.engine.num_batches(share))
 

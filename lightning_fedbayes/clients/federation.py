@@ -25,7 +25,6 @@ from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.server import RoundResult, Scorer, Server
 from lightning_fedbayes.server.aggregation import Aggregate
 from lightning_fedbayes.server.plan import STRIDE, RoundPlan, share_of
-from lightning_fedbayes.server.schedule import Turn
 
 Stage = Literal["between", "training", "fused"]
 
@@ -265,20 +264,9 @@ class Federation:
             most = None if self.settings.schedule is None else self.settings.schedule.max_staleness
             oldest = 0 if most is None else self.round + 1 - most
             self.server.versions.forget({each for each in self.in_flight.rounds if each >= oldest})
-            result.figures.update(self._times(self.plan.turn, self.round))
+            result.figures.update(self.plan.turn.figures(self.round))
         self.result = result
         return result
-
-    def _times(self, turn: Turn, round: int) -> dict[str, float]:
-        """Return virtual time, staleness and messages under way at the end of a round."""
-        late = [round - each.started for each in turn.arrivals if each.client not in turn.refused]
-        return {
-            "schedule/time": turn.time,
-            "schedule/staleness": sum(late) / len(late),
-            "schedule/largest_staleness": float(max(late)),
-            "schedule/under_way": float(len(turn.waiting)),
-            "schedule/oldest_under_way": float(max((round + 1 - each.started for each in turn.waiting), default=0)),
-        }
 
     def _note(self, extra: Any) -> ProcessNote:
         """Return what the other processes must know of this one's clients beside their updates."""

@@ -29,6 +29,7 @@ from lightning_fedbayes.server.plan import (
     client_batches,
     client_order,
 )
+from lightning_fedbayes.server.schedule import Timeline
 
 BatchOrder = Callable[[RoundPlan], Iterator[tuple[int, int]]]
 """Order of a round's batches: pairs of a client and the number of its batch."""
@@ -62,6 +63,7 @@ class FederatedLoader:
         part: number of this process, and number of the processes that split every batch; see :func:`part_of`.
 
     Attributes:
+        timeline: of a federation without rounds; None with rounds.
         arrangement: the order of batches; None: client after client.
         tensors: per client, the tensors in memory that hold its data, and its rows of them; empty if they are not in
             memory.
@@ -78,6 +80,7 @@ class FederatedLoader:
         self.clients = clients
         self.batching = batching
         self.arrangement: Arrangement | None = None
+        self.timeline: Timeline | None = None
         self._user_loader = loader
         self._plan = plan
         self._worker_seed = torch.Generator()
@@ -255,7 +258,7 @@ def batching_of(
 
 
 def federated_loader(
-    loader: Any, settings: FederationSettings, plan: Callable[[Clients, Batching], RoundPlan],
+    loader: Any, settings: FederationSettings, plan: Callable[[FederatedLoader], RoundPlan],
     part: tuple[int, int] = (0, 1), limit: int | float = 1.0, clients_in_a_round: int | None = None,
 ) -> FederatedLoader:
     """Deal the examples of the user's training ``loader`` out to clients.
@@ -280,6 +283,12 @@ def federated_loader(
         most = max(clients_in_a_round, settings.safeguards.min_clients) / len(clients)
         batching = replace(batching, fraction=min(batching.fraction, most))
     check_batches(clients.names, clients.sizes, batching)
-    check_cohort(len(clients), settings.fraction, settings.safeguards.min_clients)
+    timeline, fewest = None, settings.safeguards.min_clients
+    if settings.schedule is None:
+        check_cohort(len(clients), settings.fraction, fewest)
+    else:
+        timeline = Timeline(settings.schedule, clients.sizes, settings.seed, fewest, clients_in_a_round)
     trained = poisoned(clients, assign(settings.attacks, clients.names, settings.seed))
-    return FederatedLoader(loader, trained, batching, lambda: plan(clients, batching), part)
+    made = FederatedLoader(loader, trained, batching, lambda: plan(made), part)
+    made.timeline = timeline
+    return made

@@ -139,11 +139,6 @@ class FederationSettings:
             raise FederationError(
                 f"fraction={self.fraction} with schedule=: say how many clients train at once by concurrency="
             )
-        if schedule.buffer < self.safeguards.min_clients:
-            raise FederationError(
-                f"min_clients={self.safeguards.min_clients} with schedule=Asynchronous(buffer={schedule.buffer}): "
-                "every fusion would have too few messages; take a larger buffer"
-            )
 
     @property
     def method(self) -> Method:

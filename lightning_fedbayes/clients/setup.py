@@ -121,7 +121,8 @@ def make_engine(
     if name == "sequential":
         return one_by_one()
     cohort = choose_cohort(0, len(sizes), settings.fraction, settings.seed)
-    cohort = cohort if settings.schedule is None else cohort[: settings.schedule.buffer]  # as many start at once
+    if settings.schedule is not None:
+        cohort = cohort[: settings.schedule.together(len(sizes))[1]]  # so many start at once
     largest = sorted(cohort * 2, key=lambda number: -sizes[number])[:: 2 if len(cohort) > 1 else 1]
     pair = [Client(number, names[number], sizes[number], 0, i, 2) for i, number in enumerate(largest[:2])]
     device = context.device.type

@@ -65,3 +65,10 @@ def names_of(rules: Iterable[FusionRule]) -> Iterator[str]:
         }
         described = ", ".join(f"{key}={value}" for key, value in options.items())
         yield rule_name(rule) + (f"({described})" if described else "")
+
+
+def candidates(rule: FusionRule | AutoFusion) -> dict[str, FusionRule]:
+    """Return a rule by its name with its arguments; of an ``AutoFusion``, all candidates."""
+    if isinstance(rule, AutoFusion):
+        return dict(zip(rule.names, rule.rules, strict=True))
+    return {next(names_of([rule])): rule}

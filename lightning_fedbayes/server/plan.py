@@ -143,7 +143,7 @@ class OfClients(Sequence[Any]):
 
 
 def plan_round(round: int, sizes: Sequence[int], batching: Batching, timeline: Timeline | None = None) -> RoundPlan:
-    """The plan of ``round`` for clients of these ``sizes`` (numbers of examples); without rounds by the ``timeline``."""
+    """The plan of ``round`` for clients of these ``sizes`` (numbers of examples), or of a turn of the ``timeline``."""
     turn = None if timeline is None else timeline.turn(round)
     cohort = choose_cohort(round, len(sizes), batching.fraction, batching.seed) if turn is None else turn.starts
     starts = [0]

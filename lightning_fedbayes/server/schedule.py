@@ -30,7 +30,7 @@ from lightning_fedbayes.methods.late import FedBuff, Late
 class Delays:
     r"""Time from a client's start to the arrival of its message, in units of virtual time.
 
-    Client k takes :math:`t\,f_k\,e^{s z}` with z from N(0, 1), drawn anew for each of its jobs from (seed, client, job).
+    Client k takes :math:`t\,f_k\,e^{s z}` with z from N(0, 1), drawn from the seed for each of its jobs.
 
     Args:
         typical: t > 0, the median time of a client that is not slow.
@@ -131,7 +131,7 @@ class Asynchronous:
 
     Args:
         concurrency: clients that train at once; None: all. Others are drawn from those that are free.
-        buffer: messages that are fused at once.
+        buffer: messages that are fused at once; None: half as many as train at once, at least one.
         delays: how long clients take: a :class:`Delays`.
         late: how averages take late messages: :class:`~lightning_fedbayes.FedBuff` or
             :class:`~lightning_fedbayes.FedAsync`.
@@ -147,24 +147,30 @@ class Asynchronous:
     """
 
     concurrency: int | None = None
-    buffer: int = 1
+    buffer: int | None = None
     delays: Delays = field(default_factory=Delays)
     late: Late = field(default_factory=FedBuff)
     max_staleness: int | None = None
 
     def __post_init__(self) -> None:
-        check_at_least("buffer", self.buffer, 1)
+        if self.buffer is not None:
+            check_at_least("buffer", self.buffer, 1)
         check_kind("delays", self.delays, Delays, "give fb.Delays(...)")
         check_kind("late", self.late, Late, "give fb.FedBuff() or fb.FedAsync()")
         if self.max_staleness is not None:
             check_at_least("max_staleness", self.max_staleness, 0)
         if self.concurrency is not None:
             check_at_least("concurrency", self.concurrency, 1)
-            if self.buffer > self.concurrency:
+            if self.buffer is not None and self.buffer > self.concurrency:
                 raise FederationError(
                     f"buffer={self.buffer} with concurrency={self.concurrency}: no more messages can arrive than "
                     "clients train at once; take a smaller buffer"
                 )
+
+    def together(self, clients: int) -> tuple[int, int]:
+        """Return concurrency and buffer in a federation of so many clients."""
+        concurrency = clients if self.concurrency is None else self.concurrency
+        return concurrency, max(1, concurrency // 2) if self.buffer is None else self.buffer
 
 
 class Arrival(NamedTuple):
@@ -176,7 +182,7 @@ class Arrival(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What happens between two fusions.
+    """Course of a federation between two fusions.
 
     Args:
         starts: clients that begin from the present global posterior, ascending, without those that never answer.
@@ -195,6 +201,17 @@ class Turn(NamedTuple):
     time: float
     phase: int
 
+    def figures(self, round: int) -> dict[str, float]:
+        """Return virtual time, the staleness of what counts, and what is under way at the end, for the history."""
+        late = [round - each.started for each in self.arrivals if each.client not in self.refused]
+        return {
+            "schedule/time": self.time,
+            "schedule/staleness": sum(late) / len(late),
+            "schedule/largest_staleness": float(max(late)),
+            "schedule/under_way": float(len(self.waiting)),
+            "schedule/oldest_under_way": float(max((round + 1 - each.started for each in self.waiting), default=0)),
+        }
+
 
 class Timeline:
     """Course of a federation without rounds, which follows from its schedule, the clients' sizes and the seed alone.
@@ -203,26 +220,34 @@ class Timeline:
         schedule: of the federation.
         sizes: numbers of examples of the clients.
         seed: of the federation.
+        min_clients: messages without which a fusion counts for nothing.
         most: clients that may train at once, for a trial run; None: as the schedule says.
 
     Raises:
         FederationError: the schedule is not of that many clients.
     """
 
-    def __init__(self, schedule: Asynchronous, sizes: Sequence[int], seed: int, most: int | None = None) -> None:
+    def __init__(
+        self, schedule: Asynchronous, sizes: Sequence[int], seed: int, min_clients: int = 1, most: int | None = None
+    ) -> None:
         clients = len(sizes)
-        together = clients if schedule.concurrency is None else schedule.concurrency
+        together, buffer = schedule.together(clients)
         named = {*schedule.delays.slow, *schedule.delays.trace, *(client for client, *_ in schedule.delays.away)}
-        if together > clients or schedule.buffer > clients:
+        if together > clients or buffer > clients:
             name = "concurrency" if together > clients else "buffer"
             raise FederationError(
                 f"{name}={getattr(schedule, name)}, but there are {clients} clients: give at most so many"
+            )
+        if buffer < min_clients:
+            raise FederationError(
+                f"min_clients={min_clients} with a buffer of {buffer}: every fusion of schedule= would have too few "
+                "messages; take a larger buffer"
             )
         if wrong := [client for client in named if client >= clients]:
             raise FederationError(f"delays= names client {wrong[0]}, but there are {clients} clients, from 0")
         self.schedule = schedule
         self.concurrency = min(together, most or together)
-        self.buffer = min(schedule.buffer, self.concurrency)
+        self.buffer = min(buffer, self.concurrency)
         self._mean = sum(sizes) / clients
         self._sizes = sizes
         self._seed = seed
@@ -248,7 +273,7 @@ class Timeline:
         return self._last
 
     def _next(self, round: int) -> Turn:
-        schedule, heard = self.schedule, set[int]()
+        heard = set[int]()
         starts, arrivals, refused = set[int](), list[Arrival](), set[int]()
         while True:
             starts |= self._fill(round, heard | refused)
@@ -278,9 +303,9 @@ class Timeline:
         return most is not None and round - started > most
 
     def _fill(self, round: int, heard: set[int]) -> set[int]:
-        """Let free clients start until enough train at once, and return them.
+        """Let free clients start until enough train at once, without those ``heard``; return who starts.
 
-        They are drawn as a cohort of a round is; who has been heard since the last fusion has nothing new to start from.
+        They are drawn as a cohort is; who has been heard since the last fusion has nothing new to begin with.
         """
         waited_for = sum(not self._is_lost(started, round) for started in self._busy.values())
         free = self.concurrency - waited_for

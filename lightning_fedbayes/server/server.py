@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_fedbayes.core.errors import (
     FederationError,
     FusionError,
-    PosteriorError,
     check_at_least,
     check_kind,
     listed,
@@ -23,12 +22,9 @@ from lightning_fedbayes.core.errors import (
 from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, bytes_of, check_mapping
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_posterior
-from lightning_fedbayes.fusion import FusionRule, RuleState
-from lightning_fedbayes.fusion.accumulator import check_finite
-from lightning_fedbayes.fusion.auto import AutoFusion, names_of
-from lightning_fedbayes.methods.late import Late
-from lightning_fedbayes.methods.method import Method, Shared, joined, split
-from lightning_fedbayes.methods.registry import get_method
+from lightning_fedbayes.fusion import AutoFusion, FusionRule, RuleState, candidates, check_finite
+from lightning_fedbayes.methods import Late, Method, Shared, get_method
+from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation
 from lightning_fedbayes.server.guard import Guard, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
@@ -128,8 +124,7 @@ class Server:
         collective: the processes that share the clients of a round; each has a server, and all hold the same posterior.
         counted_of: where the caller keeps what has been counted of each client's site, it returns that; empty for none.
             None: the server keeps them itself.
-        late: in a federation without rounds, how averages take messages about an older global model; None: all are
-            about the present one.
+        late: how averages take messages about an older global model; None: all are about the present one.
 
     Attributes:
         posterior, buffers: the global model after the last round; the buffers hold the method's own tensors, too, under
@@ -138,7 +133,7 @@ class Server:
         rounds: number of the round after the last finished one.
         failed_rounds: number of rounds in a row, up to the last, that came to nothing.
         history: one dict of figures per finished round, in order; its "round" counts from 1.
-        accepted: client → number of rounds that were done when its last update counted; missing if none has.
+        accepted: client → the round, from 1, in which it trained what has counted of it last; missing if nothing has.
         sites: client → what has been counted of its site, under the names that the client's own has; empty without
             sites, without a ``max_influence``, and where the caller keeps them.
         untold: clients of whom something else has been counted than they have sent, or who have lost their sites: what
@@ -171,7 +166,7 @@ class Server:
         check_kind("late", late, Late | None, "give fb.FedBuff() or fb.FedAsync()")
         self.versions = None if late is None else Versions(self.method, late, posterior)
         self.buffers: Mapping[str, Tensor] = joined({} if buffers is None else buffers, self.method.init(posterior))
-        self.rules = candidates(self.method)
+        self.rules = candidates(self.method.rule)
         self.weighting = weighting
         self.safeguards = safeguards
         self.collective = collective
@@ -189,6 +184,7 @@ class Server:
         self._shared = Shared(posterior)
         self._aggregations: dict[str, Aggregation] = {}
         self._outcomes: dict[int, ClientOutcome] = {}
+        self._started: dict[int, int] = {}
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -220,7 +216,7 @@ class Server:
         self._shared = Shared(self.posterior, split(self.buffers)[1], plan.phase, plan.share, self.is_new)
         if self.versions is not None:
             self.versions.begun[plan.round] = self._shared
-        self._outcomes = {}
+        self._outcomes, self._started = {}, {}
         self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
         previous, bound = self.posterior, self.safeguards.max_influence
         if bound is None and self.versions is not None and self.method.takes_sites:
@@ -260,11 +256,10 @@ class Server:
 
         Args:
             update: of the client.
-            started: the round in which it began, of a server made with ``late``; None: the present one.
+            started: the round in which it began, where messages may be late; None: the present one.
         """
         check_kind("update", update, ClientUpdate | ClientFailure, "give a ClientUpdate or a ClientFailure")
-        if started is not None:
-            check_at_least("started", started, 0)
+        check_at_least("started", started or 0, 0)
         with self._lock:
             return self._admit(update, started)
 
@@ -281,6 +276,7 @@ class Server:
             try:
                 if self.versions is not None and started is not None:
                     update = self.versions.taken(update, started, self._shared, self._plan.round, self.buffers)
+                    self._started[update.client] = started
                 for aggregation in self._aggregations.values():
                     aggregation.add(update)
             except FusionError as refusal:
@@ -332,7 +328,7 @@ class Server:
         self.failed_rounds = 0 if aggregate is not None else self.failed_rounds + 1
         valid = [outcome for outcome in outcomes if outcome.error is None]
         if aggregate is not None:
-            self.accepted |= {outcome.client: self.rounds for outcome in valid}
+            self.accepted |= {each.client: 1 + self._started.get(each.client, self._plan.round) for each in valid}
         figures = {
             "round": float(self.rounds),
             **({} if aggregate is None else aggregate.metrics),
@@ -483,14 +479,6 @@ class Server:
         if self.versions is not None:
             self.versions.load_state_dict(state["begun"], device)
         self._rule_states = {**self._rule_states, **known}
-
-
-def candidates(method: Method) -> dict[str, FusionRule]:
-    """Return the rule of a method, by its name with its arguments; of an ``AutoFusion``, all candidates."""
-    rule = method.rule
-    if isinstance(rule, AutoFusion):
-        return dict(zip(rule.names, rule.rules, strict=True))
-    return {next(names_of([rule])): rule}
 
 
 def _with_refusals(outcomes: tuple[ClientOutcome, ...], admitted: Sequence[Admitted]) -> tuple[ClientOutcome, ...]:

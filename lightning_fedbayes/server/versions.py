@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.core.messages import ClientUpdate
@@ -17,7 +18,7 @@ from lightning_fedbayes.methods.method import Method, Shared, joined, split
 
 
 class Versions:
-    """What clients have started from in each round, as long as messages about it may come.
+    """Record of what clients have started from in each round, as long as messages about it may come.
 
     Args:
         method: says what a late message is.
@@ -37,7 +38,9 @@ class Versions:
         self.late = late
         self.begun: dict[int, Shared] = {}
 
-    def taken(self, update: ClientUpdate, started: int, now: Shared, round: int, buffers: Mapping[str, Any]) -> ClientUpdate:
+    def taken(
+        self, update: ClientUpdate, started: int, now: Shared, round: int, buffers: Mapping[str, Tensor]
+    ) -> ClientUpdate:
         """Return the update that a client would have sent if it had started from the present global model.
 
         Args:

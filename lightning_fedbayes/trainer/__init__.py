@@ -2,7 +2,6 @@
 
 from lightning_fedbayes.trainer.checkpoints import damage, use_whole_checkpoints
 from lightning_fedbayes.trainer.checks import (
-    check_alone,
     check_held_out,
     check_not_finished,
     check_of_a_federation,
@@ -18,7 +17,6 @@ from lightning_fedbayes.trainer.strategy import ClientParallelStrategy, collecti
 __all__ = [
     "ClientParallelStrategy",
     "FitLoop",
-    "check_alone",
     "check_held_out",
     "check_not_finished",
     "check_of_a_federation",

@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_fedbayes.clients.adversaries import UpdateAttack
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.core.exchange import Collective
 from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.trainer.data import held_out_batches
 from lightning_fedbayes.trainer.strategy import ClientParallelStrategy
@@ -38,6 +37,11 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, settings: Feder
         raise FederationError(
             f"{waiting[0]} looks at what the honest clients of a round have sent, and with devices="
             f"{trainer.world_size} other processes train some of them; use devices=1"
+        )
+    if settings.schedule is not None and isinstance(trainer.strategy, ClientParallelStrategy):
+        raise FederationError(
+            f"schedule= with strategy='fedbayes', devices={trainer.world_size}: messages are under way for many "
+            "rounds, and only the process that has trained their clients has them; use devices=1, or no schedule="
         )
 
 
@@ -117,15 +121,6 @@ def check_same_number(before: Clients, clients: Clients) -> None:
         raise FederationError(
             f"the reloaded training data have {len(clients)} clients, and there were {len(before)}: a client may get "
             "other data during a fit, but none may come or go. Use fraction= for clients that are absent"
-        )
-
-
-def check_alone(collective: Collective) -> None:
-    """Raise FederationError if several processes share the clients of a federation without rounds."""
-    if collective.size > 1:
-        raise FederationError(
-            f"schedule= with {collective.size} processes that share the clients: messages are under way for many rounds, "
-            "and only the process that has trained their clients has them. Use devices=1, or leave schedule= out"
         )
 
 

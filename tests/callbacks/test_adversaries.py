@@ -164,7 +164,7 @@ def test_flipping_does_not_disturb_the_generators_nor_the_honest_clients():
     def batches(adversaries):
         settings = fb.FederationSettings(SIZES, adversaries=adversaries)
         plan = plan_round(0, SIZES.sizes, Batching(batch_size=8))
-        made = list(federated_loader(loader(Noisy()), settings, lambda clients, batching: plan))
+        made = list(federated_loader(loader(Noisy()), settings, lambda made: plan))
         return [made[start:stop] for start, stop in zip(plan.starts, plan.starts[1:], strict=False)]
 
     torch.manual_seed(5)
