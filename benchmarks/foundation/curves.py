@@ -1,9 +1,9 @@
 """NLL and accuracy by exchange and by byte where a tenth of the clients takes part in each round.
 
     python -m benchmarks.foundation.features --data DIR --out FOLDER
-    python -m benchmarks.foundation.curves --features FOLDER [--seeds 3]
+    python -m benchmarks.foundation.curves --features FOLDER [--seeds 3] [--images 200 1000 5000 50000]
 
-CIFAR-10's features, 1,000 training images. Rates are chosen on seed 0 by the examples that set temperatures. Each
+CIFAR-10's features. Rates are chosen on seed 0 by the examples that set temperatures, for each number of images. Each
 finished cell is one line of results/curves.jsonl, and no cell is run twice. The table is written into CURVES.md, the
 picture is curves.png.
 """
@@ -11,6 +11,7 @@ picture is curves.png.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -35,7 +36,7 @@ from lightning_fedbayes.core.tables import markdown_table
 
 HERE = Path(__file__).parent
 FILE = HERE / "results" / "curves.jsonl"
-IMAGES, EPOCHS, FRACTION = 1000, 2, 0.1
+SIZES, IN_PICTURE, EPOCHS, FRACTION = (200, 1000, 5000, 50_000), 1000, 2, 0.1
 SCORED = (1, 2, 4, 8, 15, 30)
 """Rounds after which the global head is scored."""
 HELD_OUT, TESTED = 1000, 2000
@@ -46,6 +47,7 @@ SPLITS: dict[str, Any] = {
     "100 clients, one class each": fb.ClassPartition(100, 1),
     "10 clients, one class each": fb.ClassPartition(10, 1),
 }
+CLIENTS = {split: int(split.split()[0]) for split in SPLITS}
 EXACT, ALL = heads.ONE_HOT, f"{heads.SOFTMAX}, all clients in each round"
 RATES = {
     EXACT: (0.0,), ALL: (0.0,), "FedAvg": (1e-2, 1e-1, 1.0), "FedProx": (1e-2, 1e-1, 1.0),
@@ -55,12 +57,13 @@ RATES = {
 
 
 class Cell(NamedTuple):
-    """One head of one split."""
+    """One head of one split of so many images."""
 
     split: str
     method: str
     rate: float
     seed: int
+    images: int = 1000
 
 
 class Point(NamedTuple):
@@ -76,7 +79,7 @@ class Point(NamedTuple):
 
 def task_of(found: Mapping[str, Tensor], cell: Cell) -> heads.Task:
     """Return data, dealt out."""
-    task = heads.cifar(found, heads.Cell("CIFAR-10", IMAGES, "any", "", 0.0, cell.seed))
+    task = heads.cifar(found, heads.Cell("CIFAR-10", cell.images, "any", "", 0.0, cell.seed))
     for number, part in enumerate(SPLITS[cell.split].split(task.train[1], seed=cell.seed).indices):
         task.clients[part] = number
     calibration, test = (
@@ -166,39 +169,51 @@ def together(task: heads.Task, clients: Sequence[Sequence[Tensor]]) -> list[Poin
         sent, rounds = sent + each, rounds + 1
 
 
+def of_another_split(cell: Cell, done: Curves) -> list[Point]:
+    """Return the curve of the softmax head of another split of the same images: the same, but for bytes of clients."""
+    if cell.method != ALL:
+        return []
+    count = CLIENTS[cell.split]
+    for other, points in done.items():
+        if other[1:] == cell[1:]:
+            return [point._replace(megabytes=point.megabytes * count / CLIENTS[other.split]) for point in points]
+    return []
+
+
 # -- cells, table and picture ------------------------------------------------------------------------------------------
 
 Curves = Mapping[Cell, Sequence[Point]]
 
 
-def chosen(done: Curves, split: str, method: str) -> float:
+def chosen(done: Curves, split: str, method: str, images: int) -> float:
     """Return the rate of the least NLL on the examples that set temperatures, after the last round of seed 0."""
-    rates = [rate for rate in RATES[method] if Cell(split, method, rate, 0) in done]
-    return min(rates, key=lambda rate: done[Cell(split, method, rate, 0)][-1].calibration_nll)
+    tried = [Cell(split, method, rate, 0, images) for rate in RATES[method]]
+    return min((c for c in tried if c in done), key=lambda c: done[c][-1].calibration_nll, default=tried[0]).rate
 
 
-def cells_of(seeds: int, done: Curves) -> Iterator[Cell]:
+def cells_of(seeds: int, done: Curves, sizes: Sequence[int]) -> Iterator[Cell]:
     """Yield cells, those of seed 0 first."""
-    for seed in range(seeds):
-        for split in SPLITS:
-            for method, rates in RATES.items():
-                own = rates if seed == 0 else [chosen(done, split, method)]
-                yield from (Cell(split, method, rate, seed) for rate in own)
+    for images, seed, split, method in itertools.product(sizes, range(seeds), SPLITS, RATES):
+        own = RATES[method] if seed == 0 else [chosen(done, split, method, images)]
+        yield from (Cell(split, method, rate, seed, images) for rate in own)
 
 
-def best(done: Curves, split: str, method: str) -> list[Sequence[Point]]:
+def best(done: Curves, split: str, method: str, images: int) -> list[Sequence[Point]]:
     """Return the curves of a method's chosen rate, one for each seed."""
-    rate = chosen(done, split, method)
-    return [curve for cell, curve in done.items() if cell[:3] == (split, method, rate)]
+    wanted = split, method, chosen(done, split, method, images)
+    return [curve for cell, curve in done.items() if cell[:3] == wanted and cell.images == images]
 
 
-def table(done: Curves, rounds: Sequence[int] = (1, 8, 30)) -> str:
+def table(done: Curves, images: int, rounds: Sequence[int] = (1, 8, 30)) -> str:
     """Return the scores after some rounds, means over the seeds; a head that is done stays as it is."""
     rows = []
     for split in SPLITS:
         for method in RATES:
-            curves = best(done, split, method)
-            row: list[Any] = [split, method, f"{chosen(done, split, method):g}" if len(RATES[method]) > 1 else ""]
+            curves = best(done, split, method, images)
+            if not curves:
+                continue
+            rate = f"{chosen(done, split, method, images):g}" if len(RATES[method]) > 1 else ""
+            row: list[Any] = [split, method, rate]
             for number in rounds:
                 points = [max((p for p in curve if p.rounds <= number), key=lambda p: p.rounds) for curve in curves]
                 nll, right = (statistics.fmean(p[i] for p in points) for i in (3, 4))
@@ -218,7 +233,7 @@ def picture(done: Curves) -> Any:
     for row, split in zip(axes, SPLITS):
         for axis, (label, across, up) in zip(row, columns):
             for method, colour in zip(RATES, PALETTE):
-                curves = best(done, split, method)
+                curves = best(done, split, method, IN_PICTURE)
                 size = min(len(curve) for curve in curves)
                 xs = [statistics.fmean(getattr(c[i], across) for c in curves) for i in range(size)]
                 ys = [[getattr(c[i], up) for c in curves] for i in range(size)]
@@ -234,20 +249,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--features", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--images", type=int, nargs="+", default=SIZES, help="numbers of training images")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = {**kept(arguments.features, "cifar", dict), **kept(arguments.features, "outside", dict)}
     lines = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
     done = {Cell(**line["cell"]): [Point(*each) for each in line["points"]] for line in lines}
-    for cell in tqdm(cells_of(arguments.seeds, done)):
+    for cell in tqdm(cells_of(arguments.seeds, done, arguments.images)):
         if cell in done:
             continue
         with quietly():
-            done[cell] = run(cell, found)
+            done[cell] = of_another_split(cell, done) or run(cell, found)
         with FILE.open("a") as out:
             short = [[float(f"{value:.5g}") for value in each] for each in done[cell]]
             out.write(json.dumps({"cell": cell._asdict(), "points": short}) + "\n")
-    include(HERE / "CURVES.md", table(done))
+    parts = [(f"### {images:,} training images", table(done, images)) for images in SIZES]
+    include(HERE / "CURVES.md", "\n\n".join(text for part in parts if "\n" in part[1] for text in part))
     picture(done).savefig(HERE / "curves.png", dpi=70)
 
 

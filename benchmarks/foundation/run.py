@@ -54,7 +54,7 @@ SPLITS = {
 }
 SIZES = (200, 1000, 5000, 50_000)
 FEW, LARGEST = 1000, "Dirichlet(0.05)"
-"""Training images up to which every seed tries all rates, with more only the first; and the split of the most images."""
+"""Images up to which every seed tries all rates, with more only the first; and the split of the most images."""
 AFL = "AFL, its code"
 """Rows of :mod:`benchmarks.foundation.peers`."""
 

@@ -72,7 +72,8 @@ class Sites(StatefulSumRule):
     3. the server's new posterior is :math:`\alpha\,(\lambda_0 + \sum_k \lambda_k) + (1 - \alpha)\,(\lambda +
        \mathrm{mean}_k\,\Delta_k / \rho)`, with the prior :math:`\lambda_0` and the sites of *all* clients.
 
-    In the first round the prior stands in the place of the global posterior. A client that is absent keeps its site.
+    Rounds r count passes over all clients: where a part C of them takes part in each, the r of a round is C times its
+    number. In the first round the prior stands in the place of the global posterior. A client that is absent keeps its site.
     The default step is of every client and parameter, :math:`\rho_k = 1/K + 3 \max(0, \Lambda_k) / \Lambda` for K
     clients in all; one that is a number is raised to :math:`1.05\,\Lambda_k / \Lambda` where it is less (towards a
     step of 1, to :math:`\Lambda_k / \Lambda`). So no cavity is improper: a local problem with a convex loss is

@@ -41,7 +41,7 @@ class Shared:
     Args:
         posterior: the global posterior, from which clients start; of a network without variances a point mass.
         tensors: the method's own, name → tensor: of :meth:`Method.init`, or of the last :meth:`Method.fuse`.
-        round: its number, from 0; without rounds, how many times as many clients have been heard as train at once.
+        round: how often each client has been heard before, on average: its number, from 0, where all take part.
         share: of one client among all, 1 / K.
         is_new: True until the server has fused a round.
         notes: what a method works out once for all clients of the round, such as sums over parameters.

@@ -82,6 +82,7 @@ class Guard:
         max_influence: multiple of the median size that is allowed, at least 1.
         past: what :attr:`past` was after the round before; None before the first.
         is_alone: the federation has one client, which nobody need be protected from.
+        part: of all clients that a fusion hears, in a federation without rounds; otherwise 1.
 
     Attributes:
         past: usual lengths of whole updates in the rounds so far, shape (kinds of lengths,), the earlier the less.
@@ -95,9 +96,10 @@ class Guard:
 
     def __init__(
         self, previous: GaussianPosterior, probabilistic: Collection[str], max_influence: float,
-        past: Tensor | None = None, is_alone: bool = False,
+        past: Tensor | None = None, is_alone: bool = False, part: float = 1.0,
     ) -> None:
         self.previous = previous
+        self.part = part
         self.probabilistic = probabilistic
         self.max_influence = max_influence
         self.counted: dict[int, dict[str, Tensor]] = {}
@@ -260,7 +262,7 @@ class Guard:
     def remember(self, sizes: Tensor, weights: Sequence[float]) -> None:
         """Let the sizes of a round's clients, as they count, be what is usual in later rounds of few clients."""
         usual = self._usual(sizes)
-        self.past = usual if self.past is None else torch.maximum(usual, DECAY * self.past)
+        self.past = usual if self.past is None else torch.maximum(usual, DECAY**self.part * self.past)
 
     def _usual(self, sizes: Tensor) -> Tensor:
         """Return the second largest lengths of whole updates over the clients; the largest where there are too few."""

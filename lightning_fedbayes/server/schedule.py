@@ -190,8 +190,7 @@ class Turn(NamedTuple):
         refused: clients of them whose messages are too late.
         waiting: messages that are under way at its end, the next one first.
         time: virtual time at its end.
-        phase: how many times as many messages as clients train at once have been fused before: the round, as methods
-            count it that settle over rounds.
+        phase: the round as methods count it that settle over rounds: how often each client has been heard, on average.
     """
 
     starts: tuple[int, ...]
@@ -274,9 +273,10 @@ class Timeline:
 
     def _next(self, round: int) -> Turn:
         heard = set[int]()
-        starts, arrivals, refused = set[int](), list[Arrival](), set[int]()
+        starts, arrivals, refused = self._fill(round, heard), list[Arrival](), set[int]()
         while True:
-            starts |= self._fill(round, heard | refused)
+            if not self._under_way or self._under_way[0].time > self._time:  # those that come at once are heard at once
+                starts |= self._fill(round, heard | refused)
             if not self._under_way or math.isinf(self._under_way[0].time):
                 raise FederationError(
                     f"after {round} rounds of schedule= no message is under way any more, and no client can start: "
@@ -295,7 +295,7 @@ class Timeline:
                 break
         never = {each.client for each in self._under_way if math.isinf(each.time)}
         waiting = tuple(sorted(self._under_way))
-        phase = round * self.buffer // self.concurrency
+        phase = round * self.buffer // len(self._sizes)
         return Turn(tuple(sorted(starts - never)), tuple(arrivals), frozenset(refused), waiting, self._time, phase)
 
     def _is_lost(self, started: int, round: int) -> bool:

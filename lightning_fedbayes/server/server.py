@@ -223,7 +223,7 @@ class Server:
             bound = NO_BOUND
         if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else nobody needs it as one vector
             previous = previous.flattened()
-        guard = None if bound is None or not self.method.bounded else self._guard(previous, bound, plan.share)
+        guard = None if bound is None or not self.method.bounded else self._guard(previous, bound, plan)
         expected = self.buffers if self.method.sends else split(self.buffers)[0]
         self._aggregations = {
             name: Aggregation(
@@ -233,13 +233,20 @@ class Server:
         }
         return self._shared
 
-    def _guard(self, previous: GaussianPosterior, bound: float, share: float) -> Guard:
+    def _guard(self, previous: GaussianPosterior, bound: float, plan: RoundPlan) -> Guard:
         """Return what bounds the round's clients."""
         if self.is_new:
             self.sites, self.untold = {}, set()
         rule, state = next(iter(self.rules.values())), next(iter(self._rule_states.values()))
         counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
-        return guard_of(rule, previous, state, self._probabilistic, bound, share, counted_of, self._past)
+        part = 1.0 if self.versions is None else len(plan.cohort) * plan.share
+
+        def passes_of(client: int) -> float:
+            return max(1.0, part * (plan.round + 1 - self._started.get(client, plan.round)))
+
+        return guard_of(
+            rule, previous, state, self._probabilistic, bound, plan.share, counted_of, self._past, part, passes_of
+        )
 
     @property
     def is_new(self) -> bool:

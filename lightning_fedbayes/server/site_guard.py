@@ -48,13 +48,18 @@ class SiteLimits(Limits):
     Args:
         sizes, weight: see :class:`~lightning_fedbayes.server.guard.Limits`.
         is_new: returns True for a client whose lengths are not bounded: it has no site yet, and too few others do.
+        passes_of: how often the others have been heard since a client began, on average, at least 1. Its change may be
+            as many times as large as theirs: one that is seldom heard has further to go.
     """
 
     is_new: Callable[[int], bool]
+    passes_of: Callable[[int], float]
 
     def of(self, clients: Mapping[int, float]) -> Tensor:
         """Return the limits of clients, client → weight, shape (clients, 5, tensors)."""
         limits = self.sizes * _credits(clients.values(), self.weight)
+        passes = torch.tensor([self.passes_of(client) for client in clients], dtype=torch.float64)
+        limits[:, :2] *= passes[:, None, None]
         limits[torch.tensor([self.is_new(client) for client in clients], dtype=torch.bool), :4] = torch.inf
         return limits
 
@@ -74,7 +79,8 @@ class SiteGuard(Guard):
         share: of one client among all, 1 / K.
         counted_of: returns what has been counted of a client in the rounds before: "precision", "shift" and "dual", as
             far as there are such; empty for none.
-        past: see :class:`~lightning_fedbayes.server.guard.Guard`.
+        past, part: see :class:`~lightning_fedbayes.server.guard.Guard`.
+        passes_of: see :class:`SiteLimits`.
     """
 
     num_lengths: ClassVar[int] = 4
@@ -83,9 +89,11 @@ class SiteGuard(Guard):
     def __init__(
         self, rule: Sites, previous: GaussianPosterior, state: RuleState, probabilistic: Collection[str],
         max_influence: float, share: float, counted_of: Callable[[int], Tensors], past: Tensor | None = None,
+        part: float = 1.0, passes_of: Callable[[int], float] = lambda client: 1.0,
     ) -> None:
-        super().__init__(previous, probabilistic, max_influence, past, share == 1)
+        super().__init__(previous, probabilistic, max_influence, past, share == 1, part)
         self.rule = rule
+        self._passes_of = passes_of
         self._counted_of = counted_of
         self._least = rule.least_site(share)
         self._has_site = [name in probabilistic for name in previous.names]
@@ -166,7 +174,7 @@ class SiteGuard(Guard):
         limits[:2] = limits[:2].maximum(SETTLED * limits[2:4])
         limits[4] = 1 + TOLERANCE
         few = len(sizes) < FEWEST
-        return SiteLimits(limits, weight, lambda client: few and not self._counted_of(client))
+        return SiteLimits(limits, weight, lambda client: few and not self._counted_of(client), self._passes_of)
 
     def remember(self, sizes: Tensor, weights: Sequence[float]) -> None:
         """See :meth:`Guard.remember`."""
@@ -276,12 +284,15 @@ class SiteGuard(Guard):
 
 def guard_of(
     rule: FusionRule, previous: GaussianPosterior, state: RuleState, probabilistic: Collection[str],
-    max_influence: float, share: float, counted_of: Callable[[int], Tensors], past: Tensor | None,
+    max_influence: float, share: float, counted_of: Callable[[int], Tensors], past: Tensor | None, part: float,
+    passes_of: Callable[[int], float],
 ) -> Guard:
     """Return the guard of a round by a rule; for the arguments see :class:`SiteGuard`."""
     if isinstance(rule, Sites):
-        return SiteGuard(rule, previous, state, probabilistic, max_influence, share, counted_of, past)
-    return Guard(previous, probabilistic, max_influence, past, share == 1)
+        return SiteGuard(
+            rule, previous, state, probabilistic, max_influence, share, counted_of, past, part, passes_of
+        )
+    return Guard(previous, probabilistic, max_influence, past, share == 1, part)
 
 
 def _credits(weights: Iterable[float], typical: float) -> Tensor:

@@ -187,13 +187,13 @@ def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], setting
     """
     made: Any = trainer
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
-    names = (*names, "privacy", "local_parameters", "posterior")
+    names = (*names, "privacy", "local_parameters", "posterior", "schedule")
     changed = [f"{name}={settings[name]} (was {stored[name]})" for name in names if stored[name] != settings[name]]
     if changed:
         raise FederationError(
             f"the checkpoint is of another federation: {', '.join(changed)}. Resume with the same data, partition, "
-            "seed, privacy, local parameters and source of the posterior; or start a new federation from its weights "
-            "alone, with load_from_checkpoint"
+            "seed, privacy, local parameters, source of the posterior and schedule; or start a new federation from its "
+            "weights alone, with load_from_checkpoint"
         )
     told = [f"{name}={value} (was {stored[name]})" for name, value in settings.items()
             if stored[name] != value and name not in (*names, "client_sizes")]

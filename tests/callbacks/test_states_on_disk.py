@@ -16,6 +16,10 @@ SETTINGS = {
     "ditto": {"fusion": "ditto"},
     "refused": {"fusion": "fedavg", "adversaries": fb.NotANumber(clients=[0, 1])},
     "ivon": {"fusion": "sites"},
+    "late": {
+        "fusion": "sites", "fraction": 1.0,
+        "schedule": fb.Asynchronous(3, 1, fb.Delays(slow={0: 10.0}), max_staleness=4),
+    },
 }
 WHAT = ["optimizer", "posterior"]
 
@@ -27,7 +31,8 @@ def fit(folder, setting, engine, *, disk=True, rounds=ROUNDS, ckpt_path=None, ca
     module = Plain(optimizer=fb.IVON) if setting == "ivon" else Everything()
     keep = fb.Kept(WHAT, folder / "clients") if disk else WHAT
     federation = fb.FederatedBayes(
-        fb.SizesPartition((30, 24, 16, 12, 8)), fraction=0.6, seed=3, engine=engine, keep=keep, **SETTINGS[setting])
+        fb.SizesPartition((30, 24, 16, 12, 8)), seed=3, engine=engine, keep=keep,
+        **{"fraction": 0.6, **SETTINGS[setting]})
     made = federate(
         module, federation, rounds, loader(), loader(shuffle=False), ckpt_path, enable_checkpointing=True,
         callbacks=[ModelCheckpoint(dirpath=folder), *callbacks], **options,
@@ -112,6 +117,7 @@ def kill_at(calls: int, name: str):
 
 KILLED = {
     "everything": ("sequential", 8, "put"), "sites": ("vectorized", 3, "mark"), "ivon": ("vectorized", 3, "finish"),
+    "late": ("sequential", 8, "put"),
 }
 """Setting → engine, and the call at which the process is killed."""
 

@@ -1,0 +1,1 @@
+"""Time to a posterior without rounds, where some clients are slow."""

@@ -1,0 +1,195 @@
+"""Federations without rounds in a Trainer: equal to rounds without delays, resumed bit by bit, guarded as ever."""
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import lightning_fedbayes as fb
+from tests.callbacks.test_resume import Everything, state
+from tests.callbacks.test_states_on_disk import everything
+from tests.federations import Plain, assert_equal, bayesian, federate, from_yaml, loader, network
+
+SIZES = (30, 24, 16, 12, 8)
+DELAYS = fb.Delays(slow={0: 10.0}, away=((3, 2.0, 5.0),))
+SETTINGS = {
+    "sites": {"fusion": "sites", "local_epochs": 2},
+    "ivon": {"fusion": "sites"},
+    "everything": {"buffers": "local", "local_parameters": ["network.6.*"], "fusion": "fedavg"},
+    "adam": {"fusion": "fedadam", "keep": ["optimizer"]},
+    "barycenter": {"fusion": "rklb"},
+}
+SAME = ("seconds", "schedule/")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*exists and is not empty.*", "ignore:.*callbacks used to create.*")
+
+
+def module_of(setting):
+    return Plain(network(batch_norm=True), optimizer=fb.IVON) if setting == "ivon" else Everything()
+
+
+def fit(setting, schedule, rounds=4, engine="vectorized", folder=None, ckpt_path=None, **options):
+    module = module_of(setting)
+    federation = fb.FederatedBayes(
+        fb.SizesPartition(SIZES), seed=3, engine=engine, schedule=schedule, **{**SETTINGS[setting], **options})
+    extra = {} if folder is None else {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(dirpath=folder)]}
+    made = federate(module, federation, rounds, loader(), loader(shuffle=False), ckpt_path, **extra)
+    return module, federation, made
+
+
+def figures(federation):
+    """The history, without times."""
+    return [{name: value for name, value in row.items() if not name.startswith(SAME)} for row in federation.history]
+
+
+def untimed(fitted):
+    return {name: value for name, value in state(*fitted).items() if "schedule/" not in name}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_without_delays_a_buffer_of_all_is_the_federation_by_rounds(setting, engine):
+    rounds = fit(setting, None, engine=engine)
+    without = fit(setting, fb.Asynchronous(buffer=5, delays=fb.Delays(0.0)), engine=engine)
+    assert_equal(untimed(rounds), untimed(without))
+    assert figures(rounds[1]) == figures(without[1])
+
+
+def test_without_delays_a_part_of_the_clients_is_the_federation_by_rounds():
+    rounds = fit("sites", None, 22, fraction=0.6)
+    without = fit("sites", fb.Asynchronous(3, 3, fb.Delays(0.0)), 22)
+    assert_equal(untimed(rounds), untimed(without))
+
+
+SCHEDULES = {
+    "half": fb.Asynchronous(delays=DELAYS),
+    "few": fb.Asynchronous(3, 1, DELAYS, max_staleness=2),
+    "fedasync": fb.Asynchronous(buffer=1, delays=DELAYS, late=fb.FedAsync()),
+}
+
+
+def fit_in(folder, setting, name, rounds=9, ckpt_path=None, disk=False, engine="vectorized"):
+    keep = fb.Kept(["optimizer", "posterior"], folder / "clients" if disk else None)
+    return fit(setting, SCHEDULES[name], rounds, engine, folder, ckpt_path, keep=keep)
+
+
+@pytest.mark.parametrize(("setting", "name", "engine"), [
+    ("sites", "half", "sequential"), ("everything", "few", "vectorized"), ("ivon", "few", "vectorized"),
+    ("adam", "fedasync", "sequential"),
+])
+@pytest.mark.parametrize("disk", [False, True])
+def test_an_interrupted_federation_ends_as_one_that_was_not(tmp_path, setting, name, engine, disk):
+    whole = fit_in(tmp_path / "whole", setting, name, engine=engine)
+    fit_in(tmp_path / "parts", setting, name, 4, disk=disk, engine=engine)
+    parts = fit_in(tmp_path / "parts", setting, name, ckpt_path="last", disk=disk, engine=engine)
+    assert_equal(everything(*whole), everything(*parts))
+    assert figures(whole[1]) == figures(parts[1])
+    assert any(row["schedule/largest_staleness"] > 0 for row in whole[1].history)
+
+
+def test_another_schedule_does_not_go_on(tmp_path):
+    fit_in(tmp_path, "sites", "half", 2)
+    with pytest.raises(fb.FederationError, match="checkpoint is of another federation: schedule="):
+        fit_in(tmp_path, "sites", "few", 3, ckpt_path="last")
+
+
+@pytest.mark.parametrize("bound", [2.0, None])
+def test_every_site_counts_once_to_the_bit(bound):
+    schedule = fb.Asynchronous(buffer=2, delays=DELAYS)
+    _, federation, _ = fit("sites", schedule, 12, safeguards=fb.Safeguards(max_influence=bound))
+    server, states = federation.federation.server, federation.federation.engine.states
+    random = server.posterior.flatten()[1] > 0
+    kept = [states.of(client).kept for client in range(5) if states.of(client).kept]
+    assert len(kept) >= 4
+    assert torch.equal(server.rule_state["precision"][random], 1 + sum(each["precision"] for each in kept))
+    assert torch.equal(server.rule_state["shift"][random], sum(each["shift"] for each in kept))
+    weights = server.rule_state["weights"]
+    duals = sum(weights[client] * states.of(client).kept["dual"] for client in weights)
+    torch.testing.assert_close(server.rule_state["dual"][~random], duals, rtol=1e-12, atol=1e-12)
+
+
+def test_only_what_is_under_way_is_remembered():
+    _, federation, _ = fit("sites", fb.Asynchronous(buffer=1, delays=DELAYS, max_staleness=8), 20)
+    server, waiting = federation.federation.server, federation.federation.in_flight.rounds
+    assert server.versions.begun.keys() == {round for round in waiting if round >= 20 - 8}
+    refused = [row["failed_clients"] for row in federation.history]
+    assert sum(refused) >= 1
+    assert "versions of the global posterior late, more than max" in str(federation._report.records.last_failure)
+
+
+def test_the_history_has_times_and_staleness():
+    _, federation, _ = fit("barycenter", fb.Asynchronous(buffer=1, delays=DELAYS), 6)
+    names = ["time", "staleness", "largest_staleness", "under_way", "oldest_under_way"]
+    times = [row["schedule/time"] for row in federation.history]
+    assert times == sorted(times)
+    assert [name for name in federation.history[-1] if name.startswith("schedule/")] == [f"schedule/{n}" for n in names]
+    assert federation.history[-1]["schedule/oldest_under_way"] == 6.0
+
+
+def test_a_client_that_fails_while_it_is_under_way_is_left_out_when_it_arrives():
+    schedule = fb.Asynchronous(buffer=1, delays=fb.Delays(spread=0.0, slow={1: 0.5}))
+    _, federation, _ = fit("barycenter", schedule, 4, adversaries=fb.NotANumber(clients=[2]),
+                           safeguards=fb.Safeguards(max_failed_rounds=9))
+    failed = [row["failed_clients"] for row in federation.history]
+    assert sum(failed) == 1
+    assert failed[0] == 0.0
+
+
+def test_privacy_counts_messages_that_have_arrived():
+    privacy = fb.UpdatePrivacy(1.0, 4.0)
+    module = Plain(lr=0.05)
+    federation = fb.FederatedBayes(fb.SizesPartition(SIZES), fusion="fedavg", privacy=privacy, weighting="equal",
+                                   schedule=fb.Asynchronous(buffer=1, delays=DELAYS))
+    made = federate(module, federation, 9)
+    most = max(federation._report.records.rounds)
+    assert most < 9
+    assert float(made.callback_metrics["privacy/epsilon"]) == pytest.approx(
+        privacy.figures(most)["privacy/epsilon"])
+
+
+def test_attackers_are_bounded_as_they_are_in_rounds():
+    """A liar that is three times as fast as the others, one of ten."""
+    found = []
+    for attack in ((), fb.ScaledUpdate(clients=[4], factor=50.0)):
+        schedule = fb.Asynchronous(buffer=2, delays=fb.Delays(slow={4: 0.3}))
+        federation = fb.FederatedBayes(fb.IIDPartition(10), fusion="sites", schedule=schedule, adversaries=attack)
+        federate(bayesian(learning_rate=0.01), federation, 40)
+        found.append(float(federation.posterior.flatten()[0].square().mean().sqrt()))
+    assert found[1] < 2 * found[0]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"fusion": "scaffold"}, "schedule= with fusion='scaffold'"),
+    ({"fusion": "ditto"}, "schedule= with fusion='ditto'"),
+    ({"fraction": 0.5}, r"fraction=0\.5 with schedule=: say how many clients train at once by concurrency="),
+    ({"safeguards": fb.Safeguards(min_clients=3)}, "min_clients=3 with a buffer of 2"),
+    ({"schedule": "fedbuff"}, r"give fb\.Asynchronous"),
+    ({"schedule": fb.Asynchronous(9)}, "concurrency=9, but there are 5 clients"),
+])
+def test_what_cannot_be_without_rounds_is_refused_before_training(options, message):
+    given = {"fusion": "sites", "schedule": fb.Asynchronous(), **options}
+    with pytest.raises(fb.FederationError, match=message):
+        federate(Plain(), fb.FederatedBayes(fb.SizesPartition(SIZES), **given))
+
+
+def test_a_trial_run_trains_two_clients_at_once():
+    _, federation, _ = fit("barycenter", fb.Asynchronous(), 1)
+    module = module_of("barycenter")
+    trial = fb.FederatedBayes(fb.SizesPartition(SIZES), fusion="rklb", schedule=fb.Asynchronous())
+    federate(module, trial, 1, loader(), loader(shuffle=False), fast_dev_run=True)
+    assert trial.history[-1]["schedule/under_way"] == 1.0
+    assert federation.history[-1]["schedule/under_way"] == 3.0
+
+
+def test_a_schedule_is_described_and_comes_from_yaml():
+    made = from_yaml("""
+        federation:
+          partition: {class_path: lightning_fedbayes.IIDPartition, init_args: {clients: 4}}
+          schedule:
+            class_path: lightning_fedbayes.Asynchronous
+            init_args: {buffer: 2, delays: {class_path: lightning_fedbayes.Delays, init_args: {typical: 2.0}}}
+    """)
+    assert made.settings.schedule == fb.Asynchronous(buffer=2, delays=fb.Delays(2.0, away=[]))
+    assert "buffer=2" in str(made.described()["schedule"])
+    assert math.isinf(fb.Delays(away=((0, 1.0, math.inf),)).back(0, 2.0))
