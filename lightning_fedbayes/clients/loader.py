@@ -18,6 +18,7 @@ from lightning_fedbayes.core.loading import FailedBatch as FailedBatch
 from lightning_fedbayes.core.loading import PlannedBatch, ReproducibleDataset, loaded
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import Clients, TensorsOfClients, clients_of
+from lightning_fedbayes.server.guard import FEWEST
 from lightning_fedbayes.server.plan import (
     STRIDE,
     Batching,
@@ -287,7 +288,8 @@ def federated_loader(
     if settings.schedule is None:
         check_cohort(len(clients), settings.fraction, fewest)
     else:
-        timeline = Timeline(settings.schedule, clients.sizes, settings.seed, fewest, clients_in_a_round)
+        first = 0 if settings.safeguards.max_influence is None else FEWEST
+        timeline = Timeline(settings.schedule, clients.sizes, settings.seed, fewest, first, clients_in_a_round)
     trained = poisoned(clients, assign(settings.attacks, clients.names, settings.seed))
     made = FederatedLoader(loader, trained, batching, lambda: plan(made), part)
     made.timeline = timeline

@@ -73,13 +73,12 @@ class Sites(StatefulSumRule):
        \mathrm{mean}_k\,\Delta_k / \rho)`, with the prior :math:`\lambda_0` and the sites of *all* clients.
 
     Rounds r count passes over all clients: where a part C of them takes part in each, the r of a round is C times its
-    number. In the first round the prior stands in the place of the global posterior. A client that is absent keeps its site.
-    The default step is of every client and parameter, :math:`\rho_k = 1/K + 3 \max(0, \Lambda_k) / \Lambda` for K
-    clients in all; one that is a number is raised to :math:`1.05\,\Lambda_k / \Lambda` where it is less (towards a
-    step of 1, to :math:`\Lambda_k / \Lambda`). So no cavity is improper: a local problem with a convex loss is
-    bounded. From round r = 20 on the damping is :math:`\delta_r = \delta \sqrt{20 / r}`, so that the noise of local
-    training averages out, unless precisions are trained, below. Clients keep the state of their optimizers, see
-    ``optimizer_state``.
+    number. In the first round the prior stands in the place of the global posterior. A client that is absent keeps its
+    site. The default step is of every client and parameter, :math:`\rho_k = 1/K + 3 \max(0, \Lambda_k) / \Lambda` for K
+    clients in all; one that is a number is raised to :math:`1.05\,\Lambda_k / \Lambda` where it is less (towards a step
+    of 1, to :math:`\Lambda_k / \Lambda`). So no cavity is improper: a local problem with a convex loss is bounded. From
+    round r = 20 on the damping is :math:`\delta_r = \delta \sqrt{20 / r}`, so that the noise of local training averages
+    out, unless precisions are trained, below. Clients keep the state of their optimizers, see ``optimizer_state``.
 
     **Precision.** Short local training moves σ hardly at all. So the precision of a site is *measured*, by the
     gradients :math:`g_i` of single examples' losses, without that of the cavity, by the means at the clients' draws, in

@@ -336,13 +336,13 @@ class Aggregation:
             ordered = [weights[client] for client in clients]
             waited = bool(self._held) or self.collective.size > 1
             if self._limits is None or (waited and self._num_judged < len(clients)):
-                self._limits = self.guard.limits(sizes, ordered)
+                self._limits = self.guard.limits(sizes, ordered, clients)
             limits = self._limits.of(dict(zip(clients, ordered, strict=True)))
             if waited:
                 beyond = (sizes > limits).flatten(1).any(1).nonzero().flatten().tolist()
                 bounds = {clients[row]: limits[row] for row in beyond}
                 outlying = tuple(sorted(bounds))
-            self.guard.remember(torch.minimum(sizes, limits), ordered)
+            self.guard.remember(torch.minimum(sizes, limits), ordered, clients)
         ready = []
         for update in self._held:
             posterior, weight, suspect = update.posterior, weights[update.client], update.client in bounds

@@ -17,6 +17,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -80,12 +81,13 @@ class Guard:
         previous: the global posterior that the clients started from.
         probabilistic: names of the tensors to which the network gives a variance.
         max_influence: multiple of the median size that is allowed, at least 1.
-        past: what :attr:`past` was after the round before; None before the first.
+        memory: what :attr:`memory` was after the round before; empty before the first.
         is_alone: the federation has one client, which nobody need be protected from.
         part: of all clients that a fusion hears, in a federation without rounds; otherwise 1.
 
     Attributes:
-        past: usual lengths of whole updates in the rounds so far, shape (kinds of lengths,), the earlier the less.
+        memory: "sizes": usual lengths of whole updates in the rounds so far, shape (kinds of lengths,), the earlier the
+            less.
         counted: client → what the server counts of it in place of what it sent, where clients have to keep the same.
     """
 
@@ -96,7 +98,7 @@ class Guard:
 
     def __init__(
         self, previous: GaussianPosterior, probabilistic: Collection[str], max_influence: float,
-        past: Tensor | None = None, is_alone: bool = False, part: float = 1.0,
+        memory: Mapping[str, Tensor] = MappingProxyType({}), is_alone: bool = False, part: float = 1.0,
     ) -> None:
         self.previous = previous
         self.part = part
@@ -106,7 +108,8 @@ class Guard:
         self._deterministic = [name for name in previous.names if name not in probabilistic]
         self._lengths = [value.numel() for value in previous.mean.values()]
         self._numels = torch.tensor([n for n in self._lengths if n], dtype=torch.float64)
-        self.past = past if past is not None and len(past) == self.num_lengths else None  # of the same kind of guard
+        past = memory.get("sizes")
+        self.memory = dict(memory) if past is not None and len(past) == self.num_lengths else {}  # of the same guard
         self.is_alone = is_alone
         self._is_point_mass = previous.is_point_mass
         if self._is_point_mass:
@@ -222,7 +225,7 @@ class Guard:
         shift = torch.stack(lengths, 1)
         return torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)], 1).cpu()
 
-    def limits(self, sizes: Tensor, weights: Sequence[float]) -> Limits:
+    def limits(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int] = ()) -> Limits:
         r"""Return the largest sizes that are allowed.
 
         They are ``max_influence`` times the weighted medians over the clients. Lengths may be
@@ -235,12 +238,13 @@ class Guard:
         Args:
             sizes: of all clients, shape (clients, 4, tensors).
             weights: of the clients, none negative.
+            clients: their numbers, where they are not many.
         """
         weight = sum(weights) / len(weights)
         if len(sizes) < FEWEST:
             limits = torch.full_like(sizes[0], math.inf)
             usual = self._usual(sizes) if len(sizes) >= self.fewest_ranked else limits.new_zeros(self.num_lengths)
-            usual = usual if self.past is None else torch.maximum(usual, self.past)
+            usual = torch.maximum(usual, self.memory.get("sizes", usual))
             if not self.is_alone:
                 bounds = torch.where(usual > 0, FEW * self.max_influence * usual, math.inf)
                 limits[: self.num_lengths] = bounds[:, None]
@@ -259,10 +263,10 @@ class Guard:
         """Return the rule's state for these weights of the clients, where it depends on them; by default as it is."""
         return state
 
-    def remember(self, sizes: Tensor, weights: Sequence[float]) -> None:
+    def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
         """Let the sizes of a round's clients, as they count, be what is usual in later rounds of few clients."""
         usual = self._usual(sizes)
-        self.past = usual if self.past is None else torch.maximum(usual, DECAY**self.part * self.past)
+        self.memory["sizes"] = torch.maximum(usual, DECAY**self.part * self.memory.get("sizes", usual))
 
     def _usual(self, sizes: Tensor) -> Tensor:
         """Return the second largest lengths of whole updates over the clients; the largest where there are too few."""

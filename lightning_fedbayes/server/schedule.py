@@ -124,8 +124,10 @@ class Asynchronous:
 
     ``concurrency`` clients train at once. As soon as ``buffer`` messages have arrived the server fuses them, and the
     clients that are free start from the new global posterior; nobody waits for the slow. An epoch of the Trainer is one
-    such fusion. What is late counts as the method takes it: a site replaces its old self exactly; a message to an
-    average counts by its staleness (``late=``); other methods are refused.
+    such fusion. The first one waits for seven messages, if as many train at once: of fewer clients the server cannot
+    tell one that lies (``Safeguards(max_influence=None)`` does not wait). What is late counts as the method takes it: a
+    site replaces its old self exactly; a message to an average counts by its staleness (``late=``); other methods are
+    refused.
 
     With ``buffer`` and ``concurrency`` equal, and delays of 0, it is the federation by rounds, to the bit.
 
@@ -220,6 +222,7 @@ class Timeline:
         sizes: numbers of examples of the clients.
         seed: of the federation.
         min_clients: messages without which a fusion counts for nothing.
+        first: messages that the first fusion waits for, if as many clients train at once: fewer cannot be judged.
         most: clients that may train at once, for a trial run; None: as the schedule says.
 
     Raises:
@@ -227,7 +230,8 @@ class Timeline:
     """
 
     def __init__(
-        self, schedule: Asynchronous, sizes: Sequence[int], seed: int, min_clients: int = 1, most: int | None = None
+        self, schedule: Asynchronous, sizes: Sequence[int], seed: int, min_clients: int = 1, first: int = 0,
+        most: int | None = None,
     ) -> None:
         clients = len(sizes)
         together, buffer = schedule.together(clients)
@@ -247,13 +251,14 @@ class Timeline:
         self.schedule = schedule
         self.concurrency = min(together, most or together)
         self.buffer = min(buffer, self.concurrency)
+        self._first = max(self.buffer, first) if first <= self.concurrency else self.buffer
         self._mean = sum(sizes) / clients
         self._sizes = sizes
         self._seed = seed
         self._begin()
 
     def _begin(self) -> None:
-        self._round, self._last, self._time = 0, None, 0.0
+        self._round, self._last, self._time, self._heard = 0, None, 0.0, 0
         self._under_way: list[Arrival] = []  # a heap
         self._busy: dict[int, int] = {}  # client that trains or sends → the version that it started from
         self._jobs = [0] * len(self._sizes)
@@ -291,11 +296,12 @@ class Timeline:
                 refused.add(arrival.client)
                 continue
             heard.add(arrival.client)
-            if len(heard) == self.buffer:
+            if len(heard) == (self.buffer if round else self._first):
                 break
         never = {each.client for each in self._under_way if math.isinf(each.time)}
         waiting = tuple(sorted(self._under_way))
-        phase = round * self.buffer // len(self._sizes)
+        phase = self._heard // len(self._sizes)
+        self._heard += len(heard)
         return Turn(tuple(sorted(starts - never)), tuple(arrivals), frozenset(refused), waiting, self._time, phase)
 
     def _is_lost(self, started: int, round: int) -> bool:

@@ -176,7 +176,7 @@ class Server:
         self.accepted: dict[int, int] = {}
         self.sites: dict[int, Mapping[str, Tensor]] = {}
         self.untold: set[int] = set()
-        self._past: Tensor | None = None
+        self._memory: Mapping[str, Tensor] = {}
         self._counted_of = counted_of
         self._rule_states: dict[str, RuleState] = {name: rule.init() for name, rule in self.rules.items()}
         self._probabilistic = probabilistic_names(posterior)
@@ -245,7 +245,7 @@ class Server:
             return max(1.0, part * (plan.round + 1 - self._started.get(client, plan.round)))
 
         return guard_of(
-            rule, previous, state, self._probabilistic, bound, plan.share, counted_of, self._past, part, passes_of
+            rule, previous, state, self._probabilistic, bound, plan.share, counted_of, self._memory, part, passes_of
         )
 
     @property
@@ -324,7 +324,7 @@ class Server:
                 refusal = error
         if aggregate is not None:
             guard = next(iter(self._aggregations.values())).guard
-            self._past = None if guard is None else guard.past
+            self._memory = {} if guard is None else guard.memory
             if self._counted_of is None:
                 self.sites |= aggregate.counted
                 self.untold = (self.untold - aggregate.counted.keys()) | set(aggregate.outlying) & self.sites.keys()
@@ -454,7 +454,7 @@ class Server:
             "rule_states": dict(self._rule_states),
             "sites": {client: dict(kept) for client, kept in self.sites.items()},
             "untold": sorted(self.untold),
-            "past": {} if self._past is None else {"sizes": self._past},
+            "guard": dict(self._memory),
             "begun": {} if self.versions is None else self.versions.state_dict(),
         }
 
@@ -482,7 +482,7 @@ class Server:
         self.accepted = dict(state["accepted"])
         self.sites = dict(state["sites"])
         self.untold = set(state["untold"])
-        self._past = state["past"].get("sizes")
+        self._memory = dict(state["guard"])
         if self.versions is not None:
             self.versions.load_state_dict(state["begun"], device)
         self._rule_states = {**self._rule_states, **known}

@@ -19,6 +19,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -79,7 +80,9 @@ class SiteGuard(Guard):
         share: of one client among all, 1 / K.
         counted_of: returns what has been counted of a client in the rounds before: "precision", "shift" and "dual", as
             far as there are such; empty for none.
-        past, part: see :class:`~lightning_fedbayes.server.guard.Guard`.
+        memory, part: see :class:`~lightning_fedbayes.server.guard.Guard`. Where a fusion hears a part of the clients,
+            "known" are the sizes, "weights" the weights of all "clients" that were heard before: few are judged beside
+            them.
         passes_of: see :class:`SiteLimits`.
     """
 
@@ -88,10 +91,11 @@ class SiteGuard(Guard):
 
     def __init__(
         self, rule: Sites, previous: GaussianPosterior, state: RuleState, probabilistic: Collection[str],
-        max_influence: float, share: float, counted_of: Callable[[int], Tensors], past: Tensor | None = None,
+        max_influence: float, share: float, counted_of: Callable[[int], Tensors],
+        memory: Mapping[str, Tensor] = MappingProxyType({}),
         part: float = 1.0, passes_of: Callable[[int], float] = lambda client: 1.0,
     ) -> None:
-        super().__init__(previous, probabilistic, max_influence, past, share == 1, part)
+        super().__init__(previous, probabilistic, max_influence, memory, share == 1, part)
         self.rule = rule
         self._passes_of = passes_of
         self._counted_of = counted_of
@@ -167,8 +171,12 @@ class SiteGuard(Guard):
         largest = torch.stack([update.posterior.flatten()[0].abs().amax() for update in updates])
         return largest.cpu() > MOST_MOVE * (1 + self._largest)
 
-    def limits(self, sizes: Tensor, weights: Sequence[float]) -> Limits:
+    def limits(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int] = ()) -> Limits:
         """Return the largest sizes that are allowed, for a client of the median number of examples."""
+        if len(sizes) < FEWEST and "known" in self.memory:
+            others = [row for row, client in enumerate(self.memory["clients"].tolist()) if client not in clients]
+            sizes = torch.cat([sizes, self.memory["known"][others]])
+            weights = [*weights, *self.memory["weights"][others].tolist()]
         weight = statistics.median(weights)
         limits = super().limits(sizes / _credits(weights, weight), [1.0] * len(weights)).sizes
         limits[:2] = limits[:2].maximum(SETTLED * limits[2:4])
@@ -176,9 +184,18 @@ class SiteGuard(Guard):
         few = len(sizes) < FEWEST
         return SiteLimits(limits, weight, lambda client: few and not self._counted_of(client), self._passes_of)
 
-    def remember(self, sizes: Tensor, weights: Sequence[float]) -> None:
-        """See :meth:`Guard.remember`."""
-        super().remember(sizes / _credits(weights, statistics.median(weights)), weights)
+    def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
+        """See :meth:`Guard.remember`; a change over several passes counts as one of one pass."""
+        super().remember(sizes / _credits(weights, statistics.median(weights)), weights, clients)
+        if self.part == 1:
+            return
+        passes, own = (torch.tensor(each, dtype=torch.float64) for each in ([*map(self._passes_of, clients)], weights))
+        sizes = torch.cat([sizes[:, :2] / passes[:, None, None], sizes[:, 2:]], 1)
+        found = {"clients": torch.tensor(clients), "known": sizes, "weights": own}
+        if "known" in self.memory:
+            rest = [row for row, client in enumerate(self.memory["clients"].tolist()) if client not in clients]
+            found = {name: torch.cat([self.memory[name][rest], each]) for name, each in found.items()}
+        self.memory |= found
 
     # -- bounds --------------------------------------------------------------------------------------------------------
 
@@ -284,15 +301,15 @@ class SiteGuard(Guard):
 
 def guard_of(
     rule: FusionRule, previous: GaussianPosterior, state: RuleState, probabilistic: Collection[str],
-    max_influence: float, share: float, counted_of: Callable[[int], Tensors], past: Tensor | None, part: float,
+    max_influence: float, share: float, counted_of: Callable[[int], Tensors], memory: Tensors, part: float,
     passes_of: Callable[[int], float],
 ) -> Guard:
     """Return the guard of a round by a rule; for the arguments see :class:`SiteGuard`."""
     if isinstance(rule, Sites):
         return SiteGuard(
-            rule, previous, state, probabilistic, max_influence, share, counted_of, past, part, passes_of
+            rule, previous, state, probabilistic, max_influence, share, counted_of, memory, part, passes_of
         )
-    return Guard(previous, probabilistic, max_influence, past, share == 1, part)
+    return Guard(previous, probabilistic, max_influence, memory, share == 1, part)
 
 
 def _credits(weights: Iterable[float], typical: float) -> Tensor:

@@ -15,7 +15,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 def check_state(state: Any) -> None:
     """Raise FederationError unless ``state`` has the parts of :meth:`Server.state_dict`."""
     check_kind("state", state, Mapping, "give what Server.state_dict() returned")
-    maps = ("posterior", "buffers", "accepted", "rule_states", "sites", "past", "begun")
+    maps = ("posterior", "buffers", "accepted", "rule_states", "sites", "guard", "begun")
     kinds: dict[str, type] = {"history": list, "untold": list, **dict.fromkeys(maps, Mapping)}
     for name, kind in kinds.items():
         check_kind(f"state['{name}']", state.get(name), kind, "give what Server.state_dict() returned")
@@ -23,7 +23,7 @@ def check_state(state: Any) -> None:
         check_at_least(f"state['{name}']", state.get(name), 0)
     check_mapping("state['buffers']", state["buffers"], Tensor)
     check_mapping("state['rule_states']", state["rule_states"], Mapping)
-    check_mapping("state['past']", state["past"], Tensor)
+    check_mapping("state['guard']", state["guard"], Tensor)
     for client, kept in state["sites"].items():
         check_at_least("state['sites']: client", client, 0)
         check_mapping(f"state['sites'][{client}]", kept, Tensor)

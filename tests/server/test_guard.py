@@ -137,7 +137,7 @@ def test_few_clients_are_bounded_by_the_rounds_before(rule, count):
         if number == 1:  # what is usual outlives the server
             state, server = server.state_dict(), Server(start, fusion=rule)
             server.load_state_dict(state)
-    assert resumed["past"]["sizes"].shape == (2,)
+    assert resumed["guard"]["sizes"].shape == (2,)
     moved = (result.posterior.mean["w"] - before).norm()
     assert float(moved) == pytest.approx(((count - 1) * 0.9**3 + 4 * 0.9**2) / count, rel=1e-6)
 
