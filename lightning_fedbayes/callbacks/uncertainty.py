@@ -15,7 +15,7 @@ from lightning_fedbayes.clients.evaluation import Predicted
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.metrics import AccuracyRetained, CalibrationDiagram
+from lightning_fedbayes.metrics import AccuracyRetained, CalibrationDiagram, RetainedCurve
 from lightning_fedbayes.metrics.functional import (
     kwon_aleatoric,
     kwon_epistemic,
@@ -206,14 +206,15 @@ class UncertaintyReport(Reader):
         round = trainer.current_epoch + (trainer.state.fn == "fit")
         bins = self._calibration.compute()
         full = bins.counts > 0
-        columns = [bins.confidence, bins.accuracy, bins.confidence, bins.counts / bins.counts.sum()]
-        log_curves(
-            trainer, f"{stage}/calibration_curve", ("confidence", "accuracy", "perfect calibration", "share of examples"),
-            torch.stack([each[full] for each in columns], 1).tolist(), round, "Calibration",
-        )
+        columns = {"confidence": bins.confidence, "accuracy": bins.accuracy, "perfect calibration": bins.confidence,
+                   "share of examples": bins.counts / bins.counts.sum()}
+        rows = torch.stack([each[full] for each in columns.values()], 1).tolist()
+        log_curves(trainer, f"{stage}/calibration_curve", tuple(columns), rows, round, "Calibration")
         shares = torch.arange(1, POINTS + 1) / POINTS
-        curves = [curve.accuracy[torch.searchsorted(curve.fraction, shares).clamp_max(len(curve.fraction) - 1)]
-                  for curve in retained.values()]
+        curves = []
+        for curve in retained.values():  # of one point each, where all examples are equally uncertain
+            fraction, accuracy = torch.atleast_1d(curve.fraction), torch.atleast_1d(curve.accuracy)
+            curves.append(accuracy[torch.searchsorted(fraction, shares).clamp_max(len(fraction) - 1)])
         log_curves(
             trainer, f"{stage}/retained_curve", ("examples retained", *retained),
             torch.stack([shares, *curves], 1).tolist(), round, "Accuracy when the most uncertain are discarded",

@@ -27,12 +27,13 @@ fusion rules:
 
 results:
   plot      draw the learning curves of a run or a comparison
+  report    write one page about a run: curves, calibration, clients, traffic
 
 Example: fedbayes fit --config examples/configs/digits.yaml --federation.fusion rklb
 """
 
 STAGES = ("fit", "validate", "test", "predict")
-COMMANDS = (*STAGES, "rules", "compare", "plot")
+COMMANDS = (*STAGES, "rules", "compare", "plot", "report")
 EXTRA = ("jsonargparse", "docstring_parser")
 """Modules that LightningCLI needs, from ``pip install lightning-fedbayes[cli]``."""
 
@@ -74,6 +75,10 @@ def _run(arguments: list[str]) -> int:
         from lightning_fedbayes.cli.results import plot
 
         return plot(rest)
+    if command == "report":
+        from lightning_fedbayes.cli.report import report
+
+        return report(rest)
     if any(importlib.util.find_spec(module) is None for module in EXTRA):
         raise FedBayesError(f"'fedbayes {command}' reads YAML with jsonargparse: pip install lightning-fedbayes[cli]")
     if command == "compare":

@@ -1,4 +1,4 @@
-"""The file of a run: a line of JSON for what its loggers have been given, from which ``fedbayes report`` makes a page."""
+"""The file of a run: lines of JSON with what its loggers get, from which ``fedbayes report`` makes a page."""
 
 from __future__ import annotations
 
