@@ -60,7 +60,7 @@ def log_table(trainer: L.Trainer, name: str, columns: Sequence[str], rows: Seque
         rows: one sequence per row, of as many entries.
         round: number of finished rounds (epochs).
     """
-    note(trainer, {"round": round, "name": name, "columns": columns, "rows": rows})
+    note(trainer, {"round": round, "table": name, "columns": columns, "rows": rows})
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             import wandb
@@ -87,30 +87,24 @@ def log_curves(
         round: number of finished rounds (epochs).
         title: of the chart.
     """
-    note(trainer, {"round": round, "name": name, "columns": columns, "rows": rows, "is_curve": True})
+    note(trainer, {"round": round, "curve": name, "columns": columns, "rows": rows})
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             from wandb import plot
 
             x, *curves = map(list, zip(*rows))
-            chart = plot.line_series(x, curves, columns[1:], title, columns[0])
-            _log_media(logger, name, chart, round, f"{name}_table")
+            _log_media(logger, name, plot.line_series(x, curves, columns[1:], title, columns[0]), round)
 
 
-def _log_media(logger: WandbLogger, name: str, value: Any, round: int, *more: str) -> None:
-    """Log a picture, table or chart to W&B over the rounds; ``more`` are keys that W&B itself adds for it."""
-    for each in (name, *more):
+def _log_media(logger: WandbLogger, name: str, value: Any, round: int) -> None:
+    """Log a picture, table or chart to W&B over the rounds; the data of a chart become another table there."""
+    for each in (name, f"{name}_table"):
         logger.experiment.define_metric(each, step_metric="round")
     logger.log_metrics({name: value, "round": round})
 
 
 def note(trainer: L.Trainer, entry: Mapping[str, Any]) -> None:
-    """Append a line to the file of the run, in the folder of every logger that has one.
-
-    Args:
-        trainer: its loggers.
-        entry: what :meth:`~lightning_fedbayes.core.run_file.RunRecord.add` reads.
-    """
+    """Append a line to the file of the run, which ``fedbayes report`` reads, in the folder of every logger."""
     if not trainer.is_global_zero:
         return
     for logger in trainer.loggers:

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_fedbayes.cli.chart import COLOURS, by_round, chart
 from lightning_fedbayes.cli.messages import Options
 from lightning_fedbayes.cli.results import spoken
-from lightning_fedbayes.core.run_file import PLACES, RunRecord, Table, file_of, read
+from lightning_fedbayes.core.run_file import RunRecord, Table, file_of, home_of, read
 from lightning_fedbayes.core.tables import html_table, texts
 
 PAGE = "report.html"
@@ -67,10 +67,10 @@ def report(arguments: list[str]) -> int:
     options.add_argument("--output", metavar="FILE", type=Path, help=f"default: {PAGE} in the folder of the run")
     values = options.parse(arguments)
     file = file_of(values.run)
-    folder = file.parent.parent if file.parent.name == PLACES[-1] else file.parent
-    output = values.output or folder / PAGE
+    output = values.output or home_of(file) / PAGE
+    text = page(read(file), home_of(file).resolve().name)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(read(file), folder.resolve().name), encoding="utf-8")
+    output.write_text(text, encoding="utf-8")
     print(output)
     return 0
 
@@ -100,7 +100,7 @@ def page(run: RunRecord, name: str) -> str:
         _section("What travelled", _traffic(figures)),
         f"<h2>Settings</h2>{_table(('setting', 'value'), settings)}",
         "<h2>Everything</h2>", _details("figures", ("figure", "first", "last"), firsts_and_lasts),
-        *(_details(each, table.columns, table.rows) for each, table in sorted(run.tables.items())),
+        *(_details(each, table["columns"], table["rows"]) for each, table in sorted(run.tables.items())),
     ]
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -116,9 +116,8 @@ def _about(run: RunRecord) -> str:
     clients, fusion = (run.settings.get(each, "?") for each in ("clients", "fusion"))
     parts = [f"{rounds} rounds", f"{clients} clients", f"fusion {fusion}"]
     if network := run.settings.get("network"):
-        counts = [f"{network[each]:,} {word}" for each, word in
-                  (("parameters", "parameters"), ("trained", "trained"), ("gaussian", "Gaussian"))]
-        parts.append(f"{network['module']} with {network['name']} of {', '.join(counts)}")
+        counts = "{parameters:,} parameters, {trained:,} trained, {gaussian:,} Gaussian".format(**network)
+        parts.append(f"{network['module']} with {network['name']} of {counts}")
     return "; ".join(parts)
 
 
@@ -141,15 +140,15 @@ def _curves(curves: Mapping[str, Mapping[int, Table]]) -> Iterable[str]:
     for stage in ("val", "test"):
         if diagrams := curves.get(f"{stage}/calibration_curve"):
             rounds = sorted(diagrams)
-            shown = {f"round {round}": [(row[0], row[1]) for row in diagrams[round].rows]
+            shown = {f"round {round}": [(row[0], row[1]) for row in diagrams[round]["rows"]]
                      for round in dict.fromkeys((rounds[0], rounds[len(rounds) // 2], rounds[-1]))}
-            shares = [row[3] for row in diagrams[rounds[-1]].rows]
-            title = spoken(f"{stage}/calibration: accuracy by confidence")
-            yield chart(title, shown, "confidence", (0.0, 1.0), (0.0, 1.0), shares=shares)
+            shares = [row[3] for row in diagrams[rounds[-1]]["rows"]]
+            title = spoken(f"{stage}/accuracy by confidence")
+            yield chart(title, shown, "confidence", (0.0, 1.0), (0.0, 1.0), shares)
         if retained := curves.get(f"{stage}/retained_curve"):
             table = retained[max(retained)]
-            lines = {name.replace("_", " "): [(row[0], row[place]) for row in table.rows]
-                     for place, name in enumerate(table.columns) if place}
+            lines = {name.replace("_", " "): [(row[0], row[place]) for row in table["rows"]]
+                     for place, name in enumerate(table["columns"]) if place}
             yield chart(spoken(f"{stage}/accuracy of the most certain, by"), lines, "examples retained", (0.0, 1.0))
 
 
@@ -165,8 +164,8 @@ def _clients(table: Table | None) -> str:
     """Return the table of clients, the least accurate first, those of unknown accuracy behind them."""
     if table is None:
         return '<p class="soft">The table of clients is written at the end of a run: this one has not reached it.</p>'
-    places = [table.columns.index(each) for each in CLIENT_COLUMNS]
-    rows = sorted(table.rows, key=lambda row: (math.isnan(row[places[2]]), row[places[2]], -row[places[3]]))
+    places = [table["columns"].index(each) for each in CLIENT_COLUMNS]
+    rows = sorted(table["rows"], key=lambda row: (math.isnan(row[places[2]]), row[places[2]], -row[places[3]]))
     reasons = {row[0]: row[-1] for row in rows if row[-1]}
     told = [f'<p class="soft">{escape(f"{name} was left out, last for {why}")}</p>' for name, why in reasons.items()]
     heads = [each.replace("_", " ") for each in CLIENT_COLUMNS]

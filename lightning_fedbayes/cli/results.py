@@ -191,8 +191,9 @@ def draw(folder: Path, metric: str, curves: Mapping[str, Sequence[float]]) -> Pa
 def spoken(metric: str) -> str:
     """Return the name of a metric in a picture.
 
-    >>> spoken("val/nll"), spoken("val/client_accuracy")
-    ('validation NLL', 'validation client accuracy')
+    >>> spoken("val/nll"), spoken("test/client_accuracy")
+    ('validation NLL', 'test client accuracy')
     """
-    name = metric.removeprefix("val/")
-    return f"validation {name.upper() if len(name) <= 4 else name.replace('_', ' ')}"
+    stage, _, name = metric.partition("/")
+    shown = name.upper() if len(name) <= 4 else name.replace("_", " ")
+    return f"{'validation' if stage == 'val' else stage} {shown}"
