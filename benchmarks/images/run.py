@@ -89,7 +89,7 @@ def wandb_run(study: Study, cell: Settings, options: argparse.Namespace, folder:
     prepare_wandb()
     folder.mkdir(parents=True, exist_ok=True)
     group, name = f"{study.name}_{options.budget}", slug(cell, study.factors)
-    logger = WandbLogger(project=options.wandb, group=group, name=name, save_dir=folder)
+    logger = WandbLogger(project=options.wandb, group=group, job_type="fit", name=name, save_dir=folder)
     logger.log_hyperparams({"cell": cell.as_dict()})
     return logger
 

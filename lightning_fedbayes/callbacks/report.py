@@ -20,7 +20,7 @@ from lightning_fedbayes.clients.client import Client
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.errors import listed, told_failures
 from lightning_fedbayes.core.messages import ClientOutcome
-from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.core.tables import MOST_ROWS, badness_of, markdown_table, worst_rows
 from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.layers import BayesianLayer, gaussian_parameters
@@ -327,7 +327,7 @@ def described_network(module: nn.Module, posterior: GaussianPosterior) -> dict[s
     return {
         "module": type(module).__name__, "name": type(largest).__name__,
         "parameters": sum(p.numel() for p in known), "trained": sum(p.numel() for p in known if p.requires_grad),
-        "gaussian": sum(variance.numel() for variance in posterior.variance.values()),
+        "gaussian": sum(variance.numel() for variance in posterior.variance.values() if not is_zero(variance)),
     }
 
 

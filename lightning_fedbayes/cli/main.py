@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,6 +87,7 @@ def _run(arguments: list[str]) -> int:
 
         return compare(rest)
     _check_files(rest)
+    os.environ.setdefault("WANDB_JOB_TYPE", command)  # read where the logger of the file names none
     from lightning_fedbayes.cli.federation import FederationCLI
 
     FederationCLI(arguments)

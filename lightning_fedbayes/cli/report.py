@@ -76,12 +76,7 @@ def report(arguments: list[str]) -> int:
 
 
 def page(run: RunRecord, name: str) -> str:
-    """Return the page of a run.
-
-    Args:
-        run: what its file holds.
-        name: its heading.
-    """
+    """Return the page of a run under the heading ``name``."""
     figures = run.figures
     known = {each: of_rounds[max(of_rounds)] for each, of_rounds in figures.items()}
     settings = [(key.replace("_", " "), value) for key, value in run.settings.items() if key != "network"]
@@ -178,7 +173,8 @@ def _traffic(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
     lines = {way: dict(sorted(figures[name].items())) for way, name in names.items() if name in figures}
     if lines:
         yield by_round("megabytes in a round, all clients", lines)
-        sums = {way: dict(zip(each, accumulate(each.values()))) for way, each in lines.items()}
+        sums = {f"{way}, {sum(each.values()):.4g} in all": dict(zip(each, accumulate(each.values())))
+                for way, each in lines.items()}
         yield by_round("megabytes so far, all clients", sums)
 
 

@@ -52,21 +52,10 @@ class RunRecord:
 
 
 def append(folder: Path, entry: Mapping[str, Any]) -> None:
-    """Append a line to the file of the run in ``folder``, with floats of six significant digits."""
+    """Append a line to the file of the run in ``folder``; what JSON does not know becomes text."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / FILE, "a", encoding="utf-8") as file:
-        file.write(f"{json.dumps(_plain(entry), ensure_ascii=False)}\n")
-
-
-def _plain(value: Any) -> Any:
-    """Return ``value`` with floats rounded, and what JSON does not know as text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    return value if value is None or isinstance(value, str | int) else str(value)
+        file.write(f"{json.dumps(entry, ensure_ascii=False, default=str)}\n")
 
 
 def file_of(run: Path) -> Path:

@@ -32,7 +32,11 @@ OF_CLIENTS = {f"client_{figure}/{client}" for figure in ("accuracy", "train_loss
 TRAINING = {"train/nll", "train/kl", "train/kl_factor"}
 SCALARS = VALIDATION | FEDERATION | TRAINING
 STEP = "train/loss_of_a_step"
-IMAGES = {"federation/clients_by_class": 0, "val/calibration": ROUNDS, "val/accuracy_retained": ROUNDS}
+IMAGES = {"federation/clients_by_class": 0, "val/calibration": ROUNDS, "val/accuracy_retained": ROUNDS,
+          "test/calibration": ROUNDS, "test/accuracy_retained": ROUNDS}
+CURVES = {"val/calibration_curve": [1, 2, 3], "val/retained_curve": [1, 2, 3],
+          "test/calibration_curve": [ROUNDS], "test/retained_curve": [ROUNDS]}
+TEST = {f"test/{name.removeprefix('val/')}" for name in VALIDATION}
 SETTINGS = {"clients": CLIENTS, "fusion": "sites", "weighting": "train_size", "seed": 7,
             "local_epochs": 1, "fraction": 1.0, "engine": "vectorized", "buffers": "average",
             "keep": [], "min_clients": 1, "local_parameters": []}
@@ -76,6 +80,7 @@ def federate(loggers):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
     )
     trainer.fit(model, DataLoader(train, 16, shuffle=True), DataLoader(val, 64))
+    trainer.test(model, DataLoader(val, 64), verbose=False)
     rounds = [
         {**scores, **{f"federation/{name}": value for name, value in figures.items() if name != "round"}}
         for scores, figures in zip(recorder.validations, federation.history, strict=True)
@@ -155,6 +160,43 @@ def test_wandb_config_has_the_settings_of_federation_and_model(run):
     assert settings["partition"].startswith("DirichletPartition(clients=3, alpha=0.5")
     assert recorded.config["bayesian_last"] == 1
     assert recorded.config["estimator"] == "local_reparameterization"
+
+
+def test_wandb_config_has_the_network_and_its_parameters(run):
+    """A (μ, ρ) counts once: 64-12-10, of which the last layer is Bayesian."""
+    hidden, last = 64 * 12 + 12, 12 * 10 + 10
+    assert run[1].config["federation"]["network"] == {
+        "module": "Model", "name": "Sequential", "parameters": hidden + last, "trained": hidden + last, "gaussian": last
+    }
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_wandb_has_the_curves_of_every_round(run, name):
+    """Charts of lines, whose data are tables: (x, line, y)."""
+    folder, recorded = run
+    rows = [row for row in recorded.history if row.get(f"{name}_table/_type") == "table-file"]
+    assert [row["round"] for row in rows] == CURVES[name]
+    assert recorded.axes(name) == recorded.axes(f"{name}_table") == {"round"}
+    tables = [json.loads((folder / "files" / row[f"{name}_table/path"]).read_text())["data"] for row in rows]
+    lines = [sorted({line for _, line, _ in table}) for table in tables]
+    assert set(map(len, lines)) == {3 if "calibration" in name else 4}
+    if name == "val/calibration_curve":  # the ECE is the mean gap, by share of examples
+        of_rounds = [{line: [y for _, each, y in table if each == line] for line in lines[0]} for table in tables]
+        gaps = [sum(share * abs(y - x) for x, y, share in zip(
+            of_round["perfect calibration"], of_round["accuracy"], of_round["share of examples"], strict=True))
+            for of_round in of_rounds]
+        assert gaps == pytest.approx([row["val/ece"] for row in entries(recorded.history, "val/ece")], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(TEST))
+def test_wandb_has_the_figures_of_a_test_over_the_rounds(run, name):
+    assert [row["round"] for row in entries(run[1].history, name)] == [ROUNDS]
+    assert run[1].axes(name) == {"round"}
+
+
+def test_wandb_draws_pictures_and_tables_over_the_rounds(run):
+    assert {name: run[1].axes(name) for name in (*IMAGES, "federation/clients")} == dict.fromkeys(
+        (*IMAGES, "federation/clients"), {"round"})
 
 
 def test_the_figures_of_the_clients_are_those_of_the_round(run, logged):
@@ -266,7 +308,7 @@ def test_csv_has_every_figure_beside_its_round(csv_folder, logged, name):
 def test_csv_has_pictures_and_table_as_files_beside_it(csv_folder, logged):
     names = {path.name for path in csv_folder.iterdir()}
     pictures = {f"{name.replace('/', '_')}.png" for name in IMAGES}
-    assert names == {"metrics.csv", "hparams.yaml", "federation_clients.csv"} | pictures
+    assert names == {"metrics.csv", "hparams.yaml", "federation_clients.csv", "federation.jsonl"} | pictures
     for name in pictures:
         assert (csv_folder / name).read_bytes().startswith(PNG)
     head, *rows = read_csv(csv_folder / "federation_clients.csv")
