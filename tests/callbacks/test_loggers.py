@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.callbacks.report import described_network
+from lightning_fedbayes.core.posterior import zeros_like
 from lightning_fedbayes.modules import mlp
 
 from .wandb_file import read_run
@@ -176,7 +177,7 @@ def test_frozen_parameters_and_those_of_several_parts_are_counted():
     next(module.parameters()).requires_grad_(False)  # 4 × 3
     module.another = torch.nn.Linear(2, 5)
     means = {"a": torch.zeros(7), "b": torch.zeros(2)}
-    posterior = fb.GaussianPosterior(means, {"a": torch.ones(7), "b": torch.zeros(2)})
+    posterior = fb.GaussianPosterior(means, {"a": torch.ones(7), "b": zeros_like(means["b"])})
     every = 4 * 3 + 3 + 3 * 2 + 2 + 2 * 5 + 5
     assert described_network(module, posterior) == {
         "module": "HybridBayesianClassifier", "name": "HybridBayesianClassifier", "parameters": every,
