@@ -108,7 +108,10 @@ def note(trainer: L.Trainer, entry: Mapping[str, Any]) -> None:
     if not trainer.is_global_zero:
         return
     for logger in trainer.loggers:
-        place = logger.experiment.dir if isinstance(logger, WandbLogger) else getattr(logger, "log_dir", None)
+        if isinstance(logger, WandbLogger):
+            place = None if logger.experiment.disabled else logger.experiment.dir
+        else:
+            place = getattr(logger, "log_dir", None)
         if place is not None:
             append(Path(place), entry)
 

@@ -6,6 +6,8 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -15,8 +17,10 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.callbacks.loggers import note
 from lightning_fedbayes.callbacks.report import described_network
 from lightning_fedbayes.core.posterior import zeros_like
+from lightning_fedbayes.core.run_file import FILE
 from lightning_fedbayes.modules import mlp
 
 from .wandb_file import read_run
@@ -448,6 +452,17 @@ def test_without_a_logger_nothing_is_written(home, tmp_path, monkeypatch):
     _, rounds = federate(loggers=False)
     assert len(rounds) == ROUNDS
     assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_disabled_run_and_other_processes_write_no_file_of_the_run(tmp_path):
+    disabled = WandbLogger(mode="disabled", save_dir=str(tmp_path))
+    csv_logger = CSVLogger(str(tmp_path), name="csv")
+    note(SimpleNamespace(is_global_zero=True, loggers=[disabled]), {"round": 0})
+    note(SimpleNamespace(is_global_zero=False, loggers=[csv_logger]), {"round": 0})
+    assert not Path(disabled.experiment.dir, FILE).exists()
+    assert not Path(csv_logger.log_dir, FILE).exists()
+    note(SimpleNamespace(is_global_zero=True, loggers=[csv_logger, Charts()]), {"round": 0})
+    assert Path(csv_logger.log_dir, FILE).read_text() == '{"round": 0}\n'
 
 
 SCRIPT = """

@@ -167,6 +167,16 @@ def test_calibration_is_drawn_in_three_rounds_the_last_one_by_share(record, show
     assert gap == pytest.approx(record.figures["val/ece"][20], abs=1e-5)
 
 
+def test_retained_curves_end_at_the_accuracy_and_have_their_areas(record):
+    for round, table in record.curves["val/retained_curve"].items():
+        shares, *curves = zip(*table["rows"])
+        assert shares == pytest.approx([point / 50 for point in range(1, 51)])
+        for name, curve in zip(table["columns"][1:], curves, strict=True):
+            assert curve[-1] == pytest.approx(record.figures["val/accuracy"][round])
+            area = record.figures[f"val/retained_area_{name}"][round]
+            assert sum(curve) / len(curve) == pytest.approx(area, abs=0.02)
+
+
 def test_the_least_accurate_clients_come_first(record, shown):
     table = next(table for table in shown.tables if table[0][0] == "client")
     assert table[0] == ["client", "examples", "accuracy", "train loss", "failures"]
