@@ -69,8 +69,8 @@ def chart(
         at, colour = [place(*point) for point in points], f"c{number % COLOURS}"
         joined = " ".join(f"{a:.1f},{b:.1f}" for a, b in at)
         dashes = DASHES[number // COLOURS % len(DASHES)]
-        width = 1.8 + (1.4 * (len(lines) - 1 - number) if len(lines) <= 3 else 0)  # few lines are seen behind others
-        marks.append(f'<polyline class="{colour}" stroke-width="{width:.1f}" stroke-dasharray="{dashes}" '
+        behind = len(lines) - 1 - number if len(lines) <= 3 and not shares else 0  # where lines meet, each is seen
+        marks.append(f'<polyline class="{colour}" stroke-width="{1.8 + 1.4 * behind:.1f}" stroke-dasharray="{dashes}" '
                      f'points="{joined}"/>')
         radii = [1.5 + 12 * math.sqrt(share) for share in shares if number == len(lines) - 1]
         radii = radii or [2.0] * (len(at) == 1)  # a line of one point is not seen
@@ -83,9 +83,9 @@ def chart(
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the smallest and the largest value, or an interval about the only one."""
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    return (low, high) if high > low else (low - max(abs(low), 1.0) / 2, high + max(abs(high), 1.0) / 2)
+    """Return the smallest and the largest value; where they are one, it lies between 0 and its double."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    return (low, high) if high > low else (min(2 * low, 0.0), max(2 * low, 0.0)) if low else (-1.0, 1.0)
 
 
 def ticks(low: float, high: float, whole: bool = False) -> list[float]:
