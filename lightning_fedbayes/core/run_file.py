@@ -12,7 +12,7 @@ from lightning_fedbayes.core.errors import FedBayesError
 
 FILE = "federation.jsonl"
 WANDB_FILES = "files"
-"""Where it lies in W&B's folder of a run; elsewhere in the folder itself."""
+"""Its folder in W&B's folder of a run; other loggers have it in the run's folder itself."""
 
 Table = Mapping[str, Any]
 """A table: its "columns" and its "rows"."""
@@ -20,7 +20,7 @@ Table = Mapping[str, Any]
 
 @dataclass
 class RunRecord:
-    """What the file of a run holds.
+    """Content of the file of a run.
 
     Attributes:
         settings: of the federation; "network": its name and its numbers of parameters.
