@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset
 
 import lightning_fedbayes as fb
 from benchmarks.federations.data import Examples, Heart, heart_patients, joined, kept_apart, scaled, tcga_patients
-from benchmarks.published import mean_and_spread, rows
+from benchmarks.published import rows
 from lightning_fedbayes.fusion.server_optimizers import FedAdam
 from lightning_fedbayes.metrics.functional import concordance_index
 from lightning_fedbayes.server.weighting import ClientFacts
@@ -60,7 +60,7 @@ class Study(NamedTuple):
 
 def figures_of(study: str, metric: str, variants: Mapping[str, str]) -> dict[str, Figure]:
     """Return method → published figure, of FLamby's methods and of ``variants`` of them (ours → FLamby's)."""
-    known = {row["method"]: Figure(*mean_and_spread(row[metric])) for row in rows("flamby results")
+    known = {row["method"]: Figure(*map(float, row[metric].split(" ± "))) for row in rows("flamby results")
              if row["study"] == study}
     return {**known, **{ours: known[theirs] for ours, theirs in variants.items()}}
 
