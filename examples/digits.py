@@ -53,8 +53,8 @@ def federate(fusion: str, arguments: argparse.Namespace) -> tuple[list[float], l
     )
     curve = Curves("val/nll")
     logger = WandbLogger(
-        project="fedbayes", group="digits", name=fusion, version=f"{arguments.started}-{fusion.replace(' ', '-')}",
-        save_dir=arguments.output, offline=True,
+        project="fedbayes", group="digits", job_type="fit", name=fusion, save_dir=arguments.output, offline=True,
+        version=f"{arguments.started}-{fusion.replace(' ', '-')}",
     )
     trainer = L.Trainer(
         max_epochs=arguments.rounds,
@@ -109,7 +109,8 @@ def main() -> None:
     table = markdown_table(COLUMNS, rows)
     (arguments.output / "table.md").write_text(f"{setting}\n\n{table}\n")
     print(f"\n{setting}\n\n{table}\n\nPictures, table and W&B runs: {arguments.output}")
-    print(f"View the runs with an account: wandb sync {arguments.output}/wandb/offline-run-*-{arguments.started}-*")
+    runs = f"{arguments.output}/wandb/offline-run-*-{arguments.started}"
+    print(f"View the runs with an account: wandb sync {runs}-*\nor without: fedbayes report {runs}-sites")
 
 
 if __name__ == "__main__":

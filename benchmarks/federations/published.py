@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Subset
 
 import lightning_fedbayes as fb
 from benchmarks.federations.data import Examples, Heart, heart_patients, joined, kept_apart, scaled, tcga_patients
+from benchmarks.published import rows
 from lightning_fedbayes.fusion.server_optimizers import FedAdam
 from lightning_fedbayes.metrics.functional import concordance_index
 from lightning_fedbayes.server.weighting import ClientFacts
@@ -43,7 +44,6 @@ class Study(NamedTuple):
     Attributes:
         metric: its name.
         methods: ours → what FLamby publishes of it on the pooled test set.
-        best: FLamby's best federated method and figure.
         batch: examples in a step.
         rounds: of :data:`UPDATES` steps each.
         epochs: of pooled training.
@@ -52,30 +52,31 @@ class Study(NamedTuple):
 
     metric: str
     methods: Mapping[str, Figure]
-    best: tuple[str, float]
     batch: int
     rounds: int
     epochs: int
     rate: float
 
 
+def figures_of(study: str, metric: str, variants: Mapping[str, str]) -> dict[str, Figure]:
+    """Return method → published figure, of FLamby's methods and of ``variants`` of them (ours → FLamby's)."""
+    known = {row["method"]: Figure(*map(float, row[metric].split(" ± "))) for row in rows("flamby results")
+             if row["study"] == study}
+    return {**known, **{ours: known[theirs] for ours, theirs in variants.items()}}
+
+
 STUDIES = {
-    "Fed-Heart, FLamby's settings": Study(
-        "accuracy",
-        {"pooled": Figure(0.7953, 0.0028), "FedAvg": Figure(0.7480, 0.0268), "FedAdam": Figure(0.7787, 0.0146),
-         "cyclic": Figure(0.7850, 0.0123), UNPASSED: Figure(0.7850, 0.0123)},
-        ("cyclic", 0.7850), batch=4, rounds=15, epochs=50, rate=1e-3,
-    ),
-    "TCGA-BRCA, FLamby's settings": Study(
-        "c-index",
-        {"pooled": Figure(0.7041, 0.1144), "FedAvg": Figure(0.7353, 0.1750), "FedAdam": Figure(0.8421, 0.0168),
-         "cyclic": Figure(0.6607, 0.0748), UNPASSED: Figure(0.6607, 0.0748),
-         f"FedAvg{KEPT}": Figure(0.7353, 0.1750), f"FedAdam{KEPT}": Figure(0.8421, 0.0168)},
-        ("FedAdam", 0.8421), batch=8, rounds=5, epochs=30, rate=0.1,
-    ),
+    name: Study(metric, figures_of(name, metric, variants), **settings)
+    for name, metric, variants, settings in (
+        ("Fed-Heart, FLamby's settings", "accuracy", {UNPASSED: "cyclic"},
+         {"batch": 4, "rounds": 15, "epochs": 50, "rate": 1e-3}),
+        ("TCGA-BRCA, FLamby's settings", "c-index",
+         {UNPASSED: "cyclic", f"FedAvg{KEPT}": "FedAvg", f"FedAdam{KEPT}": "FedAdam"},
+         {"batch": 8, "rounds": 5, "epochs": 30, "rate": 0.1}),
+    )
 }
-"""The figures are means of the per-seed results in FLamby's repository; batches, rounds and rates are those of its
-configuration files (15 = ⌊⌊486 / 4 / 4⌋ · 50 / 100⌋ rounds, 5 = ⌊⌊866 / 6 / 8⌋ · 30 / 100⌋)."""
+"""Batches, rounds and rates are those of FLamby's configuration files (15 = ⌊⌊486 / 4 / 4⌋ · 50 / 100⌋ rounds,
+5 = ⌊⌊866 / 6 / 8⌋ · 30 / 100⌋)."""
 RATES = {
     ("Fed-Heart, FLamby's settings", "FedAvg"): (1e-3, None),
     ("Fed-Heart, FLamby's settings", "FedAdam"): (1e-2, 1e-2),

@@ -255,12 +255,14 @@ def tables(done: Mapping[Cell, Mapping[str, float]]) -> str:
     for data, size in dict.fromkeys((cell.data, cell.examples) for cell in done):
         rows = []
         groups = dict.fromkeys((c.method, c.split) for c in done if (c.data, c.examples) == (data, size))
-        for method, split in groups:
+        for method, split in sorted(groups, key=lambda group: group[0] not in EXACT):
             by_rate = {
                 rate: [found for c, found in done.items() if c[:5] == (data, size, split, method, rate)]
                 for rate in {c.rate for c in done if c[:4] == (data, size, split, method)}
             }
-            rate = min(by_rate, key=lambda each: statistics.fmean(f["calibration_nll"] for f in by_rate[each]))
+            most = max(map(len, by_rate.values()))  # the rate that the first seed has chosen, where it has
+            tried = [each for each, found in by_rate.items() if len(found) == most]
+            rate = min(tried, key=lambda each: statistics.fmean(f["calibration_nll"] for f in by_rate[each]))
             found = by_rate[rate]
 
             def mean(name: str, found: list[Any] = found) -> float:

@@ -89,7 +89,7 @@ def wandb_run(study: Study, cell: Settings, options: argparse.Namespace, folder:
     prepare_wandb()
     folder.mkdir(parents=True, exist_ok=True)
     group, name = f"{study.name}_{options.budget}", slug(cell, study.factors)
-    logger = WandbLogger(project=options.wandb, group=group, name=name, save_dir=folder)
+    logger = WandbLogger(project=options.wandb, group=group, job_type="fit", name=name, save_dir=folder)
     logger.log_hyperparams({"cell": cell.as_dict()})
     return logger
 
@@ -114,7 +114,7 @@ def write(study: Study, budget: str, finished: Finished, out: Path) -> str:
         parts.append(f"Published: {study.source}")
     for dataset in dict.fromkeys(cell.dataset for cell in finished):
         of_one = {cell: result for cell, result in finished.items() if cell.dataset == dataset}
-        parts += [f"## {dataset}", table(of_one, factors, study.metrics, study.published)]
+        parts += [f"## {dataset}", table(of_one, factors, study.metrics, study.published_rows)]
         good = {cell: result for cell, result in of_one.items() if "scores" in result}
         for number, spec in enumerate(study.figures if good else ()):
             figure, file = draw(spec, good), f"{dataset}_{number}_{spec['kind']}.png"

@@ -13,6 +13,7 @@ import yaml
 from benchmarks.images.data import OFFLINE
 from benchmarks.images.report import METRICS
 from benchmarks.images.settings import KEYS, Settings, check_settings
+from benchmarks.published import rows
 from lightning_fedbayes.core.errors import FederationError, nearest
 
 BUDGETS = ("tiny", "laptop", "full")
@@ -33,7 +34,7 @@ class Study:
         budgets: budget → settings that it changes, except those that a grid varies.
         metrics: columns of the table.
         figures: descriptions of the figures; see :func:`figures.draw`.
-        published: rows of the paper: settings, and scores as text.
+        published: names of tables of published.yaml, such as "fbdl table 2".
         source: source of the published values, and how they were measured.
     """
 
@@ -44,7 +45,7 @@ class Study:
     budgets: Mapping[str, Mapping[str, Any]]
     metrics: Sequence[str]
     figures: Sequence[Mapping[str, Any]] = ()
-    published: Sequence[Mapping[str, Any]] = ()
+    published: Sequence[str] = ()
     source: str = ""
 
     @property
@@ -52,6 +53,11 @@ class Study:
         """Return the names of the varied settings, data sets first."""
         names = list(dict.fromkeys(key for grid in self.grids for key in grid))
         return sorted(names, key=lambda name: name != "dataset")
+
+    @property
+    def published_rows(self) -> list[dict[str, Any]]:
+        """Return the rows of all published tables: settings, and scores as text."""
+        return [row for table in self.published for row in rows(table)]
 
     def cells(self, budget: str, seeds: int, offline: bool) -> list[Settings]:
         """Return all cells at a budget, each once: all cells of seed 0, then all of seed 1, and so on.
@@ -143,7 +149,7 @@ def _check(study: Study, file: str) -> None:
         _check_names([figure[key] for key in ("x", "series", "panels") if key in figure], KEYS,
                      f"{file}, figures: unknown setting")
         _check_names(figure.get("metrics", ()), METRICS, f"{file}, figures: unknown metric")
-    for row in study.published:
+    for row in study.published_rows:
         _check_names(row, (*KEYS, *METRICS), f"{file}, published: unknown setting or metric")
 
 

@@ -319,7 +319,7 @@ class FederatedBayes(L.Callback):
         if start is not None:
             start()
         loop.guard_weights_only(self._between_rounds)
-        self._report.start(trainer, self.described(), loader.clients)
+        self._report.start(trainer, self.described(), loader.clients, federation.server.posterior)
 
     def _make(self, trainer: L.Trainer) -> tuple[FitLoop, FederatedLoader, Federation]:
         """Return the loop, the loader and a new federation, in the state of the checkpoint or the earlier fit."""
@@ -350,8 +350,7 @@ class FederatedBayes(L.Callback):
         loop.begin_round()
         self._uncertainty.set_clients(clients.sizes, clients.counts, clients.classes, clients.names)
         self._report.set_clients(clients)  # data may have been reloaded
-        plan = self._planned(trainer, loader)
-        share = share_of(plan, loop.collective.rank, loop.collective.size)
+        share = share_of(self._planned(trainer, loader), loop.collective.rank, loop.collective.size)
         loop.set_length(self.federation.engine.num_batches(share))
 
     def _begin_batch(self, trainer: L.Trainer, batch_idx: int) -> None:
@@ -411,6 +410,15 @@ class FederatedBayes(L.Callback):
             self._report.log_round(
                 trainer, self.history[-1], log.names, self._loop.step_names, self._uncertainty.client_accuracy
             )
+
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the round beside the test's figures: it is their x-axis."""
+        known = self._federation is not None or self._restored is not None
+        pl_module.log("round", float(len(self.history)) if known else 0.0, sync_dist=True)
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """See that W&B draws the test's figures over the rounds."""
+        self._report.log_test(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the table of clients; drop a round that was cut short.

@@ -1,4 +1,4 @@
-"""Figures and tables for the loggers of a Trainer; Weights & Biases without an account."""
+"""Figures, curves and tables for the loggers of a Trainer; Weights & Biases without an account."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import configparser
 import csv
 import netrc
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import cache
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import lightning as L
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
 
+from lightning_fedbayes.core.run_file import append
 from lightning_fedbayes.core.tables import Row, markdown_table
 
 DECIDED = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
@@ -39,7 +41,7 @@ def log_figure(trainer: L.Trainer, name: str, figure: Figure, round: int) -> Non
         if isinstance(logger, WandbLogger):
             import wandb
 
-            logger.log_metrics({name: wandb.Image(figure), "round": round})  # pyright: ignore[reportArgumentType]
+            _log_media(logger, name, wandb.Image(figure), round)
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_figure(name, figure, global_step=round, close=False)
         elif isinstance(logger, CSVLogger):
@@ -49,6 +51,8 @@ def log_figure(trainer: L.Trainer, name: str, figure: Figure, round: int) -> Non
 def log_table(trainer: L.Trainer, name: str, columns: Sequence[str], rows: Sequence[Row], round: int) -> None:
     """Log a table: a table in W&B, Markdown text in TensorBoard, a CSV file beside the figures of a CSVLogger.
 
+    It goes into the file of the run, too, see :func:`note`.
+
     Args:
         trainer: its loggers get it.
         name: key, such as "federation/clients".
@@ -56,17 +60,60 @@ def log_table(trainer: L.Trainer, name: str, columns: Sequence[str], rows: Seque
         rows: one sequence per row, of as many entries.
         round: number of finished rounds (epochs).
     """
+    note(trainer, {"round": round, "table": name, "columns": columns, "rows": rows})
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             import wandb
 
             table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-            logger.log_metrics({name: table, "round": round})  # pyright: ignore[reportArgumentType]
+            _log_media(logger, name, table, round)
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_text(name, markdown_table(columns, rows), global_step=round)
         elif isinstance(logger, CSVLogger):
             with open(_file(logger, name, "csv"), "w", newline="") as file:
                 csv.writer(file).writerows([columns, *rows])
+
+
+def log_curves(
+    trainer: L.Trainer, name: str, columns: Sequence[str], rows: Sequence[Sequence[float]], round: int, title: str
+) -> None:
+    """Log curves as data: a chart of lines in W&B, which keeps those of every round, and a line in the file of the run.
+
+    Args:
+        trainer: its loggers get them.
+        name: key, such as "val/retained_curve".
+        columns: name of x, then of every curve.
+        rows: one per point; not empty.
+        round: number of finished rounds (epochs).
+        title: of the chart.
+    """
+    note(trainer, {"round": round, "curve": name, "columns": columns, "rows": rows})
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            from wandb import plot
+
+            x, *curves = map(list, zip(*rows))
+            _log_media(logger, name, plot.line_series(x, curves, columns[1:], title, columns[0]), round)
+
+
+def _log_media(logger: WandbLogger, name: str, value: Any, round: int) -> None:
+    """Log a picture, table or chart to W&B over the rounds; the data of a chart become another table there."""
+    for each in (name, f"{name}_table"):
+        logger.experiment.define_metric(each, step_metric="round")
+    logger.log_metrics({name: value, "round": round})
+
+
+def note(trainer: L.Trainer, entry: Mapping[str, Any]) -> None:
+    """Append a line to the file of the run, which ``fedbayes report`` reads, in the folder of every logger."""
+    if not trainer.is_global_zero:
+        return
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            place = None if logger.experiment.disabled else logger.experiment.dir
+        else:
+            place = getattr(logger, "log_dir", None)
+        if place is not None:
+            append(Path(place), entry)
 
 
 def _file(logger: CSVLogger, name: str, suffix: str) -> Path:

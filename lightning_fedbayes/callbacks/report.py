@@ -14,12 +14,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_fedbayes.callbacks.divergence import divergence_of
-from lightning_fedbayes.callbacks.loggers import log_figure, log_table
+from lightning_fedbayes.callbacks.loggers import log_figure, log_table, note
 from lightning_fedbayes.callbacks.records import ClientRecords
 from lightning_fedbayes.clients.client import Client
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.errors import listed, told_failures
 from lightning_fedbayes.core.messages import ClientOutcome
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.core.tables import MOST_ROWS, badness_of, markdown_table, worst_rows
 from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.layers import BayesianLayer, gaussian_parameters
@@ -53,13 +54,18 @@ class FederationReport:
         self._failures: dict[str, Exception] = {}
         self._losses: dict[int, float] = {}
         self._drawn: Tensor | None = None
+        self._noted: dict[str, Tensor] = {}
 
-    def start(self, trainer: L.Trainer, settings: dict[str, Any], clients: Clients) -> None:
-        """Log the settings and the clients × classes heat map."""
+    def start(
+        self, trainer: L.Trainer, settings: dict[str, Any], clients: Clients, posterior: GaussianPosterior
+    ) -> None:
+        """Log the settings, the network's name and parameters, and the clients × classes heat map."""
         self._with_axis = set()
         self._unheld = learnt_variances(trainer.lightning_module)
         KLWatch.seen = False
         self.set_clients(clients)
+        settings = {**settings, "network": described_network(trainer.lightning_module, posterior)}
+        note(trainer, {"round": trainer.current_epoch, "settings": settings})
         for logger in trainer.loggers:
             logger.log_hyperparams({"federation": settings})
             if isinstance(logger, TensorBoardLogger):  # which shows the hyperparameters of its first call only
@@ -184,12 +190,30 @@ class FederationReport:
         shown = {f"federation/{name}": figures[name] for name in self._worth_a_chart(figures)}
         curves = self._client_curves(accuracy)
         place = {"round": figures["round"], "epoch": trainer.current_epoch}
+        self._note_figures(trainer, int(figures["round"]), {**named, **curves})
         names = (training_names | set(trainer.callback_metrics) | set(curves)) - step_names - {"round"}
         for logger in trainer.loggers:
             row = {**(named if isinstance(logger, CSVLogger) else shown), **curves, **place}
             logger.log_metrics(row, step=trainer.global_step - 1)  # the step of Lightning's own epoch-wise figures
             if isinstance(logger, WandbLogger):
                 self._draw_over_rounds(logger, names)
+
+    def log_test(self, trainer: L.Trainer) -> None:
+        """Draw the figures of a test over the rounds; the round is logged beside them."""
+        if not trainer.loggers:
+            return
+        self._note_figures(trainer, int(trainer.callback_metrics["round"]), {})
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                self._draw_over_rounds(logger, set(trainer.callback_metrics) - {"round"})
+
+    def _note_figures(self, trainer: L.Trainer, round: int, more: Mapping[str, float]) -> None:
+        """Note in the file of the run what has been logged since the last time, and ``more``."""
+        known = dict(trainer.callback_metrics)  # a figure that is logged anew is another tensor
+        new = {name: float(value) for name, value in known.items() if value is not self._noted.get(name)}
+        self._noted = known
+        new.pop("round", None)
+        note(trainer, {"round": round, "figures": {**new, **more}})
 
     def _worth_a_chart(self, figures: dict[str, float]) -> list[str]:
         """Return the names without counts that have always been 0, and without traffic down that has equalled that up.
@@ -290,6 +314,21 @@ class FederationReport:
         self.records.load_state_dict(state["records"])
         self.reliabilities = list(state["reliabilities"])
         self._told = set(state["told"])
+
+
+def described_network(module: nn.Module, posterior: GaussianPosterior) -> dict[str, Any]:
+    """Return the network's name and numbers of parameters: all, trained, and Gaussian; one with (μ, ρ) counts once.
+
+    The network is the module's part with most parameters.
+    """
+    rhos = {id(each.rho) for each in gaussian_parameters(module).values()}
+    known = [parameter for parameter in module.parameters() if id(parameter) not in rhos]
+    largest = max([*module.children(), module], key=lambda part: sum(p.numel() for p in part.parameters()))
+    return {
+        "module": type(module).__name__, "name": type(largest).__name__,
+        "parameters": sum(p.numel() for p in known), "trained": sum(p.numel() for p in known if p.requires_grad),
+        "gaussian": sum(variance.numel() for variance in posterior.variance.values() if not is_zero(variance)),
+    }
 
 
 def learnt_variances(module: nn.Module) -> list[str]:

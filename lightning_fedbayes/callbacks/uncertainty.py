@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import lightning as L
 import torch
 from torch import Tensor
 
 from lightning_fedbayes.callbacks.evaluator import Reader, evaluator_of
-from lightning_fedbayes.callbacks.loggers import log_figure
+from lightning_fedbayes.callbacks.loggers import log_curves, log_figure
 from lightning_fedbayes.clients.evaluation import Predicted
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.metrics import AccuracyRetained, CalibrationDiagram
+from lightning_fedbayes.metrics import AccuracyRetained, CalibrationDiagram, RetainedCurve
 from lightning_fedbayes.metrics.functional import (
     kwon_aleatoric,
     kwon_epistemic,
@@ -42,6 +43,8 @@ MEASURES = {
 }
 
 
+POINTS = 50
+"""Points of an accuracy-retained curve that is logged as data, at equal distances."""
 ENTRIES = 2**20
 """Probabilities that are counted at once: a batch by itself takes as long as a small network."""
 
@@ -54,7 +57,8 @@ class UncertaintyReport(Reader):
     alone. :class:`FederatedBayes` brings one along; add it yourself to train without a federation.
 
     Logged in every validation: the area under accuracy-retained for entropy, mutual information ("epistemic") and
-    Kwon's aleatoric and epistemic traces. Logged at the end: the two pictures.
+    Kwon's aleatoric and epistemic traces, and both curves as data, "val/calibration_curve" and "val/retained_curve".
+    Logged at the end: the two pictures.
 
     A module without Bayesian layers returns no such thing. Give ``samples``, and in a federation the report predicts
     from the global posterior (of :class:`~lightning_fedbayes.IVON`, say) by a
@@ -181,9 +185,10 @@ class UncertaintyReport(Reader):
         if not self._seen or trainer.sanity_checking:
             return
         self._count()
-        figures = {
-            f"{stage}/retained_area_{name}": float(metric.compute().area) for name, metric in self._retained.items()
-        }
+        retained = {name: metric.compute() for name, metric in self._retained.items()}
+        figures = {f"{stage}/retained_area_{name}": float(curve.area) for name, curve in retained.items()}
+        if trainer.loggers:
+            self._log_curves(trainer, stage, retained)
         own = self._own_accuracy(trainer, pl_module)
         known = own is not None and not bool(own.isnan().all())
         self.client_accuracy = own if known else self._estimated_accuracy()
@@ -195,6 +200,25 @@ class UncertaintyReport(Reader):
                 figures[f"{stage}/client_accuracy"] = float(weighted_accuracy(accuracies, sizes))
                 figures[f"{stage}/worst_client_accuracy"] = float(worst_fraction_accuracy(accuracies))
         pl_module.log_dict(figures)
+
+    def _log_curves(self, trainer: L.Trainer, stage: str, retained: Mapping[str, RetainedCurve]) -> None:
+        """Log the calibration diagram and the accuracy-retained curves as data."""
+        round = trainer.current_epoch + (trainer.state.fn == "fit")
+        bins = self._calibration.compute()
+        full = bins.counts > 0
+        columns = {"confidence": bins.confidence, "accuracy": bins.accuracy, "perfect calibration": bins.confidence,
+                   "share of examples": bins.counts / bins.counts.sum()}
+        rows = torch.stack([each[full] for each in columns.values()], 1).tolist()
+        log_curves(trainer, f"{stage}/calibration_curve", tuple(columns), rows, round, "Calibration")
+        shares = torch.arange(1, POINTS + 1) / POINTS
+        curves = []
+        for curve in retained.values():  # of one point each, where all examples are equally uncertain
+            fraction, accuracy = torch.atleast_1d(curve.fraction), torch.atleast_1d(curve.accuracy)
+            curves.append(accuracy[torch.searchsorted(fraction, shares).clamp_max(len(fraction) - 1)])
+        log_curves(
+            trainer, f"{stage}/retained_curve", ("examples retained", *retained),
+            torch.stack([shares, *curves], 1).tolist(), round, "Accuracy when the most uncertain are discarded",
+        )
 
     def _own_accuracy(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Tensor | None:
         """Accuracy of every client on its own data, NaN without any, shape (clients,); None if whose is not known."""

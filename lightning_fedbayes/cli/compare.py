@@ -35,6 +35,7 @@ def compare(arguments: list[str]) -> int:
     options.add_argument("--seeds", metavar="N", type=int, default=1, help="seeds per rule, from seed_everything on")
     options.add_argument("--metric", metavar="NAME", help="metric of the picture (default: val/nll, if there is one)")
     options.add_argument("--output", metavar="FOLDER", type=Path, help="default: outputs/compare/NAME OF CONFIG")
+    options.add_argument("--wandb", metavar="PROJECT", help="a W&B run each, too, in a group")
     values, changes = options.parse_known_args(arguments)
     for change in changes:
         if change.startswith("-") and "." not in change:
@@ -57,7 +58,7 @@ def compare(arguments: list[str]) -> int:
         for fusion, each_seed in bar:
             bar.set_description(f"{fusion}, seed {each_seed}")
             try:
-                runs.append(_train(settings, fusion, each_seed, folder / "runs"))
+                runs.append(_train(settings, fusion, each_seed, folder / "runs", values.wandb))
             except FedBayesError as error:
                 failures.append(f"fedbayes: {fusion}, seed {each_seed}: {error}")
             else:
@@ -98,14 +99,17 @@ def _done(folder: Path, configuration: dict[str, Any]) -> list[Run]:
     return runs
 
 
-def _train(settings: list[str], fusion: str, seed: int, folder: Path) -> Run:
-    """Train one federation; its logger writes below ``folder``."""
+def _train(settings: list[str], fusion: str, seed: int, folder: Path, project: str | None) -> Run:
+    """Train one federation; its loggers write below ``folder``, to W&B too if there is a ``project``."""
     from lightning_fedbayes.cli.federation import FederationCLI
 
-    logger = {
-        "class_path": "lightning.pytorch.loggers.CSVLogger",
-        "init_args": {"save_dir": str(folder), "name": fusion, "version": f"seed_{seed}"},
-    }
+    files = {"save_dir": str(folder), "name": fusion, "version": f"seed_{seed}"}
+    logger = [{"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": files}]
+    if project is not None:
+        # the whole path: W&B's process keeps the working folder that it began in
+        run = {"project": project, "save_dir": str(folder.resolve()), "name": f"{fusion}-seed_{seed}",
+               "group": folder.parent.name, "job_type": "fit"}
+        logger.append({"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": run})
     home = folder / fusion / f"seed_{seed}"
     shutil.rmtree(home, ignore_errors=True)  # left by an interrupted run
     given = {
@@ -114,6 +118,8 @@ def _train(settings: list[str], fusion: str, seed: int, folder: Path) -> Run:
     }
     cli = FederationCLI([*settings, *(f"--{key}={value}" for key, value in given.items())], run=False)
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    if project is not None:
+        cli.trainer.loggers[1].experiment.finish()  # pyright: ignore[reportAttributeAccessIssue]
     return Run(fusion, seed, read_curves(home / METRICS))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,12 +28,13 @@ fusion rules:
 
 results:
   plot      draw the learning curves of a run or a comparison
+  report    write one page about a run: curves, calibration, clients, traffic
 
 Example: fedbayes fit --config examples/configs/digits.yaml --federation.fusion rklb
 """
 
 STAGES = ("fit", "validate", "test", "predict")
-COMMANDS = (*STAGES, "rules", "compare", "plot")
+COMMANDS = (*STAGES, "rules", "compare", "plot", "report")
 EXTRA = ("jsonargparse", "docstring_parser")
 """Modules that LightningCLI needs, from ``pip install lightning-fedbayes[cli]``."""
 
@@ -74,6 +76,10 @@ def _run(arguments: list[str]) -> int:
         from lightning_fedbayes.cli.results import plot
 
         return plot(rest)
+    if command == "report":
+        from lightning_fedbayes.cli.report import report
+
+        return report(rest)
     if any(importlib.util.find_spec(module) is None for module in EXTRA):
         raise FedBayesError(f"'fedbayes {command}' reads YAML with jsonargparse: pip install lightning-fedbayes[cli]")
     if command == "compare":
@@ -81,6 +87,7 @@ def _run(arguments: list[str]) -> int:
 
         return compare(rest)
     _check_files(rest)
+    os.environ.setdefault("WANDB_JOB_TYPE", command)  # read where the logger of the file names none
     from lightning_fedbayes.cli.federation import FederationCLI
 
     FederationCLI(arguments)

@@ -157,7 +157,7 @@ def plot(arguments: list[str]) -> int:
         raise FedBayesError(f"{folder} holds no validation metrics ('val/...'): the run ended before its first one")
     from lightning_fedbayes.core import plots  # here: Matplotlib takes longer to import than a mistake to be found
 
-    plots.round_panels({_spoken(metric): curves for metric, curves in by_metric.items()}).savefig(folder / PICTURE)
+    plots.round_panels({spoken(metric): curves for metric, curves in by_metric.items()}).savefig(folder / PICTURE)
     print(folder / PICTURE)
     return 0
 
@@ -184,15 +184,16 @@ def draw(folder: Path, metric: str, curves: Mapping[str, Sequence[float]]) -> Pa
     from lightning_fedbayes.core import plots
 
     file = folder / f"{metric.replace('/', '_')}_by_round.png"
-    plots.rounds(curves, _spoken(metric)).savefig(file)
+    plots.rounds(curves, spoken(metric)).savefig(file)
     return file
 
 
-def _spoken(metric: str) -> str:
+def spoken(metric: str) -> str:
     """Return the name of a metric in a picture.
 
-    >>> _spoken("val/nll"), _spoken("val/client_accuracy")
-    ('validation NLL', 'validation client accuracy')
+    >>> spoken("val/nll"), spoken("test/client_accuracy")
+    ('validation NLL', 'test client accuracy')
     """
-    name = metric.removeprefix("val/")
-    return f"validation {name.upper() if len(name) <= 4 else name.replace('_', ' ')}"
+    stage, _, name = metric.partition("/")
+    shown = name.upper() if len(name) <= 4 else name.replace("_", " ")
+    return f"{'validation' if stage == 'val' else stage} {shown}"

@@ -40,7 +40,7 @@ class ClientAccuracy(Metric):
         clients: number of clients.
         kwargs: arguments of :class:`torchmetrics.Metric`.
 
-    Source: [BA-BFL] §5.
+    Source: [BA-BFL] §4.
 
     >>> metric = ClientAccuracy(clients=2)
     >>> metric(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]), torch.tensor([0, 1]))

@@ -222,7 +222,7 @@ class Timeline:
         sizes: numbers of examples of the clients.
         seed: of the federation.
         min_clients: messages without which a fusion counts for nothing.
-        first: messages that the first fusion waits for, if as many clients train at once: fewer cannot be judged.
+        first: messages that the first fusion waits for, if as many clients train at once: fewer cannot be compared.
         most: clients that may train at once, for a trial run; None: as the schedule says.
 
     Raises:

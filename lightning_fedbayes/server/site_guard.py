@@ -81,7 +81,7 @@ class SiteGuard(Guard):
         counted_of: returns what has been counted of a client in the rounds before: "precision", "shift" and "dual", as
             far as there are such; empty for none.
         memory, part: see :class:`~lightning_fedbayes.server.guard.Guard`. Where a fusion hears a part of the clients,
-            "known" are the sizes, "weights" the weights of all "clients" that were heard before: few are judged beside
+            "known" are the sizes, "weights" the weights of all "clients" that were heard before: few are compared with
             them.
         passes_of: see :class:`SiteLimits`.
     """

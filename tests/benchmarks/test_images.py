@@ -20,6 +20,7 @@ from benchmarks.images.report import METRICS, failures, mean_and_error
 from benchmarks.images.settings import Settings, parse_call
 from benchmarks.images.store import Store
 from benchmarks.images.study import only, read_study
+from benchmarks.published import rows
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
 
 from .writer import put_many
@@ -50,8 +51,9 @@ def cells(path: Path) -> list[dict]:
 
 
 def test_a_killed_study_goes_on_without_repeating_cells(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.images.study.rows", lambda table: [{"bayesian_last": 1, "nll": "0.12 ± 0.01"}])
     path = study(
-        tmp_path, published=[{"bayesian_last": 1, "nll": "0.12 ± 0.01"}],
+        tmp_path, published=["any table"],
         figures=[
             {"kind": "lines", "x": "bayesian_last", "series": "fusion", "metrics": ["nll"]},
             {"kind": "retained", "series": "fusion", "panels": "bayesian_last", "where": {"bayesian_last": [1]}},
@@ -152,12 +154,13 @@ def test_every_study_can_be_run_offline(config):
 
 
 def test_published_values_belong_to_cells():
-    for config in CONFIGS:
-        read = read_study(config)
-        full, metrics = read.cells("full", seeds=1, offline=False), METRICS
-        for row in read.published:
-            wanted = {key: value for key, value in row.items() if key not in metrics}
-            assert any(all(getattr(cell, key) == value for key, value in wanted.items()) for cell in full), row
+    read = {config: read_study(config) for config in CONFIGS}
+    cells = {config: each.cells("full", seeds=1, offline=False) for config, each in read.items()}
+    for table in {table for each in read.values() for table in each.published}:
+        using = [cell for config, each in read.items() if table in each.published for cell in cells[config]]
+        for row in rows(table):
+            wanted = {key: value for key, value in row.items() if key not in METRICS}
+            assert any(all(getattr(cell, key) == value for key, value in wanted.items()) for cell in using), row
 
 
 @pytest.mark.parametrize(
@@ -180,7 +183,8 @@ def test_published_values_belong_to_cells():
         ({"figures": [{"kind": "lines", "series": "fusion", "x": "fusion"}]}, "metrics is missing"),
         ({"figures": [{"kind": "lines", "series": "fusion", "x": "fusion", "metrics": ["nll"], "where": {"seed": 0}}]},
          "seed=0 has to be a list of values"),
-        ({"published": [{"fusion": "conflation", "acc": 1}]}, "unknown setting or metric"),
+        ({"published": ["fbdl tabel 2"]}, "did you mean 'fbdl table 2'"),
+        ({"published": ["fedag table 2"]}, "unknown setting or metric 'blr'"),
     ],
 )
 def test_mistakes_are_found_before_training(tmp_path, monkeypatch, changes, message):

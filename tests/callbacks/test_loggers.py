@@ -6,6 +6,8 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -15,6 +17,10 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.callbacks.loggers import note
+from lightning_fedbayes.callbacks.report import described_network
+from lightning_fedbayes.core.posterior import zeros_like
+from lightning_fedbayes.core.run_file import FILE
 from lightning_fedbayes.modules import mlp
 
 from .wandb_file import read_run
@@ -32,7 +38,11 @@ OF_CLIENTS = {f"client_{figure}/{client}" for figure in ("accuracy", "train_loss
 TRAINING = {"train/nll", "train/kl", "train/kl_factor"}
 SCALARS = VALIDATION | FEDERATION | TRAINING
 STEP = "train/loss_of_a_step"
-IMAGES = {"federation/clients_by_class": 0, "val/calibration": ROUNDS, "val/accuracy_retained": ROUNDS}
+IMAGES = {"federation/clients_by_class": 0, "val/calibration": ROUNDS, "val/accuracy_retained": ROUNDS,
+          "test/calibration": ROUNDS, "test/accuracy_retained": ROUNDS}
+CURVES = {"val/calibration_curve": [1, 2, 3], "val/retained_curve": [1, 2, 3],
+          "test/calibration_curve": [ROUNDS], "test/retained_curve": [ROUNDS]}
+TEST = {f"test/{name.removeprefix('val/')}" for name in VALIDATION}
 SETTINGS = {"clients": CLIENTS, "fusion": "sites", "weighting": "train_size", "seed": 7,
             "local_epochs": 1, "fraction": 1.0, "engine": "vectorized", "buffers": "average",
             "keep": [], "min_clients": 1, "local_parameters": []}
@@ -76,6 +86,7 @@ def federate(loggers):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
     )
     trainer.fit(model, DataLoader(train, 16, shuffle=True), DataLoader(val, 64))
+    trainer.test(model, DataLoader(val, 64), verbose=False)
     rounds = [
         {**scores, **{f"federation/{name}": value for name, value in figures.items() if name != "round"}}
         for scores, figures in zip(recorder.validations, federation.history, strict=True)
@@ -155,6 +166,55 @@ def test_wandb_config_has_the_settings_of_federation_and_model(run):
     assert settings["partition"].startswith("DirichletPartition(clients=3, alpha=0.5")
     assert recorded.config["bayesian_last"] == 1
     assert recorded.config["estimator"] == "local_reparameterization"
+
+
+def test_wandb_config_has_the_network_and_its_parameters(run):
+    """A (μ, ρ) counts once: 64-12-10, of which the last layer is Bayesian."""
+    hidden, last = 64 * 12 + 12, 12 * 10 + 10
+    assert run[1].config["federation"]["network"] == {
+        "module": "Model", "name": "Sequential", "parameters": hidden + last, "trained": hidden + last, "gaussian": last
+    }
+
+
+def test_frozen_parameters_and_those_of_several_parts_are_counted():
+    module = fb.HybridBayesianClassifier(mlp(4, 2, (3,)), bayesian_last=1)
+    next(module.parameters()).requires_grad_(False)  # 4 × 3
+    module.another = torch.nn.Linear(2, 5)
+    means = {"a": torch.zeros(7), "b": torch.zeros(2)}
+    posterior = fb.GaussianPosterior(means, {"a": torch.ones(7), "b": zeros_like(means["b"])})
+    every = 4 * 3 + 3 + 3 * 2 + 2 + 2 * 5 + 5
+    assert described_network(module, posterior) == {
+        "module": "HybridBayesianClassifier", "name": "HybridBayesianClassifier", "parameters": every,
+        "trained": every - 12, "gaussian": 7,
+    }
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_wandb_has_the_curves_of_every_round(run, name):
+    """Charts of lines, whose data are tables: (x, line, y)."""
+    folder, recorded = run
+    rows = [row for row in recorded.history if row.get(f"{name}_table/_type") == "table-file"]
+    assert [row["round"] for row in rows] == CURVES[name]
+    assert recorded.axes(name) == recorded.axes(f"{name}_table") == {"round"}
+    tables = [json.loads((folder / "files" / row[f"{name}_table/path"]).read_text())["data"] for row in rows]
+    lines = [sorted({line for _, line, _ in table}) for table in tables]
+    assert set(map(len, lines)) == {3 if "calibration" in name else 4}
+    if name == "val/calibration_curve":  # the ECE is the mean gap, by share of examples
+        of_rounds = [{line: [y for _, each, y in table if each == line] for line in lines[0]} for table in tables]
+        gaps = [sum(share * abs(y - x) for x, y, share in zip(
+            of_round["perfect calibration"], of_round["accuracy"], of_round["share of examples"], strict=True))
+            for of_round in of_rounds]
+        assert gaps == pytest.approx([row["val/ece"] for row in entries(recorded.history, "val/ece")], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(TEST))
+def test_wandb_has_the_figures_of_a_test_over_the_rounds(run, name):
+    assert [row["round"] for row in entries(run[1].history, name)] == [ROUNDS]
+    assert run[1].axes(name) == {"round"}
+
+
+def test_wandb_draws_pictures_and_tables_over_the_rounds(run):
+    assert all(run[1].axes(name) == {"round"} for name in (*IMAGES, "federation/clients"))
 
 
 def test_the_figures_of_the_clients_are_those_of_the_round(run, logged):
@@ -266,7 +326,7 @@ def test_csv_has_every_figure_beside_its_round(csv_folder, logged, name):
 def test_csv_has_pictures_and_table_as_files_beside_it(csv_folder, logged):
     names = {path.name for path in csv_folder.iterdir()}
     pictures = {f"{name.replace('/', '_')}.png" for name in IMAGES}
-    assert names == {"metrics.csv", "hparams.yaml", "federation_clients.csv"} | pictures
+    assert names == {"metrics.csv", "hparams.yaml", "federation_clients.csv", "federation.jsonl"} | pictures
     for name in pictures:
         assert (csv_folder / name).read_bytes().startswith(PNG)
     head, *rows = read_csv(csv_folder / "federation_clients.csv")
@@ -392,6 +452,17 @@ def test_without_a_logger_nothing_is_written(home, tmp_path, monkeypatch):
     _, rounds = federate(loggers=False)
     assert len(rounds) == ROUNDS
     assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_disabled_run_and_other_processes_write_no_file_of_the_run(tmp_path):
+    disabled = WandbLogger(mode="disabled", save_dir=str(tmp_path))
+    csv_logger = CSVLogger(str(tmp_path), name="csv")
+    note(SimpleNamespace(is_global_zero=True, loggers=[disabled]), {"round": 0})
+    note(SimpleNamespace(is_global_zero=False, loggers=[csv_logger]), {"round": 0})
+    assert not Path(disabled.experiment.dir, FILE).exists()
+    assert not Path(csv_logger.log_dir, FILE).exists()
+    note(SimpleNamespace(is_global_zero=True, loggers=[csv_logger, Charts()]), {"round": 0})
+    assert Path(csv_logger.log_dir, FILE).read_text() == '{"round": 0}\n'
 
 
 SCRIPT = """

@@ -27,13 +27,16 @@ class Run:
     """Record of an offline run.
 
     Attributes:
-        project: where it belongs.
+        project, group, job_type, name: where it belongs, and what it is.
         config: its settings.
         history: one dict per call of ``log``, in order; nested keys are joined by "/".
         step_metrics: name or pattern (ending in "*") → name of the metric on its x-axis.
     """
 
     project: str = ""
+    group: str = ""
+    job_type: str = ""
+    name: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     step_metrics: dict[str, str] = field(default_factory=dict)
@@ -63,7 +66,8 @@ def run_of(found: list[Any]) -> Run:
     for record in found:
         kind = record.WhichOneof("record_type")
         if kind == "run":
-            run.project = record.run.project
+            run.project, run.group = record.run.project, record.run.run_group
+            run.job_type, run.name = record.run.job_type, record.run.display_name
             _update(run.config, record.run.config.update)
         elif kind == "config":
             _update(run.config, record.config.update)

@@ -8,6 +8,7 @@ from lightning_fedbayes.cli import compare as module
 from lightning_fedbayes.cli import main, results
 from lightning_fedbayes.cli.results import Run, curves_of, read_curves
 from lightning_fedbayes.core.errors import FusionError
+from tests.callbacks.wandb_file import read_run
 from tests.cli.commands import DIGITS
 
 
@@ -16,7 +17,7 @@ def trained(monkeypatch):
     """Stands in for training: keeps (rule, seed) of each run; a rule named dwc fails."""
     runs = []
 
-    def train(settings, fusion, seed, folder):
+    def train(settings, fusion, seed, folder, project):
         runs.append((fusion, seed))
         if fusion == "distributed_weight_consolidation":
             raise FusionError("not positive")
@@ -26,10 +27,14 @@ def trained(monkeypatch):
     return runs
 
 
-def test_a_comparison_from_start_to_end(elsewhere, capsys):
+def test_a_comparison_from_start_to_end(elsewhere, capsys, monkeypatch):
+    for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(elsewhere / "wandb"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
     quick = ["--trainer.max_epochs=2", "--trainer.accelerator=cpu", "--federation.fraction=0.3",
              "--trainer.enable_checkpointing=false", "--federation.local_epochs=1"]
-    assert main(["compare", DIGITS, "--fusion=fedavg,rklb", *quick, "--output=here"]) == 0
+    assert main(["compare", DIGITS, "--fusion=fedavg,rklb", *quick, "--output=here", "--wandb=trial"]) == 0
     shown = capsys.readouterr().out
     folder = elsewhere / "here"
     table = (folder / "table.md").read_text()
@@ -38,6 +43,10 @@ def test_a_comparison_from_start_to_end(elsewhere, capsys):
         "weighted_average", "reverse_kl_barycenter"
     ]
     assert (folder / "val_nll_by_round.png").stat().st_size > 5000
+    runs = [read_run(path) for path in (folder / "runs" / "wandb").glob("offline-run-*/run-*.wandb")]
+    assert sorted((run.group, run.job_type, run.name) for run in runs) == [
+        ("here", "fit", "reverse_kl_barycenter-seed_0"), ("here", "fit", "weighted_average-seed_0")
+    ]
     configuration, runs = results.load(folder)
     assert configuration["trainer"]["max_epochs"] == 2
     assert [(run.fusion, run.seed) for run in runs] == [("weighted_average", 0), ("reverse_kl_barycenter", 0)]
@@ -76,10 +85,10 @@ def test_what_is_done_is_skipped_and_what_is_new_is_added(trained, elsewhere):
 def test_an_interrupted_comparison_goes_on_where_it_was(trained, monkeypatch):
     train = module._train
 
-    def interrupted(settings, fusion, seed, folder):
+    def interrupted(settings, fusion, seed, folder, project):
         if fusion == "conflation":
             raise KeyboardInterrupt
-        return train(settings, fusion, seed, folder)
+        return train(settings, fusion, seed, folder, project)
 
     command = ["compare", DIGITS, "--fusion=fedavg,conflation", "--output=here"]
     monkeypatch.setattr(module, "_train", interrupted)

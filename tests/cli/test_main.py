@@ -1,13 +1,14 @@
 """Commands: the overview, what is refused, what is imported and installed."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import tomllib
 
 import pytest
 
-from lightning_fedbayes.cli import main
+from lightning_fedbayes.cli import federation, main
 from lightning_fedbayes.cli.main import COMMANDS, EXTRA
 from tests.cli.commands import DIGITS, QUICK, ROOT, lightnings_warnings, refusal
 
@@ -83,3 +84,14 @@ def test_the_command_is_installed_as_fedbayes():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, name = scripts["fedbayes"].partition(":")
     assert getattr(importlib.import_module(module), name) is main
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "validate"), ("mine", "mine")])
+def test_runs_of_wandb_have_the_stage_as_their_type_unless_the_user_has_set_one(given, found, monkeypatch):
+    monkeypatch.setenv("WANDB_JOB_TYPE", given or "")
+    if given is None:
+        monkeypatch.delenv("WANDB_JOB_TYPE")
+    types = []
+    monkeypatch.setattr(federation, "FederationCLI", lambda arguments: types.append(os.environ["WANDB_JOB_TYPE"]))
+    assert main(["validate"]) == 0
+    assert types == [found]

@@ -136,7 +136,7 @@ class DirichletPartition(LabelPartition):
         balance: with ``per="label"``, give no more examples of later labels to a client that holds N/K.
         labels: where the classes are found; see :class:`~lightning_fedbayes.data.partition.base.LabelPartition`.
 
-    Sources: ``"label"``: [BA-BFL] §5; ``"client"``: [FBDL] §3.1.
+    Sources: ``"label"``: [BA-BFL] §4; ``"client"``: [FBDL] §3.1.
 
     >>> import torch
     >>> DirichletPartition(clients=4, alpha=0.5, per="client").split(torch.arange(100) % 5, seed=1).sizes

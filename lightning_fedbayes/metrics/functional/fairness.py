@@ -24,7 +24,7 @@ def weighted_accuracy(accuracies: Vector, weights: Vector) -> Tensor:
 
     Returns: a scalar.
 
-    Source: [BA-BFL] §5, Acc_avg.
+    Source: [BA-BFL] §4, Acc_avg.
 
     >>> import torch
     >>> weighted_accuracy(torch.tensor([0.5, 1.0, torch.nan]), torch.tensor([3, 1, 6]))
@@ -45,7 +45,7 @@ def worst_fraction_accuracy(accuracies: Vector, fraction: float = 0.1) -> Tensor
 
     Returns: a scalar; with fraction 1 the plain mean.
 
-    Source: [BA-BFL] §5, worst 10% accuracies.
+    Source: [BA-BFL] §4, worst 10% accuracies.
 
     >>> import torch
     >>> worst_fraction_accuracy(torch.tensor([0.9, 0.4, 0.6, 0.8]), fraction=0.5)

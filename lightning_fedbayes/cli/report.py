@@ -1,0 +1,194 @@
+"""``fedbayes report``: one page of HTML about a run, which needs no server and nothing from elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from lightning_fedbayes.cli.chart import COLOURS, by_round, chart
+from lightning_fedbayes.cli.messages import Options
+from lightning_fedbayes.cli.results import spoken
+from lightning_fedbayes.core.run_file import RunRecord, Table, file_of, home_of, read
+from lightning_fedbayes.core.tables import html_table, texts
+
+PAGE = "report.html"
+GROUPS = {
+    "retained_area_": "area under accuracy of the most certain", "kwon_": "Kwon's traces",
+    "_spread": "spread over clients", "accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "brier": "Brier score",
+    "rmse": "RMSE", "crps": "CRPS",
+}
+"""Part of a name → title of the chart that such figures share; any other figure has its own."""
+LAST = 3
+"""The first so many of them are no scores, and stand last."""
+TILES = ("nll", "accuracy", "ece", "rmse", "crps", "coverage", "worst_client_accuracy", "clients/accuracy_worst")
+ROUND_FIGURES = ("train_loss", "disagreement", "posterior_variance", "effective_clients", "seconds")
+CLIENT_COLUMNS = ("client", "examples", "accuracy", "train_loss", "failures")
+
+STYLE = """
+:root { --paper: #fff; --ink: #222; --soft: #667; --line: #dde; --tile: #f4f5f8; --c0: #0072b2; --c1: #d55e00;
+ --c2: #009e73; --c3: #cc79a7; --c4: #b57f00; --c5: #3a96c8; --c6: #555; color-scheme: light dark }
+@media (prefers-color-scheme: dark) { :root { --paper: #15171c; --ink: #e6e6ea; --soft: #a0a4b0; --line: #343843;
+ --tile: #1f2229; --c0: #58b0ea; --c1: #ff8a3d; --c2: #2cc79b; --c3: #e39cc8; --c4: #f0b840; --c5: #8fd0f5;
+ --c6: #bbb } }
+* { box-sizing: border-box }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif }
+main { max-width: 1240px; margin: 0 auto; padding: 16px }
+h1 { font-size: 22px; margin: 8px 0; overflow-wrap: anywhere }
+h2 { font-size: 17px; margin: 28px 0 10px; border-bottom: 1px solid var(--line); padding-bottom: 4px }
+p { margin: 6px 0; max-width: 80ch } .soft { color: var(--soft) }
+.tiles, .charts { display: grid; gap: 12px; grid-template-columns: repeat(auto-fill, minmax(130px, 1fr)) }
+.charts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); gap: 20px }
+.tiles div { background: var(--tile); border-radius: 6px; padding: 8px 12px }
+.tiles b { display: block; font-size: 20px }
+figure { margin: 0 } figcaption { font-weight: 600; font-size: 14px; margin-bottom: 2px }
+svg { width: 100%; height: auto; display: block; overflow: visible } svg text { font-size: 11px; fill: var(--soft) }
+.grid { stroke: var(--line) } .diagonal { stroke: var(--soft); stroke-dasharray: 4 4 }
+polyline { fill: none; stroke: var(--c); stroke-linejoin: round } circle { fill: var(--c) }
+.legend { font-size: 12px; color: var(--soft); overflow-wrap: anywhere } .legend span { margin-right: 10px }
+.legend i { display: inline-block; width: 14px; border-top: 3px solid var(--c); vertical-align: middle;
+ margin-right: 4px }
+table { border-collapse: collapse; font-size: 13px; width: 100%; font-variant-numeric: tabular-nums; margin-top: 12px }
+td, th { text-align: left; padding: 3px 8px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top }
+td:first-child, td:last-child { overflow-wrap: anywhere } td:first-child { min-width: 5.5em }
+th { color: var(--soft); font-weight: 600 } .wide { overflow-x: auto }
+summary { cursor: pointer; font-weight: 600; margin: 10px 0 }
+""" + " ".join(f".c{number} {{ --c: var(--c{number}) }}" for number in range(COLOURS))
+
+
+def report(arguments: list[str]) -> int:
+    """Write the page of a run, and print its file."""
+    options = Options("report", f"Write a page about a run, {PAGE}: one file, which needs no server and no account.")
+    options.add_argument("run", metavar="RUN", type=Path,
+                         help="folder of a CSVLogger or TensorBoardLogger, or W&B's folder offline-run-…")
+    options.add_argument("--output", metavar="FILE", type=Path, help=f"default: {PAGE} in the folder of the run")
+    values = options.parse(arguments)
+    file = file_of(values.run)
+    output = values.output or home_of(file) / PAGE
+    text = page(read(file), home_of(file).resolve().name)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(text, encoding="utf-8")
+    print(output)
+    return 0
+
+
+def page(run: RunRecord, name: str) -> str:
+    """Return the page of a run under the heading ``name``."""
+    figures = run.figures
+    known = {each: of_rounds[max(of_rounds)] for each, of_rounds in figures.items()}
+    settings = [(key.replace("_", " "), value) for key, value in run.settings.items() if key != "network"]
+    scores = [f"{stage}/{each}" for stage in ("val", "test") for each in TILES if f"{stage}/{each}" in known]
+    tiles = "".join(f"<div>{escape(spoken(each))}<b>{known[each]:.4g}</b></div>" for each in scores)
+    rounds = [by_round(each.replace("_", " "), {each: figures[f"federation/{each}"]}) for each in ROUND_FIGURES
+              if f"federation/{each}" in figures]
+    firsts_and_lasts = [(each, figures[each][min(figures[each])], known[each]) for each in sorted(figures)]
+    torn = "The last line of the run's file is cut short and left out: the run was killed while it wrote."
+    parts = [
+        f"<h1>{escape(name)}</h1>", f"<p>{escape(_about(run))}</p>", f'<p class="soft">{torn}</p>' if run.torn else "",
+        f'<div class="tiles">{tiles}</div>',
+        _section("By round", [*(by_round(key, lines) for key, lines in _groups(figures).items()), *rounds]),
+        _section("Calibration, and what uncertainty is worth", _curves(run.curves)),
+        _section("Clients", _client_charts(figures)), _clients(run.tables.get("federation/clients")),
+        _section("What travelled", _traffic(figures)),
+        f"<h2>Settings</h2>{_table(('setting', 'value'), settings)}",
+        "<h2>Everything</h2>", _details("figures", ("figure", "first", "last"), firsts_and_lasts),
+        *(_details(each, table["columns"], table["rows"]) for each, table in sorted(run.tables.items())),
+    ]
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(name)}</title><style>{STYLE}</style>"
+    )
+    body = "\n".join(part for part in parts if part)
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body><main>\n{body}\n</main></body></html>\n'
+
+
+def _about(run: RunRecord) -> str:
+    """Return rounds, clients, rule and network in one line."""
+    rounds = max(max(of_rounds) for of_rounds in run.figures.values())
+    clients, fusion = (run.settings.get(each, "?") for each in ("clients", "fusion"))
+    parts = [f"{rounds} rounds", f"{clients} clients", f"fusion {fusion}"]
+    if network := run.settings.get("network"):
+        counts = "{parameters:,} parameters, {trained:,} trained, {gaussian:,} Gaussian".format(**network)
+        parts.append(f"{network['module']} with {network['name']} of {counts}")
+    return "; ".join(parts)
+
+
+def _groups(figures: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, Mapping[int, float]]]:
+    """Return the charts of the validation, scores first: title → name of a line → its values by round."""
+    titles = [*GROUPS.values()]
+    charts: dict[str, dict[str, Mapping[int, float]]] = {title: {} for title in titles[LAST:] + titles[:LAST]}
+    for name in sorted(figures):
+        if name.startswith("val/"):
+            own = name.removeprefix("val/")
+            part = next((each for each in GROUPS if each in own), None)
+            title = spoken(name) if part is None else GROUPS[part]
+            line = own.replace("clients/", "").replace("retained_area_", "").replace("_", " ")
+            charts.setdefault(title, {})[line] = figures[name]
+    return {title: lines for title, lines in charts.items() if lines}
+
+
+def _curves(curves: Mapping[str, Mapping[int, Table]]) -> Iterable[str]:
+    """Draw calibration in the first, the middle and the last round, and the last accuracy-retained curves."""
+    for stage in ("val", "test"):
+        if diagrams := curves.get(f"{stage}/calibration_curve"):
+            rounds = sorted(diagrams)
+            shown = {f"round {round}": [(row[0], row[1]) for row in diagrams[round]["rows"]]
+                     for round in dict.fromkeys((rounds[0], rounds[len(rounds) // 2], rounds[-1]))}
+            shares = [row[3] for row in diagrams[rounds[-1]]["rows"]]
+            title = spoken(f"{stage}/accuracy by confidence")
+            yield chart(title, shown, "confidence", (0.0, 1.0), (0.0, 1.0), shares)
+        if retained := curves.get(f"{stage}/retained_curve"):
+            table = retained[max(retained)]
+            lines = {name.replace("_", " "): [(row[0], row[place]) for row in table["rows"]]
+                     for place, name in enumerate(table["columns"]) if place}
+            yield chart(spoken(f"{stage}/accuracy of the most certain, by"), lines, "examples retained", (0.0, 1.0))
+
+
+def _client_charts(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
+    """Draw the accuracy and the training loss of each client, or quantiles of them."""
+    for kind, title in (("client_accuracy/", "accuracy of each client"), ("client_train_loss/", "its training loss")):
+        lines = {name.removeprefix(kind).replace("_", " "): figures[name] for name in figures if name.startswith(kind)}
+        if lines:
+            yield by_round(title, dict(sorted(lines.items(), key=lambda line: (len(line[0]), line[0]))))
+
+
+def _clients(table: Table | None) -> str:
+    """Return the table of clients, the least accurate first, those of unknown accuracy behind them."""
+    if table is None:
+        return '<p class="soft">The table of clients is written at the end of a run: this one has not reached it.</p>'
+    places = [table["columns"].index(each) for each in CLIENT_COLUMNS]
+    rows = sorted(table["rows"], key=lambda row: (math.isnan(row[places[2]]), row[places[2]], -row[places[3]]))
+    reasons = {row[0]: row[-1] for row in rows if row[-1]}
+    told = [f'<p class="soft">{escape(f"{name} was left out, last for {why}")}</p>' for name, why in reasons.items()]
+    heads = [each.replace("_", " ") for each in CLIENT_COLUMNS]
+    return "".join([_table(heads, [[row[place] for place in places] for row in rows]), *told])
+
+
+def _traffic(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
+    """Draw the megabytes of each round and their running sums."""
+    names = {way: f"federation/megabytes_{way}" for way in ("up", "down")}
+    lines = {way: dict(sorted(figures[name].items())) for way, name in names.items() if name in figures}
+    if lines:
+        yield by_round("megabytes in a round, all clients", lines)
+        sums = {f"{way}, {sum(each.values()):.4g} in all": dict(zip(each, accumulate(each.values())))
+                for way, each in lines.items()}
+        yield by_round("megabytes so far, all clients", sums)
+
+
+def _section(title: str, charts: Iterable[str]) -> str:
+    """Return charts under a heading; nothing without charts."""
+    shown = "\n".join(charts)
+    return f'<h2>{escape(title)}</h2><div class="charts">{shown}</div>' if shown else ""
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table of HTML, floats with four significant digits."""
+    return html_table([escape(each) for each in columns], [list(map(escape, row)) for row in texts(rows)])
+
+
+def _details(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table that opens at a click, and can be moved where the window is narrow."""
+    return f'<details><summary>{escape(title)}</summary><div class="wide">{_table(columns, rows)}</div></details>'
