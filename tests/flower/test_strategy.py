@@ -129,7 +129,7 @@ def test_a_client_that_raises_is_left_out_and_its_text_stays_with_it(shared, cap
     of_server = [each.message for each in caplog.records if not each.name.startswith("lightning_fedbayes")]
     assert any("client 2 failed in training: RuntimeError" in line for line in of_server)
     assert any("row 17" in line for line in of_server) == shared
-    of_client = [each for each in caplog.records if each.name == "lightning_fedbayes.flower.client"]
+    of_client = [each for each in caplog.records if each.name == "lightning_fedbayes.transport.client"]
     assert "row 17" in of_client[0].message
     assert of_client[0].exc_info is not None
 
