@@ -17,7 +17,7 @@ from lightning_fedbayes.core.errors import ClientMismatch, FederationError
 from lightning_fedbayes.core.messages import Message
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.flower.wire import records_of, tensors_in
-from lightning_fedbayes.transport.client import Asked, Question, RemoteClient
+from lightning_fedbayes.transport.client import STAGES, Asked, Question, RemoteClient
 from lightning_fedbayes.transport.messages import COUNTED
 from lightning_fedbayes.transport.one_shot import TOLD, OneShot
 
@@ -105,7 +105,10 @@ def client_app(
 
     def answering(asked: Asked) -> Callable[[flwr.app.Message, Context], flwr.app.Message]:
         def answer(message: flwr.app.Message, context: Context) -> flwr.app.Message:
-            sent = client.reply(asked, number_or_none(context), lambda: question_in(message, context), context)
+            def reply() -> Message:
+                return client.reply(asked, question_in(message, context), context)
+
+            sent = client.attempt(STAGES[asked], number_or_none(context), reply)
             return flwr.app.Message(records_of(sent), reply_to=message)
 
         return answer

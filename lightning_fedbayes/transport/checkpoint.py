@@ -28,6 +28,7 @@ from lightning_fedbayes.core.errors import (
 )
 from lightning_fedbayes.core.messages import check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.methods.method import split
 from lightning_fedbayes.server.plan import STRIDE
 from lightning_fedbayes.server.server import check_state
 from lightning_fedbayes.trainer import damage
@@ -147,7 +148,7 @@ def load_checkpoint(
     state = ServerState.load(Path(path))
     rest = frozen_names(module) - state.posterior.mean.keys()
     model = ResidentModel(module, local_parameters, buffers, frozen=rest)
-    model.load_posterior(state.posterior, state.buffers)
+    model.load_posterior(state.posterior, split(state.buffers)[0])
     call_round_end(module, model.whole(state.posterior))
     return state
 

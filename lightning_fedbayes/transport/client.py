@@ -171,19 +171,21 @@ class RemoteClient:
         self.one_shot = one_shot
         self._trainer: L.Trainer | None = None
 
-    def reply(self, asked: Asked, client: int, question: Callable[[], Question], where: Any) -> Message:
-        """Return the client's answer, or, where it cannot answer, a failure.
+    def reply(self, asked: Asked, question: Question, where: Any) -> Message:
+        """Return the client's answer to a question.
 
         Args:
             asked: what it is asked to do.
-            client: its number, for a failure.
-            question: returns the question.
+            question: of the server.
             where: the argument of a function that makes the data module.
+
+        Raises:
+            Exception: it cannot answer; see :meth:`attempt`.
         """
         answers = {
             "train": self._train, "evaluate": self._evaluate, "calibrate": self._calibrate, "once": self._send_once,
         }
-        return self.attempt(STAGES[asked], client, lambda: answers[asked](question(), partial(self._data, where)))
+        return answers[asked](question, partial(self._data, where))
 
     def attempt(self, stage: str, client: int, answer: Callable[[], Message]) -> Message:
         """Return what ``answer`` returns, or, where that raises, a failure; the text goes to the client's own log."""

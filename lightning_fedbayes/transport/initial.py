@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
 
 import lightning as L
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from lightning_fedbayes.clients.learned import learned_posterior
 from lightning_fedbayes.clients.model import ResidentModel, frozen_names
-from lightning_fedbayes.clients.settings import BufferPolicy, Source, check_patterns
-from lightning_fedbayes.core.errors import check_choice, check_kind
+from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Source
+from lightning_fedbayes.core.errors import check_kind
 from lightning_fedbayes.trainer import optimizers_of
 from lightning_fedbayes.transport.messages import tensors_of
 
@@ -26,9 +25,9 @@ def initial_model(
     For the arguments see :func:`~lightning_fedbayes.flower.initial_arrays`.
     """
     check_kind("module", module, L.LightningModule, "give a LightningModule")
-    check_choice("buffers", buffers, get_args(BufferPolicy))
+    FederationSettings(buffers=buffers, local_parameters=local_parameters, posterior=posterior)  # for its checks
     learned = learned_posterior(optimizers_of(module), module, posterior)
-    model = ResidentModel(module, check_patterns(local_parameters), buffers, learned, frozen=frozen_names(module))
+    model = ResidentModel(module, local_parameters, buffers, learned, frozen=frozen_names(module))
     frozen = model.digest()
     tensors = tensors_of(model.read_posterior(), model.federated_buffers)
     return tensors | ({f"frozen/{frozen}": torch.ones(1)} if frozen else {})

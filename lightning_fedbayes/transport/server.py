@@ -212,7 +212,7 @@ class Rounds:
         self.save({each.state_key: each.state_dict() for each in calibration})
 
 
-def told_round(server_round: int, rounds: int, figures: Mapping[str, float]) -> None:
+def told_round(server_round: int, rounds: int, figures: Mapping[str, Any]) -> None:
     """Say what has come of a round."""
     named = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name != "round")
     rank_zero_info(f"Round {server_round} of {rounds}: {named}")

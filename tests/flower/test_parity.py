@@ -288,7 +288,7 @@ def test_a_client_keeps_and_scores_its_own_posterior_as_in_one_process(options, 
 
 def test_a_client_that_keeps_none_says_so(tmp_path):
     run(LocalGrid(client_apps(state_folder=tmp_path, buffers="local")), strategy := FusionStrategy(wait_for=4))
-    with pytest.raises(FederationError, match=r"train with client_app\(keep=\['posterior'\]\)"):
+    with pytest.raises(FederationError, match=r"train with keep=\['posterior'\]"):
         personal_posterior(hybrid(), tmp_path, 0, strategy.server.posterior)
     with pytest.raises(FederationError, match="pass state_folder"):
         client_app(hybrid(), BlobData(), keep=["posterior"])
