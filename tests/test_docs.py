@@ -33,6 +33,7 @@ BLOCKS = [
 ]
 NOT_RUN = {
     "docs/processes.md": "starts processes; tests/trainer does",
+    "docs/nvflare.md": "starts processes; tests/nvflare does",
 }
 """Page → why it has code marked ``py`` in place of ``python``."""
 RULES = available_fusions()

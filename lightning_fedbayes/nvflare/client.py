@@ -33,8 +33,8 @@ class FusionClient(RemoteClient):
         module: the network, the same at every client and at the server. A task starts from it as it was built.
         datamodule: whose training loader holds the client's own data; or a function of the name of the site that makes
             it.
-        partition, local_epochs, fusion, keep, buffers, local_parameters, privacy, posterior, one_shot,
-            conformal_epsilon, exact, share_errors, state_folder, trainer: as in Flower's
+        partition, local_epochs, fusion, keep, buffers, local_parameters, privacy, posterior, conformal_epsilon,
+            exact, share_errors, state_folder, trainer: as in Flower's
             :func:`~lightning_fedbayes.flower.client_app`; ``fusion``, ``buffers`` and ``local_parameters`` must be
             those of the :class:`FusionController`, and ``state_folder`` an absolute path.
 

@@ -8,7 +8,7 @@ from flwr.app import Error, Message
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, personal_posterior
+from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, load_checkpoint, personal_posterior
 from lightning_fedbayes.fusion import Sites
 from tests.federations import Plain, blobs, federate, loader, network, trainer
 from tests.flower.clients import PARTITION, BlobData, client_apps, hybrid, in_process, run
@@ -214,6 +214,16 @@ def test_a_bounded_client_keeps_what_the_server_has_counted_as_in_one_process(ma
         assert torch.equal(total, strategy.server.rule_state[name][random])
     left = [fb.remove_client(each, 0) for each in (federation, strategy.server)]
     assert torch.equal(*(each.flatten()[0] for each in left))
+
+
+def test_a_checkpoint_of_a_method_with_tensors_of_its_own_is_loaded(tmp_path):
+    path, model = tmp_path / "server.pt", Plain(network())
+    strategy = FusionStrategy("scaffold", wait_for=4, checkpoint=path)
+    apps = client_apps(make=lambda: Plain(network()), fusion="scaffold", state_folder=tmp_path)
+    run(LocalGrid(apps), strategy, 1, make=lambda: Plain(network()))
+    load_checkpoint(model, path)
+    for name, value in strategy.server.posterior.mean.items():
+        assert torch.equal(dict(model.named_parameters())[name], value)
 
 
 def test_clients_with_data_of_their_own():

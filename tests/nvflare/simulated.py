@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import nvflare.client as flare
+from nvflare.app_common.abstract.fl_model import FLModel
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.nvflare import FusionClient, FusionController
+from lightning_fedbayes.nvflare import FusionClient, FusionController, FusionRecipe
 from tests.federations import Plain, network
 from tests.flower.clients import BlobData, hybrid
 
 FOLDER = Path(os.environ.get("FLARE_FEDERATIONS", "/nowhere"))
 """Where checkpoints and states lie, the same in all processes of a simulation."""
 PARTITION = fb.DirichletPartition(clients=2, alpha=1.0)
-CLIENT = "from tests.nvflare.simulated import loop\n\nloop()\n"
-JOB = """
-from nvflare.job_config.api import FedJob
-from nvflare.job_config.script_runner import ScriptRunner
-from nvflare.client.config import ExchangeFormat
-from tests.nvflare import simulated
-
-job = FedJob("federations")
-job.set_app_packages(["tests"])
-for name in {names}:
-    job.to_server(getattr(simulated, name)())
-job.to_clients(ScriptRunner("client.py", server_expected_format=ExchangeFormat.PYTORCH))
-raise SystemExit(job.simulator_run({workspace!r}, n_clients=2))
-"""
+PAGE = Path(__file__).parents[2] / "docs" / "nvflare.md"
+QUICK = {"server": {"task_request_interval": 0.2}}
 
 
 def plain() -> Plain:
@@ -98,28 +89,66 @@ class Long(Simulated):
     seed, rounds, fusion = 5, 5, "sites"
 
 
-def loop() -> None:
-    """Answer as the clients of all these federations."""
-    flare.init()
-    kinds = {kind.seed: kind for kind in Simulated.__subclasses__()}
-    made: dict[int, FusionClient] = {}
-    while flare.is_running():
-        model = flare.receive()
-        assert model is not None
+class Beside:
+    """Answers as the client of a page's federation, whose seed is 0, or as one of those above."""
+
+    def __init__(self, client: FusionClient) -> None:
+        self.kinds = {kind.seed: kind for kind in Simulated.__subclasses__()}
+        self.clients = {0: client}
+
+    def answer(self, model: FLModel) -> FLModel:
+        """Return the answer of the client that the task is for."""
         seed = model.meta["seed"]
-        if seed not in made:
-            made[seed] = kinds[seed].client(flare.get_site_name())
-        flare.send(made[seed].answer(model))
+        if seed not in self.clients:
+            self.clients[seed] = self.kinds[seed].client(flare.get_site_name())
+        return self.clients[seed].answer(model)
 
 
-def started(folder: Path, *names: str) -> subprocess.Popen:
-    """Start a simulation of some federations, whose files lie in ``folder``; what it says goes to ``folder/log``."""
-    code = folder / "code"
+def add(recipe: FusionRecipe, names: Sequence[str]) -> None:
+    """Let FLARE run some federations after that of a recipe."""
+    recipe.add_server_config(QUICK)
+    recipe._job.set_app_packages(["tests"])
+    for name in names:
+        recipe._job.to_server(globals()[name]())
+
+
+def files_of_the_page() -> dict[str, str]:
+    """Return the files of the page's example, by name; the last block is what is done afterwards."""
+    blocks = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return dict(zip(("digits.py", "client.py", "job.py", "after.py"), blocks, strict=True))
+
+
+def changed(text: str, old: str, new: str) -> str:
+    """Return ``text`` with ``old``, which must be there once, replaced."""
+    assert text.count(old) == 1, old
+    return text.replace(old, new)
+
+
+def started(folder: Path, *names: str, alone: bool = False) -> subprocess.Popen:
+    """Start the page's example in a simulation, with other federations after its own.
+
+    Args:
+        folder: home of the processes, where the checkpoints lie; what they say goes to ``folder/log``.
+        names: of the other federations.
+        alone: no rounds of the page's own.
+    """
+    code, files = folder / "code", files_of_the_page()
     code.mkdir(parents=True, exist_ok=True)
-    (code / "client.py").write_text(CLIENT)
-    (code / "job.py").write_text(JOB.format(names=names, workspace=str(folder / "workspace")))
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "FLARE_FEDERATIONS": str(folder), "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    loop = "while flare.is_running():"
+    beside = "from tests.nvflare.simulated import Beside\nclient = Beside(client)\n"
+    files["client.py"] = changed(files["client.py"], loop, beside + loop)
+    execute = "recipe.execute(SimEnv(num_clients=2))"
+    more = f"from tests.nvflare.simulated import add; add(recipe, {names}); "
+    files["job.py"] = changed(files["job.py"], execute, more + execute)
+    if alone:
+        files["job.py"] = changed(files["job.py"], "Digits()", f"simulated.{names[0]}()").replace(
+            "from digits import Digits", "from tests.nvflare import simulated").replace(f"{names}", f"{names[1:]}")
+    for name, text in files.items():
+        (code / name).write_text(text)
+    environment = {
+        **os.environ, "HOME": str(folder), "FLARE_FEDERATIONS": str(folder), "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(PAGE.parents[1]), "NVFLARE_SIMULATOR_WORKSPACE_ROOT": str(folder / "workspace"),
+    }
     with (folder / "log").open("a") as log:
         return subprocess.Popen(
             [sys.executable, "job.py"], cwd=code, env=environment, stdout=log, stderr=log, start_new_session=True
