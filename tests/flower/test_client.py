@@ -11,8 +11,9 @@ from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
 from lightning_fedbayes.flower.wire import from_arrays
 from lightning_fedbayes.transport.checkpoint import StateFile
 from tests.federations import Plain, network
-from tests.flower.clients import BlobData, client_apps, hybrid, run
+from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
+from tests.transport.federation import BlobData, hybrid
 
 
 class Plateau(Plain):

@@ -11,9 +11,10 @@ from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, load_checkpoint, personal_posterior
 from lightning_fedbayes.fusion import Sites
 from tests.federations import Plain, blobs, federate, loader, network, trainer
-from tests.flower.clients import PARTITION, BlobData, client_apps, hybrid, in_process, run
+from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.trainer.scenarios import of_the_page
+from tests.transport.federation import PARTITION, BlobData, hybrid, in_process
 
 OWN = of_the_page()["MyFedDyn"]
 

@@ -13,8 +13,9 @@ from lightning_fedbayes.flower import FusionStrategy, initial_arrays, load_check
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.fusion import rule_name
 from tests.federations import Plain, assert_equal, network
-from tests.flower.clients import client_apps, hybrid, in_process, run
+from tests.flower.clients import client_apps, run
 from tests.flower.grid import NODE, LocalGrid
+from tests.transport.federation import hybrid, in_process
 
 MEAN, VARIANCE = "mean/network.0.weight", "variance/network.3.weight"
 

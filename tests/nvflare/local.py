@@ -13,7 +13,7 @@ from nvflare.fuel.utils import fobs
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.nvflare import FusionClient, FusionController
-from tests.flower.clients import PARTITION, BlobData, hybrid
+from tests.transport.federation import PARTITION, BlobData, hybrid
 
 Change = Callable[[FLModel], "FLModel | None"]
 

@@ -16,7 +16,7 @@ from nvflare.app_common.abstract.fl_model import FLModel
 import lightning_fedbayes as fb
 from lightning_fedbayes.nvflare import FusionClient, FusionController, FusionRecipe
 from tests.federations import Plain, network
-from tests.flower.clients import BlobData, hybrid
+from tests.transport.federation import BlobData, hybrid
 
 FOLDER = Path(os.environ.get("FLARE_FEDERATIONS", "/nowhere"))
 """Where checkpoints and states lie, the same in all processes of a simulation."""

@@ -16,10 +16,10 @@ from lightning_fedbayes.nvflare import FusionClient, FusionController, FusionRec
 from lightning_fedbayes.nvflare.wire import answer_of, message_in, question_in
 from lightning_fedbayes.transport.messages import read_update, tensors_of
 from tests.federations import Plain
-from tests.flower.clients import BlobData, hybrid, in_process
 from tests.fuzz import many, only_own_errors
 from tests.fuzz.doors import FUNCTIONS, POOL, begun, posterior, update
 from tests.nvflare.local import carried, clients, prepared, run, same
+from tests.transport.federation import BlobData, hybrid, in_process
 
 SECRET = "patient 4711"
 

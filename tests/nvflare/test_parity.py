@@ -9,10 +9,10 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes.nvflare import load_checkpoint, personal_posterior
 from tests.federations import Plain, federate, network
-from tests.flower.clients import PARTITION, BlobData, hybrid, in_process
 from tests.flower.test_calibration import OwnData
 from tests.flower.test_parity import CASES as OVER_FLOWER
 from tests.nvflare.local import clients, run, same
+from tests.transport.federation import PARTITION, BlobData, hybrid, in_process
 
 
 def plain():

@@ -12,9 +12,9 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes.nvflare import load_checkpoint
 from tests.federations import federate, trainer
-from tests.flower.clients import BlobData
 from tests.nvflare.local import same
 from tests.nvflare.simulated import PARTITION, Average, Broken, Scaffold, Sites, files_of_the_page, started
+from tests.transport.federation import BlobData
 
 
 @pytest.fixture(autouse=True)
