@@ -40,6 +40,7 @@ RULES = available_fusions()
 ROOMS = (
     "callbacks", "callbacks.calibration", "clients", "clients.adversaries", "core.exchange", "data", "data.partition",
     "clients.privacy", "flower", "fusion", "layers", "methods", "metrics", "metrics.functional", "modules",
+    *(["nvflare"] if importlib.util.find_spec("nvflare") else []),
 )
 WORDS_OF_THE_README = 800
 COLUMNS_OF_CODE = 88

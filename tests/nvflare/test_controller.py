@@ -18,8 +18,8 @@ from lightning_fedbayes.transport.messages import read_update, tensors_of
 from tests.federations import Plain
 from tests.fuzz import many, only_own_errors
 from tests.fuzz.doors import FUNCTIONS, POOL, begun, posterior, update
-from tests.nvflare.local import carried, clients, prepared, run, same
-from tests.transport.federation import BlobData, hybrid, in_process
+from tests.nvflare.local import carried, clients, prepared, run
+from tests.transport.federation import BlobData, hybrid
 
 SECRET = "patient 4711"
 
@@ -258,7 +258,3 @@ def test_a_controller_that_flare_could_not_build_is_refused():
         FusionRecipe("a", controller, "client.py")
     with pytest.raises(FederationError, match="controller="):
         FusionRecipe("a", hybrid(), "client.py")
-
-
-def test_the_seed_is_the_servers():
-    assert not same(run(clients(), seed=4).server.posterior, in_process(seed=3).posterior)

@@ -19,10 +19,7 @@ def plain():
     return Plain(network(0, batch_norm=True))
 
 
-CHOSEN = (
-    "sites of cohorts", "cohorts that keep", "IVON that keeps", "Laplace with sites", "SCAFFOLD of cohorts",
-    "Ditto of cohorts", "frozen buffers",
-)
+CHOSEN = ("sites of cohorts", "IVON that keeps", "SCAFFOLD of cohorts", "Ditto of cohorts", "frozen buffers")
 CASES = {name: OVER_FLOWER[name] for name in CHOSEN} | {"a plain network": (plain, {"fusion": "weighted_average"}, {})}
 
 
