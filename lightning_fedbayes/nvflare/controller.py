@@ -114,7 +114,7 @@ class FusionController(ModelController):
 
     @property
     def client_scores(self) -> ClientScores:
-        """What each client's ``validation_step`` has logged in the last evaluation, by the client's number."""
+        """Figures that each client's ``validation_step`` has logged in the last evaluation, by the client's number."""
         return self._rounds.client_scores
 
     def add_to_fed_job(self, job: Any, ctx: Any, **kwargs: Any) -> None:

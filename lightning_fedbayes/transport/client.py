@@ -63,7 +63,7 @@ Asked = Literal["train", "evaluate", "calibrate", "once"]
 STAGES: dict[Asked, str] = {
     "train": "training", "evaluate": "evaluation", "calibrate": "calibration", "once": "training",
 }
-"""What a client does when it is asked, as its failures say it."""
+"""Question → stage, as failures name it."""
 
 DataModule = L.LightningDataModule | Callable[[Any], L.LightningDataModule]
 Data = Callable[[], L.LightningDataModule]
