@@ -38,12 +38,14 @@ def prepared(
     """Return the controller of a federation.
 
     Args:
-        answering: the clients, of site-1, site-2, …
+        answering: the clients, of site-1, site-2, …; or site → client.
         fusion, make, rounds, options: of the controller.
         change: client → what becomes of what it sends; None loses it.
         sent: takes what clients send.
     """
-    sites = {f"site-{number + 1}": client for number, client in enumerate(answering)}
+    sites = dict(answering) if isinstance(answering, dict) else {
+        f"site-{number + 1}": client for number, client in enumerate(answering)
+    }
     controller = FusionController(make(), fusion, num_rounds=rounds, **{"wait_for": len(sites), **options})
     on_the_way: list[Callable[[], None]] = []
 

@@ -12,7 +12,7 @@ from nvflare.job_config.api import FedJob
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import ClientMismatch, FederationError, FusionError
-from lightning_fedbayes.nvflare import FusionClient, FusionController, FusionRecipe
+from lightning_fedbayes.nvflare import FusionClient, FusionController, FusionRecipe, ServerState
 from lightning_fedbayes.nvflare.wire import answer_of, message_in, question_in
 from lightning_fedbayes.transport.messages import read_update, tensors_of
 from tests.federations import Plain
@@ -126,11 +126,11 @@ def test_under_privacy_noise_leaves_and_exact_figures_do_not(tmp_path, caplog):
 
 
 def test_sites_keep_their_numbers_and_new_ones_come_after_them(tmp_path):
-    options = {"checkpoint": tmp_path / "server.pt", "wait_for": 1, "make": hybrid}
-    run(clients(2), rounds=1, **options)
-    later = run(clients(4), rounds=2, **options)
-    assert later._rounds.numbers == {"site-1": 0, "site-2": 1, "site-3": 2, "site-4": 3}
-    assert later.server.history[-1]["valid_clients"] == 4
+    path, (first, second, third) = tmp_path / "server.pt", clients(3)
+    run({"site-10": second, "site-9": first}, rounds=1, checkpoint=path)
+    later = run({"clinic": third, "site-10": second, "site-9": first}, rounds=2, checkpoint=path)
+    assert ServerState.load(path).numbers == {"site-9": 0, "site-10": 1, "clinic": 2}
+    assert later.server.history[-1]["valid_clients"] == 3
 
 
 def test_a_run_that_is_stopped_does_not_count_the_round():
