@@ -128,7 +128,7 @@ def test_under_privacy_noise_leaves_and_exact_figures_do_not(tmp_path, caplog):
 def test_sites_keep_their_numbers_and_new_ones_come_after_them(tmp_path):
     path, (first, second, third) = tmp_path / "server.pt", clients(3)
     run({"site-10": second, "site-9": first}, rounds=1, checkpoint=path)
-    later = run({"clinic": third, "site-10": second, "site-9": first}, rounds=2, checkpoint=path)
+    later = run({"clinic": third, "site-10": second, "site-9": first}, rounds=2, checkpoint=path, timeout=5)
     assert ServerState.load(path).numbers == {"site-9": 0, "site-10": 1, "clinic": 2}
     assert later.server.history[-1]["valid_clients"] == 3
 
