@@ -33,12 +33,14 @@ BLOCKS = [
 ]
 NOT_RUN = {
     "docs/processes.md": "starts processes; tests/trainer does",
+    "docs/nvflare.md": "starts processes; tests/nvflare does",
 }
 """Page → why it has code marked ``py`` in place of ``python``."""
 RULES = available_fusions()
 ROOMS = (
     "callbacks", "callbacks.calibration", "clients", "clients.adversaries", "core.exchange", "data", "data.partition",
     "clients.privacy", "flower", "fusion", "layers", "methods", "metrics", "metrics.functional", "modules",
+    *(["nvflare"] if importlib.util.find_spec("nvflare") else []),
 )
 WORDS_OF_THE_README = 800
 COLUMNS_OF_CODE = 88

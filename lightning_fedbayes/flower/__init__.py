@@ -12,10 +12,10 @@ except ModuleNotFoundError as error:
         "lightning_fedbayes.flower needs Flower: pip install lightning-fedbayes[flower]", name="flwr"
     ) from error
 
-from lightning_fedbayes.flower.checkpoint import ServerState, load_checkpoint, personal_posterior
 from lightning_fedbayes.flower.client import client_app
 from lightning_fedbayes.flower.server import initial_arrays, server_app
 from lightning_fedbayes.flower.strategy import FusionStrategy
+from lightning_fedbayes.transport.checkpoint import ServerState, load_checkpoint, personal_posterior
 
 __all__ = [
     "FusionStrategy", "ServerState", "client_app", "initial_arrays", "load_checkpoint", "personal_posterior",

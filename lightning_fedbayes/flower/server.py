@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
 
 import lightning as L
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from lightning_fedbayes.clients.learned import learned_posterior
-from lightning_fedbayes.clients.model import ResidentModel, frozen_names
-from lightning_fedbayes.clients.settings import BufferPolicy, Source, check_patterns
-from lightning_fedbayes.core.errors import check_at_least, check_choice, check_kind, check_number
-from lightning_fedbayes.flower.calibration import Calibration, check_calibration
+from lightning_fedbayes.clients.settings import BufferPolicy, Source
+from lightning_fedbayes.core.errors import check_at_least, check_kind, check_number
 from lightning_fedbayes.flower.strategy import FusionStrategy
-from lightning_fedbayes.flower.wire import to_arrays
-from lightning_fedbayes.trainer import optimizers_of
+from lightning_fedbayes.flower.wire import record_of
+from lightning_fedbayes.transport.calibration import Calibration, check_calibration
+from lightning_fedbayes.transport.initial import initial_model
 
 
 def initial_arrays(
@@ -33,11 +30,9 @@ def initial_arrays(
         buffers, local_parameters: tensors that stay at the clients; see :class:`~lightning_fedbayes.FederatedBayes`.
         posterior: see there; that of the clients.
     """
-    check_kind("module", module, L.LightningModule, "give a LightningModule")
-    check_choice("buffers", buffers, get_args(BufferPolicy))
-    learned = learned_posterior(optimizers_of(module), module, posterior)
-    model = ResidentModel(module, check_patterns(local_parameters), buffers, learned, frozen=frozen_names(module))
-    return to_arrays(model.read_posterior(), model.federated_buffers, model.digest())
+    return record_of(
+        initial_model(module, buffers=buffers, local_parameters=local_parameters, posterior=posterior)
+    )
 
 
 def server_app(

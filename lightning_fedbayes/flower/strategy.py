@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
-from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting, check_cohort
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    FederationError,
-    FusionError,
-    check_at_least,
-    check_flag,
-    check_number,
-    check_path,
-    told_failures,
-)
-from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate, Kind
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, check_number
+from lightning_fedbayes.core.messages import Kind
 from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.core.seeding import derive_seed, seed_everything
-from lightning_fedbayes.flower.calibration import ACTION, Calibration, calibrate, check_calibration, usable
-from lightning_fedbayes.flower.checkpoint import ServerState
-from lightning_fedbayes.flower.one_shot import (
-    ONCE,
+from lightning_fedbayes.flower.roster import Roster
+from lightning_fedbayes.flower.wire import from_arrays, header_in, message_in, record_of, tensors_in, to_arrays
+from lightning_fedbayes.server import Server
+from lightning_fedbayes.transport.calibration import Calibration, check_calibration, usable
+from lightning_fedbayes.transport.messages import COUNTED, has_lost_state
+from lightning_fedbayes.transport.one_shot import (
     TOLD,
     Once,
     OneShot,
@@ -40,28 +30,12 @@ from lightning_fedbayes.flower.one_shot import (
     read_once,
     starts_from,
 )
-from lightning_fedbayes.flower.roster import Roster
-from lightning_fedbayes.flower.wire import (
-    COUNTED,
-    client_scores,
-    digest_in,
-    from_arrays,
-    has_lost_state,
-    message_in,
-    probabilistic_names,
-    read_update,
-    to_arrays,
-)
-from lightning_fedbayes.fusion.accumulator import check_structure
-from lightning_fedbayes.methods import get_method
-from lightning_fedbayes.server import Server
-from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
-from lightning_fedbayes.server.safeguards import USUAL, Safeguards
+from lightning_fedbayes.transport.server import Rounds, told_round
 
 EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
 
 
-class FusionStrategy(Strategy):
+class FusionStrategy(Rounds, Strategy):
     """Fuses the posteriors of Flower's clients by any registered rule; the server's half of ``FederatedBayes``.
 
     A client is left out of a round, and the server says why, if it raises, dies, or sends what is not finite, of
@@ -99,47 +73,14 @@ class FusionStrategy(Strategy):
     lightning_fedbayes.core.errors.FusionError: unknown fusion rule 'weighted_averge': did you mean ...
     """
 
-    def __init__(
-        self,
-        fusion: Fusion = "reverse_kl_barycenter",
-        weighting: Weighting = "train_size",
-        *,
-        fraction: Fraction = 1.0,
-        wait_for: int = 2,
-        safeguards: Safeguards = USUAL,
-        evaluate: bool = False,
-        checkpoint: str | Path | None = None,
-        seed: int = 0,
-    ) -> None:
-        settings = FederationSettings(  # for its checks
-            fusion=get_method(fusion), weighting=weighting, fraction=fraction, safeguards=safeguards, seed=seed,
-        )
-        check_at_least("wait_for", wait_for, 1)
-        check_cohort(wait_for, fraction, safeguards.min_clients)
-        check_flag("evaluate", evaluate)
-        self.method = settings.method
-        self.weighting = settings.weighting
-        self.fraction: Fraction = fraction
-        self.wait_for = wait_for
-        self.safeguards = safeguards
-        self.evaluate = evaluate
-        self.checkpoint = None if checkpoint is None else check_path("checkpoint", checkpoint)
-        self.seed = seed
-        self.server: Server | None = None
-        self._federation = ""
-        self._timeout = 3600.0
-        self._roster = Roster()
-        self._asked: dict[int, int] = {}
-        self._probabilistic: set[str] = set()
-        self._scoring: dict[int, int] = {}
-        self.client_scores = client_scores({})
+    _roster: Roster
+    _asked: dict[int, int]
+    _scoring: dict[int, int]
 
-    def summary(self) -> None:
-        """Say how rounds are run."""
-        rank_zero_info(
-            f"Fusion {self.method.name}, weighting {self.weighting}, fraction {self.fraction}, at least "
-            f"{self.safeguards.min_clients} of {self.wait_for} clients, seed {self.seed}, checkpoint {self.checkpoint}"
-        )
+    def resume(self, model: Mapping[str, Tensor]) -> Server:
+        """Begin a run: make the server that starts from ``model``, or goes on from the checkpoint."""
+        self._roster, self._asked, self._scoring = Roster(), {}, {}
+        return super().resume(model)
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -170,7 +111,7 @@ class FusionStrategy(Strategy):
         """
         self.summary()
         self._timeout = timeout
-        server = self._resume(initial_arrays)
+        server = self.resume(tensors_in(initial_arrays, "the initial arrays"))
         result = Result(arrays=to_arrays(server.posterior, server.buffers))
         if server.rounds >= num_rounds:
             rank_zero_info(f"{self.checkpoint} is complete: {server.rounds} of {num_rounds} rounds are done.")
@@ -192,38 +133,8 @@ class FusionStrategy(Strategy):
                 if scores is not None:
                     result.evaluate_metrics_serverapp[server_round] = scores
             figures = {**(metrics or {}), **result.evaluate_metrics_clientapp.get(server_round, {})}
-            named = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name != "round")
-            rank_zero_info(f"Round {server_round} of {num_rounds}: {named}")
+            told_round(server_round, num_rounds, figures)
         return result
-
-    def _resume(self, arrays: ArrayRecord) -> Server:
-        """Make the server that starts from ``arrays``, or goes on from the checkpoint."""
-        posterior, buffers = from_arrays(arrays, "the initial arrays")
-        self._probabilistic, self._frozen = probabilistic_names(arrays), digest_in(arrays)
-        self._federation = uuid.uuid4().hex
-        self.server = Server(
-            posterior, buffers, fusion=self.method, weighting=self.weighting, safeguards=self.safeguards
-        )
-        if self.checkpoint is not None and self.checkpoint.exists():
-            stored = ServerState.load(self.checkpoint)
-            self._check_same(stored, posterior)
-            self._federation = stored.federation
-            self.server.load_state_dict(stored.server)
-            rank_zero_info(f"Resuming after round {stored.rounds} of {self.checkpoint}.")
-        return self.server
-
-    def _check_same(self, stored: ServerState, begun: GaussianPosterior) -> None:
-        """Raise FederationError if the checkpoint is of another federation than the one that is begun."""
-        reasons = [] if stored.seed == self.seed else [f"seed={self.seed} (was {stored.seed})"]
-        try:
-            check_structure(stored.posterior, begun, "the checkpoint")
-        except FusionError as error:
-            reasons.append(str(error))
-        if reasons:
-            raise FederationError(
-                f"{self.checkpoint} is of another federation: {'; '.join(reasons)}. Resume with the same network and "
-                "seed, or give checkpoint= another path"
-            )
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -231,31 +142,23 @@ class FusionStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw the round's cohort from (seed, round) and send it the global posterior; see Flower's ``Strategy``."""
-        server = self.server or self._resume(arrays)
+        server = self.server or self.resume(tensors_in(arrays, "the initial arrays"))
         server.posterior, server.buffers = from_arrays(arrays, "the global arrays")
-        clients = list(self._roster.wait(grid, self.safeguards.min_clients, self._timeout).items())
-        cohort = choose_cohort(server_round - 1, len(clients), self.fraction, self.seed)
-        self._asked = {node: client for client, node in (clients[position] for position in cohort)}
-        asked = tuple(sorted(self._asked.values()))
-        server.begin(RoundPlan(server_round - 1, asked, clients=len(self._roster.nodes)))
+        nodes = self._roster.wait(grid, self.safeguards.min_clients, self._timeout)
+        self._asked = {nodes[client]: client for client in self.begin(server_round, nodes)}
         return self._messages(MessageType.TRAIN, server_round, arrays, config, self._asked)
 
     def _messages(
         self, kind: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord, nodes: dict[int, int]
     ) -> list[Message]:
         """Return a message for each client of ``nodes``, node → client."""
-        assert self.server is not None
-        common = {
-            "server-round": server_round, "seed": self.seed, "federation": self._federation,
-            "begun": not self.server.is_new, "method": self.method.agreement(), "frozen": self._frozen,
-            "share": 1 / max(1, len(self._roster.nodes)),
-        }
         messages = []
         for node, client in nodes.items():
-            told = ConfigRecord({**config, **common, "accepted": self.server.accepted.get(client, 0)})
+            told = ConfigRecord({**config, **self.config_for(client, server_round)})
             content = RecordDict({"arrays": arrays, "config": told})
-            if kind == MessageType.TRAIN and client in self.server.untold:
-                content[COUNTED] = ArrayRecord({name: Array(v) for name, v in self.server.sites[client].items()})
+            counted = self.counted_for(client) if kind == MessageType.TRAIN else None
+            if counted is not None:
+                content[COUNTED] = record_of(counted)
             messages.append(Message(content, node, kind, group_id=str(server_round)))
         return messages
 
@@ -269,47 +172,15 @@ class FusionStrategy(Strategy):
         Raises:
             FederationError: too many rounds in a row came to nothing.
         """
-        assert self.server is not None
-        updates = self._read(server_round, replies)
-        outcomes = [self.server.admit(updates[client]) for client in sorted(updates)]  # sums depend on the order
-        for line in told_failures({str(each.client): each.error for each in outcomes if each.error is not None}):
-            rank_zero_info(f"Round {server_round}: {line}")
-        seed_everything(derive_seed(self.seed, "fusion", server_round - 1))  # of rules that draw
-        try:
-            result = self.server.finish()
-        finally:
-            self._save({})
-        if result.refusal is not None:
-            rank_zero_info(f"The old posterior stays, because the clients cannot be fused: {result.refusal}")
+        replies, asked = list(replies), self._asked
+        for reply in replies:
+            if reply.metadata.src_node_id not in asked:
+                rank_zero_info(f"Round {server_round}: node {reply.metadata.src_node_id} answers, but was not asked")
+        lost = [asked.get(each.metadata.src_node_id, -1) for each in replies if has_lost_state(header_in(each))]
+        answers = read_all(replies, asked, "update", server_round)
+        result = self.finish(server_round, asked.values(), answers, lost)
         arrays = to_arrays(result.posterior, result.buffers) if result.success else None
         return arrays, MetricRecord({**result.figures})
-
-    def _save(self, calibration: dict[str, dict[str, Any]]) -> None:
-        """Write the checkpoint, if there is one."""
-        if self.checkpoint is not None:
-            assert self.server is not None
-            ServerState(self._federation, self.seed, self.server.state_dict(), calibration).save(self.checkpoint)
-
-    def _read(self, server_round: int, replies: Iterable[Message]) -> dict[int, ClientUpdate | ClientFailure]:
-        """Return the update, or the failure, of every client that was asked."""
-        assert self.server is not None
-        updates: dict[int, ClientUpdate | ClientFailure] = {}
-        for reply in replies:
-            client = self._asked.get(reply.metadata.src_node_id)
-            if client is None:
-                rank_zero_info(f"Round {server_round}: node {reply.metadata.src_node_id} answers, but was not asked")
-                continue
-            try:
-                message = message_in(reply, client, "update", server_round)
-                updates[client] = read_update(message, self._probabilistic)
-            except FusionError as refusal:
-                updates[client] = ClientFailure(client, refusal)
-                if has_lost_state(reply) and client in self.server.sites:
-                    self.server.untold.add(client)
-        for client in set(self._asked.values()) - updates.keys():
-            silence = FusionError(f"client {client}: no reply within {self._timeout:g} s")
-            updates[client] = ClientFailure(client, silence)
-        return updates
 
     # -- calibration ---------------------------------------------------------------------------------------------------
 
@@ -347,12 +218,11 @@ class FusionStrategy(Strategy):
             request: dict[str, Any], clients: set[int] | None, kind: Kind
         ) -> dict[int, ClientMessage | FedBayesError]:
             nodes = {n: c for c, n in self._roster.nodes.items() if clients is None or c in clients}
-            action = f"{MessageType.QUERY}.{ACTION}"
+            action = f"{MessageType.QUERY}.calibrate"
             questions = self._messages(action, rounds, arrays, ConfigRecord(request), nodes)
             return read_all(grid.send_and_receive(questions, timeout=timeout), nodes, kind, rounds)
 
-        calibrate(calibration, ask)
-        self._save({each.state_key: each.state_dict() for each in calibration})
+        self.calibrate_by(calibration, ask)
 
     def one_shot(self, grid: Grid, arrays: ArrayRecord, method: OneShot, timeout: float = 3600) -> Once:
         """Federate without rounds: ask every client once, and return what the server makes of the answers.
@@ -385,17 +255,17 @@ class FusionStrategy(Strategy):
         """
         check_one_shot(method)
         check_number("timeout", timeout, "(0, inf)")
-        server = self.server or self._resume(arrays)
+        server = self.server or self.resume(tensors_in(arrays, "the initial arrays"))
         nodes = {node: client for client, node in self._roster.wait(grid, self.wait_for, timeout).items()}
         if not starts_from(method, server.posterior):
             arrays = to_arrays(GaussianPosterior.point_mass({}), {})
 
         def ask(clients: Collection[int] | None, told: Mapping[str, Any]) -> dict[int, Any]:
             chosen = {node: client for node, client in nodes.items() if clients is None or client in clients}
-            action = f"{MessageType.QUERY}.{ONCE}"
+            action = f"{MessageType.QUERY}.once"
             questions = self._messages(action, 1, arrays, ConfigRecord({"one-shot": repr(method)}), chosen)
             for question in questions if told else []:
-                question.content[TOLD] = ArrayRecord({name: Array(value) for name, value in told.items()})
+                question.content[TOLD] = record_of(told)
             return read_all(grid.send_and_receive(questions, timeout=timeout), chosen, kind_of(method), 1)
 
         first = usable(ask(None, {}), lambda message: read_once(message, method, server.posterior))
@@ -419,17 +289,8 @@ class FusionStrategy(Strategy):
         Of each figure over the clients that sent it as a finite number; see Flower's ``Strategy``.
         :attr:`client_scores` holds what each client sent.
         """
-        found = read_all(replies, self._scoring, "scores", server_round)
-        refused = {str(client): each for client, each in found.items() if isinstance(each, FedBayesError)}
-        for line in told_failures(refused):
-            rank_zero_info(f"Round {server_round}, evaluation: {line}")
-        self.client_scores = client_scores({
-            client: (each.num_examples, each.figures) for client, each in found.items()
-            if isinstance(each, ClientMessage) and each.num_examples > 0
-        })
-        return MetricRecord(
-            {name: self.client_scores.mean(name) for name in self.client_scores.values}
-        ) if self.client_scores.values else None
+        means = self.take_scores(server_round, read_all(replies, self._scoring, "scores", server_round))
+        return MetricRecord({**means}) if means else None
 
 
 def read_all(

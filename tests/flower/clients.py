@@ -1,37 +1,12 @@
-"""ClientApps of a small federation, and the same federation in one process."""
+"""ClientApps of a small federation."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
-
-import lightning_fedbayes as fb
 from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
-from tests.federations import bayesian, blobs, federate, loader, network
 from tests.flower.grid import LocalGrid
-
-PARTITION = fb.DirichletPartition(clients=4, alpha=1.0)
-
-
-class BlobData(L.LightningDataModule):
-    """Data that all clients have in common, dealt out by a partition; or one client's own."""
-
-    def __init__(self, dataset: Any = None) -> None:
-        super().__init__()
-        self.dataset = blobs() if dataset is None else dataset
-
-    def train_dataloader(self) -> Any:
-        return loader(self.dataset, drop_last=True)  # BatchNorm cannot train on one example
-
-    def val_dataloader(self) -> Any:
-        return loader(self.dataset, shuffle=False)
-
-
-def hybrid(**options: Any) -> fb.HybridBayesianClassifier:
-    model = bayesian(**options)
-    model.network = fb.bayesianize(network(0, batch_norm=True), last=1)
-    return model
+from tests.transport.federation import PARTITION, BlobData, hybrid
 
 
 def client_apps(clients: int = 4, make: Any = hybrid, shared: bool = True, **settings: Any) -> list[Any]:
@@ -45,10 +20,3 @@ def client_apps(clients: int = 4, make: Any = hybrid, shared: bool = True, **set
 def run(grid: LocalGrid, strategy: FusionStrategy, rounds: int = 3, make: Any = hybrid, **arrays: Any) -> Any:
     """The strategy's result after ``rounds``."""
     return strategy.start(grid, initial_arrays(make(), **arrays), rounds, timeout=1)
-
-
-def in_process(rounds: int = 3, make: Any = hybrid, **settings: Any) -> fb.FederatedBayes:
-    """The same federation in one process."""
-    federation = fb.FederatedBayes(PARTITION, engine="sequential", **{"fusion": "rklb", **settings})
-    federate(make(), federation, rounds, BlobData().train_dataloader())
-    return federation

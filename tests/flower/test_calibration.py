@@ -16,10 +16,11 @@ from lightning_fedbayes.callbacks.calibration import TemperatureMessage
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.flower import FusionStrategy, client_app, load_checkpoint
-from lightning_fedbayes.flower.calibration import find_temperature
+from lightning_fedbayes.transport.calibration import find_temperature
 from tests.federations import blobs, federate, loader
-from tests.flower.clients import BlobData, hybrid, run
+from tests.flower.clients import run
 from tests.flower.grid import LocalGrid
+from tests.transport.federation import BlobData, hybrid
 
 pytestmark = pytest.mark.filterwarnings("ignore:the temperature ends at its limit")
 CLIENTS = 3

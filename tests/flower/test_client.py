@@ -8,11 +8,12 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.clients.privacy import epsilon_of
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, personal_posterior
-from lightning_fedbayes.flower.checkpoint import StateFile
 from lightning_fedbayes.flower.wire import from_arrays
+from lightning_fedbayes.transport.checkpoint import StateFile
 from tests.federations import Plain, network
-from tests.flower.clients import BlobData, client_apps, hybrid, run
+from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
+from tests.transport.federation import BlobData, hybrid
 
 
 class Plateau(Plain):
@@ -30,7 +31,7 @@ class Wide(Plain):
 REFUSALS = {
     "another network": (lambda: client_apps(make=Wide), "the global model and this client's network name different"),
     "too few parts": (
-        lambda: [*client_apps()[:3], data_of_two()], "partition-id=3, but the data are those of 2 clients"
+        lambda: [*client_apps()[:3], data_of_two()], "this is client 3, but the data are those of 2 clients"
     ),
     "a schedule of a metric": (lambda: client_apps(make=Plateau), "ReduceLROnPlateau follows a validation metric"),
     "a Trainer that cuts rounds": (

@@ -11,8 +11,9 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, load_checkpoint
 from tests.federations import Plain, network
-from tests.flower.clients import client_apps, in_process, run
+from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
+from tests.transport.federation import in_process
 
 FROZEN = ("net.0.weight", "net.0.bias")
 HEAD = ("net.2.weight", "net.2.bias")

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.flower import FusionStrategy
-from lightning_fedbayes.flower.checkpoint import ServerState
-from lightning_fedbayes.flower.wire import from_arrays, message_in, read_update, to_arrays
+from lightning_fedbayes.flower.wire import from_arrays, message_in, to_arrays
+from lightning_fedbayes.transport.checkpoint import ServerState
+from lightning_fedbayes.transport.messages import read_update
 from tests.fuzz import EXAMPLES, many, only_own_errors
 from tests.fuzz.doors import FUNCTIONS, POOL, begun, posterior, update
 
@@ -148,7 +149,7 @@ def test_a_truncated_checkpoint_is_named(tmp_path, kept):
     ServerState("name", 0, begun().state_dict()).save(path)
     whole = path.read_bytes()
     path.write_bytes(whole[: int(kept * len(whole))])
-    with pytest.raises(fb.FederationError, match=r"is no checkpoint of a Flower server.*path of its own"):
+    with pytest.raises(fb.FederationError, match=r"is no checkpoint of a server.*path of its own"):
         ServerState.load(path)
 
 
@@ -172,7 +173,7 @@ def test_a_checkpoint_of_other_content_is_named(tmp_path, name, value):
     path = tmp_path / "server.pt"
     state = vars(ServerState("name", 0, begun().state_dict()))
     torch.save({**state, name: {**state[name], **value} if name == "server" and value else value}, path)
-    with pytest.raises(fb.FederationError, match=r"is no checkpoint of a Flower server.*path of its own"):
+    with pytest.raises(fb.FederationError, match=r"is no checkpoint of a server.*path of its own"):
         ServerState.load(path)
 
 
@@ -184,5 +185,5 @@ def test_a_full_disk_is_named(tmp_path):
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(fb.FederationError, match="is no checkpoint of a Flower server"):
+    with pytest.raises(fb.FederationError, match="is no checkpoint of a server"):
         ServerState.load(tmp_path / "nowhere.pt")

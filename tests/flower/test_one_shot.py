@@ -13,8 +13,8 @@ from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
 from tests.federations import Plain, federate
-from tests.flower.clients import BlobData
 from tests.flower.grid import LocalGrid
+from tests.transport.federation import BlobData
 
 SCHOOLS = 5
 

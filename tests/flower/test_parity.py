@@ -8,12 +8,13 @@ from flwr.app import Error, Message
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, personal_posterior
+from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays, load_checkpoint, personal_posterior
 from lightning_fedbayes.fusion import Sites
 from tests.federations import Plain, blobs, federate, loader, network, trainer
-from tests.flower.clients import PARTITION, BlobData, client_apps, hybrid, in_process, run
+from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
 from tests.trainer.scenarios import of_the_page
+from tests.transport.federation import PARTITION, BlobData, hybrid, in_process
 
 OWN = of_the_page()["MyFedDyn"]
 
@@ -216,6 +217,16 @@ def test_a_bounded_client_keeps_what_the_server_has_counted_as_in_one_process(ma
     assert torch.equal(*(each.flatten()[0] for each in left))
 
 
+def test_a_checkpoint_of_a_method_with_tensors_of_its_own_is_loaded(tmp_path):
+    path, model = tmp_path / "server.pt", Plain(network())
+    strategy = FusionStrategy("scaffold", wait_for=4, checkpoint=path)
+    apps = client_apps(make=lambda: Plain(network()), fusion="scaffold", state_folder=tmp_path)
+    run(LocalGrid(apps), strategy, 1, make=lambda: Plain(network()))
+    load_checkpoint(model, path)
+    for name, value in strategy.server.posterior.mean.items():
+        assert torch.equal(dict(model.named_parameters())[name], value)
+
+
 def test_clients_with_data_of_their_own():
     parts = {str(k): BlobData().dataset for k in range(2)}
     parts["1"] = torch.utils.data.Subset(parts["1"], range(40))
@@ -288,7 +299,7 @@ def test_a_client_keeps_and_scores_its_own_posterior_as_in_one_process(options, 
 
 def test_a_client_that_keeps_none_says_so(tmp_path):
     run(LocalGrid(client_apps(state_folder=tmp_path, buffers="local")), strategy := FusionStrategy(wait_for=4))
-    with pytest.raises(FederationError, match=r"train with client_app\(keep=\['posterior'\]\)"):
+    with pytest.raises(FederationError, match=r"train with keep=\['posterior'\]"):
         personal_posterior(hybrid(), tmp_path, 0, strategy.server.posterior)
     with pytest.raises(FederationError, match="pass state_folder"):
         client_app(hybrid(), BlobData(), keep=["posterior"])

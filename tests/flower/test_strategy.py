@@ -13,8 +13,9 @@ from lightning_fedbayes.flower import FusionStrategy, initial_arrays, load_check
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.fusion import rule_name
 from tests.federations import Plain, assert_equal, network
-from tests.flower.clients import client_apps, hybrid, in_process, run
+from tests.flower.clients import client_apps, run
 from tests.flower.grid import NODE, LocalGrid
+from tests.transport.federation import hybrid, in_process
 
 MEAN, VARIANCE = "mean/network.0.weight", "variance/network.3.weight"
 
@@ -129,7 +130,7 @@ def test_a_client_that_raises_is_left_out_and_its_text_stays_with_it(shared, cap
     of_server = [each.message for each in caplog.records if not each.name.startswith("lightning_fedbayes")]
     assert any("client 2 failed in training: RuntimeError" in line for line in of_server)
     assert any("row 17" in line for line in of_server) == shared
-    of_client = [each for each in caplog.records if each.name == "lightning_fedbayes.flower.client"]
+    of_client = [each for each in caplog.records if each.name == "lightning_fedbayes.transport.client"]
     assert "row 17" in of_client[0].message
     assert of_client[0].exc_info is not None
 

@@ -18,8 +18,9 @@ from lightning_fedbayes.flower import FusionStrategy, initial_arrays
 from lightning_fedbayes.flower.wire import from_arrays, message_in, records_of, to_arrays
 from lightning_fedbayes.sources.curvature import KroneckerSite
 from tests.federations import Plain, blobs, loader
-from tests.flower.clients import PARTITION, BlobData, client_apps, hybrid, run
+from tests.flower.clients import client_apps, run
 from tests.flower.grid import LocalGrid
+from tests.transport.federation import PARTITION, BlobData, hybrid
 
 SHAPES = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=3)
 

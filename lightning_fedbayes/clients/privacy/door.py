@@ -69,7 +69,7 @@ class Door:
         if kind == "counts" and epsilon != self.conformal_epsilon:
             raise NotSent(
                 f"the server asks for counts with epsilon={epsilon}, and this client's is {self.conformal_epsilon}: "
-                "give FederatedConformal(epsilon=...) and client_app(conformal_epsilon=...) the same"
+                "give FederatedConformal(epsilon=...) and the client's conformal_epsilon=... the same"
             )
         is_noisy = kind == "counts" and epsilon is not None
         protects = self.privacy is not None or self.examples
@@ -78,7 +78,7 @@ class Door:
             remedy = "conformal_epsilon=..." if kind == "counts" else f"exact=['{kind}']"
             raise NotSent(
                 f"this client's data are private, and the server asks for {EXACT[kind]}, exactly: it sends none. "
-                f"client_app({remedy}) would allow it"
+                f"{remedy} at the client would allow it"
             )
 
     def protected(self, update: ClientUpdate, previous: GaussianPosterior, round: int) -> ClientUpdate:

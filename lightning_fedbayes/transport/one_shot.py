@@ -1,4 +1,4 @@
-"""Federations without rounds over Flower: clients send once, or a few times for a softmax head."""
+"""Federations without rounds over a network: clients send once, or a few times for a softmax head."""
 
 from __future__ import annotations
 
@@ -16,19 +16,16 @@ from lightning_fedbayes.core.batches import unpacked
 from lightning_fedbayes.core.errors import ClientMismatch, FederationError, FusionError, check_kind, shown
 from lightning_fedbayes.core.messages import Kind, Message
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.flower.calibration import usable
-from lightning_fedbayes.flower.training import own_clients
 from lightning_fedbayes.modules.head import BayesianHead, HeadFit, HeadModule, HeadSlopes
 from lightning_fedbayes.modules.hierarchical import HierarchicalFit, HierarchicalLinearRegression
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
 from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace, KroneckerSite
 from lightning_fedbayes.sources.curvature.kronecker_posterior import KroneckerPosterior
-
-ONCE = "once"
-"""Flower's name of the query."""
+from lightning_fedbayes.transport.calibration import usable
+from lightning_fedbayes.transport.training import own_clients
 
 TOLD = "told"
-"""Name of the record with what the server tells clients of a head."""
+"""Name of what the server tells clients of a head."""
 
 OneShot = KroneckerLaplace | HierarchicalLinearRegression | BayesianHead
 """Methods by which clients send once, or a few times."""
@@ -105,7 +102,7 @@ def _features_of(head: BayesianHead, module: L.LightningModule, loader: DataLoad
         ClientMismatch: the module is no HeadModule with this head.
     """
     if not isinstance(module, HeadModule) or module.head != head:
-        raise ClientMismatch(f"this client's module is no HeadModule with {head}: give client_app one")
+        raise ClientMismatch(f"this client's module is no HeadModule with {head}: give the client one")
     with torch.inference_mode():
         parts = [(module.features(inputs).cpu(), targets.cpu()) for inputs, targets in (
             unpacked(batch, module, needs_targets=True) for batch in loader)]

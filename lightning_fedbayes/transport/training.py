@@ -83,8 +83,8 @@ def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed
         clients = clients_of(dataset, partition, seed)
         if client >= len(clients):
             raise FederationError(
-                f"this node has partition-id={client}, but the data are those of {len(clients)} clients, numbered from "
-                "0: start fewer nodes, or deal out to more clients"
+                f"this is client {client}, but the data are those of {len(clients)} clients, numbered from 0: start "
+                "fewer clients, or deal out to more"
             )
         name, own = clients.names[client], clients.datasets[client]
     return Clients((name,) * (client + 1), (own,) * (client + 1))

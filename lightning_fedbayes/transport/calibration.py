@@ -1,4 +1,4 @@
-"""Calibration over Flower: what the server asks its clients for, what they answer, and how answers are read."""
+"""Calibration over a network: what the server asks its clients for, what they answer, and how answers are read."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ from lightning_fedbayes.clients.privacy import Door
 from lightning_fedbayes.core.errors import ClientMismatch, FedBayesError, FederationError, FusionError, told_failures
 from lightning_fedbayes.core.messages import Kind, Message
 from lightning_fedbayes.data import ClientDatasets
-from lightning_fedbayes.flower.wire import MOST_EXAMPLES
+from lightning_fedbayes.transport.messages import MOST_EXAMPLES
 
-ACTION = "calibrate"
-"""Flower's name of the query."""
 TEMPERATURE = "temperature"
 REQUEST = ("kind", "temperature", "bins", "epsilon")
 """Keys of a request: "temperature" or a kind of scores, T of the logits, cells and ε of the sketch, 0 for no noise."""
@@ -54,7 +52,7 @@ def check_calibration(callbacks: Any) -> Sequence[Calibration]:
 
 
 def calibrate(callbacks: Sequence[Calibration], ask: Ask) -> None:
-    """Fit temperature and thresholds from the clients' answers; see :meth:`FusionStrategy.calibrate`."""
+    """Fit temperature and thresholds from the clients' answers; see :meth:`Rounds.calibrate_by`."""
     temperature = 1.0
     for each in callbacks:
         if isinstance(each, FederatedTemperature):

@@ -1,4 +1,4 @@
-"""Files of a Flower federation: the server's checkpoint, and each client's state, which never leaves it."""
+"""Files of a federation over a network: the server's checkpoint, and each client's state, which never leaves it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from lightning_fedbayes.core.errors import (
 )
 from lightning_fedbayes.core.messages import check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.flower.training import call_round_end
+from lightning_fedbayes.methods.method import split
 from lightning_fedbayes.server.plan import STRIDE
 from lightning_fedbayes.server.server import check_state
 from lightning_fedbayes.trainer import damage
+from lightning_fedbayes.transport.training import call_round_end
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,15 @@ class ServerState:
         federation: a name that no other federation has, by which clients recognise their own states.
         seed: source of its random draws.
         server: state of the server (:meth:`Server.state_dict <lightning_fedbayes.Server.state_dict>`).
-        calibration: state of each calibration of the global posterior, by its ``state_key``; none before
-            :meth:`FusionStrategy.calibrate`.
+        calibration: state of each calibration of the global posterior, by its ``state_key``; none before there is one.
+        numbers: site → its client's number, where the server numbers them.
     """
 
     federation: str
     seed: int
     server: dict[str, Any]
     calibration: dict[str, dict[str, Any]] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
 
     @property
     def posterior(self) -> GaussianPosterior:
@@ -95,9 +97,10 @@ class ServerState:
             check_kind("federation", state.federation, str, "a name is needed")
             check_kind("seed", state.seed, int, "a number is needed")
             check_mapping("calibration", state.calibration, Mapping)
+            check_mapping("numbers", state.numbers, int)
         except Exception as error:  # whatever another program has written
             raise FederationError(
-                f"{path} is no checkpoint of a Flower server: {error}; give checkpoint= a path of its own"
+                f"{path} is no checkpoint of a server: {error}; give checkpoint= a path of its own"
             ) from error
         return state
 
@@ -132,7 +135,7 @@ def load_checkpoint(
 
     Args:
         module: the network, built as for the federation.
-        path: the checkpoint of :class:`~lightning_fedbayes.flower.FusionStrategy`.
+        path: the server's checkpoint.
         buffers, local_parameters: as in the federation.
 
     Returns: the whole checkpoint, with the history of rounds. Calibration is loaded into a callback of the same options
@@ -145,7 +148,7 @@ def load_checkpoint(
     state = ServerState.load(Path(path))
     rest = frozen_names(module) - state.posterior.mean.keys()
     model = ResidentModel(module, local_parameters, buffers, frozen=rest)
-    model.load_posterior(state.posterior, state.buffers)
+    model.load_posterior(state.posterior, split(state.buffers)[0])
     call_round_end(module, model.whole(state.posterior))
     return state
 
@@ -256,14 +259,15 @@ def personal_posterior(
         personal = personal_posterior(module, "state", 0, state.posterior)
         predictive = fb.PosteriorPredictive(module, personal)
 
-    When to use it: at the client, after a federation with ``client_app(keep=["posterior"])`` or
+    When to use it: at the client, after a federation with ``keep=["posterior"]`` or
     a method that keeps them, to predict and to choose ``weight`` (:func:`~lightning_fedbayes.choose_personal_weight`).
 
     Args:
         module: the network, built as for the federation.
         state_folder, client: the client's folder and number.
         posterior: the global one.
-        weight, local_parameters: see :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` and :func:`client_app`.
+        weight, local_parameters: see :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` and
+            :func:`~lightning_fedbayes.flower.client_app`.
 
     Raises:
         FederationError: the client has kept no posterior there, or ``weight`` is not in [0, 1].
@@ -275,7 +279,7 @@ def personal_posterior(
     jobs = [job for job in stored["after"] if job % STRIDE == client]  # the last of the client's problems is its own
     state = ClientState(**stored["after"][max(jobs)]) if jobs else ClientState()
     if not state.own:
-        raise FederationError(f"{path} holds no posterior: train with client_app(keep=['posterior'])")
+        raise FederationError(f"{path} holds no posterior: train with keep=['posterior']")
     rest = frozen_names(module) - posterior.mean.keys()
     model = ResidentModel(module, local_parameters, frozen=rest)
     return model.with_local(state.personal(posterior, weight), state.local)

@@ -1,0 +1,8 @@
+"""Files that need a package which is not installed are not searched for examples in docstrings."""
+
+from importlib.util import find_spec
+
+collect_ignore = [] if find_spec("nvflare") else [
+    "lightning_fedbayes/nvflare",
+    *(f"tests/nvflare/{name}.py" for name in ("kills", "local", "simulated")),
+]

@@ -1,0 +1,20 @@
+"""Federations across organisations, by NVIDIA FLARE: ``pip install lightning-fedbayes[nvflare]``.
+
+The same clients, rounds and fusion rules as :class:`~lightning_fedbayes.FederatedBayes`, in a client script of the
+usual loop (``while flare.is_running()``) and a controller for FLARE's server. With the same seed both end at the same
+posterior.
+"""
+
+try:
+    import nvflare  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "lightning_fedbayes.nvflare needs NVIDIA FLARE: pip install lightning-fedbayes[nvflare]", name="nvflare"
+    ) from error
+
+from lightning_fedbayes.nvflare.client import FusionClient
+from lightning_fedbayes.nvflare.controller import FusionController
+from lightning_fedbayes.nvflare.recipe import FusionRecipe
+from lightning_fedbayes.transport.checkpoint import ServerState, load_checkpoint, personal_posterior
+
+__all__ = ["FusionClient", "FusionController", "FusionRecipe", "ServerState", "load_checkpoint", "personal_posterior"]

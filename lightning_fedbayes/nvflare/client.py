@@ -1,0 +1,66 @@
+"""A client of a federation over NVIDIA FLARE: the body of the loop of its client script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from nvflare.app_common.abstract.fl_model import FLModel
+
+from lightning_fedbayes.core.errors import check_kind
+from lightning_fedbayes.core.messages import Message
+from lightning_fedbayes.nvflare.wire import ASKED, answer_of, check_absolute, number_in, question_in
+from lightning_fedbayes.transport.client import STAGES, DataModule, RemoteClient
+
+
+class FusionClient(RemoteClient):
+    """Trains a module on the client's own data when FLARE's server asks for it.
+
+    ::
+
+        import nvflare.client as flare
+
+        flare.init()
+        client = FusionClient(HybridBayesianClassifier(mlp(64, 10), bayesian_last=1), OwnData("/data"), local_epochs=2)
+        while flare.is_running():
+            flare.send(client.answer(flare.receive()))
+
+    Every random draw comes from the server's seed, the round and the client's number, which the server gives; so a
+    federation over FLARE ends where one inside a single process ends. A client that raises is left out of the round,
+    and is asked again in the next; the server says why.
+
+    Args:
+        module: the network, the same at every client and at the server. A task starts from it as it was built.
+        datamodule: whose training loader holds the client's own data; or a function of the name of the site that makes
+            it.
+        partition, local_epochs, fusion, keep, buffers, local_parameters, privacy, posterior, conformal_epsilon,
+            exact, share_errors, state_folder, trainer: as in Flower's
+            :func:`~lightning_fedbayes.flower.client_app`; ``fusion``, ``buffers`` and ``local_parameters`` must be
+            those of the :class:`FusionController`, and ``state_folder`` an absolute path.
+
+    Raises:
+        FederationError: an argument cannot be used, something is to be kept and there is no ``state_folder``, or
+            buffers would leave the client beside what ``privacy`` protects.
+    """
+
+    def __init__(self, module: L.LightningModule, datamodule: DataModule, **options: Any) -> None:
+        check_absolute("state_folder", options.get("state_folder"))
+        super().__init__(module, datamodule, **options)
+
+    def answer(self, model: FLModel) -> FLModel:
+        """Return what the client sends in answer to a task of the server: an update, scores, sums, or a failure.
+
+        Args:
+            model: what ``flare.receive()`` has returned.
+
+        Raises:
+            FederationError: it is no FLModel.
+        """
+        check_kind("model", model, FLModel, "give what flare.receive() returns")
+
+        meta = model.meta
+
+        def reply() -> Message:
+            return self.reply(*question_in(model), meta.get("site_name"))
+
+        return answer_of(self.attempt(STAGES.get(meta.get(ASKED, ""), "reading"), number_in(meta), reply))

@@ -1,0 +1,255 @@
+"""A controller of NVIDIA FLARE that fuses posteriors, leaves bad clients out, and can be resumed."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
+from nvflare.apis.fl_context import FLContext
+from nvflare.app_common.abstract.fl_model import FLModel
+from nvflare.app_common.workflows.model_controller import ModelController
+from nvflare.app_opt.pt.decomposers import TensorDecomposer
+from nvflare.fuel.utils import fobs
+from torch import Tensor
+
+from lightning_fedbayes.clients.evaluation import ClientScores
+from lightning_fedbayes.clients.settings import BufferPolicy, Fusion, Source, Weighting
+from lightning_fedbayes.core.errors import (
+    FedBayesError,
+    FederationError,
+    FusionError,
+    check_at_least,
+    check_number,
+    listed,
+)
+from lightning_fedbayes.core.messages import Kind, Message
+from lightning_fedbayes.nvflare.wire import check_absolute, message_in, model_of
+from lightning_fedbayes.server import Server
+from lightning_fedbayes.server.plan import Fraction
+from lightning_fedbayes.server.safeguards import USUAL, Safeguards
+from lightning_fedbayes.transport.calibration import Calibration, check_calibration
+from lightning_fedbayes.transport.client import Asked, Question
+from lightning_fedbayes.transport.initial import initial_model
+from lightning_fedbayes.transport.messages import has_lost_state, posterior_in, tensors_of
+from lightning_fedbayes.transport.server import Rounds, told_round
+
+TASKS: dict[Asked, str] = {"train": "train", "evaluate": "validate", "calibrate": "validate"}
+"""FLARE's names of what clients are asked to do, by which filters are chosen."""
+POLL_SECONDS = 0.1
+"""Interval at which the server looks whether clients have answered."""
+
+
+class FusionController(ModelController):
+    """Fuses the posteriors of FLARE's clients by any registered rule; the server's half of ``FederatedBayes``.
+
+    FLARE builds a controller from its class and the arguments of a file, so make a class of it that needs none::
+
+        class Digits(FusionController):
+            def __init__(self):
+                super().__init__(network(), "conflation", num_rounds=10, checkpoint="/var/lib/federation.pt")
+
+    A client is left out of a round, and the server says why, if it raises, dies, or sends what is not finite, of
+    another structure, of another round, or unreadable. Clients are :class:`FusionClient`. Sites are numbered by their
+    names, in natural order (site-2 before site-10), and keep their numbers; those that join later come after them.
+
+    With a ``checkpoint`` the federation survives the server: a job that is submitted again goes on after the last
+    finished round, and ends where an uninterrupted one does.
+
+    Args:
+        module: the network before training, the same as the clients'.
+        fusion, weighting, fraction, wait_for, safeguards, evaluate, seed: see Flower's
+            :class:`~lightning_fedbayes.flower.FusionStrategy`.
+        checkpoint: the file that the federation is kept in, an absolute path at the server; None keeps it in memory.
+        num_rounds: number of rounds, those in the checkpoint among them.
+        timeout: seconds that a round waits for its clients.
+        buffers, local_parameters, posterior: those of the clients.
+        calibration: callbacks that are fitted after the last round: a FederatedTemperature first. Their result is in
+            the checkpoint.
+
+    Raises:
+        FusionError, FederationError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        module: L.LightningModule,
+        fusion: Fusion = "reverse_kl_barycenter",
+        weighting: Weighting = "train_size",
+        *,
+        num_rounds: int,
+        fraction: Fraction = 1.0,
+        wait_for: int = 2,
+        safeguards: Safeguards = USUAL,
+        evaluate: bool = False,
+        checkpoint: str | Path | None = None,
+        seed: int = 0,
+        timeout: float = 3600,
+        buffers: BufferPolicy = "average",
+        local_parameters: Sequence[str] = (),
+        posterior: Source | None = None,
+        calibration: Sequence[Calibration] = (),
+    ) -> None:
+        super().__init__(persistor_id="", ignore_result_error=True, task_check_period=POLL_SECONDS)
+        check_at_least("num_rounds", num_rounds, 1)
+        check_number("timeout", timeout, "(0, inf)")
+        check_absolute("checkpoint", checkpoint)
+        self._calibration = check_calibration(calibration)
+        self._initial = initial_model(module, buffers=buffers, local_parameters=local_parameters, posterior=posterior)
+        self._rounds = Rounds(
+            fusion, weighting, fraction=fraction, wait_for=wait_for, safeguards=safeguards, evaluate=evaluate,
+            checkpoint=checkpoint, seed=seed,
+        )
+        self._num_rounds, self._seconds = num_rounds, timeout
+
+    @property
+    def server(self) -> Server | None:
+        """The :class:`~lightning_fedbayes.Server` that it drives; None before the run."""
+        return self._rounds.server
+
+    @property
+    def client_scores(self) -> ClientScores:
+        """Figures that each client's ``validation_step`` has logged in the last evaluation, by the client's number."""
+        return self._rounds.client_scores
+
+    def add_to_fed_job(self, job: Any, ctx: Any, **kwargs: Any) -> None:
+        """Add the controller to a job; FLARE calls it, in ``job.to_server(controller)``.
+
+        Raises:
+            FederationError: FLARE could not build the controller at the server.
+        """
+        if type(self) is FusionController:
+            raise FederationError(
+                "FLARE writes a controller's class into the job, and not its network: make a subclass whose __init__ "
+                "takes no arguments and calls super().__init__(network(), ...), and give an object of that"
+            )
+        job.set_app_packages([*job.job.app_packages, "lightning_fedbayes"])  # installed at every site
+        super().add_to_fed_job(job, ctx, **kwargs)
+
+    def start_controller(self, fl_ctx: FLContext) -> None:
+        """Get ready; FLARE calls it."""
+        fobs.register(TensorDecomposer)
+        super().start_controller(fl_ctx)
+
+    def run(self) -> None:
+        """Run the rounds that are still to do, and calibrate; FLARE calls it.
+
+        Raises:
+            FederationError: the checkpoint is of another federation, too few clients, too many rounds in a row came to
+                nothing, or no client answers a calibration.
+        """
+        rounds, count = self._rounds, self._num_rounds
+        rounds.summary()
+        server = rounds.resume(self._initial)
+        if server.rounds >= count:
+            rank_zero_info(f"{rounds.checkpoint} is complete: {server.rounds} of {count} rounds are done.")
+        sites = self._wait(rounds.wait_for)
+        rank_zero_info(f"Clients: {listed(f'{number} is {site}' for number, site in sites.items())}")
+        for server_round in range(server.rounds + 1, count + 1):
+            sites = self._wait(rounds.safeguards.min_clients)
+            model = self._model()
+            server.posterior, server.buffers = posterior_in(model, "the global model")
+            asked = rounds.begin(server_round, sites)
+            answers, lost = self._ask("train", "update", server_round, {each: sites[each] for each in asked}, model)
+            if self.is_aborted():
+                return
+            figures = rounds.finish(server_round, asked, answers, lost).figures
+            if rounds.evaluate:
+                found = self._ask("evaluate", "scores", server_round, self._sites(), self._model())[0]
+                figures = {**figures, **rounds.take_scores(server_round, found)}
+            told_round(server_round, count, figures)
+        if self._calibration and not self.is_aborted():
+            rounds.calibrate_by(self._calibration, self._ask_for_calibration)
+
+    def _ask_for_calibration(
+        self, request: dict[str, Any], clients: set[int] | None, kind: Kind
+    ) -> Mapping[int, Message | FedBayesError]:
+        """Ask clients, or all, for what a calibration needs."""
+        sites = {client: site for client, site in self._sites().items() if clients is None or client in clients}
+        return self._ask("calibrate", kind, max(1, self._num_rounds), sites, self._model(), request)[0]
+
+    def _model(self) -> dict[str, Tensor]:
+        """Return the global model as it is sent."""
+        server = self._rounds.server
+        assert server is not None
+        return tensors_of(server.posterior, server.buffers)
+
+    def _sites(self) -> dict[int, str]:
+        """Return the sites at hand by their clients' numbers, ascending."""
+        engine: Any = self.engine
+        names, numbers = {client.name for client in engine.get_clients()}, self._rounds.numbers
+        for name in sorted(names - numbers.keys(), key=in_natural_order):
+            numbers[name] = max(numbers.values(), default=-1) + 1
+        return {number: name for name, number in sorted(numbers.items(), key=lambda item: item[1]) if name in names}
+
+    def _wait(self, clients: int) -> dict[int, str]:
+        """Wait until ``clients`` clients are at hand; return their sites.
+
+        Raises:
+            FederationError: they are not in time.
+        """
+        start = time.monotonic()
+        while len(sites := self._sites()) < clients and not self.is_aborted():
+            if time.monotonic() - start > self._seconds:
+                raise FederationError(
+                    f"{len(sites)} of {clients} clients are connected after {self._seconds:g} s; start the other "
+                    "sites, or wait for fewer clients (wait_for=, Safeguards(min_clients=))"
+                )
+            time.sleep(POLL_SECONDS)
+        return sites
+
+    def _ask(
+        self, asked: Asked, kind: Kind, server_round: int, sites: Mapping[int, str], model: Mapping[str, Tensor],
+        request: Mapping[str, Any] | None = None,
+    ) -> tuple[dict[int, Message | FedBayesError], Collection[int]]:
+        """Ask the clients of some sites, and wait for their answers.
+
+        Args:
+            asked: what they are to do.
+            kind: the message that they are to send.
+            server_round: the round, from 1.
+            sites: client → site.
+            model: the global model.
+            request: more that they are asked.
+
+        Returns: client → its message, or why it cannot be read; and the clients that have lost their state.
+        """
+        replies: dict[str, FLModel] = {}
+
+        def take(reply: FLModel) -> None:
+            replies[reply.meta["client_name"]] = reply
+
+        for client, site in sites.items():
+            config = {**(request or {}), **self._rounds.config_for(client, server_round)}
+            told = self._rounds.counted_for(client) if asked == "train" else None
+            task = model_of(asked, Question(client, config, model, told), self._num_rounds)
+            self.send_model(TASKS[asked], task, [site], timeout=math.ceil(self._seconds), callback=take)
+        while self.get_num_standing_tasks() and not self.is_aborted():
+            time.sleep(POLL_SECONDS)
+        answers: dict[int, Message | FedBayesError] = {}
+        for client, site in sites.items():
+            try:
+                if site not in replies:
+                    raise FusionError(
+                        f"client {client}: {site} has sent nothing that FLARE takes within {self._seconds:g} s; its "
+                        "log says why, if its script has come to an end"
+                    )
+                answers[client] = message_in(replies[site], client, kind, server_round)
+            except FusionError as refusal:
+                answers[client] = refusal
+        lost = [client for client, site in sites.items() if site in replies and has_lost_state(replies[site].meta)]
+        return answers, lost
+
+
+def in_natural_order(name: str) -> list[tuple[int, str]]:
+    """Return the key that sorts names by the numbers in them.
+
+    >>> sorted(["site-10", "site-2", "clinic"], key=in_natural_order)
+    ['clinic', 'site-2', 'site-10']
+    """
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,1 @@
+"""Both halves of a federation whose clients are elsewhere, whatever carries their messages: Flower, or NVIDIA FLARE."""

@@ -1,0 +1,282 @@
+"""A client of a federation over a network: it answers what the server asks, whatever carries the messages."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+from torch import Tensor
+
+from lightning_fedbayes.callbacks import ExamplePrivacy
+from lightning_fedbayes.clients.model import ResidentModel
+from lightning_fedbayes.clients.privacy import Door, UpdatePrivacy, check_no_buffers
+from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Fusion, Keep, Source
+from lightning_fedbayes.core.errors import (
+    ClientMismatch,
+    FedBayesError,
+    FederationError,
+    LostState,
+    check_kind,
+    check_path,
+    check_strings,
+)
+from lightning_fedbayes.core.messages import Message
+from lightning_fedbayes.core.quiet import without_banners
+from lightning_fedbayes.data.partition import Partition
+from lightning_fedbayes.methods import get_method
+from lightning_fedbayes.modules.head import BayesianHead
+from lightning_fedbayes.transport.calibration import answer, check_allowed, count_noise, own_data, request_in
+from lightning_fedbayes.transport.checkpoint import StateFile
+from lightning_fedbayes.transport.messages import posterior_in, tensors_of
+from lightning_fedbayes.transport.one_shot import (
+    OneShot,
+    answer_once,
+    check_agreed,
+    check_one_shot,
+    kind_of,
+    needs_training,
+    training_data,
+)
+from lightning_fedbayes.transport.training import ClientTraining, Task
+
+LOG = logging.getLogger(__name__)
+"""The client's own log."""
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+"""Options of a client's Trainer, unless others are given: a client writes no files and says nothing."""
+
+CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "share", "method", "frozen")
+"""Keys of a question's configuration that the server sets.
+
+For "federation" and "accepted" see :class:`StateFile`; "begun" is False until a round has been fused; "share" is that
+of a client among all; "method" is :meth:`~lightning_fedbayes.Method.agreement`;
+"frozen" is the digest of the parameters that nobody sends, "" for none.
+"""
+
+Asked = Literal["train", "evaluate", "calibrate", "once"]
+STAGES: dict[Asked, str] = {
+    "train": "training", "evaluate": "evaluation", "calibrate": "calibration", "once": "training",
+}
+"""Question → stage, as failures name it."""
+
+DataModule = L.LightningDataModule | Callable[[Any], L.LightningDataModule]
+Data = Callable[[], L.LightningDataModule]
+
+
+@dataclass(frozen=True)
+class Question:
+    """Question of the server to a client.
+
+    Args:
+        client: the client's number.
+        config: see :data:`CONFIG_KEYS`, and what is asked for.
+        model: the global model, by the names of :func:`~lightning_fedbayes.transport.messages.tensors_of`.
+        told: what the client is told beside it: what has been counted of its site, or the state of a head.
+    """
+
+    client: int
+    config: Mapping[str, Any]
+    model: Mapping[str, Tensor]
+    told: Mapping[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        missing = [key for key in CONFIG_KEYS if key not in self.config]
+        if missing:
+            raise ClientMismatch(
+                f"the server's message lacks {', '.join(missing)}: this client works with a server that runs "
+                "lightning_fedbayes, of the same version"
+            )
+
+    def task(self, kept: Mapping[int, Any]) -> Task:
+        """Return the task that the server sets; ``kept`` is the client's state."""
+        posterior, buffers = posterior_in(self.model, "the server")
+        config = self.config
+        return Task(
+            self.client, config["server-round"] - 1, config["seed"], posterior, buffers, kept, config["begun"],
+            config["share"], config["frozen"],
+        )
+
+
+class RemoteClient:
+    """Answers the server's questions, and keeps a Trainer between those that one process handles.
+
+    Args:
+        module: the network, the same at every client and at the server. A question starts from it as it was built.
+        datamodule: whose training loader holds the client's own data; or a function that makes it, of what the
+            transport knows about the client.
+        partition, local_epochs, fusion, keep, buffers, local_parameters, privacy, posterior, one_shot,
+            conformal_epsilon, exact, share_errors, state_folder, trainer: see
+            :func:`~lightning_fedbayes.flower.client_app`.
+
+    Raises:
+        FederationError: an argument cannot be used, something is to be kept and there is no ``state_folder``, or
+            buffers would leave the client beside what ``privacy`` protects.
+    """
+
+    def __init__(
+        self,
+        module: L.LightningModule,
+        datamodule: DataModule,
+        *,
+        partition: Partition | None = None,
+        local_epochs: int = 1,
+        fusion: Fusion = "reverse_kl_barycenter",
+        keep: Sequence[Keep] = (),
+        buffers: BufferPolicy = "average",
+        local_parameters: Sequence[str] = (),
+        privacy: UpdatePrivacy | None = None,
+        posterior: Source | None = None,
+        one_shot: OneShot | None = None,
+        conformal_epsilon: float | None = None,
+        exact: Collection[str] = (),
+        share_errors: bool = False,
+        state_folder: str | Path | None = None,
+        trainer: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_kind("module", module, L.LightningModule, "give a LightningModule")
+        check_strings("keep", keep, "give 'optimizer', 'posterior' or both; they lie in state_folder")
+        check_kind("trainer", {} if trainer is None else trainer, Mapping, "give a dict of a Trainer's options")
+        settings = FederationSettings(
+            partition, local_epochs=local_epochs, fusion=get_method(fusion), keep=keep, buffers=buffers,
+            local_parameters=local_parameters, privacy=privacy, posterior=posterior,
+        )
+        keeps = bool(local_parameters) or bool(settings.kept.what) or buffers == "local" or privacy is not None
+        keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None
+        callbacks = () if trainer is None else trainer.get("callbacks") or ()
+        callbacks = callbacks if isinstance(callbacks, Sequence) else (callbacks,)
+        protects_examples = any(isinstance(each, ExamplePrivacy) for each in callbacks)
+        door = Door(privacy, conformal_epsilon, exact, share_errors, protects_examples)
+        if keeps and state_folder is None:
+            raise FederationError(
+                "local parameters, local buffers, kept optimizer states and posteriors, sites and the accounts of "
+                "privacy stay at the client from round to round: pass state_folder=..., a folder of the client's own"
+            )
+        if privacy is not None:
+            check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
+        folder = check_path("state_folder", state_folder) if keeps else None
+        if one_shot is not None:
+            check_one_shot(one_shot)
+        self.module = module
+        self.datamodule = datamodule
+        self.training = ClientTraining(settings)
+        self.state_folder = folder
+        self.door = door
+        self.options = {**QUIET, **(trainer or {})}
+        self.one_shot = one_shot
+        self._trainer: L.Trainer | None = None
+
+    def reply(self, asked: Asked, question: Question, where: Any) -> Message:
+        """Return the client's answer to a question.
+
+        Args:
+            asked: what it is asked to do.
+            question: of the server.
+            where: the argument of a function that makes the data module.
+
+        Raises:
+            Exception: it cannot answer; see :meth:`attempt`.
+        """
+        answers = {
+            "train": self._train, "evaluate": self._evaluate, "calibrate": self._calibrate, "once": self._send_once,
+        }
+        return answers[asked](question, partial(self._data, where))
+
+    def attempt(self, stage: str, client: int, answer: Callable[[], Message]) -> Message:
+        """Return what ``answer`` returns, or, where that raises, a failure; the text goes to the client's own log."""
+        try:
+            return answer()
+        except Exception as error:
+            name, own = type(error).__name__, isinstance(error, FedBayesError)
+            LOG.error("%s failed, and the server hears of a %s: %s", stage, name, error, exc_info=not own)
+            return Message("failure", client, texts=self.door.failure(error, stage))
+
+    def _train(self, question: Question, data: Data) -> Message:
+        """Train in the round that the server names, from the posterior that it sends."""
+        config, number = question.config, question.client
+        method = self.training.method
+        own = method.agreement()
+        if config["method"] != own:
+            raise ClientMismatch(
+                f"the server's method is ({config['method'] or 'an average'}), this client's ({own or 'an average'}): "
+                "give the client the fusion= that the server has"
+            )
+        kept = StateFile(self.state_folder, number, config)
+        if question.told is not None:
+            kept.amend(number, question.told)
+        if method.keeps and config["accepted"] and number not in kept.clients:
+            raise LostState(
+                f"client {number} has lost {method.keeps}. A server with a max_influence sends a site when it asks "
+                "again; otherwise bring the state_folder back, or remove the client from the server's checkpoint"
+            )
+        task = question.task(kept.before)
+        update, after = self._with_trainer(
+            lambda trainer: self.training.train(trainer, self.module, data(), task)
+        )
+        update = self.door.protected(update, task.posterior, task.round)
+        spent = {} if self.door.privacy is None else {"privacy/epsilon": kept.count(self.door.privacy)}
+        kept.write(after)  # before anything is sent
+        figures = {name: value for name, value in {**update.metrics, **spent}.items() if math.isfinite(value)}
+        tensors = tensors_of(update.posterior, update.buffers)
+        return Message("update", task.client, task.round + 1, update.num_examples, tensors, figures)
+
+    def _evaluate(self, question: Question, data: Data) -> Message:
+        """Score the server's posterior on the client's own validation data, and the client's own if it keeps one."""
+        self.door.check("scores")
+        number, keeps = question.client, self.training.settings.keeps_posteriors
+        task = question.task(StateFile(self.state_folder, number, question.config).before if keeps else {})
+        figures, count = self._with_trainer(
+            lambda trainer: self.training.evaluate(trainer, self.module, data(), task)
+        )
+        return Message("scores", number, task.round + 1, count, figures=figures)
+
+    def _calibrate(self, question: Question, data: Data) -> Message:
+        """Answer what the server asks of the client's validation data, to calibrate the posterior that it sends."""
+        task, request = question.task({}), request_in(question.config)
+        kind = check_allowed(request, self.door)
+        datamodule = data()
+        datamodule.prepare_data()
+        datamodule.setup("validate")
+        own = own_data(datamodule.val_dataloader(), task.client)
+        self.training.load_global(self.module, task)
+        spent = {}
+        if request["epsilon"]:
+            assert self.state_folder is not None
+            spent["epsilon"] = count_noise(self.state_folder, task.client, request["epsilon"])  # before it is sent
+        sent = answer(self.module, own, request, task.client, task.seed)
+        return Message.of(kind, task.client, task.round + 1, sent, spent)
+
+    def _send_once(self, question: Question, data: Data) -> Message:
+        """Send what a federation without rounds asks for: sums, or weights after training with their curvature."""
+        task = question.task({})
+        method = check_agreed(self.one_shot, str(question.config.get("one-shot")))
+        kind = kind_of(method)
+        self.door.check(kind)
+        datamodule = data()
+        loader = training_data(datamodule, self.training.settings, task.client, task.seed)
+        if needs_training(method):
+            self._with_trainer(lambda trainer: self.training.train(trainer, self.module, datamodule, task))
+        if isinstance(method, BayesianHead):
+            self.training.check_frozen(self.module, task)
+        sent = answer_once(method, self.module, loader, question.told or {})
+        return Message.of(kind, task.client, task.round + 1, sent)
+
+    def _data(self, where: Any) -> L.LightningDataModule:
+        """The client's data module; made anew for every question if a function makes it."""
+        return self.datamodule if isinstance(self.datamodule, L.LightningDataModule) else self.datamodule(where)
+
+    def _with_trainer(self, use: Callable[[L.Trainer], Any]) -> Any:
+        """Return ``use(trainer)`` for the resident Trainer; a Trainer that an error has left is not used again."""
+        with without_banners():  # the log of a run is the server's; a client's would repeat itself in every message
+            if self._trainer is None:
+                callbacks = [*self.options.get("callbacks", []), self.training]
+                self._trainer = L.Trainer(**{**self.options, "callbacks": callbacks, "num_sanity_val_steps": 0})
+            trainer, self._trainer = self._trainer, None
+            result = use(trainer)
+        self._trainer = trainer
+        return result

@@ -1,0 +1,217 @@
+"""Messages over a network: posteriors as named tensors and back, and what nobody trusts of a client's message."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.clients.evaluation import ClientScores
+from lightning_fedbayes.core import errors
+from lightning_fedbayes.core.errors import (
+    FedBayesError,
+    FusionError,
+    PosteriorError,
+    check_at_least,
+    is_whole,
+    listed,
+    shown,
+)
+from lightning_fedbayes.core.messages import ClientUpdate, Kind, Message
+from lightning_fedbayes.core.posterior import GaussianPosterior
+
+MOST_EXAMPLES = 2**31 - 1
+"""More examples than a client has; a smaller lie is a matter of the weighting."""
+EXAMPLES = "num-examples"
+"""Name of the number of examples among a message's numbers."""
+COUNTED = "counted"
+"""Name of what the server has counted of a client's site, where the client is to keep that."""
+MOST_TEXT = 500
+"""Characters of what a failure says that are shown."""
+KINDS = ("mean", "variance", "buffer", "linearised", "frozen")
+"""Kinds of arrays; a key is the kind, a slash and the parameter's or buffer's name. The last two stand alone: they say
+of what kind the posterior is, and what the frozen parameters are that nobody sends."""
+SENT = (torch.float32, torch.float64)
+"""Types of means and variances in a message."""
+
+
+def tensors_of(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return posterior and buffers as the tensors of a message: float64 and integers as they are, others in float32.
+
+    Deterministic parameters send no variance. Keys are ``mean/<name>``, ``variance/<name>`` and ``buffer/<name>``, and
+    ``linearised/`` if the posterior is.
+
+    Args:
+        posterior: means and variances, any floating dtype; bfloat16 is exact in float32.
+        buffers: name → tensor.
+    """
+    stored = posterior.state_dict()
+    parts = {"mean": stored["mean"], "variance": stored["variance"], "buffer": buffers}
+    if posterior.linearised:
+        parts["linearised"] = {"": torch.ones(1)}
+    return {f"{kind}/{name}": _sendable(value) for kind, part in parts.items() for name, value in part.items()}
+
+
+def posterior_in(tensors: Mapping[str, Tensor], who: str) -> tuple[GaussianPosterior, dict[str, Tensor]]:
+    """Return the posterior and buffers of :func:`tensors_of`, in the dtypes they were sent in.
+
+    Args:
+        tensors: of a message; nothing in it is trusted.
+        who: whose they are, for messages.
+
+    Raises:
+        FusionError: a tensor of another kind, a mean or variance that is neither float32 nor float64, a negative
+            variance, or a variance without a mean.
+    """
+    parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+    for key, value in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind not in parts:
+            raise FusionError(f"{who}: array '{key}' is none of {', '.join(f'{known}/…' for known in KINDS)}")
+        if kind != "buffer" and value.dtype not in SENT:
+            why = "means and variances are floating-point numbers, in float32 or float64"
+            raise FusionError(f"{who}: array '{key}' is {value.dtype}; {why}")
+        parts[kind][name] = value
+    orphans = sorted(parts["variance"].keys() - parts["mean"].keys())
+    if orphans:
+        raise FusionError(f"{who}: variances without a mean: {listed(orphans)}")
+    try:
+        posterior = GaussianPosterior.from_state_dict(parts)
+    except PosteriorError as error:
+        raise FusionError(f"{who}: {error}") from None
+    return posterior, parts["buffer"]
+
+
+def probabilistic_names(arrays: Mapping[str, Any]) -> set[str]:
+    """Return the names of the parameters that come with a variance."""
+    return {key.removeprefix("variance/") for key in arrays if key.startswith("variance/")}
+
+
+def digest_in(tensors: Iterable[str]) -> str:
+    """Return the digest of the frozen parameters, of the names of an initial model's tensors; empty if none."""
+    return next((key.removeprefix("frozen/") for key in tensors if key.startswith("frozen/")), "")
+
+
+def _sendable(value: Tensor) -> Tensor:
+    """Return ``value`` on the CPU, floating-point values in float32, unless they are in float64."""
+    detached = value.detach().cpu()
+    return detached.to(torch.float32) if detached.is_floating_point() and detached.dtype not in SENT else detached
+
+
+def header_of(message: Message) -> dict[str, Any]:
+    """Return what a client's message says of itself."""
+    return {"kind": message.kind, "client": message.client, "server-round": message.round, **message.texts}
+
+
+def numbers_of(message: Message) -> dict[str, float]:
+    """Return the number of examples of a client's message, and its figures."""
+    return {EXAMPLES: message.num_examples, **message.figures}
+
+
+def read_message(
+    header: Any, tensors: Callable[[], dict[str, Tensor]], numbers: Any, *, client: int | None, kind: Kind,
+    server_round: int, who: str,
+) -> Message:
+    """Return the message in what has come of a client; nothing in it is trusted.
+
+    Args:
+        header: see :func:`header_of`.
+        tensors: returns its tensors, once its header is in order.
+        numbers: see :func:`numbers_of`; what is no finite number is left out.
+        client: the client that was asked; None: it is to say who it is.
+        kind: what it was asked for.
+        server_round: the round that it was asked about.
+        who: whose it is, for messages.
+
+    Raises:
+        FusionError: the client failed, says that it is another, or has sent something else, of another round or of
+            no whole number of examples.
+    """
+    says = header.get("kind") if isinstance(header, Mapping) else None
+    if says not in get_args(Kind):
+        raise FusionError(
+            f"{who}: its reply says of itself that it is {shown(says)}, which no message of this version is"
+        )
+    if says == "failure":
+        raise FusionError(f"{who} failed{failure_in(header)}")
+    if says != kind:
+        raise FusionError(f"{who}: its reply is of kind '{says}', and it was asked for '{kind}'")
+    number: Any = header.get("client")
+    answered: Any = header.get("server-round")
+    if not is_whole(number) or number < 0 or (client is not None and number != client):
+        raise FusionError(f"{who}: it says that it is client {shown(number)}")
+    if not is_whole(answered) or answered != server_round:
+        raise FusionError(f"{who}: its reply is of round {shown(answered)}, and this is round {server_round}")
+    sent = tensors()
+    known = {str(name): value for name, value in numbers.items()} if isinstance(numbers, Mapping) else {}
+    count = known.pop(EXAMPLES, 0)
+    check_at_least(f"{who}: {EXAMPLES}", count, 0, MOST_EXAMPLES, error=FusionError)
+    figures = {name: float(value) for name, value in known.items() if _is_finite(value)}
+    return Message(kind, number, answered, int(count), sent, figures)
+
+
+def _is_finite(value: Any) -> bool:
+    """Return True of a number that is finite as a float."""
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def has_lost_state(header: Any) -> bool:
+    """Return True if a client says that it has lost what it had to keep."""
+    return isinstance(header, Mapping) and header.get("error") == errors.LostState.__name__
+
+
+def failure_in(config: Mapping[str, Any]) -> str:
+    """Return what a client's failure says of itself, with what this package knows of an error of its own."""
+    name, stage, text = (str(config.get(key, ""))[:MOST_TEXT] for key in ("error", "stage", "text"))
+    if text:
+        return f" in {stage}: {name}: {text}"
+    known = getattr(errors, name, None)
+    meaning = known.__doc__ if isinstance(known, type) and issubclass(known, FedBayesError) else None
+    hint = "its own log says more; share_errors=True sends the text"
+    return f" in {stage}: {name} ({f'{meaning} {hint[0].upper()}{hint[1:]}.' if meaning else hint})"
+
+
+def read_update(message: Message, probabilistic: set[str]) -> ClientUpdate:
+    """Return the update in a client's message.
+
+    Args:
+        message: of the client.
+        probabilistic: names of the parameters that must come with a variance, and no others.
+
+    Raises:
+        FusionError: it cannot be used. Values and shapes are checked by :class:`~lightning_fedbayes.Server`.
+    """
+    who = f"client {message.client}"
+    if not message.tensors:
+        raise FusionError(f"{who}: its reply has no arrays")
+    posterior, buffers = posterior_in(message.tensors, who)
+    wrong = sorted(probabilistic_names(message.tensors) ^ probabilistic)
+    if wrong:
+        raise FusionError(
+            f"{who}: it must send the variances of the probabilistic parameters and of no others; wrong are "
+            f"{listed(wrong)}"
+        )
+    check_at_least(f"{who}: num-examples", message.num_examples, 1, MOST_EXAMPLES, error=FusionError)
+    return ClientUpdate(message.client, message.num_examples, posterior, buffers, dict(message.figures))
+
+
+def client_scores(sent: Mapping[int, tuple[int, Mapping[str, float]]]) -> ClientScores:
+    """Return the table of what clients have measured; NaN where a client has not sent a figure.
+
+    Args:
+        sent: number of the client → its number of validation examples and its figures.
+    """
+    clients = sorted(sent)
+    figures = dict.fromkeys(name for client in clients for name in sent[client][1])
+    values = {
+        name: torch.tensor([sent[client][1].get(name, math.nan) for client in clients], dtype=torch.float64)
+        for name in figures
+    }
+    return ClientScores(tuple(map(str, clients)), tuple(sent[client][0] for client in clients), values)

@@ -1,0 +1,218 @@
+"""The server's half of a federation over a network: rounds, what clients are asked, and its checkpoint."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting, check_cohort
+from lightning_fedbayes.core.errors import (
+    FedBayesError,
+    FederationError,
+    FusionError,
+    check_at_least,
+    check_flag,
+    check_path,
+    told_failures,
+)
+from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate, Message
+from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.seeding import derive_seed, seed_everything
+from lightning_fedbayes.fusion.accumulator import check_structure
+from lightning_fedbayes.methods import get_method
+from lightning_fedbayes.server import Server
+from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
+from lightning_fedbayes.server.safeguards import USUAL, Safeguards
+from lightning_fedbayes.server.server import RoundResult
+from lightning_fedbayes.transport.calibration import Ask, Calibration, calibrate
+from lightning_fedbayes.transport.checkpoint import ServerState
+from lightning_fedbayes.transport.messages import (
+    client_scores,
+    digest_in,
+    posterior_in,
+    probabilistic_names,
+    read_update,
+)
+
+Answers = Mapping[int, "Message | FedBayesError"]
+"""Client → what it has sent, or why that cannot be read."""
+
+
+class Rounds:
+    """Runs the rounds of a federation; a transport brings questions to the clients and their answers back.
+
+    For the arguments and attributes see :class:`~lightning_fedbayes.flower.FusionStrategy`.
+
+    Attributes:
+        numbers: site → its client's number, where the server numbers them.
+    """
+
+    def __init__(
+        self,
+        fusion: Fusion = "reverse_kl_barycenter",
+        weighting: Weighting = "train_size",
+        *,
+        fraction: Fraction = 1.0,
+        wait_for: int = 2,
+        safeguards: Safeguards = USUAL,
+        evaluate: bool = False,
+        checkpoint: str | Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        settings = FederationSettings(  # for its checks
+            fusion=get_method(fusion), weighting=weighting, fraction=fraction, safeguards=safeguards, seed=seed,
+        )
+        check_at_least("wait_for", wait_for, 1)
+        check_cohort(wait_for, fraction, safeguards.min_clients)
+        check_flag("evaluate", evaluate)
+        self.method = settings.method
+        self.weighting = settings.weighting
+        self.fraction: Fraction = fraction
+        self.wait_for = wait_for
+        self.safeguards = safeguards
+        self.evaluate = evaluate
+        self.checkpoint = None if checkpoint is None else check_path("checkpoint", checkpoint)
+        self.seed = seed
+        self.server: Server | None = None
+        self.client_scores = client_scores({})
+        self.numbers: dict[str, int] = {}
+        self._federation = ""
+        self._timeout = 3600.0
+        self._at_hand = 1
+        self._frozen = ""
+        self._probabilistic: set[str] = set()
+
+    def summary(self) -> None:
+        """Say how rounds are run."""
+        rank_zero_info(
+            f"Fusion {self.method.name}, weighting {self.weighting}, fraction {self.fraction}, at least "
+            f"{self.safeguards.min_clients} of {self.wait_for} clients, seed {self.seed}, checkpoint {self.checkpoint}"
+        )
+
+    def resume(self, model: Mapping[str, Tensor]) -> Server:
+        """Make the server that starts from ``model``, an ``initial_model``, or goes on from the checkpoint."""
+        posterior, buffers = posterior_in(model, "the initial model")
+        self._probabilistic, self._frozen = probabilistic_names(model), digest_in(model)
+        self._federation = uuid.uuid4().hex
+        self.server = Server(
+            posterior, buffers, fusion=self.method, weighting=self.weighting, safeguards=self.safeguards
+        )
+        if self.checkpoint is not None and self.checkpoint.exists():
+            stored = ServerState.load(self.checkpoint)
+            self._check_same(stored, posterior)
+            self._federation, self.numbers = stored.federation, dict(stored.numbers)
+            self.server.load_state_dict(stored.server)
+            rank_zero_info(f"Resuming after round {stored.rounds} of {self.checkpoint}.")
+        return self.server
+
+    def _check_same(self, stored: ServerState, begun: GaussianPosterior) -> None:
+        """Raise FederationError if the checkpoint is of another federation than the one that is begun."""
+        reasons = [] if stored.seed == self.seed else [f"seed={self.seed} (was {stored.seed})"]
+        try:
+            check_structure(stored.posterior, begun, "the checkpoint")
+        except FusionError as error:
+            reasons.append(str(error))
+        if reasons:
+            raise FederationError(
+                f"{self.checkpoint} is of another federation: {'; '.join(reasons)}. Resume with the same network and "
+                "seed, or give checkpoint= another path"
+            )
+
+    def begin(self, server_round: int, clients: Collection[int]) -> tuple[int, ...]:
+        """Begin a round, from 1; return its cohort, drawn from (seed, round) of the clients at hand, ascending."""
+        assert self.server is not None
+        at_hand, self._at_hand = sorted(clients), len(clients)
+        chosen = choose_cohort(server_round - 1, len(at_hand), self.fraction, self.seed)
+        asked = tuple(sorted(at_hand[position] for position in chosen))
+        self.server.begin(RoundPlan(server_round - 1, asked, clients=len(at_hand)))
+        return asked
+
+    def config_for(self, client: int, server_round: int) -> dict[str, Any]:
+        """Return what every question to a client says (:data:`~lightning_fedbayes.transport.client.CONFIG_KEYS`)."""
+        assert self.server is not None
+        return {
+            "server-round": server_round, "seed": self.seed, "federation": self._federation,
+            "begun": not self.server.is_new, "method": self.method.agreement(), "frozen": self._frozen,
+            "share": 1 / max(1, self._at_hand), "accepted": self.server.accepted.get(client, 0),
+        }
+
+    def counted_for(self, client: int) -> Mapping[str, Tensor] | None:
+        """Return what a client that trains is told of its site; None: nothing."""
+        assert self.server is not None
+        return self.server.sites[client] if client in self.server.untold else None
+
+    def finish(
+        self, server_round: int, asked: Collection[int], answers: Answers, lost: Collection[int] = ()
+    ) -> RoundResult:
+        """Fuse what can be used of a round's answers, and write the checkpoint.
+
+        Args:
+            server_round: from 1.
+            asked: its cohort.
+            answers: of the cohort.
+            lost: clients that say that they have lost what they had to keep.
+
+        Raises:
+            FederationError: too many rounds in a row came to nothing.
+        """
+        server = self.server
+        assert server is not None
+        server.untold |= set(lost) & server.sites.keys()
+        outcomes = [server.admit(self._update(client, answers)) for client in sorted(asked)]  # sums depend on the order
+        for line in told_failures({str(each.client): each.error for each in outcomes if each.error is not None}):
+            rank_zero_info(f"Round {server_round}: {line}")
+        seed_everything(derive_seed(self.seed, "fusion", server_round - 1))  # of rules that draw
+        try:
+            result = server.finish()
+        finally:
+            self.save({})
+        if result.refusal is not None:
+            rank_zero_info(f"The old posterior stays, because the clients cannot be fused: {result.refusal}")
+        return result
+
+    def _update(self, client: int, answers: Answers) -> ClientUpdate | ClientFailure:
+        """Return a client's update, or why it has none."""
+        try:
+            answer = answers.get(client, FusionError(f"client {client}: no reply within {self._timeout:g} s"))
+            if isinstance(answer, FedBayesError):
+                raise answer
+            return read_update(answer, self._probabilistic)
+        except FedBayesError as refusal:
+            return ClientFailure(client, refusal)
+
+    def save(self, calibration: dict[str, dict[str, Any]]) -> None:
+        """Write the checkpoint, if there is one."""
+        if self.checkpoint is not None:
+            assert self.server is not None
+            state = self.server.state_dict()
+            ServerState(self._federation, self.seed, state, calibration, self.numbers).save(self.checkpoint)
+
+    def take_scores(self, server_round: int, answers: Answers) -> dict[str, float]:
+        r"""Keep the clients' scores; return means weighted by validation examples, :math:`\sum n_k m_k / \sum n_k`.
+
+        Of each figure over the clients that sent it as a finite number.
+        """
+        refused = {str(client): each for client, each in answers.items() if isinstance(each, FedBayesError)}
+        for line in told_failures(refused):
+            rank_zero_info(f"Round {server_round}, evaluation: {line}")
+        self.client_scores = client_scores({
+            client: (each.num_examples, each.figures) for client, each in answers.items()
+            if isinstance(each, Message) and each.num_examples > 0
+        })
+        return {name: self.client_scores.mean(name) for name in self.client_scores.values}
+
+    def calibrate_by(self, calibration: Sequence[Calibration], ask: Ask) -> None:
+        """Fit each calibration from the clients' answers, and write the checkpoint; ``ask`` reaches them."""
+        calibrate(calibration, ask)
+        self.save({each.state_key: each.state_dict() for each in calibration})
+
+
+def told_round(server_round: int, rounds: int, figures: Mapping[str, Any]) -> None:
+    """Say what has come of a round."""
+    named = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name != "round")
+    rank_zero_info(f"Round {server_round} of {rounds}: {named}")

@@ -1,0 +1,260 @@
+"""Clients of NVIDIA FLARE that fail or lie, what leaves a client, and arguments that cannot be used."""
+
+import pytest
+
+pytest.importorskip("nvflare")
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+from nvflare.job_config.api import FedJob
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import ClientMismatch, FederationError, FusionError
+from lightning_fedbayes.nvflare import FusionClient, FusionController, FusionRecipe, ServerState
+from lightning_fedbayes.nvflare.wire import answer_of, message_in, question_in
+from lightning_fedbayes.transport.messages import read_update, tensors_of
+from tests.federations import Plain
+from tests.fuzz import many, only_own_errors
+from tests.fuzz.doors import FUNCTIONS, POOL, begun, posterior, update
+from tests.nvflare.local import carried, clients, prepared, run
+from tests.transport.federation import BlobData, hybrid
+
+SECRET = "patient 4711"
+
+
+OPTIONS = {
+    "module": hybrid(), "num_rounds": 1, "timeout": 1.0, "checkpoint": None, "calibration": (), "buffers": "average",
+    "local_parameters": (), "posterior": None, "wait_for": 2, "evaluate": False,
+}
+
+
+class Broken(BlobData):
+    def train_dataloader(self):
+        raise ValueError(SECRET)
+
+
+def test_a_client_that_raises_is_left_out_and_counts_again(caplog):
+    caplog.set_level("INFO")
+    made = clients()
+    working, made[2].datamodule = made[2].datamodule, Broken()
+    data = iter([Broken(), working, working])
+    made[2].datamodule = lambda site: next(data) if site == "site-3" else None
+    sent = []
+    history = run(made, sent=sent).server.history
+    assert [row["failed_clients"] for row in history] == [1, 0, 0]
+    assert "client 2 is left out: FusionError: client 2 failed in training: ValueError" in caplog.text
+    texts = [each.meta for each in sent if each.meta["kind"] == "failure"]
+    assert [(each["error"], each["stage"]) for each in texts] == [("ValueError", "training")]
+    assert SECRET not in str(texts)
+    assert any(SECRET in each.message for each in caplog.records if each.name == "lightning_fedbayes.transport.client")
+
+
+def of(key, value):
+    def change(reply):
+        getattr(reply, "metrics" if key == "num-examples" else "params" if "/" in key else "meta")[key] = value
+        return reply
+
+    return change
+
+
+def differences(reply):
+    reply.params_type = ParamsType.DIFF
+    return reply
+
+
+def one_nan(reply):
+    next(value for name, value in reply.params.items() if name.startswith("mean/")).view(-1)[0] = torch.nan
+    return reply
+
+
+LIES = {
+    "NaN": (one_nan, "is not finite"),
+    "an extra tensor": (of("mean/more", torch.ones(1)), "only client 1 has more"),
+    "no tensor": (of("mean/more", "text"), "a dense tensor is needed"),
+    "a variance too many": (of("variance/network.0.weight", torch.ones(5, 6)), "must send the variances"),
+    "another client": (of("client", 0), "says that it is client 0"),
+    "another round": (of("server-round", 7), "is of round 7"),
+    "another kind": (of("kind", "scores"), "it was asked for 'update'"),
+    "no kind": (of("kind", ["update"]), "no message of this version"),
+    "a size that is none": (of("num-examples", 2.5), "num-examples"),
+    "differences": (differences, "posteriors are sent whole"),
+    "nothing": (lambda reply: None, "has sent nothing that FLARE takes within"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), LIES.values(), ids=LIES)
+def test_a_reply_that_cannot_be_used_is_left_out(change, says, caplog):
+    caplog.set_level("INFO")
+    server = run(clients(), rounds=1, change={1: change}).server
+    assert server.history[0]["valid_clients"] == 3
+    assert all(bool(value.isfinite().all()) for value in server.posterior.mean.values())
+    told = [each.message for each in caplog.records if "client 1 is left out" in each.message]
+    assert len(told) == 1
+    assert says in told[0]
+
+
+def test_rounds_that_come_to_nothing_end_the_run():
+    with pytest.raises(FederationError, match="2 rounds in a row"):
+        run(clients(), change=dict.fromkeys(range(4), one_nan), safeguards=fb.Safeguards(max_failed_rounds=2))
+
+
+def test_an_update_is_what_the_page_on_privacy_says():
+    sent = []
+    run(clients(make=Plain), make=Plain, rounds=1, sent=sent)
+    assert len(sent) == 4
+    for reply in sent:
+        assert {name.partition("/")[0] for name in reply.params} == {"mean"}
+        assert set(reply.meta) - {"initial_metrics", "client_name"} == {"kind", "client", "server-round"}
+        assert set(reply.metrics) == {"num-examples", "train_loss"}
+
+
+def test_under_privacy_noise_leaves_and_exact_figures_do_not(tmp_path, caplog):
+    caplog.set_level("INFO")
+    sent, options = [], {"privacy": fb.UpdatePrivacy(1.0, 1.0), "state_folder": tmp_path, "buffers": "local"}
+    run(clients(make=Plain, **options), make=Plain, rounds=2, sent=sent, evaluate=True, buffers="local")
+    updates = [each for each in sent if each.meta["kind"] == "update"]
+    assert len(updates) == 8
+    assert all(set(each.metrics) == {"num-examples", "privacy/epsilon"} for each in updates)
+    assert {each.meta["error"] for each in sent if each.meta["kind"] == "failure"} == {"NotSent"}
+    again = []
+    run(clients(make=Plain, **options), make=Plain, rounds=1, sent=again, buffers="local")
+    first = next(name for name in again[0].params if name.startswith("mean/"))
+    assert not torch.equal(again[0].params[first], updates[0].params[first])  # fresh noise
+    assert again[0].metrics["privacy/epsilon"] > max(each.metrics["privacy/epsilon"] for each in updates)
+
+
+def test_sites_keep_their_numbers_and_new_ones_come_after_them(tmp_path):
+    path, (first, second, third) = tmp_path / "server.pt", clients(3)
+    run({"site-10": second, "site-9": first}, rounds=1, checkpoint=path)
+    later = run({"clinic": third, "site-10": second, "site-9": first}, rounds=2, checkpoint=path, timeout=5)
+    assert ServerState.load(path).numbers == {"site-9": 0, "site-10": 1, "clinic": 2}
+    assert later.server.history[-1]["valid_clients"] == 3
+
+
+def test_a_run_that_is_stopped_does_not_count_the_round():
+    class Stopped:
+        triggered = True
+
+    def stop(reply):
+        controller.abort_signal = Stopped()
+        return reply
+
+    controller = prepared(clients(), change={1: stop})
+    controller.run()
+    assert controller.server.rounds == 0
+
+
+def good():
+    update = fb.core.messages.Message("update", 0, 1, 5, tensors_of(posterior(1.0), {"running": torch.ones(2)}))
+    return answer_of(update)
+
+
+PARTS = {"meta": [*good().meta, "error"], "metrics": [*good().metrics, "loss"], "params": [*good().params, "mean/", 7]}
+PLACES = [(part, key) for part, keys in PARTS.items() for key in [None, *keys]]
+
+
+@given(place=st.sampled_from(PLACES), value=st.sampled_from(POOL))
+@many("wire")
+def any_reply(place, value):
+    (part, key), reply = place, good()
+    if key is None:
+        setattr(reply, part, value)
+    else:
+        getattr(reply, part)[key] = value
+    with only_own_errors():
+        server = begun()
+        outcome = server.admit(read_update(message_in(reply, 0, "update", 1), {"w", "b"}))
+        server.admit(update(1))
+        server.finish()
+        if outcome.error is not None:
+            raise outcome.error
+
+
+def test_replies_are_used_or_refused_with_errors_of_the_package():
+    any_reply()
+    server = begun()
+    assert server.admit(read_update(message_in(good(), 0, "update", 1), {"w", "b"})).error is None
+
+
+@given(key=st.sampled_from(sorted(OPTIONS)), value=st.sampled_from(POOL))
+@many("strategies")
+def any_controller(key, value):
+    if not (key in FUNCTIONS and callable(value)):
+        with only_own_errors():
+            FusionController(**{**OPTIONS, key: value})
+
+
+def test_arguments_are_refused_with_errors_of_the_package():
+    any_controller()
+
+
+def test_what_is_sent_arrives_exactly():
+    tensors = {
+        "a": torch.tensor(3), "b": torch.ones(2, dtype=torch.bfloat16), "c": torch.zeros(0, 4),
+        "d": torch.rand(3, 2, dtype=torch.float64).T, "e": torch.tensor([True]),
+    }
+    sent = fb.core.messages.Message("curvature", 4, 2, 9, tensors, {"epsilon": 0.5})
+    came = message_in(carried(answer_of(sent)), 4, "curvature", 2)
+    assert (came.kind, came.client, came.round, came.num_examples, came.figures) == ("curvature", 4, 2, 9, sent.figures)
+    for name, value in tensors.items():
+        assert came.tensors[name].dtype == value.dtype
+        assert torch.equal(came.tensors[name], value)
+
+
+def test_a_client_answers_a_controller_of_another_kind_by_a_failure():
+    with pytest.raises(ClientMismatch, match="none of FusionController's"):
+        question_in(FLModel(params={}))
+    (client,) = clients(1)
+    assert client.answer(FLModel(params={})).meta["error"] == "ClientMismatch"
+    assert client.answer(FLModel(params={}, meta={"asked": "train", "client": 0})).meta["error"] == "ClientMismatch"
+    with pytest.raises(FederationError, match=r"flare\.receive\(\)"):
+        client.answer(None)
+
+
+def test_a_client_of_another_method_says_so(caplog):
+    caplog.set_level("INFO")
+    with pytest.raises(FederationError, match="ClientMismatch"):
+        run(clients(), "scaffold")
+    assert "give the client the fusion= that the server has" in caplog.text
+
+
+ARGUMENTS = {
+    "rounds": ({"num_rounds": 0}, "num_rounds=0"),
+    "timeout": ({"timeout": 0}, "timeout=0"),
+    "relative": ({"checkpoint": "federation.pt"}, "give an absolute path"),
+    "calibration": ({"calibration": [1]}, "give a list of FederatedTemperature"),
+    "fusion": ({"fusion": "rlkb"}, "did you mean"),
+    "seed": ({"seed": "a"}, "seed='a'"),
+}
+
+
+@pytest.mark.parametrize(("options", "says"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_that_cannot_be_used(options, says):
+    with pytest.raises((FederationError, FusionError), match=says):
+        FusionController(hybrid(), **{"num_rounds": 1, **options})
+
+
+def test_a_clients_arguments_that_cannot_be_used():
+    with pytest.raises(FederationError, match="give an absolute path"):
+        FusionClient(hybrid(), BlobData(), fusion="sites", state_folder="state")
+    with pytest.raises(FederationError, match="pass state_folder"):
+        FusionClient(hybrid(), BlobData(), fusion="sites")
+    with pytest.raises(TypeError, match="epochs"):
+        FusionClient(hybrid(), BlobData(), epochs=1)
+
+
+def test_too_few_sites_end_the_wait():
+    with pytest.raises(FederationError, match=r"2 of 5 clients are connected after 0\.1 s"):
+        run(clients(2), wait_for=5, timeout=0.1)
+
+
+def test_a_controller_that_flare_could_not_build_is_refused():
+    controller = FusionController(hybrid(), num_rounds=1)
+    with pytest.raises(FederationError, match="make a subclass whose __init__ takes no arguments"):
+        FedJob("a").to_server(controller)
+    with pytest.raises(FederationError, match="make a subclass"):
+        FusionRecipe("a", controller, "client.py")
+    with pytest.raises(FederationError, match="controller="):
+        FusionRecipe("a", hybrid(), "client.py")

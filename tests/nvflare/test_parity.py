@@ -1,0 +1,100 @@
+"""A federation over NVIDIA FLARE ends at the very posterior of the same federation in one process."""
+
+import pytest
+
+pytest.importorskip("nvflare")
+
+import torch
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.nvflare import load_checkpoint, personal_posterior
+from tests.federations import Plain, federate, network
+from tests.flower.test_calibration import OwnData
+from tests.flower.test_parity import CASES as OVER_FLOWER
+from tests.nvflare.local import clients, run, same
+from tests.transport.federation import PARTITION, BlobData, hybrid, in_process
+
+
+def plain():
+    return Plain(network(0, batch_norm=True))
+
+
+CHOSEN = ("sites of cohorts", "IVON that keeps", "SCAFFOLD of cohorts", "Ditto of cohorts", "frozen buffers")
+CASES = {name: OVER_FLOWER[name] for name in CHOSEN} | {"a plain network": (plain, {"fusion": "weighted_average"}, {})}
+
+
+@pytest.mark.parametrize(("make", "server", "client"), CASES.values(), ids=CASES)
+def test_same_posterior_as_in_one_process(make, server, client, tmp_path):
+    kept = {name: client[name] for name in ("buffers", "local_parameters", "posterior") if name in client}
+    controller = run(clients(make=make, state_folder=tmp_path, **client), make=make, seed=3, **server, **kept)
+    assert same(controller.server.posterior, in_process(make=make, **{**server, **client}, seed=3).posterior)
+
+
+def test_same_buffers_as_in_one_process():
+    controller, model = run(clients(make=plain), "weighted_average", make=plain), plain()
+    federation = fb.FederatedBayes(PARTITION, engine="sequential", fusion="weighted_average")
+    federate(model, federation, 3, BlobData().train_dataloader())
+    theirs = dict(model.named_buffers())
+    assert len(controller.server.buffers) == 3
+    for name, value in controller.server.buffers.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+@pytest.mark.parametrize(("fusion", "make"), [("sites", hybrid), ("scaffold", plain)])
+def test_a_federation_that_is_begun_anew_after_each_round_ends_at_the_same_posterior(fusion, make, tmp_path):
+    """New objects at both ends, as after a kill."""
+    options = {"fusion": fusion, "weighting": "equal", "fraction": 0.5, "seed": 3}
+    path, sent = tmp_path / "server.pt", []
+    for rounds in (1, 2, 3, 4, 4):
+        sent.clear()
+        answering = clients(fusion=fusion, make=make, state_folder=tmp_path)
+        controller = run(answering, rounds=rounds, make=make, checkpoint=path, sent=sent, **options)
+        assert controller.server.rounds == rounds
+    assert not sent  # all rounds were done
+    assert same(controller.server.posterior, in_process(rounds=4, make=make, **options).posterior)
+    module = make()
+    state = load_checkpoint(module, path)
+    assert state.numbers == {f"site-{number + 1}": number for number in range(4)}
+    assert same(state.posterior, controller.server.posterior)
+
+
+def test_what_a_site_has_lost_comes_back_from_the_server(tmp_path):
+    options = {"fusion": "sites", "weighting": "equal", "seed": 3, "checkpoint": tmp_path / "server.pt"}
+    run(clients(fusion="sites", state_folder=tmp_path / "a"), rounds=2, **options)
+    (tmp_path / "a" / "client-1.pt").unlink()
+    history = run(clients(fusion="sites", state_folder=tmp_path / "a"), rounds=4, **options).server.history
+    assert [row["valid_clients"] for row in history] == [4, 4, 3, 4]
+
+
+def test_clients_calibrate_as_in_one_process(tmp_path):
+    def both():
+        return fb.FederatedTemperature(), fb.FederatedConformal(0.8, per_client=True)
+
+    def make():
+        return hybrid(learning_rate=0.03)
+
+    over, alone, data, path = both(), both(), OwnData(), tmp_path / "server.pt"
+    answering = clients(3, make, OwnData, partition=None)
+    run(answering, make=make, rounds=2, seed=3, calibration=over, checkpoint=path)
+    module = make()
+    federation = fb.FederatedBayes(engine="sequential", fusion="rklb", seed=3)
+    federate(module, federation, 2, data.train_dataloader(), data.val_dataloader())
+    options = {"batch_size": 16, "seed": 3}
+    alone[0].fit_from(module, data.val_dataloader().dataset, **options)
+    alone[1].fit_from(module, data.val_dataloader().dataset, temperature=alone[0].temperature, **options)
+    assert over[0].temperature == alone[0].temperature != 1
+    assert list(over[1].thresholds.values()) == list(alone[1].thresholds.values())
+    fresh, state = both(), load_checkpoint(module, path)
+    for made, found in zip(fresh, over, strict=True):
+        made.load_state_dict(state.calibration[made.state_key])
+        assert made.state_dict() == found.state_dict()
+
+
+def test_clients_score_and_keep_their_own_posterior_as_in_one_process(tmp_path):
+    options = {"weighting": "equal", "seed": 3}
+    controller = run(clients(keep=["posterior"], state_folder=tmp_path), evaluate=True, **options)
+    alone = in_process(keep=["posterior"], **options)
+    assert same(personal_posterior(hybrid(), tmp_path, 2, controller.server.posterior), alone.posterior_of(2, 1.0))
+    scores = controller.client_scores
+    assert scores.names == ("0", "1", "2", "3")
+    assert {"val/nll", "personal/val/nll"} <= set(scores.values)

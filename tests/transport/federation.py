@@ -1,0 +1,39 @@
+"""A small federation that needs no transport: its data, its network, and the same in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+
+import lightning_fedbayes as fb
+from tests.federations import bayesian, blobs, federate, loader, network
+
+PARTITION = fb.DirichletPartition(clients=4, alpha=1.0)
+
+
+class BlobData(L.LightningDataModule):
+    """Data that all clients have in common, dealt out by a partition; or one client's own."""
+
+    def __init__(self, dataset: Any = None) -> None:
+        super().__init__()
+        self.dataset = blobs() if dataset is None else dataset
+
+    def train_dataloader(self) -> Any:
+        return loader(self.dataset, drop_last=True)  # BatchNorm cannot train on one example
+
+    def val_dataloader(self) -> Any:
+        return loader(self.dataset, shuffle=False)
+
+
+def hybrid(**options: Any) -> fb.HybridBayesianClassifier:
+    model = bayesian(**options)
+    model.network = fb.bayesianize(network(0, batch_norm=True), last=1)
+    return model
+
+
+def in_process(rounds: int = 3, make: Any = hybrid, **settings: Any) -> fb.FederatedBayes:
+    """The same federation in one process."""
+    federation = fb.FederatedBayes(PARTITION, engine="sequential", **{"fusion": "rklb", **settings})
+    federate(make(), federation, rounds, BlobData().train_dataloader())
+    return federation
