@@ -67,12 +67,11 @@ class Cell(NamedTuple):
 def cells_of(seeds: int) -> Iterator[Cell]:
     """Yield all cells."""
     for seed in range(seeds):
-        for row in BUFFERS:
-            yield Cell("digits", "sites", row, seed)
-            yield from (Cell("logistic", split, row, seed) for split in logistic.SPLITS)
-        yield from (Cell("digits", "plain", row, seed) for row in AVERAGES)
+        yield from (Cell("logistic", split, row, seed) for split in logistic.SPLITS for row in BUFFERS)
+        yield from (Cell("digits", "sites", row, seed) for row in BUFFERS)
     for seed in range(min(seeds, 3)):
         yield from (Cell("absences", "IID", row, seed) for row in ABSENCES)
+        yield from (Cell("digits", "plain", row, seed) for row in AVERAGES)
 
 
 def stragglers(seed: int) -> fb.Delays:

@@ -1,8 +1,8 @@
 """Posterior fusion: rules by name, and the function that applies them."""
 
-from lightning_fedbayes.fusion.accumulator import FusionAccumulator, check_finite, fuse
+from lightning_fedbayes.fusion.accumulator import FusionAccumulator, fuse
 from lightning_fedbayes.fusion.alpha import AlphaBarycenter, HellingerBarycenter
-from lightning_fedbayes.fusion.auto import AutoFusion, candidates
+from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.fusion.averages import (
     GaussianFit,
     LinearPool,
@@ -91,8 +91,6 @@ __all__ = [
     "WeightedConflation",
     "WeightedSum",
     "available_fusions",
-    "candidates",
-    "check_finite",
     "fuse",
     "get_rule",
     "gram_of",

@@ -23,6 +23,7 @@ from lightning_fedbayes.core.errors import (
 from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.private_torch import version_if_any
+from lightning_fedbayes.fusion.accumulator import check_finite
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.fusion.registry import get_rule, rule_name
 from lightning_fedbayes.fusion.rule import FusionRule, RuleState
@@ -467,6 +468,16 @@ def report_of(method: Method, shared: Shared, client: Participant, trained: Trai
             "GaussianPosterior of what it sends"
         )
     return report
+
+
+def fused_by(
+    method: Method, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
+) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
+    """Return what ``method`` makes of a rule's result; raise FusionError unless it is finite."""
+    posterior, tensors = method.fuse(shared, fused, averages, heard)
+    if posterior is not fused:
+        check_finite(posterior, "the fused posterior")
+    return posterior, tensors
 
 
 def split(buffers: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:

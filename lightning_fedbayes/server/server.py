@@ -22,16 +22,16 @@ from lightning_fedbayes.core.errors import (
 from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, bytes_of, check_mapping
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_posterior
-from lightning_fedbayes.fusion import AutoFusion, FusionRule, RuleState, candidates, check_finite
+from lightning_fedbayes.fusion import FusionRule, RuleState
+from lightning_fedbayes.fusion.auto import AutoFusion, candidates
 from lightning_fedbayes.methods import Late, Method, Shared, get_method
-from lightning_fedbayes.methods.method import joined, split
+from lightning_fedbayes.methods.method import fused_by, joined, split
 from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation
 from lightning_fedbayes.server.guard import Guard, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 from lightning_fedbayes.server.site_guard import guard_of
-from lightning_fedbayes.server.stored import check_network, check_state
-from lightning_fedbayes.server.versions import Versions
+from lightning_fedbayes.server.versions import Versions, check_network, check_state
 from lightning_fedbayes.server.weighting import CohortWeights, check_probabilistic, check_weighting
 
 HELD_OUT_LOSS = "held_out_loss/"
@@ -396,9 +396,7 @@ class Server:
         """Return the round's result as the method makes it of the rule's, and of what clients have sent beside."""
         buffers, averages = split(aggregate.buffers)
         heard = self._shared.share * sum(weight > 0 for weight in aggregate.weights.values())
-        posterior, tensors = self.method.fuse(self._shared, aggregate.posterior, averages, heard)
-        if posterior is not aggregate.posterior:
-            check_finite(posterior, "the fused posterior")
+        posterior, tensors = fused_by(self.method, self._shared, aggregate.posterior, averages, heard)
         return replace(aggregate, posterior=posterior, buffers=joined(buffers, tensors))
 
     def _figures(

@@ -1,4 +1,4 @@
-"""Versions of the global model that clients are still at work on, and their messages, brought to the present one."""
+"""Memory of a server: versions of the global model that clients are at work on; and checks of what was stored."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FusionError
-from lightning_fedbayes.core.messages import ClientUpdate
+from lightning_fedbayes.core.errors import FusionError, PosteriorError, check_at_least, check_kind, listed
+from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
 from lightning_fedbayes.methods.late import Late
@@ -85,3 +85,34 @@ class Versions:
                 each["share"], each["is_new"],
             ) for round, each in state.items()
         }
+
+
+def check_state(state: Any) -> None:
+    """Raise FederationError unless ``state`` has the parts of :meth:`Server.state_dict`."""
+    check_kind("state", state, Mapping, "give what Server.state_dict() returned")
+    maps = ("posterior", "buffers", "accepted", "rule_states", "sites", "guard", "begun")
+    kinds: dict[str, type] = {"history": list, "untold": list, **dict.fromkeys(maps, Mapping)}
+    for name, kind in kinds.items():
+        check_kind(f"state['{name}']", state.get(name), kind, "give what Server.state_dict() returned")
+    for name in ("rounds", "failed_rounds"):
+        check_at_least(f"state['{name}']", state.get(name), 0)
+    check_mapping("state['buffers']", state["buffers"], Tensor)
+    check_mapping("state['rule_states']", state["rule_states"], Mapping)
+    check_mapping("state['guard']", state["guard"], Tensor)
+    for client, kept in state["sites"].items():
+        check_at_least("state['sites']: client", client, 0)
+        check_mapping(f"state['sites'][{client}]", kept, Tensor)
+    for client in state["untold"]:
+        check_at_least("state['untold']: client", client, 0)
+
+
+def check_network(stored: GaussianPosterior, own: GaussianPosterior) -> None:
+    """Raise PosteriorError unless a stored posterior has parameters of this network, which may have more by now."""
+    before, now = ({name: tuple(value.shape) for name, value in each.mean.items()} for each in (stored, own))
+    others = [name for name in before.keys() & now.keys() if before[name] != now[name]]
+    if others or before.keys().isdisjoint(now):
+        then, here = (listed(f"'{name}' {each[name]}" for name in others or each) for each in (before, now))
+        raise PosteriorError(
+            f"the stored posterior is of another network: it has {then}, and this one {here}; build the network as it "
+            "was, or start anew"
+        )

@@ -307,6 +307,13 @@ DOORS = {
     "FederationSettings": (fb.FederationSettings, SETTINGS),
     "FederatedBayes": (fb.FederatedBayes, SETTINGS),
     "Safeguards": (fb.Safeguards, {"min_clients": 1, "max_failed_rounds": 3, "max_influence": 2.0}),
+    "Asynchronous": (fb.Asynchronous, {
+        "concurrency": 4, "buffer": 2, "delays": fb.Delays(), "late": fb.FedBuff(), "max_staleness": 5}),
+    "Delays": (fb.Delays, {
+        "typical": 1.0, "spread": 0.5, "slow": {0: 2.0}, "by_size": False, "network": 0.1, "away": ((0, 1.0, 2.0),),
+        "trace": {1: [1.0, 2.0]}}),
+    "FedBuff": (fb.FedBuff, {"exponent": 0.5}),
+    "FedAsync": (fb.FedAsync, {"exponent": 0.5, "mixing": 0.6}),
     "Kept": (fb.Kept, {"what": ("optimizer",), "folder": "clients"}),
     "UpdatePrivacy": (
         fb.UpdatePrivacy, {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5, "widen_posterior": True}),
@@ -382,7 +389,7 @@ DOORS = {
         "posterior": posterior(), "buffers": {"running": torch.zeros(2)}, "fusion": "linear_pool",
         "weighting": "equal", "safeguards": fb.Safeguards()}),
     "Server.begin": (begun().begin, {"plan": fb.RoundPlan(0, (0, 1))}),
-    "Server.admit": (lambda update: begun().admit(update), {"update": update()}),
+    "Server.admit": (lambda update, started: begun().admit(update, started), {"update": update(), "started": 0}),
     "Server.load_state_dict": (lambda state: begun().load_state_dict(state), {"state": begun().state_dict()}),
     "Server.load_state_dict rule": (given_state, {
         "optimizer": {"momentum": torch.zeros(3), "square": torch.ones(3)}, "then": {}, "rounds": 1}),
