@@ -25,6 +25,7 @@ from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.server import RoundResult, Scorer, Server
 from lightning_fedbayes.server.aggregation import Aggregate
 from lightning_fedbayes.server.plan import STRIDE, RoundPlan, share_of
+from lightning_fedbayes.server.schedule import ENDED
 
 Stage = Literal["between", "training", "fused"]
 
@@ -97,7 +98,12 @@ class Federation:
         """Begin the round of ``plan``: the clients start from the global posterior.
 
         That is the module's present one: what hooks have changed since the last round holds.
+
+        Raises:
+            FederationError: the log of a federation that is repeated has ended.
         """
+        if plan.turn is ENDED:
+            raise FederationError(f"replay= ends after {plan.round} fusions: give so many rounds at most")
         self._join()
         self.take_over()
         collective, module = self.server.collective, self.engine.model.module

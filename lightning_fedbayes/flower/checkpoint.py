@@ -21,6 +21,7 @@ from lightning_fedbayes.clients.privacy.accountant import epsilon_spent
 from lightning_fedbayes.clients.settings import BufferPolicy
 from lightning_fedbayes.core.errors import (
     FederationError,
+    FusionError,
     check_at_least,
     check_kind,
     check_number,
@@ -29,6 +30,7 @@ from lightning_fedbayes.core.errors import (
 from lightning_fedbayes.core.messages import check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.flower.training import call_round_end
+from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.server.plan import STRIDE
 from lightning_fedbayes.server.server import check_state
 from lightning_fedbayes.trainer import damage
@@ -44,12 +46,16 @@ class ServerState:
         server: state of the server (:meth:`Server.state_dict <lightning_fedbayes.Server.state_dict>`).
         calibration: state of each calibration of the global posterior, by its ``state_key``; none before
             :meth:`FusionStrategy.calibrate`.
+        best: the best round by FusionStrategy's ``monitor``: "score", "round", "posterior" and "buffers".
+        under_way: who trains from which version of the global posterior, in a federation without rounds.
     """
 
     federation: str
     seed: int
     server: dict[str, Any]
     calibration: dict[str, dict[str, Any]] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+    under_way: dict[str, Any] = field(default_factory=dict)
 
     @property
     def posterior(self) -> GaussianPosterior:
@@ -70,6 +76,19 @@ class ServerState:
     def history(self) -> list[dict[str, float]]:
         """One dict of figures per finished round, in order; its "round" counts from 1."""
         return self.server["history"]
+
+    def check_same(self, path: Path, seed: int, begun: GaussianPosterior) -> None:
+        """Raise FederationError if this is of another federation than the one that is begun with ``seed``."""
+        reasons = [] if self.seed == seed else [f"seed={seed} (was {self.seed})"]
+        try:
+            check_structure(self.posterior, begun, "the checkpoint")
+        except FusionError as error:
+            reasons.append(str(error))
+        if reasons:
+            raise FederationError(
+                f"{path} is of another federation: {'; '.join(reasons)}. Resume with the same network and seed, or "
+                "give checkpoint= another path"
+            )
 
     def save(self, path: Path) -> None:
         """Write all of it, or nothing: a crash leaves the file before.
@@ -95,6 +114,10 @@ class ServerState:
             check_kind("federation", state.federation, str, "a name is needed")
             check_kind("seed", state.seed, int, "a number is needed")
             check_mapping("calibration", state.calibration, Mapping)
+            if state.best:
+                GaussianPosterior.from_state_dict(state.best["posterior"])
+                check_mapping("buffers", state.best["buffers"], Tensor)
+            check_mapping("under_way", state.under_way, Mapping)
         except Exception as error:  # whatever another program has written
             raise FederationError(
                 f"{path} is no checkpoint of a Flower server: {error}; give checkpoint= a path of its own"
@@ -124,7 +147,7 @@ def write_whole(path: Path, content: Mapping[str, Any]) -> None:
 
 def load_checkpoint(
     module: L.LightningModule, path: str | Path, *, buffers: BufferPolicy = "average",
-    local_parameters: Sequence[str] = (),
+    local_parameters: Sequence[str] = (), best: bool = False,
 ) -> ServerState:
     """Load the global posterior of a server's checkpoint into ``module``.
 
@@ -134,19 +157,23 @@ def load_checkpoint(
         module: the network, built as for the federation.
         path: the checkpoint of :class:`~lightning_fedbayes.flower.FusionStrategy`.
         buffers, local_parameters: as in the federation.
+        best: load the posterior of the best round by FusionStrategy's ``monitor`` in place of the last one.
 
     Returns: the whole checkpoint, with the history of rounds. Calibration is loaded into a callback of the same options
     by ``scaling.load_state_dict(state.calibration[scaling.state_key])``.
 
     Raises:
-        FederationError: the file is no such checkpoint.
+        FederationError: the file is no such checkpoint, or holds no best round.
         PosteriorError: it is one of another network.
     """
     state = ServerState.load(Path(path))
-    rest = frozen_names(module) - state.posterior.mean.keys()
+    if best and not state.best:
+        raise FederationError(f"{path} holds no best round: train with FusionStrategy(evaluate=True, monitor=...)")
+    posterior = GaussianPosterior.from_state_dict(state.best["posterior"]) if best else state.posterior
+    rest = frozen_names(module) - posterior.mean.keys()
     model = ResidentModel(module, local_parameters, buffers, frozen=rest)
-    model.load_posterior(state.posterior, state.buffers)
-    call_round_end(module, model.whole(state.posterior))
+    model.load_posterior(posterior, state.best["buffers"] if best else state.buffers)
+    call_round_end(module, model.whole(posterior))
     return state
 
 

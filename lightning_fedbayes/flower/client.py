@@ -55,12 +55,13 @@ NODE_CONFIG_KEY = "partition-id"
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Options of a client's Trainer, unless others are given: a client writes no files and says nothing."""
 
-CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "share", "method", "frozen")
+CONFIG_KEYS = ("server-round", "phase", "seed", "federation", "accepted", "begun", "share", "method", "frozen")
 """Keys of a message's configuration that the server sets.
 
-For "federation" and "accepted" see :class:`StateFile`; "begun" is False until a round has been fused; "share" is that
-of a client among all; "method" is :meth:`~lightning_fedbayes.Method.agreement`;
-"frozen" is the digest of the parameters that nobody sends, "" for none.
+"server-round" is the round, or the version of the global posterior that comes with it, from 1, and "phase" the round as
+methods count it that settle over rounds, from 0. For "federation" and "accepted" see :class:`StateFile`; "begun" is
+False until a round has been fused; "share" is that of a client among all; "method" is
+:meth:`~lightning_fedbayes.Method.agreement`; "frozen" is the digest of the parameters that nobody sends, "" for none.
 """
 
 DataModule = L.LightningDataModule | Callable[[Context], L.LightningDataModule]
@@ -317,7 +318,7 @@ def _task(message: flwr.app.Message, context: Context, kept: Mapping[int, Any]) 
     posterior, buffers = from_arrays(arrays, "the server")
     return Task(
         client_number(context), config["server-round"] - 1, config["seed"], posterior, buffers, kept, config["begun"],
-        config["share"], config["frozen"],
+        config["share"], config["frozen"], config["phase"],
     )
 
 

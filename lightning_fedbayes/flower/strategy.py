@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -23,12 +23,14 @@ from lightning_fedbayes.core.errors import (
     check_path,
     told_failures,
 )
-from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate, Kind
+from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, Kind
 from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
+from lightning_fedbayes.flower.asynchronous import Course, check_schedule
 from lightning_fedbayes.flower.calibration import ACTION, Calibration, calibrate, check_calibration, usable
 from lightning_fedbayes.flower.checkpoint import ServerState
+from lightning_fedbayes.flower.monitor import Monitor
 from lightning_fedbayes.flower.one_shot import (
     ONCE,
     TOLD,
@@ -49,14 +51,15 @@ from lightning_fedbayes.flower.wire import (
     has_lost_state,
     message_in,
     probabilistic_names,
+    read_all,
     read_update,
     to_arrays,
 )
-from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods import get_method
-from lightning_fedbayes.server import Server
+from lightning_fedbayes.server import Asynchronous, Safeguards, Server
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
-from lightning_fedbayes.server.safeguards import USUAL, Safeguards
+from lightning_fedbayes.server.safeguards import USUAL
+from lightning_fedbayes.server.schedule import Turn
 
 EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
 
@@ -70,7 +73,8 @@ class FusionStrategy(Strategy):
     :func:`~lightning_fedbayes.flower.client_app`.
 
     With a ``checkpoint`` the federation survives the server: :meth:`start` goes on after the last finished round and
-    ends where an uninterrupted one does.
+    ends where an uninterrupted one does. With a ``schedule`` there are no rounds: whoever is free trains, and as soon
+    as enough have arrived they are fused.
 
     Args:
         fusion: name of a method or fusion rule (:func:`~lightning_fedbayes.methods.available_methods`), a
@@ -82,7 +86,16 @@ class FusionStrategy(Strategy):
         wait_for: clients that must be connected before the first round of a run; later rounds go on with those that
             are left, as many as ``safeguards`` ask for at least.
         safeguards: quorum, rounds that may fail in a row, and the bound of what one client can do.
-        evaluate: let all clients score the global posterior on their validation data after every round.
+        schedule: an :class:`~lightning_fedbayes.Asynchronous`: a round is then one fusion, in which nobody waits for
+            the slow, and a client that does not answer within the ``timeout`` is given up. The order of arrivals is
+            written beside the checkpoint, into a file of its name with the suffix ".jsonl", by which the run can be
+            repeated.
+        evaluate: let all clients score the global posterior on their validation data after every round; with a
+            ``schedule`` those that are free, beside what the others have scored last.
+        monitor: the figure of these scores by which the checkpoint keeps the best round, too; the arrays that
+            :meth:`start` returns are those of the best.
+        mode: "min" or "max", whichever is better.
+        patience: stop after this many rounds in a row that are not better; None: never.
         checkpoint: the file that the federation is kept in; None keeps it in memory only.
         seed: where every random draw comes from, the clients' too.
 
@@ -107,31 +120,45 @@ class FusionStrategy(Strategy):
         fraction: Fraction = 1.0,
         wait_for: int = 2,
         safeguards: Safeguards = USUAL,
+        schedule: Asynchronous | None = None,
         evaluate: bool = False,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        patience: int | None = None,
         checkpoint: str | Path | None = None,
         seed: int = 0,
     ) -> None:
         settings = FederationSettings(  # for its checks
             fusion=get_method(fusion), weighting=weighting, fraction=fraction, safeguards=safeguards, seed=seed,
+            schedule=schedule,
         )
         check_at_least("wait_for", wait_for, 1)
         check_cohort(wait_for, fraction, safeguards.min_clients)
+        if schedule is not None:
+            check_schedule(schedule, safeguards.min_clients)
         check_flag("evaluate", evaluate)
+        self.monitor = Monitor(monitor, mode, patience)
+        if monitor is not None and not evaluate:
+            raise FederationError(f"monitor='{monitor}' with evaluate=False: nothing is scored; give evaluate=True")
         self.method = settings.method
         self.weighting = settings.weighting
         self.fraction: Fraction = fraction
         self.wait_for = wait_for
         self.safeguards = safeguards
+        self.schedule = schedule
         self.evaluate = evaluate
         self.checkpoint = None if checkpoint is None else check_path("checkpoint", checkpoint)
         self.seed = seed
         self.server: Server | None = None
         self._federation = ""
-        self._timeout = 3600.0
+        self._timeout, self._train = 3600.0, ConfigRecord()
         self._roster = Roster()
         self._asked: dict[int, int] = {}
         self._probabilistic: set[str] = set()
         self._scoring: dict[int, int] = {}
+        self._scores: dict[int, tuple[int, Mapping[str, float]]] = {}
+        self._best: dict[str, Any] = {}
+        self._course: Course | None = None
         self.client_scores = client_scores({})
 
     def summary(self) -> None:
@@ -163,38 +190,58 @@ class FusionStrategy(Strategy):
             train_config, evaluate_config: more for clients to know.
             evaluate_fn: scores the global arrays on the server, after every round.
 
-        Returns: Flower's Result: the global arrays, and the figures of every round of this run.
+        Returns: Flower's Result: the global arrays, the best ones where there is a ``monitor``, and the figures of
+            every round of this run.
 
         Raises:
             FederationError: the checkpoint is of another federation, or too many rounds in a row came to nothing.
         """
         self.summary()
-        self._timeout = timeout
+        self._timeout, self._train = timeout, train_config or ConfigRecord()
         server = self._resume(initial_arrays)
         result = Result(arrays=to_arrays(server.posterior, server.buffers))
-        if server.rounds >= num_rounds:
+        if server.rounds >= num_rounds or self.monitor.is_over(self._best):
             rank_zero_info(f"{self.checkpoint} is complete: {server.rounds} of {num_rounds} rounds are done.")
         else:
             self._roster.wait(grid, self.wait_for, timeout)
-        for server_round in range(server.rounds + 1, num_rounds + 1):
-            questions = self.configure_train(server_round, result.arrays, train_config or ConfigRecord(), grid)
-            arrays, metrics = self.aggregate_train(server_round, grid.send_and_receive(questions, timeout=timeout))
+        if self.monitor.name is not None and server.rounds > self._best.get("scored", 0):  # killed before it was scored
+            self._score(server.rounds, result, evaluate_config, grid)
+        while server.rounds < num_rounds and not self.monitor.is_over(self._best):
+            server_round = server.rounds + 1
+            if self._course is not None:
+                outcomes, turn = self._course.turn(grid, server.rounds, result.arrays, self.safeguards.min_clients)
+                arrays, metrics = self._finish(server_round, outcomes, turn)
+            else:
+                questions = self.configure_train(server_round, result.arrays, self._train, grid)
+                arrays, metrics = self.aggregate_train(server_round, grid.send_and_receive(questions, timeout=timeout))
             result.arrays = arrays or result.arrays
-            if metrics is not None:
-                result.train_metrics_clientapp[server_round] = metrics
-            questions = self.configure_evaluate(server_round, result.arrays, evaluate_config or ConfigRecord(), grid)
-            if questions := list(questions):
-                scores = self.aggregate_evaluate(server_round, grid.send_and_receive(questions, timeout=timeout))
-                if scores is not None:
-                    result.evaluate_metrics_clientapp[server_round] = scores
+            result.train_metrics_clientapp[server_round] = metrics
+            self._score(server_round, result, evaluate_config, grid)
             if evaluate_fn is not None:
                 scores = evaluate_fn(server_round, result.arrays)
                 if scores is not None:
                     result.evaluate_metrics_serverapp[server_round] = scores
-            figures = {**(metrics or {}), **result.evaluate_metrics_clientapp.get(server_round, {})}
+            figures = {**metrics, **result.evaluate_metrics_clientapp.get(server_round, {})}
             named = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name != "round")
             rank_zero_info(f"Round {server_round} of {num_rounds}: {named}")
+        if self._best:
+            posterior = GaussianPosterior.from_state_dict(self._best["posterior"])
+            result.arrays = to_arrays(posterior, self._best["buffers"])
+            rank_zero_info(f"Round {self._best['round']} is the best: {self.monitor.name} {self._best['score']:.4g}")
         return result
+
+    def _score(self, server_round: int, result: Result, config: ConfigRecord | None, grid: Grid) -> None:
+        """Let clients score the global posterior, if ``evaluate``, and keep the best."""
+        questions = list(self.configure_evaluate(server_round, result.arrays, config or ConfigRecord(), grid))
+        if not questions:
+            return
+        scores = self.aggregate_evaluate(server_round, grid.send_and_receive(questions, timeout=self._timeout))
+        if scores is not None:
+            result.evaluate_metrics_clientapp[server_round] = scores
+        if self.monitor.name is not None:
+            assert self.server is not None
+            self._best = self.monitor.noted(self._best, scores or {}, self.server)
+            self._save({})
 
     def _resume(self, arrays: ArrayRecord) -> Server:
         """Make the server that starts from ``arrays``, or goes on from the checkpoint."""
@@ -202,28 +249,23 @@ class FusionStrategy(Strategy):
         self._probabilistic, self._frozen = probabilistic_names(arrays), digest_in(arrays)
         self._federation = uuid.uuid4().hex
         self.server = Server(
-            posterior, buffers, fusion=self.method, weighting=self.weighting, safeguards=self.safeguards
+            posterior, buffers, fusion=self.method, weighting=self.weighting, safeguards=self.safeguards,
+            late=None if self.schedule is None else self.schedule.late,
         )
+        self._scores, self._best, under_way = {}, {}, {}
         if self.checkpoint is not None and self.checkpoint.exists():
             stored = ServerState.load(self.checkpoint)
-            self._check_same(stored, posterior)
-            self._federation = stored.federation
+            stored.check_same(self.checkpoint, self.seed, posterior)
+            self._federation, self._best, under_way = stored.federation, stored.best, stored.under_way
             self.server.load_state_dict(stored.server)
             rank_zero_info(f"Resuming after round {stored.rounds} of {self.checkpoint}.")
-        return self.server
-
-    def _check_same(self, stored: ServerState, begun: GaussianPosterior) -> None:
-        """Raise FederationError if the checkpoint is of another federation than the one that is begun."""
-        reasons = [] if stored.seed == self.seed else [f"seed={self.seed} (was {stored.seed})"]
-        try:
-            check_structure(stored.posterior, begun, "the checkpoint")
-        except FusionError as error:
-            reasons.append(str(error))
-        if reasons:
-            raise FederationError(
-                f"{self.checkpoint} is of another federation: {'; '.join(reasons)}. Resume with the same network and "
-                "seed, or give checkpoint= another path"
+        if self.schedule is not None:
+            log = None if self.checkpoint is None else self.checkpoint.with_suffix(".jsonl")
+            self._course = Course(
+                self.schedule, self.server, self._roster, self.seed, self._timeout, self._ask, self._read_reply, log,
+                under_way,
             )
+        return self.server
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -241,27 +283,32 @@ class FusionStrategy(Strategy):
         return self._messages(MessageType.TRAIN, server_round, arrays, config, self._asked)
 
     def _messages(
-        self, kind: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord, nodes: dict[int, int]
+        self, kind: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord, nodes: dict[int, int],
+        told: Mapping[str, Any] | None = None,
     ) -> list[Message]:
-        """Return a message for each client of ``nodes``, node → client."""
+        """Return a message for each client of ``nodes``, node → client; ``told`` is what is otherwise in it."""
         assert self.server is not None
         common = {
-            "server-round": server_round, "seed": self.seed, "federation": self._federation,
+            "server-round": server_round, "phase": server_round - 1, "seed": self.seed, "federation": self._federation,
             "begun": not self.server.is_new, "method": self.method.agreement(), "frozen": self._frozen,
-            "share": 1 / max(1, len(self._roster.nodes)),
+            "share": 1 / max(1, len(self._roster.nodes)), **(told or {}),
         }
         messages = []
         for node, client in nodes.items():
-            told = ConfigRecord({**config, **common, "accepted": self.server.accepted.get(client, 0)})
-            content = RecordDict({"arrays": arrays, "config": told})
+            own = ConfigRecord({**config, **common, "accepted": self.server.accepted.get(client, 0)})
+            content = RecordDict({"arrays": arrays, "config": own})
             if kind == MessageType.TRAIN and client in self.server.untold:
                 content[COUNTED] = ArrayRecord({name: Array(v) for name, v in self.server.sites[client].items()})
             messages.append(Message(content, node, kind, group_id=str(server_round)))
         return messages
 
+    def _ask(self, node: int, client: int, server_round: int, arrays: ArrayRecord, told: Mapping[str, Any]) -> Message:
+        """Return the message by which a client begins, in a federation without rounds."""
+        return self._messages(MessageType.TRAIN, server_round, arrays, self._train, {node: client}, told)[0]
+
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    ) -> tuple[ArrayRecord | None, MetricRecord]:
         """Fuse what can be used of the round's replies; see Flower's ``Strategy``.
 
         Returns: the new global arrays, None if the round came to nothing, and the round's figures.
@@ -272,12 +319,22 @@ class FusionStrategy(Strategy):
         assert self.server is not None
         updates = self._read(server_round, replies)
         outcomes = [self.server.admit(updates[client]) for client in sorted(updates)]  # sums depend on the order
+        return self._finish(server_round, outcomes)
+
+    def _finish(
+        self, server_round: int, outcomes: Sequence[ClientOutcome], turn: Turn | None = None
+    ) -> tuple[ArrayRecord | None, MetricRecord]:
+        """Fuse what has been admitted, in rounds or in a ``turn`` without them, and write the checkpoint."""
+        assert self.server is not None
         for line in told_failures({str(each.client): each.error for each in outcomes if each.error is not None}):
             rank_zero_info(f"Round {server_round}: {line}")
         seed_everything(derive_seed(self.seed, "fusion", server_round - 1))  # of rules that draw
         try:
             result = self.server.finish()
         finally:
+            if self._course is not None and turn is not None and self.server.rounds == server_round:
+                self.server.history[-1].update(turn.figures(server_round - 1))
+                self._course.end(server_round - 1, turn, outcomes)
             self._save({})
         if result.refusal is not None:
             rank_zero_info(f"The old posterior stays, because the clients cannot be fused: {result.refusal}")
@@ -288,28 +345,33 @@ class FusionStrategy(Strategy):
         """Write the checkpoint, if there is one."""
         if self.checkpoint is not None:
             assert self.server is not None
-            ServerState(self._federation, self.seed, self.server.state_dict(), calibration).save(self.checkpoint)
+            under_way = {} if self._course is None else self._course.state_dict()
+            stored = (self._federation, self.seed, self.server.state_dict(), calibration, self._best, under_way)
+            ServerState(*stored).save(self.checkpoint)
 
     def _read(self, server_round: int, replies: Iterable[Message]) -> dict[int, ClientUpdate | ClientFailure]:
         """Return the update, or the failure, of every client that was asked."""
-        assert self.server is not None
         updates: dict[int, ClientUpdate | ClientFailure] = {}
         for reply in replies:
             client = self._asked.get(reply.metadata.src_node_id)
             if client is None:
                 rank_zero_info(f"Round {server_round}: node {reply.metadata.src_node_id} answers, but was not asked")
                 continue
-            try:
-                message = message_in(reply, client, "update", server_round)
-                updates[client] = read_update(message, self._probabilistic)
-            except FusionError as refusal:
-                updates[client] = ClientFailure(client, refusal)
-                if has_lost_state(reply) and client in self.server.sites:
-                    self.server.untold.add(client)
+            updates[client] = self._read_reply(reply, client, server_round)
         for client in set(self._asked.values()) - updates.keys():
             silence = FusionError(f"client {client}: no reply within {self._timeout:g} s")
             updates[client] = ClientFailure(client, silence)
         return updates
+
+    def _read_reply(self, reply: Message, client: int, server_round: int) -> ClientUpdate | ClientFailure:
+        """Return the update, or the failure, in a client's reply."""
+        assert self.server is not None
+        try:
+            return read_update(message_in(reply, client, "update", server_round), self._probabilistic)
+        except FusionError as refusal:
+            if has_lost_state(reply) and client in self.server.sites:
+                self.server.untold.add(client)
+            return ClientFailure(client, refusal)
 
     # -- calibration ---------------------------------------------------------------------------------------------------
 
@@ -409,7 +471,9 @@ class FusionStrategy(Strategy):
         """Send all clients at hand the global posterior to score, if ``evaluate``; see Flower's ``Strategy``."""
         if not self.evaluate:
             return []
-        nodes = {node: client for client, node in self._roster.update(grid, self._timeout).items()}
+        busy = set() if self._course is None else self._course.busy
+        known = self._roster.update(grid, self._timeout)
+        nodes = {node: client for client, node in known.items() if client not in busy}
         self._scoring = nodes
         return self._messages(MessageType.EVALUATE, server_round, arrays, config, nodes)
 
@@ -423,31 +487,12 @@ class FusionStrategy(Strategy):
         refused = {str(client): each for client, each in found.items() if isinstance(each, FedBayesError)}
         for line in told_failures(refused):
             rank_zero_info(f"Round {server_round}, evaluation: {line}")
-        self.client_scores = client_scores({
+        scored: dict[int, tuple[int, Mapping[str, float]]] = {
             client: (each.num_examples, each.figures) for client, each in found.items()
             if isinstance(each, ClientMessage) and each.num_examples > 0
-        })
+        }
+        self._scores = scored if self.schedule is None else {**self._scores, **scored}
+        self.client_scores = client_scores(self._scores)
         return MetricRecord(
             {name: self.client_scores.mean(name) for name in self.client_scores.values}
         ) if self.client_scores.values else None
-
-
-def read_all(
-    replies: Iterable[Message], nodes: Mapping[int, int], kind: Kind, server_round: int
-) -> dict[int, ClientMessage | FedBayesError]:
-    """Return what each client has sent, or why it cannot be read, by the client's number.
-
-    Args:
-        replies: of the nodes; those of others are left out.
-        nodes: node → client, those that were asked.
-        kind, server_round: what they were asked for, and about which round.
-    """
-    found: dict[int, ClientMessage | FedBayesError] = {}
-    for reply in replies:
-        client = nodes.get(reply.metadata.src_node_id)
-        if client is not None:
-            try:
-                found[client] = message_in(reply, client, kind, server_round)
-            except FedBayesError as refusal:
-                found[client] = refusal
-    return dict(sorted(found.items()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import flwr.app
@@ -197,6 +197,27 @@ def message_in(reply: flwr.app.Message, client: int | None, kind: Kind, server_r
     check_at_least(f"{who}: num-examples", count, 0, MOST_EXAMPLES, error=FusionError)
     figures = {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
     return Message(kind, number, answered, int(count), tensors, figures)
+
+
+def read_all(
+    replies: Iterable[flwr.app.Message], nodes: Mapping[int, int], kind: Kind, server_round: int
+) -> dict[int, Message | FedBayesError]:
+    """Return what each client has sent, or why it cannot be read, by the client's number.
+
+    Args:
+        replies: of the nodes; those of others are left out.
+        nodes: node → client, those that were asked.
+        kind, server_round: what they were asked for, and about which round.
+    """
+    found: dict[int, Message | FedBayesError] = {}
+    for reply in replies:
+        client = nodes.get(reply.metadata.src_node_id)
+        if client is not None:
+            try:
+                found[client] = message_in(reply, client, kind, server_round)
+            except FedBayesError as refusal:
+                found[client] = refusal
+    return dict(sorted(found.items()))
 
 
 def has_lost_state(reply: flwr.app.Message) -> bool:

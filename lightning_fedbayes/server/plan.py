@@ -150,7 +150,8 @@ def plan_round(round: int, sizes: Sequence[int], batching: Batching, timeline: T
     cohort = tuple(client + problem * STRIDE for problem in range(batching.problems) for client in cohort)
     for client in cohort:
         starts.append(starts[-1] + batching.local_epochs * batches_per_epoch(sizes[client % STRIDE], batching))
-    return RoundPlan(round, cohort, tuple(starts), batching.local_epochs, len(sizes), turn)
+    clients = len(sizes) if turn is None else turn.clients or len(sizes)
+    return RoundPlan(round, cohort, tuple(starts), batching.local_epochs, clients, turn)
 
 
 def share_of(plan: RoundPlan, rank: int, count: int) -> RoundPlan:
