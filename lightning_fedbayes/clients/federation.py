@@ -25,7 +25,6 @@ from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.server import RoundResult, Scorer, Server
 from lightning_fedbayes.server.aggregation import Aggregate
 from lightning_fedbayes.server.plan import STRIDE, RoundPlan, share_of
-from lightning_fedbayes.server.schedule import ENDED
 
 Stage = Literal["between", "training", "fused"]
 
@@ -102,7 +101,7 @@ class Federation:
         Raises:
             FederationError: the log of a federation that is repeated has ended.
         """
-        if plan.turn is ENDED:
+        if plan.is_beyond:
             raise FederationError(f"replay= ends after {plan.round} fusions: give so many rounds at most")
         self._join()
         self.take_over()

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FederationError, FusionError
+from lightning_fedbayes.core.errors import FederationError, FusionError, listed
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.flower import roster
@@ -83,6 +83,7 @@ class Course:
         self._heard: dict[int, Heard] = {}
         self._resumed: dict[int, int] = dict(resumed.get("clients", {}))
         self._buffers: dict[int, Mapping[str, Tensor]] = dict(resumed.get("buffers", {}))
+        self._turn: Turn | None = None
         self._begin = time.monotonic()
         self._log = log
         if log is not None:  # a run that was killed may have written one more
@@ -95,7 +96,7 @@ class Course:
         """The clients that are at work."""
         return {job.client for job in self._jobs.values()}
 
-    def turn(self, grid: Grid, round: int, arrays: ArrayRecord, fewest: int) -> tuple[list[ClientOutcome], Turn]:
+    def turn(self, grid: Grid, round: int, arrays: ArrayRecord, fewest: int) -> list[ClientOutcome]:
         """Run the federation until messages are to be fused, and admit them.
 
         Args:
@@ -104,74 +105,84 @@ class Course:
             arrays: the global posterior.
             fewest: clients that must be connected.
 
-        Returns: the outcomes in the order of arrival, and the turn.
+        Returns: the outcomes in the order of arrival.
 
         Raises:
             FederationError: too few clients are connected, or a replay cannot go on.
         """
-        began, server, replay = time.monotonic(), self.server, self._replayed(round)
+        began, replay = time.monotonic(), self._replayed(round)
         nodes = self.clients.look(grid, self.timeout)
         if len(nodes) < fewest:
             nodes = self.clients.wait(grid, fewest, self.timeout)
         together, buffer = self.schedule.together(len(nodes))
-        fused = sum(int(figures["valid_clients"]) for figures in server.history)
-        clients, phase = len(nodes), fused // together
-        if replay is not None:
-            clients, phase = replay.clients, replay.phase
-        self._buffers[round] = server.buffers
-        told = {"share": 1 / max(1, clients), "phase": phase, "begun": not server.is_new}
+        fused = sum(int(figures["valid_clients"]) for figures in self.server.history)
+        turn = Turn((), (), frozenset(), (), 0.0, fused // together, len(nodes)) if replay is None else replay
+        told = {"share": 1 / max(1, turn.clients), "phase": turn.phase, "begun": not self.server.is_new}
+        self._buffers[round] = self.server.buffers
         self._go_on(grid, round)
         starts, refused = set[int](), set[int]()
         while True:
-            ready = self._ready(round, together) if replay is None else sorted(
-                (set(replay.starts) - starts - self.busy) & self.clients.nodes.keys()
-            )
-            for client in ready:
+            for client in self._ready(round, together) if replay is None else self._ready_in(replay, starts):
                 self._start(grid, client, round, arrays, told)
                 starts.add(client)
             late = time.monotonic() - began > self.timeout
-            due = self._due(round, max(buffer, fewest), late) if replay is None else self._due_in(replay)
+            due = self._due(round, max(buffer, fewest), late) if replay is None else self._due_in(replay, late)
             if due is not None:
-                now = time.monotonic() - self._begin
-                arrivals = tuple(Arrival(now, client, self._heard[client].started) for client in due)
-                waiting = tuple(Arrival(now, job.client, job.started) for job in self._waited(round))
-                turn = Turn(tuple(sorted(starts)), arrivals, frozenset(refused), waiting, now, phase, clients)
-                server.begin(RoundPlan(round, turn.starts, clients=clients, turn=turn).heard)
-                outcomes = [server.admit(*self._heard[client]) for client in due]
-                wrong = {each.client: each.error for each in outcomes if each.error is not None}
-                for client, error in wrong.items():
-                    self._heard[client] = Heard(ClientFailure(client, error), self._heard[client].started)
-                if replay is not None and wrong:
-                    raise FederationError(f"the replay cannot go on: {next(iter(wrong.values()))}")
+                self._turn = turn._replace(starts=tuple(sorted(starts)), refused=frozenset(refused))
+                outcomes = self._admit(round, due)
                 if replay is not None or self._due(round, max(buffer, fewest), late) is not None:
-                    return outcomes, turn
-            if replay is not None and late:
-                raise FederationError(f"the replay cannot go on: fusion {round + 1} waits for {self.timeout:g} s")
+                    return outcomes
             if not self._hear(grid, round, refused):
                 time.sleep(roster.POLL_SECONDS)
             self.clients.look(grid, self.timeout)
 
-    def end(self, round: int, turn: Turn, outcomes: Collection[ClientOutcome]) -> None:
-        """Write the fusion into the log, and forget what no message will be about."""
+    def _admit(self, round: int, due: list[int]) -> list[ClientOutcome]:
+        """Let the server admit these clients; what it cannot use is a failure from then on.
+
+        Raises:
+            FederationError: it has been used in the federation that is repeated.
+        """
+        assert self._turn is not None
+        now = time.monotonic() - self._begin
+        arrivals = tuple(Arrival(now, client, self._heard[client].started) for client in due)
+        waiting = tuple(Arrival(now, job.client, job.started) for job in self._jobs.values())
+        self._turn = turn = self._turn._replace(arrivals=arrivals, waiting=waiting, time=now)
+        self.server.begin(RoundPlan(round, turn.starts, clients=turn.clients, turn=turn).heard)
+        outcomes = [self.server.admit(*self._heard[client]) for client in due]
+        for each in outcomes:
+            if each.error is not None:
+                if self._turns is not None:
+                    raise FederationError(f"the replay cannot go on: {each.error}")
+                failure = ClientFailure(each.client, each.error)
+                self._heard[each.client] = self._heard[each.client]._replace(message=failure)
+        return outcomes
+
+    def end(self, outcomes: Collection[ClientOutcome]) -> None:
+        """Add to the history what the fusion was, write it into the log, and forget what no message will be about."""
+        turn, self._turn, server = self._turn, None, self.server
+        if turn is None:
+            return
+        server.history[-1].update(turn.figures(server.rounds - 1))
         heard = {arrival.client: arrival.started for arrival in turn.arrivals}
         good = [each.client for each in outcomes if each.error is None]
+        arrived = tuple((client, heard.pop(client)) for client in good)
         if self._log is not None:
-            arrived = tuple((client, heard.pop(client)) for client in good)
+            fusion = Fusion(turn.clients, turn.phase, turn.starts, arrived, tuple(sorted(heard)))
             with self._log.open("a") as file:
-                file.write(Fusion(turn.clients, turn.phase, turn.starts, arrived, tuple(sorted(heard))).line(round + 1))
+                file.write(fusion.line(server.rounds))
         self._heard = {client: each for client, each in self._heard.items() if client not in {*good, *heard}}
-        needed = set(self._under_way(round + 1).values())
+        needed = set(self._under_way().values())
         self._buffers = {version: each for version, each in self._buffers.items() if version in needed}
-        assert self.server.versions is not None
-        self.server.versions.forget(needed)
+        assert server.versions is not None
+        server.versions.forget(needed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return who is waited for, client → version, and the global buffers of these versions."""
-        return {"clients": self._under_way(self.server.rounds), "buffers": dict(self._buffers)}
+        return {"clients": self._under_way(), "buffers": dict(self._buffers)}
 
-    def _under_way(self, round: int) -> dict[int, int]:
+    def _under_way(self) -> dict[int, int]:
         held = {client: each.started for client, each in self._heard.items()}
-        return {job.client: job.started for job in self._waited(round)} | held | self._resumed
+        return {job.client: job.started for job in self._waited(self.server.rounds)} | held | self._resumed
 
     def _replayed(self, round: int) -> Turn | None:
         """Return the turn of the log."""
@@ -203,9 +214,11 @@ class Course:
         free = [client for client in known if client not in self.busy and client not in self._heard]
         return free[: max(0, together - len(self._waited(round)))]
 
-    def _start(
-        self, grid: Grid, client: int, started: int, arrays: ArrayRecord, told: Mapping[str, Any]
-    ) -> None:
+    def _ready_in(self, turn: Turn, begun: set[int]) -> list[int]:
+        """Return the clients that begin in a turn of the log, as far as they are connected."""
+        return sorted((set(turn.starts) - begun - self.busy) & self.clients.nodes.keys())
+
+    def _start(self, grid: Grid, client: int, started: int, arrays: ArrayRecord, told: Mapping[str, Any]) -> None:
         """Let a client begin."""
         node = self.clients.nodes[client]
         sent = [each for each in grid.push_messages([self._ask(node, client, started + 1, arrays, told)]) if each]
@@ -256,10 +269,18 @@ class Course:
         nobody = not self._waited(round) and (late or bool(self._heard))
         return list(self._heard) if valid >= buffer or nobody else None
 
-    def _due_in(self, turn: Turn) -> list[int] | None:
-        """Return the clients of a turn of the log when all have been heard."""
+    def _due_in(self, turn: Turn, late: bool) -> list[int] | None:
+        """Return the clients of a turn of the log when all have been heard.
+
+        Raises:
+            FederationError: they have not in time.
+        """
         order = [arrival.client for arrival in turn.arrivals]
-        return order if self._heard.keys() >= set(order) else None
+        missing = set(order) - self._heard.keys()
+        if missing and late:
+            silence = f"clients {listed(missing)} are silent for {self.timeout:g} s"
+            raise FederationError(f"the replay cannot go on: {silence}")
+        return None if missing else order
 
 
 def check_schedule(schedule: Asynchronous, min_clients: int) -> None:

@@ -56,10 +56,8 @@ from lightning_fedbayes.flower.wire import (
     to_arrays,
 )
 from lightning_fedbayes.methods import get_method
-from lightning_fedbayes.server import Asynchronous, Safeguards, Server
+from lightning_fedbayes.server import USUAL, Asynchronous, Safeguards, Server
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
-from lightning_fedbayes.server.safeguards import USUAL
-from lightning_fedbayes.server.schedule import Turn
 
 EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
 
@@ -209,8 +207,8 @@ class FusionStrategy(Strategy):
         while server.rounds < num_rounds and not self.monitor.is_over(self._best):
             server_round = server.rounds + 1
             if self._course is not None:
-                outcomes, turn = self._course.turn(grid, server.rounds, result.arrays, self.safeguards.min_clients)
-                arrays, metrics = self._finish(server_round, outcomes, turn)
+                outcomes = self._course.turn(grid, server.rounds, result.arrays, self.safeguards.min_clients)
+                arrays, metrics = self._finish(server_round, outcomes)
             else:
                 questions = self.configure_train(server_round, result.arrays, self._train, grid)
                 arrays, metrics = self.aggregate_train(server_round, grid.send_and_receive(questions, timeout=timeout))
@@ -322,9 +320,9 @@ class FusionStrategy(Strategy):
         return self._finish(server_round, outcomes)
 
     def _finish(
-        self, server_round: int, outcomes: Sequence[ClientOutcome], turn: Turn | None = None
+        self, server_round: int, outcomes: Sequence[ClientOutcome]
     ) -> tuple[ArrayRecord | None, MetricRecord]:
-        """Fuse what has been admitted, in rounds or in a ``turn`` without them, and write the checkpoint."""
+        """Fuse what has been admitted, and write the checkpoint."""
         assert self.server is not None
         for line in told_failures({str(each.client): each.error for each in outcomes if each.error is not None}):
             rank_zero_info(f"Round {server_round}: {line}")
@@ -332,9 +330,8 @@ class FusionStrategy(Strategy):
         try:
             result = self.server.finish()
         finally:
-            if self._course is not None and turn is not None and self.server.rounds == server_round:
-                self.server.history[-1].update(turn.figures(server_round - 1))
-                self._course.end(server_round - 1, turn, outcomes)
+            if self._course is not None and self.server.rounds == server_round:
+                self._course.end(outcomes)
             self._save({})
         if result.refusal is not None:
             rank_zero_info(f"The old posterior stays, because the clients cannot be fused: {result.refusal}")

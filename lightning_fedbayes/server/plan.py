@@ -21,7 +21,7 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.core.seeding import generator
-from lightning_fedbayes.server.schedule import Timeline, Turn
+from lightning_fedbayes.server.schedule import ENDED, Timeline, Turn
 
 STRIDE = 2**31
 """Distance between the numbers of a client's problems: number k of client n trains as client n + k · STRIDE."""
@@ -103,6 +103,11 @@ class RoundPlan:
         if self.turn is None:
             return self.senders
         return replace(self, cohort=tuple(sorted(arrival.client for arrival in self.turn.arrivals)), starts=(0,))
+
+    @property
+    def is_beyond(self) -> bool:
+        """True after the end of a log by which a federation is repeated: no such round can begin."""
+        return self.turn is ENDED
 
     @property
     def phase(self) -> int:
