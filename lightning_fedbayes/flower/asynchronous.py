@@ -92,6 +92,11 @@ class Course:
             log.write_text("".join(before[: server.rounds]))
 
     @property
+    def free(self) -> dict[int, int]:
+        """The clients that are not at work, client → node."""
+        return {client: node for client, node in self.clients.nodes.items() if client not in self.busy}
+
+    @property
     def busy(self) -> set[int]:
         """The clients that are at work."""
         return {job.client for job in self._jobs.values()}
@@ -113,15 +118,15 @@ class Course:
         began, replay = time.monotonic(), self._replayed(round)
         nodes = self.clients.look(grid, self.timeout)
         if len(nodes) < fewest:
-            nodes = self.clients.wait(grid, fewest, self.timeout)
+            nodes = self.clients.wait(grid, fewest, self.timeout, at_once=True)
         together, buffer = self.schedule.together(len(nodes))
         fused = sum(int(figures["valid_clients"]) for figures in self.server.history)
         turn = Turn((), (), frozenset(), (), 0.0, fused // together, len(nodes)) if replay is None else replay
         told = {"share": 1 / max(1, turn.clients), "phase": turn.phase, "begun": not self.server.is_new}
         self._buffers[round] = self.server.buffers
-        self._go_on(grid, round)
         starts, refused = set[int](), set[int]()
         while True:
+            self._go_on(grid, round)
             for client in self._ready(round, together) if replay is None else self._ready_in(replay, starts):
                 self._start(grid, client, round, arrays, told)
                 starts.add(client)
@@ -195,15 +200,17 @@ class Course:
     # -- who begins ----------------------------------------------------------------------------------------------------
 
     def _go_on(self, grid: Grid, round: int) -> None:
-        """Ask those again that were under way when the run ended, from where they began."""
-        versions = self.server.versions
-        assert versions is not None
-        for client, started in self._resumed.items():
-            shared = versions.begun.get(started)
-            if client in self.clients.nodes and shared is not None and not self._is_lost(started, round):
+        """Ask those again that were under way when the run ended, from where they began, if they are there in time."""
+        assert self.server.versions is not None
+        late = time.monotonic() - self._begin > self.timeout
+        for client, started in list(self._resumed.items()):
+            if late or self._is_lost(started, round):
+                del self._resumed[client]
+            elif client in self.clients.nodes:
+                del self._resumed[client]
+                shared = self.server.versions.begun[started]
                 told = {"share": shared.share, "phase": shared.round, "begun": not shared.is_new}
                 self._start(grid, client, started, to_arrays(shared.posterior, self._buffers[started]), told)
-        self._resumed = {}
 
     def _ready(self, round: int, together: int) -> list[int]:
         """Return the clients that begin now: drawn from those that are free, until enough are at work."""

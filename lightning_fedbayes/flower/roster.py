@@ -31,14 +31,18 @@ class Roster:
         self._silent: set[int] = set()
         self._greeted: dict[int, tuple[str | None, float]] = {}
 
-    def wait(self, grid: Grid, clients: int, timeout: float) -> dict[int, int]:
+    def wait(self, grid: Grid, clients: int, timeout: float, at_once: bool = False) -> dict[int, int]:
         """Wait until ``clients`` clients are at hand. Returns client → node.
+
+        Args:
+            grid, clients, timeout: how many clients, and for how many seconds.
+            at_once: go on as soon as so many have answered, and not when all have that are connected.
 
         Raises:
             FederationError: they are not after ``timeout`` seconds.
         """
         start = time.monotonic()
-        while len(self.update(grid, timeout)) < clients:
+        while len(self.look(grid, timeout) if at_once else self.update(grid, timeout)) < clients:
             if time.monotonic() - start > timeout:
                 raise FederationError(
                     f"{len(self.nodes)} of {clients} clients are connected after {timeout:g} s; start the other "

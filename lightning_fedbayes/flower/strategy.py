@@ -201,7 +201,7 @@ class FusionStrategy(Strategy):
         if server.rounds >= num_rounds or self.monitor.is_over(self._best):
             rank_zero_info(f"{self.checkpoint} is complete: {server.rounds} of {num_rounds} rounds are done.")
         else:
-            self._roster.wait(grid, self.wait_for, timeout)
+            self._roster.wait(grid, self.wait_for, timeout, at_once=self.schedule is not None)
         if self.monitor.name is not None and server.rounds > self._best.get("scored", 0):  # killed before it was scored
             self._score(server.rounds, result, evaluate_config, grid)
         while server.rounds < num_rounds and not self.monitor.is_over(self._best):
@@ -468,9 +468,8 @@ class FusionStrategy(Strategy):
         """Send all clients at hand the global posterior to score, if ``evaluate``; see Flower's ``Strategy``."""
         if not self.evaluate:
             return []
-        busy = set() if self._course is None else self._course.busy
-        known = self._roster.update(grid, self._timeout)
-        nodes = {node: client for client, node in known.items() if client not in busy}
+        known = self._roster.update(grid, self._timeout) if self._course is None else self._course.free
+        nodes = {node: client for client, node in known.items()}
         self._scoring = nodes
         return self._messages(MessageType.EVALUATE, server_round, arrays, config, nodes)
 

@@ -138,7 +138,6 @@ def test_a_client_that_is_too_stale_is_refused_and_keeps_what_it_had(tmp_path, c
     assert "more than max_staleness allows" in caplog.text
     assert any(2 in line["refused"] for line in lines(tmp_path))
     assert all(line["fusion"] - 1 - version <= 1 for line in lines(tmp_path) for _, version in line["arrived"])
-    assert max(row["schedule/largest_staleness"] for row in strategy.server.history) == 1
     assert 2 in strategy.server.accepted  # and counts when it is in time
     assert_same(strategy, in_process(10, fusion="sites", schedule=again(tmp_path), seed=3))
 
@@ -201,7 +200,7 @@ class AtOnce(SlowGrid):
     """All replies come together, the last asked first."""
 
     def pull_messages(self, message_ids):
-        return [self.waiting.pop(each)[2] for each in reversed(list(message_ids)) if each in self.waiting]
+        return [self.waiting.pop(each)[1] for each in reversed(list(message_ids)) if each in self.waiting]
 
 
 def test_without_delays_it_is_a_federation_by_rounds(tmp_path):
