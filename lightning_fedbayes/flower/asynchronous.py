@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -86,10 +87,8 @@ class Course:
         self._turn: Turn | None = None
         self._begin = time.monotonic()
         self._log = log
-        if log is not None:  # a run that was killed may have written one more
-            before = log.read_text().splitlines(keepends=True) if log.exists() else []
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.write_text("".join(before[: server.rounds]))
+        if log is not None and log.exists():  # a run that was killed may have written one line more
+            os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[: server.rounds])))
 
     @property
     def free(self) -> dict[int, int]:
@@ -172,6 +171,7 @@ class Course:
         good = [each.client for each in outcomes if each.error is None]
         arrived = tuple((client, heard.pop(client)) for client in good)
         if self._log is not None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
             fusion = Fusion(turn.clients, turn.phase, turn.starts, arrived, tuple(sorted(heard)))
             with self._log.open("a") as file:
                 file.write(fusion.line(server.rounds))

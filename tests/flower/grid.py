@@ -70,7 +70,7 @@ class SlowGrid(LocalGrid):
     def __init__(self, apps: Iterable[App], change: Any = None, seed: int = 0, slow: Any = None) -> None:
         super().__init__(apps, change)
         self.chance, self.slow = random.Random(seed), slow or {}
-        self.waiting: dict[str, tuple[int, Message]] = {}
+        self.waiting: dict[str, tuple[int, int, Message]] = {}
         self.released = 0
         self.away: set[int] = set()
 
@@ -82,11 +82,11 @@ class SlowGrid(LocalGrid):
         for message in messages:
             client = NODE - message.metadata.dst_node_id
             self.asked.append((message.metadata.message_type, (client,)))
-            trains = message.metadata.message_type == "train"
+            wait = self.slow.get(client, 0) if message.metadata.message_type == "train" else 0
             reply = self._answer(message)
             identities.append(message.metadata.message_id)
             if reply is not None:
-                self.waiting[identities[-1]] = (self.released + (self.slow.get(client, 0) if trains else 0), reply)
+                self.waiting[identities[-1]] = (self.released + wait, client, reply)
         return identities
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -95,4 +95,5 @@ class SlowGrid(LocalGrid):
         if not ready:
             return []
         self.released += 1
-        return [self.waiting.pop(self.chance.choice(sorted(ready)))[1]]
+        ready.sort(key=lambda each: self.waiting[each][1])  # not by names, which are other ones in every run
+        return [self.waiting.pop(self.chance.choice(ready))[2]]

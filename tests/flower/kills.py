@@ -233,7 +233,7 @@ def killed_without_rounds(folder: Path, kills: int, chance: random.Random) -> tu
                 count["node"] += 1
             deployment.revive()
         before = fusions()
-        until(lambda: deployment.revive() or fusions() >= before + 3)
+        until(lambda: deployment.revive() or fusions() > before)
     return dict(count), fusions(), repeats(folder)
 
 
@@ -257,14 +257,21 @@ def repeats(folder: Path) -> bool:
     )
 
 
-def timed(folder: Path, schedule: bool, rounds: int) -> list[tuple[float, float]]:
-    """Return seconds and loss on validation data after each fusion."""
+def timed(folder: Path, schedule: bool, rounds: int, loss: float = 0.0) -> list[tuple[float, float]]:
+    """Return seconds and loss on validation data after each fusion, until so many are done, or a loss is reached."""
     app = write_app(folder, slow(client=3, sleep=20, buffer=2))
+    config = f"rounds={rounds} wait=4 timeout=300.0 schedule={str(schedule).lower()}"
+
+    def seen() -> list[tuple[float, float]]:
+        path = folder / "losses.jsonl"
+        rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+        return [(row["seconds"], row["loss"]) for row in rows]
+
     with tempfile.TemporaryDirectory() as flower, deployed(Path(flower)) as deployment:
         deployment.start_nodes(4)
-        deployment.run(app, f"rounds={rounds} wait=4 timeout=300.0 schedule={str(schedule).lower()}")
-    rows = map(json.loads, (folder / "losses.jsonl").read_text().splitlines())
-    return [(row["seconds"], row["loss"]) for row in rows]
+        deployment.flwr("run", str(app), "loopback", "--run-config", config)
+        until(lambda: len(found := seen()) == rounds or (bool(found) and found[-1][1] <= loss))
+    return seen()
 
 
 def digest(folder: Path) -> str:
@@ -294,11 +301,10 @@ def without_rounds(folder: Path, given: argparse.Namespace) -> None:
         end = "at the same bits" if same else "ELSEWHERE"
         print(f"{count} killed in {fusions} fusions; repeating the log ends {end}")
         return
-    by_rounds, without = timed(folder / "rounds", False, 3), timed(folder / "without", True, 9)
-    seconds, loss = by_rounds[-1]
-    reached = next((time for time, other in without if other <= loss), float("inf"))
-    print(f"loss {loss:.3f}: {seconds:.0f} s by rounds, {reached:.0f} s without ({reached / seconds:.2f} times)")
-    print(by_rounds, without)
+    seconds, loss = timed(folder / "rounds", False, 3)[-1]
+    reached, other = timed(folder / "without", True, 30, loss)[-1]
+    ratio = reached / seconds
+    print(f"loss {loss:.3f} in {seconds:.0f} s by rounds; {other:.3f} in {reached:.0f} s without ({ratio:.2f} times)")
 
 
 def main() -> None:

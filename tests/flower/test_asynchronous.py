@@ -8,11 +8,12 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.flower import FusionStrategy, initial_arrays, load_checkpoint
+from lightning_fedbayes.methods.method import LocalProblem
 from lightning_fedbayes.server.arrivals import read_arrivals
 from lightning_fedbayes.server.schedule import Timeline
 from tests.federations import Plain, network
 from tests.flower.clients import client_apps, hybrid, in_process
-from tests.flower.grid import SlowGrid
+from tests.flower.grid import NODE, SlowGrid
 from tests.flower.test_parity import Learned, Scheduled, assert_same
 from tests.flower.test_strategy import in_rounds, lost, nan
 
@@ -43,6 +44,14 @@ def again(folder, late=None, **options):
     return fb.Asynchronous(replay=folder / "server.jsonl", late=late or fb.FedBuff(), **options)
 
 
+class Phased(fb.Averaging):
+    """Clients are held closer to the global values from round to round."""
+
+    def problem(self, shared, client):
+        return LocalProblem(fb.Quadratic(0.5 * shared.round + shared.share))
+
+
+PHASED = Phased("linear_pool")
 LATE = fb.Asynchronous(buffer=1, late=fb.FedAsync(mixing=0.4))
 CASES = {
     "sites": (hybrid, {"fusion": "sites"}, BY_TWO),
@@ -51,6 +60,7 @@ CASES = {
     "sites of IVON": (Learned, {"fusion": "sites"}, fb.Asynchronous()),
     "an average": (hybrid, {"fusion": "reverse_kl_barycenter"}, BY_TWO),
     "an average by FedAsync": (hybrid, {"fusion": "linear_pool"}, LATE),
+    "a method that counts rounds": (hybrid, {"fusion": PHASED}, fb.Asynchronous(buffer=1)),
     "kept optimizers": (Scheduled, {"fusion": "weighted_average", "keep": ["optimizer"]}, fb.Asynchronous(buffer=1)),
 }
 
@@ -80,7 +90,7 @@ class Killed(Exception):
     """SIGKILL of the server."""
 
 
-@pytest.mark.parametrize("fusion", ["sites", "linear_pool"])
+@pytest.mark.parametrize("fusion", ["sites", PHASED], ids=str)
 @pytest.mark.parametrize("where", ["before the log", "before the checkpoint", "after it"])
 def test_a_server_that_is_killed_goes_on_and_its_log_repeats_the_whole(where, fusion, tmp_path, monkeypatch):
     """What was under way is asked again from the version that it began with."""
@@ -142,11 +152,17 @@ def test_a_client_that_is_too_stale_is_refused_and_keeps_what_it_had(tmp_path, c
     assert_same(strategy, in_process(10, fusion="sites", schedule=again(tmp_path), seed=3))
 
 
+def from_elsewhere(reply):
+    """Another node says that it answers for this one."""
+    reply.metadata.__dict__["_src_node_id"] = NODE
+    return reply
+
+
 def test_a_client_that_does_not_answer_in_time_is_given_up_and_asked_again(tmp_path, caplog):
     caplog.set_level("INFO")
     strategy = federation(tmp_path, schedule=fb.Asynchronous(buffer=3))
-    mute = in_rounds(lost, 1, 1)
-    grid = SlowGrid(client_apps(state_folder=tmp_path, fusion="sites"), {1: mute, 2: mute})
+    change = {1: in_rounds(lost, 1, 1), 2: in_rounds(from_elsewhere, 1, 1)}
+    grid = SlowGrid(client_apps(state_folder=tmp_path, fusion="sites"), change)
     run(grid, strategy, 4, timeout=2.0)
     assert "client 1: no reply within 2 s" in caplog.text
     assert lines(tmp_path)[0]["refused"] == [1, 2]
@@ -200,7 +216,7 @@ class AtOnce(SlowGrid):
     """All replies come together, the last asked first."""
 
     def pull_messages(self, message_ids):
-        return [self.waiting.pop(each)[1] for each in reversed(list(message_ids)) if each in self.waiting]
+        return [self.waiting.pop(each)[2] for each in reversed(list(message_ids)) if each in self.waiting]
 
 
 def test_without_delays_it_is_a_federation_by_rounds(tmp_path):
