@@ -12,10 +12,11 @@ from lightning_fedbayes.methods.method import LocalProblem
 from lightning_fedbayes.server.arrivals import read_arrivals
 from lightning_fedbayes.server.schedule import Timeline
 from tests.federations import Plain, network
-from tests.flower.clients import client_apps, hybrid, in_process
+from tests.flower.clients import client_apps
 from tests.flower.grid import NODE, SlowGrid
 from tests.flower.test_parity import Learned, Scheduled, assert_same
 from tests.flower.test_strategy import in_rounds, lost, nan
+from tests.transport.federation import hybrid, in_process
 
 BY_TWO = fb.Asynchronous(buffer=2)
 
@@ -234,7 +235,7 @@ def scored(monkeypatch, values):
     def evaluate(self, trainer, module, datamodule, task):
         return {"val/nll": values[task.round]}, 10
 
-    monkeypatch.setattr("lightning_fedbayes.flower.training.ClientTraining.evaluate", evaluate)
+    monkeypatch.setattr("lightning_fedbayes.transport.training.ClientTraining.evaluate", evaluate)
 
 
 @pytest.mark.parametrize("schedule", [None, fb.Asynchronous(buffer=4)], ids=["rounds", "schedule"])
@@ -274,7 +275,7 @@ def test_what_the_busy_have_scored_last_counts(tmp_path, monkeypatch):
     def evaluate(self, trainer, module, datamodule, task):
         return {"val/nll": float(task.round), "who": float(task.client)}, 10
 
-    monkeypatch.setattr("lightning_fedbayes.flower.training.ClientTraining.evaluate", evaluate)
+    monkeypatch.setattr("lightning_fedbayes.transport.training.ClientTraining.evaluate", evaluate)
     strategy = federation(tmp_path, "linear_pool", fb.Asynchronous(buffer=1), evaluate=True)
     result = run(SlowGrid(client_apps(make=lambda: Plain(network()))), strategy, 6, make=lambda: Plain(network()))
     heard = [{line["arrived"][0][0]: line["fusion"] - 1} for line in lines(tmp_path)]
