@@ -73,8 +73,6 @@ from lightning_fedbayes.flower import FusionStrategy, client_app, initial_arrays
 from lightning_fedbayes.flower.wire import from_arrays
 from lightning_fedbayes.modules import mlp
 
-BEGIN = time.time()
-
 def network():
     torch.manual_seed(0)
     return fb.HybridBayesianClassifier(mlp(64, 10, [20]), bayesian_last=2, learning_rate=0.01)
@@ -100,12 +98,15 @@ def main(grid, context):
     digits.setup("validate")
     x, y = (torch.cat(parts) for parts in zip(*digits.val_dataloader()))
 
+    strategy._roster.wait(grid, wait, 300.0)
+    begin = time.time()
+
     def evaluate(server_round, arrays):
         fb.load_posterior(module, from_arrays(arrays, "the server")[0])
         with torch.no_grad():
             loss = torch.nn.functional.cross_entropy(module.predict_mean(x), y).item()
         with open("FOLDER/losses.jsonl", "a") as file:
-            file.write(json.dumps({"seconds": time.time() - BEGIN, "loss": loss}) + "\\n")
+            file.write(json.dumps({"seconds": time.time() - begin, "loss": loss}) + "\\n")
 
     arrays = initial_arrays(network())
     strategy.start(grid, arrays, int(config["rounds"]), float(config["timeout"]), evaluate_fn=evaluate)
@@ -140,7 +141,7 @@ schedule = true
 def write_app(folder: Path, text: str = APP) -> Path:
     """Write the app that keeps its files in ``folder``."""
     app = folder / "app"
-    app.mkdir(parents=True)
+    app.mkdir(parents=True, exist_ok=True)
     (app / "kills_app.py").write_text(text.replace("FOLDER", str(folder)))
     (app / "pyproject.toml").write_text(CONFIG)
     return app
@@ -259,7 +260,7 @@ def repeats(folder: Path) -> bool:
 
 def timed(folder: Path, schedule: bool, rounds: int, loss: float = 0.0) -> list[tuple[float, float]]:
     """Return seconds and loss on validation data after each fusion, until so many are done, or a loss is reached."""
-    app = write_app(folder, slow(client=3, sleep=20, buffer=2))
+    app = write_app(folder, slow(client=3, sleep=60, buffer=2))
     config = f"rounds={rounds} wait=4 timeout=300.0 schedule={str(schedule).lower()}"
 
     def seen() -> list[tuple[float, float]]:
