@@ -97,7 +97,12 @@ class Federation:
         """Begin the round of ``plan``: the clients start from the global posterior.
 
         That is the module's present one: what hooks have changed since the last round holds.
+
+        Raises:
+            FederationError: the log of a federation that is repeated has ended.
         """
+        if plan.is_beyond:
+            raise FederationError(f"replay= ends after {plan.round} fusions: give so many rounds at most")
         self._join()
         self.take_over()
         collective, module = self.server.collective, self.engine.model.module

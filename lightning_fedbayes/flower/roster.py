@@ -29,15 +29,20 @@ class Roster:
         self.nodes: dict[int, int] = {}
         self._claims: dict[int, int] = {}
         self._silent: set[int] = set()
+        self._greeted: dict[int, tuple[str | None, float]] = {}
 
-    def wait(self, grid: Grid, clients: int, timeout: float) -> dict[int, int]:
+    def wait(self, grid: Grid, clients: int, timeout: float, at_once: bool = False) -> dict[int, int]:
         """Wait until ``clients`` clients are at hand. Returns client → node.
+
+        Args:
+            grid, clients, timeout: how many clients, and for how many seconds.
+            at_once: go on as soon as so many have answered, and not when all have that are connected.
 
         Raises:
             FederationError: they are not after ``timeout`` seconds.
         """
         start = time.monotonic()
-        while len(self.update(grid, timeout)) < clients:
+        while len(self.look(grid, timeout) if at_once else self.update(grid, timeout)) < clients:
             if time.monotonic() - start > timeout:
                 raise FederationError(
                     f"{len(self.nodes)} of {clients} clients are connected after {timeout:g} s; start the other "
@@ -48,14 +53,41 @@ class Roster:
 
     def update(self, grid: Grid, timeout: float) -> dict[int, int]:
         """Ask new nodes who they are, and forget those that have gone. Returns client → node."""
-        connected = set(grid.get_node_ids())
-        self._claims = {node: number for node, number in self._claims.items() if node in connected}
-        strangers = sorted(connected - self._claims.keys())
+        strangers = self._strangers(grid)
         if strangers:
             questions = [Message(RecordDict(), node, MessageType.QUERY) for node in strangers]
             replies = grid.send_and_receive(questions, timeout=timeout)
             for reply in sorted(replies, key=lambda reply: reply.metadata.src_node_id):
                 self._enter(reply)
+        return self._settle()
+
+    def look(self, grid: Grid, timeout: float) -> dict[int, int]:
+        """Do as :meth:`update` does, without waiting: a new node is heard in a later call, or asked again in time."""
+        now, strangers = time.monotonic(), self._strangers(grid)
+        self._greeted = {
+            node: (identity, since) for node, (identity, since) in self._greeted.items()
+            if node in strangers and now - since <= timeout
+        }
+        for node in strangers:
+            if node not in self._greeted:
+                sent = list(grid.push_messages([Message(RecordDict(), node, MessageType.QUERY)]))
+                self._greeted[node] = (sent[0] if sent else None, now)
+        asked = {identity: node for node, (identity, _) in self._greeted.items() if identity}
+        for reply in grid.pull_messages(list(asked)) if asked else ():
+            node = asked.get(reply.metadata.reply_to_message_id)
+            if node is not None:
+                self._greeted[node] = (None, now)
+                self._enter(reply)
+        return self._settle()
+
+    def _strangers(self, grid: Grid) -> list[int]:
+        """Forget nodes that have gone, and return those that have not said who they are."""
+        connected = set(grid.get_node_ids())
+        self._claims = {node: number for node, number in self._claims.items() if node in connected}
+        return sorted(connected - self._claims.keys())
+
+    def _settle(self) -> dict[int, int]:
+        """Give each number to the first node that has claimed it. Returns client → node."""
         holders: dict[int, int] = {}
         for node, number in self._claims.items():  # the first that has claimed a number comes first
             holders.setdefault(number, node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -11,13 +11,16 @@ from flwr.serverapp.strategy import Result, Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, check_number
-from lightning_fedbayes.core.messages import Kind
+from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, Kind
 from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.flower.asynchronous import Course, check_schedule
+from lightning_fedbayes.flower.monitor import Monitor
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import from_arrays, header_in, message_in, record_of, tensors_in, to_arrays
-from lightning_fedbayes.server import Server
+from lightning_fedbayes.server import Asynchronous, RoundResult, Server
 from lightning_fedbayes.transport.calibration import Calibration, check_calibration, usable
 from lightning_fedbayes.transport.messages import COUNTED, has_lost_state
 from lightning_fedbayes.transport.one_shot import (
@@ -44,7 +47,8 @@ class FusionStrategy(Rounds, Strategy):
     :func:`~lightning_fedbayes.flower.client_app`.
 
     With a ``checkpoint`` the federation survives the server: :meth:`start` goes on after the last finished round and
-    ends where an uninterrupted one does.
+    ends where an uninterrupted one does. With a ``schedule`` there are no rounds: whoever is free trains, and as soon
+    as enough have arrived they are fused.
 
     Args:
         fusion: name of a method or fusion rule (:func:`~lightning_fedbayes.methods.available_methods`), a
@@ -56,7 +60,16 @@ class FusionStrategy(Rounds, Strategy):
         wait_for: clients that must be connected before the first round of a run; later rounds go on with those that
             are left, as many as ``safeguards`` ask for at least.
         safeguards: quorum, rounds that may fail in a row, and the bound of what one client can do.
-        evaluate: let all clients score the global posterior on their validation data after every round.
+        schedule: an :class:`~lightning_fedbayes.Asynchronous`: a round is then one fusion, in which nobody waits for
+            the slow, and a client that does not answer within the ``timeout`` is given up. The order of arrivals is
+            written beside the checkpoint, into a file of its name with the suffix ".jsonl", by which the run can be
+            repeated.
+        evaluate: let all clients score the global posterior on their validation data after every round; with a
+            ``schedule`` those that are free, beside what the others have scored last.
+        monitor: the figure of these scores by which the checkpoint keeps the best round, too; the arrays that
+            :meth:`start` returns are those of the best.
+        mode: "min" or "max", whichever is better.
+        patience: stop after this many rounds in a row that are not better; None: never.
         checkpoint: the file that the federation is kept in; None keeps it in memory only.
         seed: where every random draw comes from, the clients' too.
 
@@ -77,10 +90,53 @@ class FusionStrategy(Rounds, Strategy):
     _asked: dict[int, int]
     _scoring: dict[int, int]
 
+    def __init__(
+        self,
+        fusion: Fusion = "reverse_kl_barycenter",
+        weighting: Weighting = "train_size",
+        *,
+        schedule: Asynchronous | None = None,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        patience: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(fusion, weighting, **options)
+        if schedule is not None:
+            FederationSettings(fusion=self.method, fraction=self.fraction, schedule=schedule)  # for its checks
+            check_schedule(schedule, self.safeguards.min_clients)
+            self.late = schedule.late
+        self.monitor = Monitor(monitor, mode, patience)
+        if monitor is not None and not self.evaluate:
+            raise FederationError(f"monitor='{monitor}' with evaluate=False: nothing is scored; give evaluate=True")
+        self.schedule = schedule
+        self._train = ConfigRecord()
+        self._course: Course | None = None
+
     def resume(self, model: Mapping[str, Tensor]) -> Server:
         """Begin a run: make the server that starts from ``model``, or goes on from the checkpoint."""
         self._roster, self._asked, self._scoring = Roster(), {}, {}
+        self._scores: dict[int, ClientMessage] = {}
         return super().resume(model)
+
+    def go_on(self, under_way: Mapping[str, Any]) -> None:
+        """See :meth:`Rounds.go_on`."""
+        if self.schedule is not None:
+            assert self.server is not None
+            log = None if self.checkpoint is None else self.checkpoint.with_suffix(".jsonl")
+            self._course = Course(
+                self.schedule, self.server, self._roster, self.seed, self._timeout, self._ask, self._read, log,
+                under_way,
+            )
+
+    def under_way(self) -> dict[str, Any]:
+        """See :meth:`Rounds.under_way`."""
+        return {} if self._course is None else self._course.state_dict()
+
+    def ended(self, outcomes: Sequence[ClientOutcome]) -> None:
+        """See :meth:`Rounds.ended`."""
+        if self._course is not None:
+            self._course.end(outcomes)
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -104,37 +160,56 @@ class FusionStrategy(Rounds, Strategy):
             train_config, evaluate_config: more for clients to know.
             evaluate_fn: scores the global arrays on the server, after every round.
 
-        Returns: Flower's Result: the global arrays, and the figures of every round of this run.
+        Returns: Flower's Result: the global arrays, the best ones where there is a ``monitor``, and the figures of
+            every round of this run.
 
         Raises:
             FederationError: the checkpoint is of another federation, or too many rounds in a row came to nothing.
         """
         self.summary()
-        self._timeout = timeout
+        self._timeout, self._train = timeout, train_config or ConfigRecord()
         server = self.resume(tensors_in(initial_arrays, "the initial arrays"))
         result = Result(arrays=to_arrays(server.posterior, server.buffers))
-        if server.rounds >= num_rounds:
+        if server.rounds >= num_rounds or self.monitor.is_over(self.best):
             rank_zero_info(f"{self.checkpoint} is complete: {server.rounds} of {num_rounds} rounds are done.")
         else:
-            self._roster.wait(grid, self.wait_for, timeout)
-        for server_round in range(server.rounds + 1, num_rounds + 1):
-            questions = self.configure_train(server_round, result.arrays, train_config or ConfigRecord(), grid)
-            arrays, metrics = self.aggregate_train(server_round, grid.send_and_receive(questions, timeout=timeout))
+            self._roster.wait(grid, self.wait_for, timeout, at_once=self.schedule is not None)
+        if self.monitor.name is not None and server.rounds > self.best.get("scored", 0):  # killed before it was scored
+            self._score(server.rounds, result, evaluate_config, grid)
+        while server.rounds < num_rounds and not self.monitor.is_over(self.best):
+            server_round = server.rounds + 1
+            if self._course is not None:
+                outcomes = self._course.turn(grid, server.rounds, result.arrays, self.safeguards.min_clients)
+                arrays, metrics = _records(self.fuse(outcomes, server_round))
+            else:
+                questions = self.configure_train(server_round, result.arrays, self._train, grid)
+                arrays, metrics = self.aggregate_train(server_round, grid.send_and_receive(questions, timeout=timeout))
             result.arrays = arrays or result.arrays
-            if metrics is not None:
-                result.train_metrics_clientapp[server_round] = metrics
-            questions = self.configure_evaluate(server_round, result.arrays, evaluate_config or ConfigRecord(), grid)
-            if questions := list(questions):
-                scores = self.aggregate_evaluate(server_round, grid.send_and_receive(questions, timeout=timeout))
-                if scores is not None:
-                    result.evaluate_metrics_clientapp[server_round] = scores
+            result.train_metrics_clientapp[server_round] = metrics
+            self._score(server_round, result, evaluate_config, grid)
             if evaluate_fn is not None:
                 scores = evaluate_fn(server_round, result.arrays)
                 if scores is not None:
                     result.evaluate_metrics_serverapp[server_round] = scores
-            figures = {**(metrics or {}), **result.evaluate_metrics_clientapp.get(server_round, {})}
-            told_round(server_round, num_rounds, figures)
+            told_round(server_round, num_rounds, {**metrics, **result.evaluate_metrics_clientapp.get(server_round, {})})
+        if self.best:
+            posterior = GaussianPosterior.from_state_dict(self.best["posterior"])
+            result.arrays = to_arrays(posterior, self.best["buffers"])
+            rank_zero_info(f"Round {self.best['round']} is the best: {self.monitor.name} {self.best['score']:.4g}")
         return result
+
+    def _score(self, server_round: int, result: Result, config: ConfigRecord | None, grid: Grid) -> None:
+        """Let clients score the global posterior, if ``evaluate``, and keep the best."""
+        questions = list(self.configure_evaluate(server_round, result.arrays, config or ConfigRecord(), grid))
+        if not questions:
+            return
+        scores = self.aggregate_evaluate(server_round, grid.send_and_receive(questions, timeout=self._timeout))
+        if scores is not None:
+            result.evaluate_metrics_clientapp[server_round] = scores
+        if self.monitor.name is not None:
+            assert self.server is not None
+            self.best = self.monitor.noted(self.best, scores or {}, self.server)
+            self.save({})
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -149,22 +224,38 @@ class FusionStrategy(Rounds, Strategy):
         return self._messages(MessageType.TRAIN, server_round, arrays, config, self._asked)
 
     def _messages(
-        self, kind: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord, nodes: dict[int, int]
+        self, kind: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord, nodes: dict[int, int],
+        told: Mapping[str, Any] | None = None,
     ) -> list[Message]:
-        """Return a message for each client of ``nodes``, node → client."""
+        """Return a message for each client of ``nodes``, node → client; ``told`` is what is otherwise in it."""
         messages = []
         for node, client in nodes.items():
-            told = ConfigRecord({**config, **self.config_for(client, server_round)})
-            content = RecordDict({"arrays": arrays, "config": told})
+            own = ConfigRecord({**config, **self.config_for(client, server_round), **(told or {})})
+            content = RecordDict({"arrays": arrays, "config": own})
             counted = self.counted_for(client) if kind == MessageType.TRAIN else None
             if counted is not None:
                 content[COUNTED] = record_of(counted)
             messages.append(Message(content, node, kind, group_id=str(server_round)))
         return messages
 
+    def _ask(self, node: int, client: int, server_round: int, arrays: ArrayRecord, told: Mapping[str, Any]) -> Message:
+        """Return the message by which a client begins, in a federation without rounds."""
+        return self._messages(MessageType.TRAIN, server_round, arrays, self._train, {node: client}, told)[0]
+
+    def _read(self, reply: Message, client: int, server_round: int) -> ClientUpdate | ClientFailure:
+        """Return the update, or the failure, in a client's reply."""
+        assert self.server is not None
+        if has_lost_state(header_in(reply)) and client in self.server.sites:
+            self.server.untold.add(client)
+        try:
+            answer: ClientMessage | FedBayesError = message_in(reply, client, "update", server_round)
+        except FedBayesError as refusal:
+            answer = refusal
+        return self.update_of(client, {client: answer})
+
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    ) -> tuple[ArrayRecord | None, MetricRecord]:
         """Fuse what can be used of the round's replies; see Flower's ``Strategy``.
 
         Returns: the new global arrays, None if the round came to nothing, and the round's figures.
@@ -178,9 +269,7 @@ class FusionStrategy(Rounds, Strategy):
                 rank_zero_info(f"Round {server_round}: node {reply.metadata.src_node_id} answers, but was not asked")
         lost = [asked.get(each.metadata.src_node_id, -1) for each in replies if has_lost_state(header_in(each))]
         answers = read_all(replies, asked, "update", server_round)
-        result = self.finish(server_round, asked.values(), answers, lost)
-        arrays = to_arrays(result.posterior, result.buffers) if result.success else None
-        return arrays, MetricRecord({**result.figures})
+        return _records(self.finish(server_round, asked.values(), answers, lost))
 
     # -- calibration ---------------------------------------------------------------------------------------------------
 
@@ -279,7 +368,8 @@ class FusionStrategy(Rounds, Strategy):
         """Send all clients at hand the global posterior to score, if ``evaluate``; see Flower's ``Strategy``."""
         if not self.evaluate:
             return []
-        nodes = {node: client for client, node in self._roster.update(grid, self._timeout).items()}
+        known = self._roster.update(grid, self._timeout) if self._course is None else self._course.free
+        nodes = {node: client for client, node in known.items()}
         self._scoring = nodes
         return self._messages(MessageType.EVALUATE, server_round, arrays, config, nodes)
 
@@ -289,8 +379,19 @@ class FusionStrategy(Rounds, Strategy):
         Of each figure over the clients that sent it as a finite number; see Flower's ``Strategy``.
         :attr:`client_scores` holds what each client sent.
         """
-        means = self.take_scores(server_round, read_all(replies, self._scoring, "scores", server_round))
+        found = read_all(replies, self._scoring, "scores", server_round)
+        if self.schedule is not None:  # what those have scored last that are at work now
+            good = {client: each for client, each in found.items() if isinstance(each, ClientMessage)}
+            self._scores = {**self._scores, **good}
+            found = {**self._scores, **found}
+        means = self.take_scores(server_round, found)
         return MetricRecord({**means}) if means else None
+
+
+def _records(result: RoundResult) -> tuple[ArrayRecord | None, MetricRecord]:
+    """Return the new global arrays, None if the round came to nothing, and the round's figures."""
+    arrays = to_arrays(result.posterior, result.buffers) if result.success else None
+    return arrays, MetricRecord({**result.figures})
 
 
 def read_all(

@@ -1,7 +1,7 @@
 """The server of a federation: it plans rounds, admits updates, guards, weighs and fuses them; no Lightning."""
 
-from lightning_fedbayes.server.safeguards import Safeguards
+from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 from lightning_fedbayes.server.schedule import Asynchronous, Delays
 from lightning_fedbayes.server.server import HELD_OUT_LOSS, RoundResult, Scorer, Server
 
-__all__ = ["HELD_OUT_LOSS", "Asynchronous", "Delays", "RoundResult", "Safeguards", "Scorer", "Server"]
+__all__ = ["HELD_OUT_LOSS", "USUAL", "Asynchronous", "Delays", "RoundResult", "Safeguards", "Scorer", "Server"]

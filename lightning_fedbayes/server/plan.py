@@ -21,7 +21,7 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.core.seeding import generator
-from lightning_fedbayes.server.schedule import Timeline, Turn
+from lightning_fedbayes.server.schedule import ENDED, Timeline, Turn
 
 STRIDE = 2**31
 """Distance between the numbers of a client's problems: number k of client n trains as client n + k · STRIDE."""
@@ -105,6 +105,11 @@ class RoundPlan:
         return replace(self, cohort=tuple(sorted(arrival.client for arrival in self.turn.arrivals)), starts=(0,))
 
     @property
+    def is_beyond(self) -> bool:
+        """True after the end of a log by which a federation is repeated: no such round can begin."""
+        return self.turn is ENDED
+
+    @property
     def phase(self) -> int:
         """The round as methods count it that settle over rounds: how often each client has been heard, on average."""
         if self.turn is not None:
@@ -152,7 +157,8 @@ def plan_round(round: int, sizes: Sequence[int], batching: Batching, timeline: T
     cohort = tuple(client + problem * STRIDE for problem in range(batching.problems) for client in cohort)
     for client in cohort:
         starts.append(starts[-1] + batching.local_epochs * batches_per_epoch(sizes[client % STRIDE], batching))
-    return RoundPlan(round, cohort, tuple(starts), batching.local_epochs, len(sizes), turn)
+    clients = len(sizes) if turn is None else turn.clients or len(sizes)
+    return RoundPlan(round, cohort, tuple(starts), batching.local_epochs, clients, turn)
 
 
 def share_of(plan: RoundPlan, rank: int, count: int) -> RoundPlan:

@@ -6,7 +6,7 @@ import csv
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from lightning_fedbayes.core.errors import (
 )
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.methods.late import FedBuff, Late
+from lightning_fedbayes.server.arrivals import Fusion, read_arrivals
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,12 @@ class Asynchronous:
             :class:`~lightning_fedbayes.FedAsync`.
         max_staleness: a message whose client began more versions of the global posterior ago than this is refused when
             it comes, and nobody waits for it any longer. None: every message counts, however late.
+        replay: the log that a federation over Flower has written; clients start and messages arrive as it says, and the
+            posterior is the same, bit for bit. ``late`` must be that of the federation; the rest is in the log.
 
-    When to use it: to see what stragglers, absences and staleness do to a federation before it is run over a network.
+    When to use it: to see what stragglers, absences and staleness do to a federation before it is run over a network;
+    and in :class:`~lightning_fedbayes.flower.FusionStrategy`, so that nobody waits for the slow. There ``delays`` are
+    real ones, and None of ``concurrency`` is all that are connected.
 
     Raises:
         FederationError: an argument is out of range.
@@ -153,8 +158,13 @@ class Asynchronous:
     delays: Delays = field(default_factory=Delays)
     late: Late = field(default_factory=FedBuff)
     max_staleness: int | None = None
+    replay: str | Path | None = None
 
     def __post_init__(self) -> None:
+        if self.replay is not None:
+            check_path("replay", self.replay)
+            if replace(self, replay=None, late=FedBuff()) != Asynchronous():
+                raise FederationError("replay= says who starts and whose messages arrive: give late= alone beside it")
         if self.buffer is not None:
             check_at_least("buffer", self.buffer, 1)
         check_kind("delays", self.delays, Delays, "give fb.Delays(...)")
@@ -193,6 +203,7 @@ class Turn(NamedTuple):
         waiting: messages that are under way at its end, the next one first.
         time: virtual time at its end.
         phase: the round as methods count it that settle over rounds: how often each client has been heard, on average.
+        clients: number of clients in the federation then; 0: all that there are.
     """
 
     starts: tuple[int, ...]
@@ -201,17 +212,47 @@ class Turn(NamedTuple):
     waiting: tuple[Arrival, ...]
     time: float
     phase: int
+    clients: int = 0
 
     def figures(self, round: int) -> dict[str, float]:
         """Return virtual time, the staleness of what counts, and what is under way at the end, for the history."""
         late = [round - each.started for each in self.arrivals if each.client not in self.refused]
         return {
             "schedule/time": self.time,
-            "schedule/staleness": sum(late) / len(late),
-            "schedule/largest_staleness": float(max(late)),
+            "schedule/staleness": sum(late) / max(1, len(late)),
+            "schedule/largest_staleness": float(max(late, default=0)),
             "schedule/under_way": float(len(self.waiting)),
             "schedule/oldest_under_way": float(max((round + 1 - each.started for each in self.waiting), default=0)),
         }
+
+
+ENDED = Turn((), (), frozenset(), (), math.inf, 0)
+"""Turn after the last one of a log; no round can begin with it."""
+
+
+def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn]:
+    """Return the turns of a log; who begins, and is never heard, does not.
+
+    Args:
+        fusions: of the log.
+        clients: most clients; None: any number.
+
+    Raises:
+        FederationError: the log is of more clients.
+    """
+    starts = [set[int]() for _ in fusions]
+    for fusion in fusions:
+        for client, version in fusion.arrived:
+            starts[version].add(client)
+    most = max((client for each in starts for client in each), default=0)
+    if clients is not None and most >= clients:
+        raise FederationError(f"replay= has a client {most}, but there are {clients} clients, from 0")
+    return [
+        Turn(
+            tuple(sorted(begin)), tuple(Arrival(float(i), *each) for i, each in enumerate(fusion.arrived)), frozenset(),
+            (), float(number), fusion.phase, fusion.clients,
+        ) for number, (begin, fusion) in enumerate(zip(starts, fusions))
+    ]
 
 
 class Timeline:
@@ -234,6 +275,7 @@ class Timeline:
         most: int | None = None,
     ) -> None:
         clients = len(sizes)
+        self._recorded = None if schedule.replay is None else recorded(read_arrivals(Path(schedule.replay)), clients)
         together, buffer = schedule.together(clients)
         named = {*schedule.delays.slow, *schedule.delays.trace, *(client for client, *_ in schedule.delays.away)}
         if together > clients or buffer > clients:
@@ -241,7 +283,7 @@ class Timeline:
             raise FederationError(
                 f"{name}={getattr(schedule, name)}, but there are {clients} clients: give at most so many"
             )
-        if buffer < min_clients:
+        if buffer < min_clients and self._recorded is None:
             raise FederationError(
                 f"min_clients={min_clients} with a buffer of {buffer}: every fusion of schedule= would have too few "
                 "messages; take a larger buffer"
@@ -269,6 +311,8 @@ class Timeline:
         Raises:
             FederationError: no message is under way, and nobody can start.
         """
+        if self._recorded is not None:
+            return self._recorded[round] if round < len(self._recorded) else ENDED
         if round < self._round - 1:
             self._begin()
         while self._last is None or self._round <= round:

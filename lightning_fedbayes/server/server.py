@@ -136,8 +136,9 @@ class Server:
         accepted: client → the round, from 1, in which it trained what has counted of it last; missing if nothing has.
         sites: client → what has been counted of its site, under the names that the client's own has; empty without
             sites, without a ``max_influence``, and where the caller keeps them.
-        untold: clients of whom something else has been counted than they have sent, or who have lost their sites: what
-            :attr:`sites` holds is what they have to keep. A client is taken out when its next update counts in full.
+        untold: clients of whom something else has been counted than they have sent, to the last digit where they have
+            been late, or who have lost their sites: what :attr:`sites` holds is what they have to keep. A client is
+            taken out when its next update counts in full.
         versions: brings late messages to the present global model; None without ``late``.
 
     Raises:
@@ -327,7 +328,9 @@ class Server:
             self._memory = {} if guard is None else guard.memory
             if self._counted_of is None:
                 self.sites |= aggregate.counted
-                self.untold = (self.untold - aggregate.counted.keys()) | set(aggregate.outlying) & self.sites.keys()
+                late = {client for client, started in self._started.items() if started < self._plan.round}
+                told = late.union(aggregate.outlying) & self.sites.keys()
+                self.untold = (self.untold - aggregate.counted.keys()) | told
             fused = aggregate.posterior
             self.posterior = fused.marked(fused.linearised or self.posterior.linearised)
             self.buffers = {**self.buffers, **aggregate.buffers}

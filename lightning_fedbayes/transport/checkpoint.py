@@ -45,6 +45,8 @@ class ServerState:
         server: state of the server (:meth:`Server.state_dict <lightning_fedbayes.Server.state_dict>`).
         calibration: state of each calibration of the global posterior, by its ``state_key``; none before there is one.
         numbers: site → its client's number, where the server numbers them.
+        best: the best round by a strategy's ``monitor``: "score", "round", "posterior" and "buffers".
+        under_way: who trains from which version of the global posterior, in a federation without rounds.
     """
 
     federation: str
@@ -52,6 +54,8 @@ class ServerState:
     server: dict[str, Any]
     calibration: dict[str, dict[str, Any]] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+    under_way: dict[str, Any] = field(default_factory=dict)
 
     @property
     def posterior(self) -> GaussianPosterior:
@@ -98,6 +102,10 @@ class ServerState:
             check_kind("seed", state.seed, int, "a number is needed")
             check_mapping("calibration", state.calibration, Mapping)
             check_mapping("numbers", state.numbers, int)
+            if state.best:
+                GaussianPosterior.from_state_dict(state.best["posterior"])
+                check_mapping("buffers", state.best["buffers"], Tensor)
+            check_mapping("under_way", state.under_way, Mapping)
         except Exception as error:  # whatever another program has written
             raise FederationError(
                 f"{path} is no checkpoint of a server: {error}; give checkpoint= a path of its own"
@@ -127,7 +135,7 @@ def write_whole(path: Path, content: Mapping[str, Any]) -> None:
 
 def load_checkpoint(
     module: L.LightningModule, path: str | Path, *, buffers: BufferPolicy = "average",
-    local_parameters: Sequence[str] = (),
+    local_parameters: Sequence[str] = (), best: bool = False,
 ) -> ServerState:
     """Load the global posterior of a server's checkpoint into ``module``.
 
@@ -137,19 +145,23 @@ def load_checkpoint(
         module: the network, built as for the federation.
         path: the server's checkpoint.
         buffers, local_parameters: as in the federation.
+        best: load the posterior of the best round by FusionStrategy's ``monitor`` in place of the last one.
 
     Returns: the whole checkpoint, with the history of rounds. Calibration is loaded into a callback of the same options
     by ``scaling.load_state_dict(state.calibration[scaling.state_key])``.
 
     Raises:
-        FederationError: the file is no such checkpoint.
+        FederationError: the file is no such checkpoint, or holds no best round.
         PosteriorError: it is one of another network.
     """
     state = ServerState.load(Path(path))
-    rest = frozen_names(module) - state.posterior.mean.keys()
+    if best and not state.best:
+        raise FederationError(f"{path} holds no best round: train with FusionStrategy(evaluate=True, monitor=...)")
+    posterior = GaussianPosterior.from_state_dict(state.best["posterior"]) if best else state.posterior
+    rest = frozen_names(module) - posterior.mean.keys()
     model = ResidentModel(module, local_parameters, buffers, frozen=rest)
-    model.load_posterior(state.posterior, split(state.buffers)[0])
-    call_round_end(module, model.whole(state.posterior))
+    model.load_posterior(posterior, split(state.best["buffers"] if best else state.buffers)[0])
+    call_round_end(module, model.whole(posterior))
     return state
 
 

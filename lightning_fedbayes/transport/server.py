@@ -20,11 +20,11 @@ from lightning_fedbayes.core.errors import (
     check_path,
     told_failures,
 )
-from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate, Message
+from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, Message
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.fusion.accumulator import check_structure
-from lightning_fedbayes.methods import get_method
+from lightning_fedbayes.methods import Late, get_method
 from lightning_fedbayes.server import Server
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
@@ -50,7 +50,11 @@ class Rounds:
 
     Attributes:
         numbers: site → its client's number, where the server numbers them.
+        best: the best round, where a transport tells it; see :class:`~lightning_fedbayes.transport.ServerState`.
     """
+
+    late: Late | None = None
+    """How averages take late messages; None with rounds."""
 
     def __init__(
         self,
@@ -81,9 +85,10 @@ class Rounds:
         self.server: Server | None = None
         self.client_scores = client_scores({})
         self.numbers: dict[str, int] = {}
+        self.best: dict[str, Any] = {}
         self._federation = ""
         self._timeout = 3600.0
-        self._at_hand = 1
+        self._at_hand, self._phase = 1, 0
         self._frozen = ""
         self._probabilistic: set[str] = set()
 
@@ -100,15 +105,29 @@ class Rounds:
         self._probabilistic, self._frozen = probabilistic_names(model), digest_in(model)
         self._federation = uuid.uuid4().hex
         self.server = Server(
-            posterior, buffers, fusion=self.method, weighting=self.weighting, safeguards=self.safeguards
+            posterior, buffers, fusion=self.method, weighting=self.weighting, safeguards=self.safeguards,
+            late=self.late,
         )
+        self.best, under_way = {}, {}
         if self.checkpoint is not None and self.checkpoint.exists():
             stored = ServerState.load(self.checkpoint)
             self._check_same(stored, posterior)
             self._federation, self.numbers = stored.federation, dict(stored.numbers)
+            self.best, under_way = dict(stored.best), dict(stored.under_way)
             self.server.load_state_dict(stored.server)
             rank_zero_info(f"Resuming after round {stored.rounds} of {self.checkpoint}.")
+        self.go_on(under_way)
         return self.server
+
+    def go_on(self, under_way: Mapping[str, Any]) -> None:
+        """Take up what :meth:`under_way` gave, of a run that has ended too early; empty at the beginning."""
+
+    def under_way(self) -> dict[str, Any]:
+        """Return what a checkpoint has to hold of messages under way."""
+        return {}
+
+    def ended(self, outcomes: Sequence[ClientOutcome]) -> None:
+        """Note what has become of the messages of a fusion, before the checkpoint is written."""
 
     def _check_same(self, stored: ServerState, begun: GaussianPosterior) -> None:
         """Raise FederationError if the checkpoint is of another federation than the one that is begun."""
@@ -129,14 +148,14 @@ class Rounds:
         at_hand, self._at_hand = sorted(clients), len(clients)
         chosen = choose_cohort(server_round - 1, len(at_hand), self.fraction, self.seed)
         asked = tuple(sorted(at_hand[position] for position in chosen))
-        self.server.begin(RoundPlan(server_round - 1, asked, clients=len(at_hand)))
+        self._phase = self.server.begin(RoundPlan(server_round - 1, asked, clients=len(at_hand))).round
         return asked
 
     def config_for(self, client: int, server_round: int) -> dict[str, Any]:
         """Return what every question to a client says (:data:`~lightning_fedbayes.transport.client.CONFIG_KEYS`)."""
         assert self.server is not None
         return {
-            "server-round": server_round, "seed": self.seed, "federation": self._federation,
+            "server-round": server_round, "phase": self._phase, "seed": self.seed, "federation": self._federation,
             "begun": not self.server.is_new, "method": self.method.agreement(), "frozen": self._frozen,
             "share": 1 / max(1, self._at_hand), "accepted": self.server.accepted.get(client, 0),
         }
@@ -163,19 +182,30 @@ class Rounds:
         server = self.server
         assert server is not None
         server.untold |= set(lost) & server.sites.keys()
-        outcomes = [server.admit(self._update(client, answers)) for client in sorted(asked)]  # sums depend on the order
+        return self.fuse([server.admit(self.update_of(client, answers)) for client in sorted(asked)], server_round)
+
+    def fuse(self, outcomes: Sequence[ClientOutcome], server_round: int) -> RoundResult:
+        """Fuse what has been admitted, whose sums depend on the order, and write the checkpoint.
+
+        Raises:
+            FederationError: too many rounds in a row came to nothing.
+        """
+        server = self.server
+        assert server is not None
         for line in told_failures({str(each.client): each.error for each in outcomes if each.error is not None}):
             rank_zero_info(f"Round {server_round}: {line}")
         seed_everything(derive_seed(self.seed, "fusion", server_round - 1))  # of rules that draw
         try:
             result = server.finish()
         finally:
+            if server.rounds == server_round:
+                self.ended(outcomes)
             self.save({})
         if result.refusal is not None:
             rank_zero_info(f"The old posterior stays, because the clients cannot be fused: {result.refusal}")
         return result
 
-    def _update(self, client: int, answers: Answers) -> ClientUpdate | ClientFailure:
+    def update_of(self, client: int, answers: Answers) -> ClientUpdate | ClientFailure:
         """Return a client's update, or why it has none."""
         try:
             answer = answers.get(client, FusionError(f"client {client}: no reply within {self._timeout:g} s"))
@@ -190,7 +220,8 @@ class Rounds:
         if self.checkpoint is not None:
             assert self.server is not None
             state = self.server.state_dict()
-            ServerState(self._federation, self.seed, state, calibration, self.numbers).save(self.checkpoint)
+            parts = (state, calibration, self.numbers, self.best, self.under_way())
+            ServerState(self._federation, self.seed, *parts).save(self.checkpoint)
 
     def take_scores(self, server_round: int, answers: Answers) -> dict[str, float]:
         r"""Keep the clients' scores; return means weighted by validation examples, :math:`\sum n_k m_k / \sum n_k`.

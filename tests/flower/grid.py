@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -55,3 +56,44 @@ class LocalGrid:
         if message.metadata.message_type == "train" and client in self.change:
             return self.change[client](reply)
         return reply
+
+
+class SlowGrid(LocalGrid):
+    """Replies to messages that are pushed arrive one by one, in an order that is drawn.
+
+    Args:
+        apps, change: see :class:`LocalGrid`.
+        seed: of the order.
+        slow: client → how many replies of others arrive before each of its own, if there are so many.
+    """
+
+    def __init__(self, apps: Iterable[App], change: Any = None, seed: int = 0, slow: Any = None) -> None:
+        super().__init__(apps, change)
+        self.chance, self.slow = random.Random(seed), slow or {}
+        self.waiting: dict[str, tuple[int, int, Message]] = {}
+        self.released = 0
+        self.away: set[int] = set()
+
+    def get_node_ids(self) -> list[int]:
+        return [node for node in super().get_node_ids() if NODE - node not in self.away]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        identities = []
+        for message in messages:
+            client = NODE - message.metadata.dst_node_id
+            self.asked.append((message.metadata.message_type, (client,)))
+            wait = self.slow.get(client, 0) if message.metadata.message_type == "train" else 0
+            reply = self._answer(message)
+            identities.append(message.metadata.message_id)
+            if reply is not None:
+                self.waiting[identities[-1]] = (self.released + wait, client, reply)
+        return identities
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        here = [each for each in message_ids if each in self.waiting]
+        ready = [each for each in here if self.waiting[each][0] <= self.released] or here
+        if not ready:
+            return []
+        self.released += 1
+        ready.sort(key=lambda each: self.waiting[each][1])  # not by names, which are other ones in every run
+        return [self.waiting.pop(self.chance.choice(ready))[2]]

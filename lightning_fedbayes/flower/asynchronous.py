@@ -1,0 +1,303 @@
+"""A federation without rounds over a network: whoever is free trains, and whoever has arrived is fused."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from lightning_fedbayes.core.errors import FederationError, FusionError, listed
+from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate
+from lightning_fedbayes.core.seeding import generator
+from lightning_fedbayes.flower import roster
+from lightning_fedbayes.flower.wire import to_arrays
+from lightning_fedbayes.server import Asynchronous, Server
+from lightning_fedbayes.server.arrivals import Fusion, read_arrivals
+from lightning_fedbayes.server.guard import FEWEST
+from lightning_fedbayes.server.plan import RoundPlan
+from lightning_fedbayes.server.schedule import Arrival, Delays, Turn, recorded
+
+Ask = Callable[[int, int, int, ArrayRecord, Mapping[str, Any]], Message]
+"""Message to a client, of (its node, its number, the round from 1, the global arrays, what it is told of them)."""
+Read = Callable[[Message, int, int], "ClientUpdate | ClientFailure"]
+"""Content of a reply, of (the reply, the client that was asked, the round that it was asked about)."""
+
+
+class Job(NamedTuple):
+    """Work of a client that is under way: whose, from which version of the global posterior, where, and since when."""
+
+    client: int
+    started: int
+    node: int
+    since: float
+
+
+class Heard(NamedTuple):
+    """Message of a client that has arrived, and the version that it began with."""
+
+    message: ClientUpdate | ClientFailure
+    started: int
+
+
+class Course:
+    """Messages under way, and those heard since the last fusion.
+
+    A client that is too late is not waited for, and what it sends counts for nothing; one that has not answered in time
+    is given up. Who has been heard, or given up, begins again after the next fusion.
+
+    Args:
+        schedule: who trains at once, and how many messages are fused.
+        server: admits them.
+        clients: the connected clients.
+        seed: of the draws of clients, where not all train at once.
+        timeout: seconds that a client is waited for.
+        ask, read: write a message to a client, and read its reply.
+        log: where fusions are written down; None: nowhere.
+        resumed: what :meth:`state_dict` gave, of a run that has ended too early.
+
+    Raises:
+        FederationError: a ``replay`` is of no federation, or is the file to write.
+    """
+
+    def __init__(
+        self, schedule: Asynchronous, server: Server, clients: roster.Roster, seed: int, timeout: float, ask: Ask,
+        read: Read, log: Path | None, resumed: Mapping[str, Any],
+    ) -> None:
+        self.schedule = schedule
+        self.server = server
+        self.clients = clients
+        self.seed = seed
+        self.timeout = timeout
+        self._ask, self._read = ask, read
+        self._turns: list[Turn] | None = None
+        if schedule.replay is not None:
+            if log is not None and log.resolve() == Path(schedule.replay).resolve():
+                raise FederationError(f"replay={log} would be overwritten: give another checkpoint=, or none")
+            self._turns = recorded(read_arrivals(Path(schedule.replay)))
+        self._jobs: dict[str, Job] = {}
+        self._heard: dict[int, Heard] = {}
+        self._resumed: dict[int, int] = dict(resumed.get("clients", {}))
+        self._buffers: dict[int, Mapping[str, Tensor]] = dict(resumed.get("buffers", {}))
+        self._turn: Turn | None = None
+        self._begin = time.monotonic()
+        self._log = log
+        if log is not None and log.exists():  # a run that was killed may have written one line more
+            os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[: server.rounds])))
+
+    @property
+    def free(self) -> dict[int, int]:
+        """The clients that are not at work, client → node."""
+        return {client: node for client, node in self.clients.nodes.items() if client not in self.busy}
+
+    @property
+    def busy(self) -> set[int]:
+        """The clients that are at work."""
+        return {job.client for job in self._jobs.values()}
+
+    def turn(self, grid: Grid, round: int, arrays: ArrayRecord, fewest: int) -> list[ClientOutcome]:
+        """Run the federation until messages are to be fused, and admit them.
+
+        Args:
+            grid: how the server reaches the clients.
+            round: fusions before, the version of the global posterior.
+            arrays: the global posterior.
+            fewest: clients that must be connected.
+
+        Returns: the outcomes in the order of arrival.
+
+        Raises:
+            FederationError: too few clients are connected, or a replay cannot go on.
+        """
+        began, replay = time.monotonic(), self._replayed(round)
+        nodes = self.clients.look(grid, self.timeout)
+        if len(nodes) < fewest:
+            nodes = self.clients.wait(grid, fewest, self.timeout, at_once=True)
+        together, buffer = self.schedule.together(len(nodes))
+        if not round and together >= FEWEST and self.server.safeguards.max_influence is not None:
+            buffer = max(buffer, FEWEST)  # fewer cannot be compared
+        fused = sum(int(figures["valid_clients"]) for figures in self.server.history)
+        turn = Turn((), (), frozenset(), (), 0.0, fused // len(nodes), len(nodes)) if replay is None else replay
+        told = {"share": 1 / max(1, turn.clients), "phase": turn.phase, "begun": not self.server.is_new}
+        self._buffers[round] = self.server.buffers
+        starts, refused = set[int](), set[int]()
+        while True:
+            self._go_on(grid, round)
+            for client in self._ready(round, together) if replay is None else self._ready_in(replay, starts):
+                self._start(grid, client, round, arrays, told)
+                starts.add(client)
+            late = time.monotonic() - began > self.timeout
+            due = self._due(round, max(buffer, fewest), late) if replay is None else self._due_in(replay, late)
+            if due is not None:
+                self._turn = turn._replace(starts=tuple(sorted(starts)), refused=frozenset(refused))
+                outcomes = self._admit(round, due)
+                if replay is not None or self._due(round, max(buffer, fewest), late) is not None:
+                    return outcomes
+            if not self._hear(grid, round, refused):
+                time.sleep(roster.POLL_SECONDS)
+            self.clients.look(grid, self.timeout)
+
+    def _admit(self, round: int, due: list[int]) -> list[ClientOutcome]:
+        """Let the server admit these clients; what it cannot use is a failure from then on.
+
+        Raises:
+            FederationError: it has been used in the federation that is repeated.
+        """
+        assert self._turn is not None
+        now = time.monotonic() - self._begin
+        arrivals = tuple(Arrival(now, client, self._heard[client].started) for client in due)
+        waiting = tuple(Arrival(now, job.client, job.started) for job in self._jobs.values())
+        self._turn = turn = self._turn._replace(arrivals=arrivals, waiting=waiting, time=now)
+        self.server.begin(RoundPlan(round, turn.starts, clients=turn.clients, turn=turn).heard)
+        outcomes = [self.server.admit(*self._heard[client]) for client in due]
+        for each in outcomes:
+            if each.error is not None:
+                if self._turns is not None:
+                    raise FederationError(f"the replay cannot go on: {each.error}")
+                failure = ClientFailure(each.client, each.error)
+                self._heard[each.client] = self._heard[each.client]._replace(message=failure)
+        return outcomes
+
+    def end(self, outcomes: Collection[ClientOutcome]) -> None:
+        """Add to the history what the fusion was, write it into the log, and forget what no message will be about."""
+        turn, self._turn, server = self._turn, None, self.server
+        if turn is None:
+            return
+        server.history[-1].update(turn.figures(server.rounds - 1))
+        heard = {arrival.client: arrival.started for arrival in turn.arrivals}
+        good = [each.client for each in outcomes if each.error is None]
+        arrived = tuple((client, heard.pop(client)) for client in good)
+        if self._log is not None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            fusion = Fusion(turn.clients, turn.phase, turn.starts, arrived, tuple(sorted(heard)))
+            with self._log.open("a") as file:
+                file.write(fusion.line(server.rounds))
+        self._heard = {client: each for client, each in self._heard.items() if client not in {*good, *heard}}
+        needed = set(self._under_way().values())
+        self._buffers = {version: each for version, each in self._buffers.items() if version in needed}
+        assert server.versions is not None
+        server.versions.forget(needed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return who is waited for, client → version, and the global buffers of these versions."""
+        return {"clients": self._under_way(), "buffers": dict(self._buffers)}
+
+    def _under_way(self) -> dict[int, int]:
+        held = {client: each.started for client, each in self._heard.items()}
+        return {job.client: job.started for job in self._waited(self.server.rounds)} | held | self._resumed
+
+    def _replayed(self, round: int) -> Turn | None:
+        """Return the turn of the log."""
+        if self._turns is None:
+            return None
+        if round >= len(self._turns):
+            raise FederationError(f"replay= ends after {len(self._turns)} fusions: give so many rounds at most")
+        return self._turns[round]
+
+    # -- who begins ----------------------------------------------------------------------------------------------------
+
+    def _go_on(self, grid: Grid, round: int) -> None:
+        """Ask those again that were under way when the run ended, from where they began, if they are there in time."""
+        assert self.server.versions is not None
+        late = time.monotonic() - self._begin > self.timeout
+        for client, started in list(self._resumed.items()):
+            if late or self._is_lost(started, round):
+                del self._resumed[client]
+            elif client in self.clients.nodes:
+                del self._resumed[client]
+                shared = self.server.versions.begun[started]
+                told = {"share": shared.share, "phase": shared.round, "begun": not shared.is_new}
+                self._start(grid, client, started, to_arrays(shared.posterior, self._buffers[started]), told)
+
+    def _ready(self, round: int, together: int) -> list[int]:
+        """Return the clients that begin now: drawn from those that are free, until enough are at work."""
+        known = list(self.clients.nodes)
+        if together < len(known):
+            draws = generator(self.seed, "cohort", round)
+            known = [known[place] for place in torch.randperm(len(known), generator=draws).tolist()]
+        free = [client for client in known if client not in self.busy and client not in self._heard]
+        return free[: max(0, together - len(self._waited(round)))]
+
+    def _ready_in(self, turn: Turn, begun: set[int]) -> list[int]:
+        """Return the clients that begin in a turn of the log, as far as they are connected."""
+        return sorted((set(turn.starts) - begun - self.busy) & self.clients.nodes.keys())
+
+    def _start(self, grid: Grid, client: int, started: int, arrays: ArrayRecord, told: Mapping[str, Any]) -> None:
+        """Let a client begin."""
+        node = self.clients.nodes[client]
+        sent = [each for each in grid.push_messages([self._ask(node, client, started + 1, arrays, told)]) if each]
+        if sent:
+            self._jobs[sent[0]] = Job(client, started, node, time.monotonic())
+        else:
+            failure = FusionError(f"client {client}: Flower does not take the message to it")
+            self._heard[client] = Heard(ClientFailure(client, failure), started)
+
+    # -- who is heard --------------------------------------------------------------------------------------------------
+
+    def _hear(self, grid: Grid, round: int, refused: set[int]) -> bool:
+        """Take what has arrived; return False if nothing has."""
+        replies = {}
+        for reply in grid.pull_messages(list(self._jobs)) if self._jobs else ():
+            identity = reply.metadata.reply_to_message_id
+            job = self._jobs.get(identity)
+            if job is not None and (reply.has_error() or reply.metadata.src_node_id == job.node):
+                replies[identity] = reply
+        for identity in sorted(replies, key=lambda each: self._jobs[each].client):  # who comes together, by number
+            client, started, *_ = self._jobs.pop(identity)
+            if self._is_lost(started, round):
+                refused.add(client)
+                late = FusionError(
+                    f"client {client}: its message comes {round - started} versions of the global posterior late, more "
+                    "than max_staleness allows"
+                )
+                self._heard[client] = Heard(ClientFailure(client, late), started)
+            else:
+                self._heard[client] = Heard(self._read(replies[identity], client, started + 1), started)
+        for identity, job in list(self._jobs.items()):
+            if time.monotonic() - job.since > self.timeout:  # the message of a node that has died never comes
+                silence = FusionError(f"client {job.client}: no reply within {self.timeout:g} s")
+                self._heard[self._jobs.pop(identity).client] = Heard(ClientFailure(job.client, silence), job.started)
+        return bool(replies)
+
+    def _is_lost(self, started: int, round: int) -> bool:
+        most = self.schedule.max_staleness
+        return most is not None and round - started > most
+
+    def _waited(self, round: int) -> list[Job]:
+        """Return the jobs whose messages will count."""
+        return [job for job in self._jobs.values() if not self._is_lost(job.started, round)]
+
+    def _due(self, round: int, buffer: int, late: bool) -> list[int] | None:
+        """Return the clients to fuse now, in the order of arrival; None to wait for more."""
+        valid = sum(isinstance(each.message, ClientUpdate) for each in self._heard.values())
+        nobody = not self._waited(round) and (late or bool(self._heard))
+        return list(self._heard) if valid >= buffer or nobody else None
+
+    def _due_in(self, turn: Turn, late: bool) -> list[int] | None:
+        """Return the clients of a turn of the log when all have been heard.
+
+        Raises:
+            FederationError: they have not in time.
+        """
+        order = [arrival.client for arrival in turn.arrivals]
+        missing = set(order) - self._heard.keys()
+        if missing and late:
+            silence = f"clients {listed(missing)} are silent for {self.timeout:g} s"
+            raise FederationError(f"the replay cannot go on: {silence}")
+        return None if missing else order
+
+
+def check_schedule(schedule: Asynchronous, min_clients: int) -> None:
+    """Raise FederationError for a schedule that is one of a simulation, or whose every fusion would fail."""
+    if schedule.delays != Delays():
+        raise FederationError("delays= are those of a simulation: over a network the real ones count; leave them out")
+    if schedule.buffer is not None and schedule.buffer < min_clients:
+        raise FederationError(
+            f"buffer={schedule.buffer} with min_clients={min_clients}: every fusion would have too few messages"
+        )

@@ -1,0 +1,354 @@
+"""Federations without rounds over Flower: their logs repeat them, in one process or over Flower, to the last bit."""
+
+import json
+
+import pytest
+import torch
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.flower import FusionStrategy, initial_arrays, load_checkpoint
+from lightning_fedbayes.methods.method import LocalProblem
+from lightning_fedbayes.server.arrivals import read_arrivals
+from lightning_fedbayes.server.schedule import Timeline
+from tests.federations import Plain, network
+from tests.flower.clients import client_apps
+from tests.flower.grid import NODE, SlowGrid
+from tests.flower.test_parity import Learned, Scheduled, assert_same
+from tests.flower.test_strategy import in_rounds, lost, nan
+from tests.transport.federation import hybrid, in_process
+
+BY_TWO = fb.Asynchronous(buffer=2)
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch):
+    """Nobody is waited for: all that will ever come is there."""
+    monkeypatch.setattr("lightning_fedbayes.flower.roster.POLL_SECONDS", 0.005)
+
+
+def federation(folder, fusion="sites", schedule=BY_TWO, **options):
+    return FusionStrategy(fusion, **{"wait_for": 4, "schedule": schedule, "seed": 3, **options},
+                          checkpoint=folder / "server.pt")
+
+
+def run(grid, strategy, rounds, make=hybrid, timeout=60.0):
+    return strategy.start(grid, initial_arrays(make()), rounds, timeout=timeout)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "server.jsonl").read_text().splitlines()]
+
+
+def again(folder, late=None, **options):
+    """The schedule that repeats what the folder's log says."""
+    return fb.Asynchronous(replay=folder / "server.jsonl", late=late or fb.FedBuff(), **options)
+
+
+class Phased(fb.Averaging):
+    """Clients are held closer to the global values from round to round."""
+
+    def problem(self, shared, client):
+        return LocalProblem(fb.Quadratic(0.5 * shared.round + shared.share))
+
+
+PHASED = Phased("linear_pool")
+LATE = fb.Asynchronous(buffer=1, late=fb.FedAsync(mixing=0.4))
+CASES = {
+    "sites": (hybrid, {"fusion": "sites"}, BY_TWO),
+    "sites one by one": (hybrid, {"fusion": "sites", "local_epochs": 2}, fb.Asynchronous(buffer=1)),
+    "sites of some": (Scheduled, {"fusion": "sites"}, fb.Asynchronous(concurrency=3, buffer=1)),
+    "sites of IVON": (Learned, {"fusion": "sites"}, fb.Asynchronous()),
+    "an average": (hybrid, {"fusion": "reverse_kl_barycenter"}, BY_TWO),
+    "an average by FedAsync": (hybrid, {"fusion": "linear_pool"}, LATE),
+    "a method that counts rounds": (hybrid, {"fusion": PHASED}, fb.Asynchronous(buffer=1)),
+    "kept optimizers": (Scheduled, {"fusion": "weighted_average", "keep": ["optimizer"]}, fb.Asynchronous(buffer=1)),
+}
+
+
+@pytest.mark.parametrize(("make", "client", "schedule"), CASES.values(), ids=CASES)
+def test_a_log_repeats_a_run_to_the_last_bit(make, client, schedule, tmp_path):
+    """In one process, and over Flower, where messages arrive in another order; BatchNorm's buffers, too."""
+    weighting = "equal" if client["fusion"] == "sites" else "train_size"
+    first = federation(tmp_path, client["fusion"], schedule, weighting=weighting)
+    run(SlowGrid(client_apps(make=make, state_folder=tmp_path, **client), slow={2: 5}), first, 8, make=make)
+    late = [version < line["fusion"] - 1 for line in lines(tmp_path) for _, version in line["arrived"]]
+    assert sum(late) >= 3
+    alone = in_process(8, make, **client, weighting=weighting, schedule=again(tmp_path, schedule.late), seed=3)
+    assert_same(first, alone)
+    (tmp_path / "again").mkdir()
+    second = federation(tmp_path / "again", client["fusion"], again(tmp_path, schedule.late), weighting=weighting)
+    apps = client_apps(make=make, shared=False, state_folder=tmp_path / "again", **client)
+    run(SlowGrid(apps, seed=1, slow={0: 3}), second, 8, make=make)
+    assert_same(second, alone)
+    for name, value in first.server.buffers.items():
+        assert torch.equal(value, second.server.buffers[name])
+    played = [{**line, "refused": [], "began": []} for line in lines(tmp_path)]
+    assert [{**line, "began": []} for line in lines(tmp_path / "again")] == played
+
+
+class Killed(Exception):
+    """SIGKILL of the server."""
+
+
+@pytest.mark.parametrize("fusion", ["sites", PHASED], ids=str)
+@pytest.mark.parametrize("where", ["before the log", "before the checkpoint", "after it"])
+def test_a_server_that_is_killed_goes_on_and_its_log_repeats_the_whole(where, fusion, tmp_path, monkeypatch):
+    """What was under way is asked again from the version that it began with."""
+    apps = client_apps(state_folder=tmp_path, fusion=fusion)
+    for stop in (2, 3, 5):
+        strategy = federation(tmp_path, fusion)
+        with monkeypatch.context() as patch:
+            kill_at(patch, where, stop, strategy)
+            with pytest.raises(Killed):
+                run(SlowGrid(apps, seed=stop, slow={2: 4}), strategy, 8)
+    under_way = torch.load(tmp_path / "server.pt", weights_only=True)["under_way"]["clients"]
+    strategy, grid = federation(tmp_path, fusion), SlowGrid(apps, seed=9)
+    asked = []
+    strategy._ask, ask = lambda *args: asked.append((args[1], args[2] - 1)) or ask(*args), strategy._ask
+    run(grid, strategy, 8)
+    assert dict(asked[: len(under_way)]) == under_way
+    assert any(version < strategy.server.rounds for version in under_way.values())
+    assert [line["fusion"] for line in lines(tmp_path)] == list(range(1, 9))
+    assert_same(strategy, in_process(8, fusion=fusion, schedule=again(tmp_path), seed=3))
+
+
+def kill_at(patch, where, stop, strategy):
+    """Let the server die at fusion ``stop``."""
+    def dying(inner, after):
+        def dies(*arguments):
+            if strategy.server.rounds < stop:
+                return inner(*arguments)
+            if after:
+                inner(*arguments)
+            raise Killed
+
+        return dies
+
+    owner, name = {
+        "before the log": ("asynchronous.Course", "end"), "before the checkpoint": ("checkpoint.ServerState", "save"),
+        "after it": ("checkpoint.ServerState", "save"),
+    }[where]
+    module, kind = owner.split(".")
+    owner = getattr(__import__(f"lightning_fedbayes.flower.{module}", fromlist=[kind]), kind)
+    inner = getattr(owner, name)
+    patch.setattr(owner, name, lambda self, *args: dying(lambda *a: inner(self, *a), where == "after it")(*args))
+
+
+class Once(dict):
+    """What is asked for is gone afterwards."""
+
+    get = dict.pop
+
+
+def test_a_client_that_is_too_stale_is_refused_and_keeps_what_it_had(tmp_path, caplog):
+    caplog.set_level("INFO")
+    strategy = federation(tmp_path, schedule=fb.Asynchronous(buffer=2, max_staleness=1))
+    run(SlowGrid(client_apps(state_folder=tmp_path, fusion="sites"), slow=Once({2: 9})), strategy, 10)
+    assert "client 2: its message comes" in caplog.text
+    assert "more than max_staleness allows" in caplog.text
+    assert any(2 in line["refused"] for line in lines(tmp_path))
+    assert all(line["fusion"] - 1 - version <= 1 for line in lines(tmp_path) for _, version in line["arrived"])
+    assert 2 in strategy.server.accepted  # and counts when it is in time
+    assert_same(strategy, in_process(10, fusion="sites", schedule=again(tmp_path), seed=3))
+
+
+def from_elsewhere(reply):
+    """Another node says that it answers for this one."""
+    reply.metadata.__dict__["_src_node_id"] = NODE
+    return reply
+
+
+def test_a_client_that_does_not_answer_in_time_is_given_up_and_asked_again(tmp_path, caplog):
+    caplog.set_level("INFO")
+    strategy = federation(tmp_path, schedule=fb.Asynchronous(buffer=3))
+    change = {1: in_rounds(lost, 1, 1), 2: in_rounds(from_elsewhere, 1, 1)}
+    grid = SlowGrid(client_apps(state_folder=tmp_path, fusion="sites"), change)
+    run(grid, strategy, 4, timeout=2.0)
+    assert "client 1: no reply within 2 s" in caplog.text
+    assert lines(tmp_path)[0]["refused"] == [1, 2]
+    assert {1, 2} <= set(lines(tmp_path)[1]["began"])
+    assert [row["failed_clients"] for row in strategy.server.history] == [2, 0, 0, 0]
+    assert_same(strategy, in_process(4, fusion="sites", schedule=again(tmp_path), seed=3))
+
+
+def test_a_client_that_sends_rubbish_does_not_fill_the_buffer(tmp_path):
+    strategy = federation(tmp_path, "linear_pool", fb.Asynchronous(buffer=3))
+    run(SlowGrid(client_apps(), {1: nan}), strategy, 5)
+    assert all(row["valid_clients"] == 3 for row in strategy.server.history)
+    assert 1 not in strategy.server.accepted
+    assert sum(row["failed_clients"] for row in strategy.server.history) > 2
+    assert_same(strategy, in_process(5, fusion="linear_pool", schedule=again(tmp_path), seed=3))
+
+
+def test_nodes_come_and_go(tmp_path):
+    """The share of a client is one of those that are connected; the log knows it."""
+    grid = SlowGrid(client_apps(state_folder=tmp_path, fusion="sites"))
+    grid.away = {3}
+    strategy = federation(tmp_path, schedule=fb.Asynchronous(buffer=1), wait_for=3)
+    look, seen = strategy._roster.look, []
+
+    def watch(*arguments):
+        done = strategy.server.rounds
+        grid.away = {3} if done < 4 else {0} if done < 8 else set()
+        seen.append((done, tuple(strategy._roster.nodes)))
+        return look(*arguments)
+
+    strategy._roster.look = watch
+    run(grid, strategy, 20)
+    told = [line["clients"] for line in lines(tmp_path)]
+    assert told[0] == 3
+    assert told[-1] == 4
+    arrived = [client for line in lines(tmp_path) for client, _ in line["arrived"]]
+    assert set(arrived) == {0, 1, 2, 3}
+    assert 0 in arrived[9:]
+    assert 3 not in arrived[:4]
+    assert_same(strategy, in_process(20, fusion="sites", schedule=again(tmp_path), seed=3))
+
+
+def test_rounds_that_come_to_nothing_end_the_run(tmp_path):
+    strategy = federation(tmp_path, "linear_pool", fb.Asynchronous(buffer=2), safeguards=fb.Safeguards(min_clients=2))
+    with pytest.raises(FederationError, match="3 rounds in a row had fewer than min_clients=2 valid updates"):
+        run(SlowGrid(client_apps(), {1: nan, 2: nan, 3: nan}), strategy, 9)
+    assert [line["arrived"] for line in lines(tmp_path)] == [[[0, 0]], [[0, 1]], [[0, 2]]]
+
+
+class AtOnce(SlowGrid):
+    """All replies come together, the last asked first."""
+
+    def pull_messages(self, message_ids):
+        return [self.waiting.pop(each)[2] for each in reversed(list(message_ids)) if each in self.waiting]
+
+
+def test_without_delays_it_is_a_federation_by_rounds(tmp_path):
+    strategy = federation(tmp_path, "sites", fb.Asynchronous(buffer=4))
+    run(AtOnce(client_apps(state_folder=tmp_path, fusion="sites")), strategy, 3)
+    assert [line["arrived"] for line in lines(tmp_path)] == [[[k, r] for k in (0, 1, 2, 3)] for r in range(3)]
+    assert_same(strategy, in_process(3, fusion="sites", seed=3))
+
+
+# -- best round, early stop --------------------------------------------------------------------------------------------
+
+
+def scored(monkeypatch, values):
+    """Let clients find these losses, round by round."""
+    def evaluate(self, trainer, module, datamodule, task):
+        return {"val/nll": values[task.round]}, 10
+
+    monkeypatch.setattr("lightning_fedbayes.transport.training.ClientTraining.evaluate", evaluate)
+
+
+@pytest.mark.parametrize("schedule", [None, fb.Asynchronous(buffer=4)], ids=["rounds", "schedule"])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_best_round_is_kept_and_the_run_stops(schedule, mode, tmp_path, monkeypatch):
+    values = [3.0, 2.0, 2.5, 2.0, 1.0]
+    scored(monkeypatch, values if mode == "min" else [-value for value in values])
+    options = {"schedule": schedule, "evaluate": True, "monitor": "val/nll", "mode": mode}
+    apps = client_apps(state_folder=tmp_path, fusion="sites")
+    strategy = federation(tmp_path, **options, patience=2)
+    result = run(SlowGrid(apps), strategy, 5)
+    assert strategy.server.rounds == 4  # the second is the best, two more are no better
+    state = load_checkpoint(module := hybrid(), tmp_path / "server.pt", best=True)
+    assert (state.best["round"], state.rounds) == (2, 4)
+    for name, mean in fb.read_posterior(module).mean.items():
+        assert torch.equal(torch.from_numpy(result.arrays[f"mean/{name}"].numpy().copy()), mean)
+    load_checkpoint(last := hybrid(), tmp_path / "server.pt")
+    assert any(not torch.equal(a, b) for a, b in zip(module.state_dict().values(), last.state_dict().values()))
+    run(grid := SlowGrid(apps), federation(tmp_path, **options, patience=2), 5)
+    assert not grid.asked  # it has stopped for good
+    run(SlowGrid(apps), longer := federation(tmp_path, **options, patience=3), 5)
+    assert (longer.server.rounds, longer._best["round"]) == (5, 5)
+
+
+def test_a_round_that_was_not_scored_when_the_server_died_is_scored(tmp_path, monkeypatch):
+    scored(monkeypatch, [3.0, 1.0, 2.0])
+    apps = client_apps(state_folder=tmp_path, fusion="sites")
+    with monkeypatch.context() as patch:
+        patch.setattr(FusionStrategy, "_score", lambda *args: None)
+        run(SlowGrid(apps), federation(tmp_path, schedule=None), 2)
+    options = {"schedule": None, "evaluate": True, "monitor": "val/nll", "checkpoint": tmp_path / "server.pt"}
+    run(SlowGrid(apps), strategy := FusionStrategy("sites", wait_for=4, seed=3, **options), 3)
+    assert (strategy._best["round"], strategy._best["score"]) == (2, 1.0)
+
+
+def test_what_the_busy_have_scored_last_counts(tmp_path, monkeypatch):
+    def evaluate(self, trainer, module, datamodule, task):
+        return {"val/nll": float(task.round), "who": float(task.client)}, 10
+
+    monkeypatch.setattr("lightning_fedbayes.transport.training.ClientTraining.evaluate", evaluate)
+    strategy = federation(tmp_path, "linear_pool", fb.Asynchronous(buffer=1), evaluate=True)
+    result = run(SlowGrid(client_apps(make=lambda: Plain(network()))), strategy, 6, make=lambda: Plain(network()))
+    heard = [{line["arrived"][0][0]: line["fusion"] - 1} for line in lines(tmp_path)]
+    latest = {client: version for each in heard for client, version in each.items()}
+    assert result.evaluate_metrics_clientapp[6]["val/nll"] == sum(latest.values()) / len(latest)
+    assert len(strategy.client_scores.names) == len(latest) > 1
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "delays of a simulation": ({"schedule": fb.Asynchronous(delays=fb.Delays(2.0))}, "over a network the real ones"),
+    "a small buffer": ({"schedule": BY_TWO, "safeguards": fb.Safeguards(min_clients=3)}, "every fusion would have too"),
+    "a fraction": ({"schedule": BY_TWO, "fraction": 0.5}, r"say how many clients train at once by concurrency="),
+    "no schedule": ({"schedule": "fast"}, r"give fb\.Asynchronous"),
+    "nothing scored": ({"schedule": None, "monitor": "val/nll"}, "nothing is scored; give evaluate=True"),
+    "patience for nothing": ({"schedule": None, "patience": 3}, "say which figure"),
+    "a mode": ({"schedule": None, "mode": "least"}, "mode='least'"),
+}
+
+
+@pytest.mark.parametrize(("options", "says"), REFUSED.values(), ids=REFUSED)
+def test_arguments_that_do_not_go_together_are_refused(options, says, tmp_path):
+    with pytest.raises(FederationError, match=says):
+        federation(tmp_path, **options)
+
+
+def test_a_replay_is_given_alone_and_writes_elsewhere(tmp_path):
+    (tmp_path / "server.jsonl").write_text("")
+    with pytest.raises(FederationError, match="give late= alone beside it"):
+        again(tmp_path, buffer=2)
+    with pytest.raises(FederationError, match="would be overwritten"):
+        run(SlowGrid(client_apps()), federation(tmp_path, "linear_pool", again(tmp_path)), 1)
+    with pytest.raises(FederationError, match=r"replay= ends after 0 fusions"):
+        in_process(1, fusion="linear_pool", schedule=again(tmp_path))
+    strategy = FusionStrategy("linear_pool", wait_for=4, schedule=again(tmp_path))
+    with pytest.raises(FederationError, match=r"replay= ends after 0 fusions"):
+        run(SlowGrid(client_apps()), strategy, 1)
+
+
+def test_a_replay_that_cannot_be_repeated_says_why(tmp_path):
+    run(SlowGrid(client_apps()), federation(tmp_path, "linear_pool"), 2)
+    (tmp_path / "again").mkdir()
+    grid = SlowGrid(client_apps(), dict.fromkeys(range(4), nan))
+    with pytest.raises(FederationError, match=r"the replay cannot go on: client \d: .* not finite"):
+        run(grid, federation(tmp_path / "again", "linear_pool", again(tmp_path)), 1)
+    grid = SlowGrid(client_apps()[:2])
+    with pytest.raises(FederationError, match=r"the replay cannot go on: clients .* are silent for 0\.05 s"):
+        run(grid, FusionStrategy("linear_pool", schedule=again(tmp_path)), 2, timeout=0.05)
+    with pytest.raises(FederationError, match=r"has a client \d, but there are 2 clients"):
+        Timeline(again(tmp_path), (5, 5), seed=0)
+
+
+GOOD = {"fusion": 1, "clients": 2, "phase": 0, "began": [0], "arrived": [[0, 0]], "refused": []}
+SECOND = {**GOOD, "fusion": 2}
+BROKEN = {
+    "another number": [SECOND], "of the future": [{**GOOD, "arrived": [[0, 1]]}], "a text": [{**GOOD, "clients": "2"}],
+    "no order": [{"fusion": 1}], "a client at once": [{**GOOD, "arrived": [[0, 0], [0, 0]]}],
+    "begun too early": [GOOD, SECOND], "no line": ["x"],
+}
+
+
+@pytest.mark.parametrize("lines", BROKEN.values(), ids=BROKEN)
+def test_files_that_are_no_log_are_refused(lines, tmp_path):
+    (tmp_path / "log").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(FederationError, match="is no log of arrivals"):
+        read_arrivals(tmp_path / "log")
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    good = json.dumps(GOOD) + "\n"
+    (tmp_path / "log").write_text(good + json.dumps({**GOOD, "fusion": 2})[:20])
+    assert len(read_arrivals(tmp_path / "log")) == 1
+    with pytest.raises(FederationError, match="is no log of arrivals"):
+        read_arrivals(tmp_path / "nowhere")
