@@ -68,10 +68,11 @@ class Cell(NamedTuple):
 
 def cells_of(seeds: int) -> Iterator[Cell]:
     """Yield all cells."""
-    for seed in range(seeds):
-        rows = list(BUFFERS)[: 3 if seed < FEW else 2]  # one by one takes the longest
-        yield from (Cell("digits", "sites", row, seed) for row in rows)
-        yield from (Cell("logistic", split, row, seed) for split in logistic.SPLITS for row in rows)
+    *most, last = BUFFERS  # one by one takes the longest
+    for rows, count in ((most, seeds), ([last], min(seeds, FEW))):
+        for seed in range(count):
+            yield from (Cell("digits", "sites", row, seed) for row in rows)
+            yield from (Cell("logistic", split, row, seed) for split in logistic.SPLITS for row in rows)
     for seed in range(min(seeds, FEW)):
         yield from (Cell("absences", "IID", row, seed) for row in ABSENCES)
         yield from (Cell("digits", "plain", row, seed) for row in AVERAGES)

@@ -38,6 +38,8 @@ BEYOND = 3
 SETTLED = 0.02
 """Change, as part of the largest site, that counts whole however small the others' are: otherwise a client that is the
 last one on its way is held up for ever by those that have arrived."""
+SETTLED_LATE = 0.2
+"""The same without rounds, where clients are not at the same point of their way: honest ones were held up by 0.02."""
 LEAST_LEFT = 1e-3
 """Part of the global precision that is left whatever a site takes away; honest clients leave 250 times as much."""
 
@@ -51,16 +53,21 @@ class SiteLimits(Limits):
         is_new: returns True for a client whose lengths are not bounded: it has no site yet, and too few others do.
         passes_of: how often the others have been heard since a client began, on average, at least 1. Its change may be
             as many times as large as theirs: one that is seldom heard has further to go.
+        begins_of: returns the part of a whole site by which a client may change in any case, while it is new.
     """
 
     is_new: Callable[[int], bool]
     passes_of: Callable[[int], float]
+    begins_of: Callable[[int], float]
 
     def of(self, clients: Mapping[int, float]) -> Tensor:
         """Return the limits of clients, client → weight, shape (clients, 5, tensors)."""
         limits = self.sizes * _credits(clients.values(), self.weight)
-        passes = torch.tensor([self.passes_of(client) for client in clients], dtype=torch.float64)
-        limits[:, :2] *= passes[:, None, None]
+        passes, begins = (
+            torch.tensor([of(client) for client in clients], dtype=torch.float64)[:, None, None]
+            for of in (self.passes_of, self.begins_of)
+        )
+        limits[:, :2] = (limits[:, :2] * passes).maximum(limits[:, 2:4] * begins)
         limits[torch.tensor([self.is_new(client) for client in clients], dtype=torch.bool), :4] = torch.inf
         return limits
 
@@ -81,8 +88,8 @@ class SiteGuard(Guard):
         counted_of: returns what has been counted of a client in the rounds before: "precision", "shift" and "dual", as
             far as there are such; empty for none.
         memory, part: see :class:`~lightning_fedbayes.server.guard.Guard`. Where a fusion hears a part of the clients,
-            "known" are the sizes, "weights" the weights of all "clients" that were heard before: few are compared with
-            them.
+            "known" are the sizes and "weights" the weights of all "clients" that were heard before, as often as "heard"
+            says: few are compared with them.
         passes_of: see :class:`SiteLimits`.
     """
 
@@ -179,10 +186,23 @@ class SiteGuard(Guard):
             weights = [*weights, *self.memory["weights"][others].tolist()]
         weight = statistics.median(weights)
         limits = super().limits(sizes / _credits(weights, weight), [1.0] * len(weights)).sizes
-        limits[:2] = limits[:2].maximum(SETTLED * limits[2:4])
+        limits[:2] = limits[:2].maximum((SETTLED if self.part == 1 else SETTLED_LATE) * limits[2:4])
         limits[4] = 1 + TOLERANCE
         few = len(sizes) < FEWEST
-        return SiteLimits(limits, weight, lambda client: few and not self._counted_of(client), self._passes_of)
+        is_new = lambda client: few and not self._counted_of(client)  # noqa: E731
+        return SiteLimits(limits, weight, is_new, self._passes_of, self._begins_of)
+
+    def _begins_of(self, client: int) -> float:
+        """Return 2⁻ⁿ for a client that was heard n times, in a federation without rounds: others may have settled."""
+        if self.part == 1:
+            return 0.0
+        return 0.5 ** self._heard.get(client, 0)
+
+    @property
+    def _heard(self) -> dict[int, int]:
+        if "heard" not in self.memory:
+            return {}
+        return dict(zip(self.memory["clients"].tolist(), self.memory["heard"].tolist()))
 
     def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
         """See :meth:`Guard.remember`; a change over several passes counts as one of one pass."""
@@ -191,7 +211,8 @@ class SiteGuard(Guard):
             return
         passes, own = (torch.tensor(each, dtype=torch.float64) for each in ([*map(self._passes_of, clients)], weights))
         sizes = torch.cat([sizes[:, :2] / passes[:, None, None], sizes[:, 2:]], 1)
-        found = {"clients": torch.tensor(clients), "known": sizes, "weights": own}
+        heard = torch.tensor([self._heard.get(client, 0) + 1 for client in clients])
+        found = {"clients": torch.tensor(clients), "known": sizes, "weights": own, "heard": heard}
         if "known" in self.memory:
             rest = [row for row, client in enumerate(self.memory["clients"].tolist()) if client not in clients]
             found = {name: torch.cat([self.memory[name][rest], each]) for name, each in found.items()}
