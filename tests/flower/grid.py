@@ -65,6 +65,10 @@ class SlowGrid(LocalGrid):
         apps, change: see :class:`LocalGrid`.
         seed: of the order.
         slow: client → how many replies of others arrive before each of its own, if there are so many.
+
+    Attributes:
+        away: clients that are not connected.
+        delivered: clients whose training replies have arrived, in their order.
     """
 
     def __init__(self, apps: Iterable[App], change: Any = None, seed: int = 0, slow: Any = None) -> None:
@@ -73,6 +77,7 @@ class SlowGrid(LocalGrid):
         self.waiting: dict[str, tuple[int, int, Message]] = {}
         self.released = 0
         self.away: set[int] = set()
+        self.delivered: list[int] = []
 
     def get_node_ids(self) -> list[int]:
         return [node for node in super().get_node_ids() if NODE - node not in self.away]
@@ -96,4 +101,7 @@ class SlowGrid(LocalGrid):
             return []
         self.released += 1
         ready.sort(key=lambda each: self.waiting[each][1])  # not by names, which are other ones in every run
-        return [self.waiting.pop(self.chance.choice(ready))[2]]
+        _, client, reply = self.waiting.pop(self.chance.choice(ready))
+        if reply.metadata.message_type == "train":
+            self.delivered.append(client)
+        return [reply]
