@@ -186,6 +186,8 @@ def of_row(done: Done, study: str, split: str, row: str) -> dict[int, Mapping[st
 
 def mean(values: Sequence[float], digits: int = 1) -> str:
     """Return mean and standard error."""
+    if not values:
+        return "–"
     if not all(map(math.isfinite, values)):
         return f"not in {sum(map(math.isinf, values))} of {len(values)}"
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
