@@ -45,9 +45,9 @@ def test_a_temperature_is_that_of_least_nll():
 @pytest.mark.parametrize("method", [curves.EXACT, curves.ALL, "sites on the head"])
 def test_a_curve_goes_on_by_exchange_and_byte(monkeypatch, method):
     monkeypatch.setattr(curves, "SCORED", (1, 2, 4))
-    monkeypatch.setattr(curves, "IMAGES", 100)
+    cell = curves.Cell("10 clients, one class each", method, curves.RATES[method][0], 0, images=100)
     with quietly():
-        points = curves.run(curves.Cell("10 clients, one class each", method, curves.RATES[method][0], 0), made_up())
+        points = curves.run(cell, made_up())
     sent = [point.megabytes for point in points]
     assert sent == sorted(sent)
     assert all(point.scaled_nll <= point.nll + 0.1 for point in points)
@@ -55,6 +55,10 @@ def test_a_curve_goes_on_by_exchange_and_byte(monkeypatch, method):
         assert points[0].accuracy <= 0.2 < points[-1].accuracy
     if method == curves.ALL:  # the sums are worth a step
         assert all(point.accuracy > 0.8 for point in points)
+        other = cell._replace(split="100 clients, one class each")
+        again = curves.of_another_split(other, {cell: points})
+        assert [each.megabytes for each in again] == pytest.approx([10 * each for each in sent])
+        assert [each[2:] for each in again] == [each[2:] for each in points]
 
 
 def test_the_ridge_of_the_clients_sums_is_that_of_the_pooled_data():

@@ -57,8 +57,8 @@ def test_without_delays_a_buffer_of_all_is_the_federation_by_rounds(setting, eng
 
 
 def test_without_delays_a_part_of_the_clients_is_the_federation_by_rounds():
-    rounds = fit("sites", None, 22, fraction=0.6)
-    without = fit("sites", fb.Asynchronous(3, 3, fb.Delays(0.0)), 22)
+    rounds = fit("sites", None, 6, fraction=0.6)
+    without = fit("sites", fb.Asynchronous(3, 3, fb.Delays(0.0)), 6)
     assert_equal(untimed(rounds), untimed(without))
 
 
@@ -74,11 +74,10 @@ def fit_in(folder, setting, name, rounds=9, ckpt_path=None, disk=False, engine="
     return fit(setting, SCHEDULES[name], rounds, engine, folder, ckpt_path, keep=keep)
 
 
-@pytest.mark.parametrize(("setting", "name", "engine"), [
-    ("sites", "half", "sequential"), ("everything", "few", "vectorized"), ("ivon", "few", "vectorized"),
-    ("adam", "fedasync", "sequential"),
+@pytest.mark.parametrize(("setting", "name", "engine", "disk"), [
+    ("sites", "half", "sequential", True), ("everything", "few", "vectorized", True),
+    ("ivon", "few", "vectorized", False), ("adam", "fedasync", "sequential", False),
 ])
-@pytest.mark.parametrize("disk", [False, True])
 def test_an_interrupted_federation_ends_as_one_that_was_not(tmp_path, setting, name, engine, disk):
     whole = fit_in(tmp_path / "whole", setting, name, engine=engine)
     fit_in(tmp_path / "parts", setting, name, 4, disk=disk, engine=engine)
@@ -154,7 +153,7 @@ def test_attackers_are_bounded_as_they_are_in_rounds():
     for attack in ((), fb.ScaledUpdate(clients=[4], factor=50.0)):
         schedule = fb.Asynchronous(buffer=2, delays=fb.Delays(slow={4: 0.3}))
         federation = fb.FederatedBayes(fb.IIDPartition(10), fusion="sites", schedule=schedule, adversaries=attack)
-        federate(bayesian(learning_rate=0.01), federation, 40)
+        federate(bayesian(learning_rate=0.01), federation, 24)
         found.append(float(federation.posterior.flatten()[0].square().mean().sqrt()))
     assert found[1] < 2 * found[0]
 

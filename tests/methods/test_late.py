@@ -147,7 +147,7 @@ def run(schedule, turns, clients=6, size=4, safeguards=None):
 ])
 @pytest.mark.parametrize("buffer", [1, 3])
 def test_late_sites_end_at_the_posterior_of_all_that_were_heard(delays, missing, buffer):
-    server, made = run(fb.Asynchronous(buffer=buffer, delays=delays), 300 // buffer)
+    server, made = run(fb.Asynchronous(buffer=buffer, delays=delays), 240 // buffer)
     others = [client for client in range(6) if client not in missing]
     assert sorted(server.accepted) == others
     for client in others:  # one that is heard a few times has come as far as its damping lets it, and is not held back
