@@ -414,7 +414,8 @@ class FederatedBayes(L.Callback):
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round beside the test's figures: it is their x-axis."""
         known = self._federation is not None or self._restored is not None
-        pl_module.log("round", float(len(self.history)) if known else 0.0, sync_dist=True)
+        if trainer.loggers:
+            pl_module.log("round", float(len(self.history)) if known else 0.0, sync_dist=True)
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """See that W&B draws the test's figures over the rounds."""

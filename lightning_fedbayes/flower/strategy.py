@@ -110,12 +110,13 @@ class FusionStrategy(Rounds, Strategy):
         if monitor is not None and not self.evaluate:
             raise FederationError(f"monitor='{monitor}' with evaluate=False: nothing is scored; give evaluate=True")
         self.schedule = schedule
+        self._roster, self._asked, self._scoring = Roster(), {}, {}
         self._train = ConfigRecord()
         self._course: Course | None = None
 
     def resume(self, model: Mapping[str, Tensor]) -> Server:
         """Begin a run: make the server that starts from ``model``, or goes on from the checkpoint."""
-        self._roster, self._asked, self._scoring = Roster(), {}, {}
+        self._asked, self._scoring = {}, {}
         self._scores: dict[int, ClientMessage] = {}
         return super().resume(model)
 

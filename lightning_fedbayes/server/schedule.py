@@ -15,6 +15,7 @@ import torch
 from lightning_fedbayes.core.errors import (
     FederationError,
     check_at_least,
+    check_flag,
     check_kind,
     check_number,
     check_path,
@@ -67,11 +68,13 @@ class Delays:
         for client, factor in self.slow.items():
             check_number(f"slow[{client}]", factor, "(0, inf)", why="it multiplies the client's time")
         for client, times in self.trace.items():
-            if not times or not all(is_number(each) and each >= 0 for each in times):
+            if not isinstance(times, Sequence) or not times or not all(is_number(each) and each >= 0 for each in times):
                 raise FederationError(f"trace[{client}]={shown(times)}: give times of at least 0, at least one")
+        check_kind("away", self.away, Sequence, "give a list of (client, from, until), such as [(3, 2.0, 5.0)]")
+        check_flag("by_size", self.by_size)
         for each in self.away:
             whole = isinstance(each, Sequence) and len(each) == 3
-            if not whole or not is_whole(each[0]) or not 0 <= each[1] < each[2]:
+            if not whole or not is_whole(each[0]) or not is_number(each[1]) or not _is_later(*each[1:]):
                 raise FederationError(f"away: {shown(each)}: give (client, from, until) with 0 ≤ from < until")
 
     @classmethod
@@ -183,6 +186,11 @@ class Asynchronous:
         """Return concurrency and buffer in a federation of so many clients."""
         concurrency = clients if self.concurrency is None else self.concurrency
         return concurrency, max(1, concurrency // 2) if self.buffer is None else self.buffer
+
+
+def _is_later(start: float, until: Any) -> bool:
+    """Return whether an absence is one: from 0 on, and with an end after its start, which may be infinite."""
+    return (is_number(until) or until == math.inf) and 0 <= start < until
 
 
 class Arrival(NamedTuple):

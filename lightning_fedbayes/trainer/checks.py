@@ -188,7 +188,8 @@ def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], setting
     made: Any = trainer
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
     names = (*names, "privacy", "local_parameters", "posterior", "schedule")
-    changed = [f"{name}={settings[name]} (was {stored[name]})" for name in names if stored[name] != settings[name]]
+    changed = [f"{name}={settings.get(name)} (was {stored.get(name)})" for name in names
+               if stored.get(name) != settings.get(name)]
     if changed:
         raise FederationError(
             f"the checkpoint is of another federation: {', '.join(changed)}. Resume with the same data, partition, "

@@ -54,7 +54,7 @@ class Rounds:
     """
 
     late: Late | None = None
-    """How averages take late messages; None with rounds."""
+    """Way in which averages take late messages; None with rounds."""
 
     def __init__(
         self,

@@ -128,11 +128,12 @@ def kill_at(patch, where, stop, strategy):
         return dies
 
     owner, name = {
-        "before the log": ("asynchronous.Course", "end"), "before the checkpoint": ("checkpoint.ServerState", "save"),
-        "after it": ("checkpoint.ServerState", "save"),
+        "before the log": ("flower.asynchronous.Course", "end"),
+        "before the checkpoint": ("transport.checkpoint.ServerState", "save"),
+        "after it": ("transport.checkpoint.ServerState", "save"),
     }[where]
-    module, kind = owner.split(".")
-    owner = getattr(__import__(f"lightning_fedbayes.flower.{module}", fromlist=[kind]), kind)
+    module, kind = owner.rsplit(".", 1)
+    owner = getattr(__import__(f"lightning_fedbayes.{module}", fromlist=[kind]), kind)
     inner = getattr(owner, name)
     patch.setattr(owner, name, lambda self, *args: dying(lambda *a: inner(self, *a), where == "after it")(*args))
 
@@ -262,7 +263,7 @@ def test_the_best_round_is_kept_and_the_run_stops(schedule, mode, tmp_path, monk
     run(grid := SlowGrid(apps), federation(tmp_path, **options, patience=2), 5)
     assert not grid.asked  # it has stopped for good
     run(SlowGrid(apps), longer := federation(tmp_path, **options, patience=3), 5)
-    assert (longer.server.rounds, longer._best["round"]) == (5, 5)
+    assert (longer.server.rounds, longer.best["round"]) == (5, 5)
 
 
 def test_a_round_that_was_not_scored_when_the_server_died_is_scored(tmp_path, monkeypatch):
@@ -273,7 +274,7 @@ def test_a_round_that_was_not_scored_when_the_server_died_is_scored(tmp_path, mo
         run(SlowGrid(apps), federation(tmp_path, schedule=None), 2)
     options = {"schedule": None, "evaluate": True, "monitor": "val/nll", "checkpoint": tmp_path / "server.pt"}
     run(SlowGrid(apps), strategy := FusionStrategy("sites", wait_for=4, seed=3, **options), 3)
-    assert (strategy._best["round"], strategy._best["score"]) == (2, 1.0)
+    assert (strategy.best["round"], strategy.best["score"]) == (2, 1.0)
 
 
 def test_what_the_busy_have_scored_last_counts(tmp_path, monkeypatch):
