@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -29,3 +30,12 @@ def _loggers_speak_again() -> Iterator[None]:
     yield
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _no_run_of_wandb_is_left_open() -> Iterator[None]:
+    """A logger of the next test would go on with it."""
+    yield
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and getattr(wandb, "run", None) is not None:
+        wandb.finish()
