@@ -10,7 +10,9 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes import ClientUpdate, GaussianPosterior, RoundPlan, Server
 from lightning_fedbayes.fusion import Sites
-from lightning_fedbayes.server.site_guard import BEYOND, SETTLED
+from lightning_fedbayes.server.guard import FEWEST
+from lightning_fedbayes.server.schedule import Timeline
+from lightning_fedbayes.server.site_guard import BEYOND, SETTLED, SiteLimits
 from tests.federations import bayesian, federate
 
 SIZE, CLIENTS = 40, 9
@@ -39,6 +41,10 @@ class Conjugate:
         self.server = Server(START, fusion=RULE)
         self.clients, self.lies, self.scale, self.weight = tuple(clients), lies or {}, scale, weight
 
+    @property
+    def phase(self) -> int:
+        return self.server.rounds
+
     def update(self, client: int) -> ClientUpdate:
         server = self.server
         base = RULE.natural_of(RULE.base(server.posterior, server.rule_state), torch.zeros(0))
@@ -47,7 +53,7 @@ class Conjugate:
         own = (torch.zeros(SIZE).double(), torch.zeros(SIZE).double()) if site is None else site
         trained = [old + new - mine for old, new, mine in zip(base, likelihood(client, self.scale(client)), own)]
         steps = torch.ones(SIZE).double()
-        precision, shift = RULE.changed(base, site, tuple(trained), steps, 1 / len(self.clients), server.rounds)
+        precision, shift = RULE.changed(base, site, tuple(trained), steps, 1 / len(self.clients), self.phase)
         sent = GaussianPosterior({"w": shift / precision}, {"w": 1 / precision})
         if client in self.lies:
             sent = self.lies[client](sent, server.posterior)
@@ -60,6 +66,30 @@ class Conjugate:
                 assert self.server.admit(self.update(client)).error is None
             self.result = self.server.finish()
             assert self.result.success
+        return self.server.posterior
+
+
+class WithoutRounds(Conjugate):
+    """The same without rounds: every message is late by what the others have been fused meanwhile."""
+
+    phase = 0  # damping stays
+
+    def __init__(self, delays=fb.Delays(), buffer=2, **options):
+        super().__init__(**options)
+        self.server = Server(START, fusion=RULE, late=fb.FedBuff())
+        self.timeline = Timeline(fb.Asynchronous(buffer=buffer, delays=delays), [10] * CLIENTS, 0, first=FEWEST)
+        self.heard = [0] * CLIENTS
+
+    def run(self, rounds: int) -> GaussianPosterior:
+        under_way: dict[int, ClientUpdate] = {}
+        for number in range(rounds):
+            turn = self.timeline.turn(number)
+            self.server.begin(RoundPlan(number, turn.starts, clients=CLIENTS, turn=turn).heard)
+            under_way |= {client: self.update(client) for client in turn.starts}
+            for arrival in turn.arrivals:
+                assert self.server.admit(under_way.pop(arrival.client), arrival.started).error is None
+                self.heard[arrival.client] += 1
+            assert self.server.finish().success
         return self.server.posterior
 
 
@@ -199,3 +229,34 @@ def test_a_checkpoint_without_a_clients_site_is_refused(tmp_path: Path):
     torch.save(content, path)
     with pytest.raises(fb.FederationError, match="no state of 1, and each keeps its site"):
         federate(bayesian(), fb.FederatedBayes(fb.IIDPartition(3), fusion="sites"), 3, ckpt_path=path)
+
+
+@pytest.mark.parametrize("buffer", [1, 4])
+@pytest.mark.parametrize("slow", [{}, {0: 20.0}, {0: 20.0, 5: 0.2}])
+def test_without_rounds_nobody_honest_is_held_up(slow, buffer):
+    """However seldom a client is heard, each time its site comes as near to its likelihood as damping lets it."""
+    made = WithoutRounds(fb.Delays(slow=slow), buffer)
+    made.run(360 // buffer)
+    assert all(made.heard)
+    for client, heard in enumerate(made.heard):
+        part = made.server.sites[client]["precision"] / likelihood(client)[0]
+        assert (part - (1 - 0.6**heard)).abs().max() < 1e-6
+    assert not any(row["outlying_clients"] for row in made.server.history)
+
+
+@pytest.mark.parametrize("lies", LIES)
+@pytest.mark.parametrize("buffer", [1, 3])
+def test_without_rounds_a_liar_has_about_the_influence_of_a_client(lies, buffer):
+    """Few messages are compared with the last ones of all others, also those of one that is three times as fast."""
+    made = WithoutRounds(fb.Delays(slow={3: 0.3}), buffer, lies={3: LIES[lies]})
+    honest = pooled([client for client in range(CLIENTS) if client != 3])
+    assert off(made.run(200 // buffer), honest) < 2  # the prior is at 4.1
+
+
+def test_without_rounds_limits_follow_a_clients_pace_and_its_beginning():
+    """Of a change: times the passes that it took, and at least 2⁻ⁿ of a whole site for one that was heard n times."""
+    sizes = torch.tensor([0.1, 0.2, 10.0, 20.0, 1.0], dtype=torch.float64)[:, None]
+    limits = SiteLimits(sizes, 1.0, lambda client: False, lambda client: [1.0, 4.0][client],
+                        lambda client: [0.5, 0.0][client])
+    found = limits.of({0: 1.0, 1: 1.0})[:, :, 0]
+    assert found.tolist() == [[5.0, 10.0, 10.0, 20.0, 1.0], [0.4, 0.8, 10.0, 20.0, 1.0]]
