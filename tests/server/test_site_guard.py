@@ -74,10 +74,11 @@ class WithoutRounds(Conjugate):
 
     phase = 0  # damping stays
 
-    def __init__(self, delays=fb.Delays(), buffer=2, **options):
+    def __init__(self, delays=None, buffer=2, **options):
         super().__init__(**options)
         self.server = Server(START, fusion=RULE, late=fb.FedBuff())
-        self.timeline = Timeline(fb.Asynchronous(buffer=buffer, delays=delays), [10] * CLIENTS, 0, first=FEWEST)
+        schedule = fb.Asynchronous(buffer=buffer, delays=delays or fb.Delays())
+        self.timeline = Timeline(schedule, [10] * CLIENTS, 0, first=FEWEST)
         self.heard = [0] * CLIENTS
 
     def run(self, rounds: int) -> GaussianPosterior:
@@ -260,3 +261,21 @@ def test_without_rounds_limits_follow_a_clients_pace_and_its_beginning():
                         lambda client: [0.5, 0.0][client])
     found = limits.of({0: 1.0, 1: 1.0})[:, :, 0]
     assert found.tolist() == [[5.0, 10.0, 10.0, 20.0, 1.0], [0.4, 0.8, 10.0, 20.0, 1.0]]
+
+
+def test_without_rounds_a_guard_knows_how_far_each_client_is():
+    made = WithoutRounds(buffer=3)
+    made.run(12)
+    made.server.begin(RoundPlan(12, (4, 5, 6), clients=CLIENTS))
+    made.server._started = {4: 2}
+    guard = next(iter(made.server._aggregations.values())).guard
+    assert guard._passes_of(4) == pytest.approx(11 * 3 / CLIENTS)
+    assert guard._passes_of(5) == 1
+    assert [guard._begins_of(client) for client in range(CLIENTS)] == [0.5**heard for heard in made.heard]
+    guard.remember(torch.ones(2, 5, 1, dtype=torch.float64), [10.0, 10.0], [4, 5])
+    known = dict(zip(guard.memory["clients"].tolist(), guard.memory["known"][:, :, 0].tolist()))
+    passes = 11 * 3 / CLIENTS
+    assert known[4] == pytest.approx([1 / passes, 1 / passes, 1, 1, 1])
+    assert known[5] == [1, 1, 1, 1, 1]
+    assert len(known) == CLIENTS
+    assert guard._begins_of(4) == 0.5 ** (made.heard[4] + 1)
