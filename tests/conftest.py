@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 from lightning.fabric.utilities import registry
+from torch.utils.data import BatchSampler, DataLoader
 
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")  # new examples: pytest --hypothesis-profile default
@@ -30,6 +31,17 @@ def _loggers_speak_again() -> Iterator[None]:
     yield
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _loaders_are_as_torch_made_them() -> Iterator[None]:
+    """Lightning leaves these classes patched where a hook raises that makes loaders: it has no ``finally`` there."""
+    names = "__init__", "__setattr__", "__delattr__"
+    before = {(cls, name): getattr(cls, name) for cls in (DataLoader, BatchSampler) for name in names}
+    yield
+    for (cls, name), method in before.items():
+        if getattr(cls, name) is not method:
+            setattr(cls, name, method)
 
 
 @pytest.fixture(autouse=True)

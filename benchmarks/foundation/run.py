@@ -55,6 +55,8 @@ SPLITS = {
 SIZES = (200, 1000, 5000, 50_000)
 FEW, LARGEST = 1000, "Dirichlet(0.05)"
 """Images up to which every seed tries all rates, with more only the first; and the split of the most images."""
+RIDGES = tuple(10 ** (step / 5) for step in range(-15, 31))
+"""λ of ridge regression beside that of the evidence."""
 AFL = "AFL, its code"
 """Rows of :mod:`benchmarks.foundation.peers`."""
 
@@ -169,7 +171,8 @@ def probabilities(cell: Cell, task: Task) -> tuple[dict[str, Tensor], dict[str, 
         seconds, columns = time.perf_counter() - started, task.train[0].shape[1] + 1
         sent = columns**2 / 2 + columns * task.classes + fit.exchanges * (columns + task.classes) * task.classes
         outputs = {name: head_logs(fit, each) for name, each in inputs.items()}
-        return outputs, {"seconds": seconds, "exchanges": 1 + fit.exchanges, "megabytes": 8 * sent / 1e6}
+        costs = {"seconds": seconds, "exchanges": 1 + fit.exchanges, "megabytes": 8 * sent / 1e6}
+        return outputs, costs | (best_ridge(fit, task) if cell.method == ONE_HOT else {})
     L.seed_everything(cell.seed, verbose=False)
     numbers = [each for each in range(int(task.clients.max()) + 1) if bool((task.clients == each).any())]
     parts = {str(k): TensorDataset(*(each[task.clients == k] for each in task.train)) for k in numbers}
@@ -203,6 +206,17 @@ def head_logs(fit: fb.HeadFit, features: Tensor) -> Tensor:
         draws = predictive._draws(mean.float(), covariance.float())
         found.append(draws.softmax(-1).mean(0).clamp_min(1e-30).log())
     return torch.cat(found)
+
+
+def best_ridge(fit: fb.HeadFit, task: Task) -> dict[str, float]:
+    """Return λ by evidence, and the λ of ridge regression that a grid finds with the test labels."""
+    x, labels = task.test
+    scales, axes = torch.linalg.eigh(fit.sums.gram)
+    turned, inputs = axes.T @ fit.sums.moment, F.pad(x.double(), (0, 1), value=1.0) @ axes
+    outputs = {each: inputs @ (turned / (scales.clamp_min(0) + each)[:, None]) for each in RIDGES}
+    accuracy = {each: float((found.argmax(1) == labels).float().mean()) for each, found in outputs.items()}
+    best = max(RIDGES, key=lambda each: accuracy[each])
+    return {"lambda": float(fit.prior_precision * fit.noise), "best_lambda": best, "best_accuracy": accuracy[best]}
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -280,7 +294,25 @@ def tables(done: Mapping[Cell, Mapping[str, float]]) -> str:
         heads = ["method", "split", "accuracy", "NLL", "NLL, temperature", "ECE / with it", "AUROC outside / with it",
                  "accuracy of the surest 80 %", "worst class", "exchanges", "MB up, a client", "seconds", "seeds"]
         parts += [title, markdown_table(heads, rows)]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, "### One-hot heads: λ by evidence, and the best of a grid", ridges(done)])
+
+
+def ridges(done: Mapping[Cell, Mapping[str, float]]) -> str:
+    """Return the table of λ by evidence, and of the best: a line for each data set and size, all seeds."""
+    groups: dict[tuple[str, int], list[Mapping[str, float]]] = {}
+    for cell, scores in done.items():
+        if cell.method == ONE_HOT:
+            groups.setdefault((cell.data, cell.examples), []).append(scores)
+    rows = [
+        [f"{data}, {size:,} images" if size else data]
+        + [", ".join(f"{each[name]:.{digits}{kind}}" for each in found) for name, digits, kind in (
+            ("lambda", 3, "g"), ("best_lambda", 3, "g"), ("accuracy", 4, "f"), ("best_accuracy", 4, "f"))]
+        + [f"{max(each['best_accuracy'] - each['accuracy'] for each in found):.4f}"]
+        for (data, size), found in groups.items()
+    ]
+    best = f"best of {len(RIDGES)} by the test labels"
+    heads = ["data", "λ by evidence", best, "accuracy", "of the best", "largest loss"]
+    return markdown_table(heads, rows)
 
 
 def read() -> dict[Cell, dict[str, float]]:

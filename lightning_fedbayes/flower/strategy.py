@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -21,6 +22,8 @@ from lightning_fedbayes.flower.monitor import Monitor
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import from_arrays, header_in, message_in, record_of, tensors_in, to_arrays
 from lightning_fedbayes.server import Asynchronous, RoundResult, Server
+from lightning_fedbayes.server.plan import Fraction
+from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 from lightning_fedbayes.transport.calibration import Calibration, check_calibration, usable
 from lightning_fedbayes.transport.messages import COUNTED, has_lost_state
 from lightning_fedbayes.transport.one_shot import (
@@ -95,13 +98,21 @@ class FusionStrategy(Rounds, Strategy):
         fusion: Fusion = "reverse_kl_barycenter",
         weighting: Weighting = "train_size",
         *,
+        fraction: Fraction = 1.0,
+        wait_for: int = 2,
+        safeguards: Safeguards = USUAL,
         schedule: Asynchronous | None = None,
+        evaluate: bool = False,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         patience: int | None = None,
-        **options: Any,
+        checkpoint: str | Path | None = None,
+        seed: int = 0,
     ) -> None:
-        super().__init__(fusion, weighting, **options)
+        super().__init__(
+            fusion, weighting, fraction=fraction, wait_for=wait_for, safeguards=safeguards, evaluate=evaluate,
+            checkpoint=checkpoint, seed=seed,
+        )
         if schedule is not None:
             FederationSettings(fusion=self.method, fraction=self.fraction, schedule=schedule)  # for its checks
             check_schedule(schedule, self.safeguards.min_clients)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import lightning as L
 from nvflare.app_common.abstract.fl_model import FLModel
 
 from lightning_fedbayes.core.errors import check_kind
 from lightning_fedbayes.core.messages import Message
 from lightning_fedbayes.nvflare.wire import ASKED, answer_of, check_absolute, number_in, question_in
-from lightning_fedbayes.transport.client import STAGES, DataModule, RemoteClient
+from lightning_fedbayes.transport.client import STAGES, RemoteClient
 
 
 class FusionClient(RemoteClient):
@@ -43,9 +43,10 @@ class FusionClient(RemoteClient):
             buffers would leave the client beside what ``privacy`` protects.
     """
 
-    def __init__(self, module: L.LightningModule, datamodule: DataModule, **options: Any) -> None:
-        check_absolute("state_folder", options.get("state_folder"))
-        super().__init__(module, datamodule, **options)
+    def folder_of(self, path: Any) -> Path:
+        """See :meth:`RemoteClient.folder_of`; FLARE runs a client's processes in folders of its own."""
+        check_absolute("state_folder", path)
+        return super().folder_of(path)
 
     def answer(self, model: FLModel) -> FLModel:
         """Return what the client sends in answer to a task of the server: an update, scores, sums, or a failure.

@@ -160,7 +160,7 @@ class RemoteClient:
             )
         if privacy is not None:
             check_no_buffers(ResidentModel(module, settings.local_parameters, buffers).federated_buffers)
-        folder = check_path("state_folder", state_folder) if keeps else None
+        folder = self.folder_of(state_folder) if keeps else None
         if one_shot is not None:
             check_one_shot(one_shot)
         self.module = module
@@ -171,6 +171,14 @@ class RemoteClient:
         self.options = {**QUIET, **(trainer or {})}
         self.one_shot = one_shot
         self._trainer: L.Trainer | None = None
+
+    def folder_of(self, path: Any) -> Path:
+        """Return the folder of what the client keeps; a transport may refuse what it cannot find again.
+
+        Raises:
+            FederationError: it is no path, or refused.
+        """
+        return check_path("state_folder", path)
 
     def reply(self, asked: Asked, question: Question, where: Any) -> Message:
         """Return the client's answer to a question.
