@@ -193,7 +193,9 @@ def chosen(done: Curves, split: str, method: str, images: int) -> float:
 
 def cells_of(seeds: int, done: Curves, sizes: Sequence[int]) -> Iterator[Cell]:
     """Yield cells, those of seed 0 first."""
-    for images, seed, split, method in itertools.product(sizes, range(seeds), SPLITS, RATES):
+    for seed, images, split, method in itertools.product(range(seeds), sizes, SPLITS, RATES):
+        if method == "FedProx" and images != IN_PICTURE:
+            continue  # with 1,000 images it is FedAvg, within 0.005 of NLL
         own = RATES[method] if seed == 0 else [chosen(done, split, method, images)]
         yield from (Cell(split, method, rate, seed, images) for rate in own)
 

