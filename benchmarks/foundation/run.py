@@ -305,8 +305,8 @@ def ridges(done: Mapping[Cell, Mapping[str, float]]) -> str:
             groups.setdefault((cell.data, cell.examples), []).append(scores)
     rows = [
         [f"{data}, {size:,} images" if size else data]
-        + [", ".join(f"{each[name]:.{digits}{kind}}" for each in found) for name, digits, kind in (
-            ("lambda", 3, "g"), ("best_lambda", 3, "g"), ("accuracy", 4, "f"), ("best_accuracy", 4, "f"))]
+        + [", ".join(f"{float(f'{each[name]:.3g}'):g}" for each in found) for name in ("lambda", "best_lambda")]
+        + [", ".join(f"{each[name]:.4f}" for each in found) for name in ("accuracy", "best_accuracy")]
         + [f"{max(each['best_accuracy'] - each['accuracy'] for each in found):.4f}"]
         for (data, size), found in groups.items()
     ]
