@@ -20,7 +20,8 @@ NoiseEstimate = Literal["evidence", "target"]
 STEPS, TOLERANCE = 10_000, 1e-12
 """Fixed-point iteration for the noise: most steps, and relative change of the variance at convergence."""
 EXACT = 1e-9
-"""Noise variance relative to the mean square of the targets, below which it is rounding: the fit is exact."""
+"""Noise variance relative to the mean square of the targets, below which it is rounding: the fit is exact. And number
+of weights that the data determine, below which they determine none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +254,7 @@ def _with_bias(inputs: Tensor) -> Tensor:
 
 
 def most_evident(
-    gram: Tensor, moment: Tensor, squares: Tensor, examples: float, prior_std: float | None
+    gram: Tensor, moment: Tensor, squares: Tensor, examples: float, prior_std: float | None, noise: float | None = None
 ) -> tuple[float, float]:
     r"""Return the standard deviation of the prior and the variance of the noise at MacKay's fixed point.
 
@@ -268,8 +269,10 @@ def most_evident(
         squares: shape (targets,).
         examples: their number n.
         prior_std: s; None: it is chosen, too.
+        noise: σ²; None: it is chosen, too.
 
-    Returns: s, infinite where the data say nothing about it, and the noise, 0 if it converges to 0.
+    Returns: s, infinite where the data say nothing about it, tiny where weights of 0 are most evident, and the noise, 0
+    if it converges to 0.
 
     Source: Bishop (2006) eq. (3.91)-(3.95).
     """
@@ -277,16 +280,19 @@ def most_evident(
     eigenvalues = eigenvalues.clamp_min(0)
     rotated = (vectors.T @ moment).square().sum(1)
     total, targets = float(squares.sum()), moment.shape[1]
-    variance = total / (examples * targets)
+    variance = total / (examples * targets) if noise is None else noise
     std = prior_std if prior_std is not None else 1.0
     for _ in range(STEPS):
         shrunk = eigenvalues + variance / std**2
         residual = total - float((rotated * (2 / shrunk - eigenvalues / shrunk.square())).sum())
         determined = float((eigenvalues / shrunk).sum())
+        if determined < EXACT and prior_std is None:
+            break  # most evident are weights of 0: s would go on to fall
         before = variance, std
-        variance = residual / (targets * (examples - determined))
-        if not variance > EXACT * total / (examples * targets):
-            return std, 0.0
+        if noise is None:
+            variance = residual / (targets * (examples - determined))
+            if not variance > EXACT * total / (examples * targets):
+                return std, 0.0
         if prior_std is None:
             std = math.sqrt(float((rotated / shrunk.square()).sum()) / (targets * determined))
         if abs(variance - before[0]) <= TOLERANCE * variance and abs(std - before[1]) <= TOLERANCE * std:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.modules.head.slopes import HeadSlopes, design_of
-from lightning_fedbayes.modules.linear_regression import most_evident
+from lightning_fedbayes.modules.linear_regression import EXACT, most_evident
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
 from lightning_fedbayes.sources.curvature import KroneckerPosterior
 from lightning_fedbayes.sources.curvature.evidence import evident_precision
@@ -137,8 +137,10 @@ class HeadFit:
 def first_fit(sums: LinearStatistics, likelihood: str, prior_std: float | None, pairs: bool) -> HeadFit:
     """Return the fit of sums alone: that of the Gaussian model, or of a softmax the first step, from W = 0.
 
+    Where few examples are fitted exactly, the noise is the least that a fit can tell from none.
+
     Raises:
-        FedBayesError: the targets fit exactly.
+        FedBayesError: all targets are 0.
     """
     examples, gram = sums.num_examples, sums.gram
     if likelihood == "softmax":
@@ -147,10 +149,10 @@ def first_fit(sums: LinearStatistics, likelihood: str, prior_std: float | None, 
         return _stepped(start, found, found.terms(gram), prior_std)
     std, noise = most_evident(gram, sums.moment, sums.square, examples, prior_std)
     if not noise > 0:
-        raise FedBayesError(
-            f"the {examples} examples of all clients are fitted exactly, so the noise has no variance: give more "
-            "examples, fewer features, or a prior_std"
-        )
+        noise = EXACT * float(sums.square.mean()) / examples
+        if not noise > 0:
+            raise FedBayesError(f"the targets of all {examples} examples are 0: there is nothing to fit")
+        std = most_evident(gram, sums.moment, sums.square, examples, prior_std, noise)[0]
     return gaussian_fit(sums, likelihood, float(std) ** -2, noise)
 
 

@@ -206,7 +206,7 @@ class BayesianHead:
         """Return the fit of the sums of all clients; done, unless the likelihood is a softmax.
 
         Raises:
-            FedBayesError: there are none, of other features or outputs, or of targets that fit exactly.
+            FedBayesError: there are none, of other features or outputs, or all targets are 0.
         """
         if not isinstance(sums, LinearStatistics):
             sums = total(sums, LinearStatistics, "sums")

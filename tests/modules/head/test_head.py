@@ -218,8 +218,33 @@ def test_what_clients_send_is_checked():
         head.fit([])
     with pytest.raises(fb.FedBayesError, match="the fit is done"):
         head.step(head.fit_clients([(x, y)]), head.slopes(fit, x, y))
-    with pytest.raises(fb.FedBayesError, match="fitted exactly"):
+    with pytest.raises(fb.FedBayesError, match="nothing to fit"):
         fb.BayesianHead(1, "gaussian").fit_clients([(x, torch.zeros(30))])
+
+
+def test_few_examples_of_many_features_that_are_fitted_exactly():
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(10, 400, generator=generator)
+
+    def drawn(count):
+        labels = torch.randint(10, (count,), generator=generator)
+        return (centres[labels] + 2 * torch.randn(count, 400, generator=generator)).relu(), labels
+
+    x, y = drawn(40)
+    fit = fb.BayesianHead(10, "one_hot").fit_clients([(x[:7], y[:7]), (x[7:], y[7:])])
+    shown = fb.PosteriorPredictive(fit.linear(), fit.posterior).predict_step(x).probs
+    assert bool((shown.argmax(1) == y).all())
+    inputs, labels = drawn(500)
+    probs = fb.PosteriorPredictive(fit.linear(), fit.posterior).predict_step(inputs).probs
+    assert float((probs.argmax(1) == labels).float().mean()) > 0.85
+    assert float(-probs[torch.arange(500), labels].clamp_min(1e-12).log().mean()) < 1.0  # guessing: 2.3
+
+
+def test_targets_of_which_features_say_nothing():
+    x = torch.randn(5, 20, generator=torch.Generator().manual_seed(3))
+    fit = fb.BayesianHead(1, "gaussian").fit_clients([(x, torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]))])
+    assert math.isfinite(fit.prior_precision)
+    assert 0 < fit.noise < math.inf
 
 
 def test_a_thousand_clients_are_added_up():
