@@ -194,6 +194,11 @@ def mean(values: Sequence[float], digits: int = 1) -> str:
     return f"{statistics.fmean(values):.{digits}f} ± {error:.{digits}f}"
 
 
+def until(found: Mapping[str, Any]) -> float:
+    """Return the time to the bar; if it is not met, the last time, which is too little."""
+    return min(found["time"], found["curve"][-1][0])
+
+
 def times_table(done: Done, study: str, splits: Sequence[str]) -> str:
     """Return virtual times to the bar, and their parts of the synchronous ones, seed by seed."""
     rows = []
@@ -201,7 +206,7 @@ def times_table(done: Done, study: str, splits: Sequence[str]) -> str:
         reference = of_row(done, study, split, "by rounds")
         for row in BUFFERS:
             found = of_row(done, study, split, row)
-            parts = [found[seed]["time"] / reference[seed]["time"] for seed in found if seed in reference]
+            parts = [found[seed]["time"] / until(reference[seed]) for seed in found if seed in reference]
             worst = max(parts, default=math.nan)
             last = mean([each["curve"][-1][1] for each in found.values()], 4)
             rows.append([split, row, mean([e["time"] for e in found.values()]), mean(parts, 2), f"{worst:.2f}", last,
