@@ -5,6 +5,7 @@
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
@@ -218,7 +219,9 @@ _ROOMS = (
 def __getattr__(name: str) -> Any:
     """Import a public name, or a room, when it is first used: ``fedbayes --help`` needs neither torch nor Lightning."""
     found = None
-    if name in __all__:
+    if name == "__version__":
+        found = version("lightning-fedbayes")
+    elif name in __all__:
         rooms = (import_module(f"{__name__}.{room}") for room in _ROOMS)
         found = next(vars(room)[name] for room in rooms if name in vars(room))
     elif not name.startswith("_"):

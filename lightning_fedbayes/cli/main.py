@@ -30,11 +30,14 @@ results:
   plot      draw the learning curves of a run or a comparison
   report    write one page about a run: curves, calibration, clients, traffic
 
+this computer:
+  doctor    print versions, and which engines and extras work
+
 Example: fedbayes fit --config examples/configs/digits.yaml --federation.fusion rklb
 """
 
 STAGES = ("fit", "validate", "test", "predict")
-COMMANDS = (*STAGES, "rules", "compare", "plot", "report")
+COMMANDS = (*STAGES, "rules", "compare", "plot", "report", "doctor")
 EXTRA = ("jsonargparse", "docstring_parser")
 """Modules that LightningCLI needs, from ``pip install lightning-fedbayes[cli]``."""
 
@@ -80,6 +83,10 @@ def _run(arguments: list[str]) -> int:
         from lightning_fedbayes.cli.report import report
 
         return report(rest)
+    if command == "doctor":
+        from lightning_fedbayes.cli.doctor import doctor
+
+        return doctor(rest)
     if any(importlib.util.find_spec(module) is None for module in EXTRA):
         raise FedBayesError(f"'fedbayes {command}' reads YAML with jsonargparse: pip install lightning-fedbayes[cli]")
     if command == "compare":
