@@ -49,7 +49,7 @@ CLASSES = {"plays": 3, "CIFAR-10": 10}
 FEDAVG, SITES = "FedAvg-LoRA", "IVON + sites, LoRA"
 RATES = {
     "plays": {FEDAVG: (1e-4, 3e-4, 1e-3, 3e-3), SITES: (3e-3, 1e-2, 3e-2, 1e-1)},
-    "CIFAR-10": {FEDAVG: (1e-3, 3e-3, 1e-2, 3e-2), SITES: (3e-3, 1e-2, 3e-2, 1e-1)},
+    "CIFAR-10": {FEDAVG: (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), SITES: (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)},
 }
 """Of AdamW and of IVON."""
 OPTIONS = {FEDAVG: ("A and B", "B"), SITES: ("temperature 1", "temperature 0.1")}
