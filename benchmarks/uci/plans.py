@@ -33,6 +33,10 @@ class Smaller(NamedTuple):
 
 
 SMALLER: dict[tuple[str, str], Smaller] = {
+    ("kin8nm", "network"): Smaller(local_epochs=10),
+    ("power-plant", "network"): Smaller(local_epochs=10),
+    ("kin8nm", "mean_variance"): Smaller(local_epochs=2),
+    ("power-plant", "mean_variance"): Smaller(local_epochs=2),
     ("naval-propulsion-plant", "mean_variance"): Smaller(local_epochs=2),
     ("protein-tertiary-structure", "mean_variance"): Smaller(local_epochs=2),
 }

@@ -16,8 +16,8 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.page import include
-from benchmarks.uci.methods import TITLES
-from benchmarks.uci.plans import LOCAL_EPOCHS
+from benchmarks.uci.methods import ROWS, TITLES
+from benchmarks.uci.plans import LOCAL_EPOCHS, study
 from benchmarks.uci.scores import SCORES, Published, published
 from lightning_fedbayes.core.plots import GRID, PALETTE
 from lightning_fedbayes.core.tables import markdown_table
@@ -156,6 +156,44 @@ def wins(entries: Entries) -> str:
     return f"## Against the published FedAG network\n\n{markdown_table(heads, lines)}"
 
 
+def one_network(rmse: float, sharpness: float) -> float:
+    r"""RMSE, at least, of the networks alone whose mean has this RMSE, and whose spread is the variance.
+
+    .. math:: \tfrac1K \sum_k (y - f_k)^2 = (y - \bar f)^2 + \tfrac1K \sum_k (f_k - \bar f)^2
+
+    The mean variance is at least the square of the mean standard deviation, which is the determinant sharpness.
+
+    Source: Krogh and Vedelsby 1995, eq. (6).
+    """
+    return math.hypot(rmse, sharpness)
+
+
+def widths(entries: Entries) -> str:
+    """Return a table of what the published widths say of the clients' networks, were they their disagreement alone."""
+    lines = []
+    for dataset, each in entries.items():
+        rmse, sharpness = published("rmse", dataset, "fedag"), published("sharpness", dataset, "fedag")
+        if rmse is not None and sharpness is not None:
+            ours = [cell(each[row]["scores"][score]) if row in each else "" for row, score in (
+                ("blr", "rmse"), ("fedag", "rmse"), ("fedag", "sharpness"), ("fedag_noise", "sharpness"))]
+            alone = f"{one_network(rmse.mean, sharpness.mean):.2f}"
+            lines.append([dataset, str(rmse), str(sharpness), alone, *ours])
+    heads = ["data set", "published RMSE", "published DS", "then RMSE of one network, at least", "BLR, RMSE",
+             "FedAG network, RMSE", "its DS", "its DS with residual noise"]
+    return markdown_table(heads, lines)
+
+
+def missing(entries: Entries) -> str:
+    """Name the cells of the study that have not been run."""
+    found: dict[str, list[str]] = {}
+    for dataset, method in study(list(entries), None):
+        for row in ROWS.get(method, (method,)):
+            if row not in entries[dataset]:
+                found.setdefault(TITLES[row], []).append(dataset)
+    named = "; ".join(f"{title}: {', '.join(datasets)}" for title, datasets in found.items())
+    return f"Not run yet: {named}." if found else "Every cell of the study has been run."
+
+
 def settings(entries: Entries) -> str:
     """Return a table of the settings of every entry."""
     lines = [
@@ -221,7 +259,7 @@ def write(store: Store) -> str:
                            ("rmse", (*POOLED, *SITES))):
         columns = tuple(each for each in columns if score == "nll" or each[1] != "fedag_noise")
         parts.append(f"{SCORES[score]}:\n\n{overview(score, entries, columns)}")
-    text = "\n\n".join(parts)
+    text = "\n\n".join([*parts, f"Widths:\n\n{widths(entries)}", missing(entries)])
     if folder == HERE / "results":
         include(HERE / "README.md", text)
     return text

@@ -3,6 +3,7 @@
     python -m benchmarks.uci.run --data DIR [--datasets bostonHousing ...] [--methods network ...] [--splits N]
                                  [--rounds 5] [--local-epochs 40] [--learning-rate RATE] [--again] [--out FOLDER]
     python -m benchmarks.uci.run --data DIR --tune [--datasets ...] [--methods linear network] [--splits 5]
+                                 [--learning-rate RATE ...]
 
 DIR holds a folder per data set, as in README.md. All splits and clients of a data set train at once, as one stack of
 networks. Scores are kept in FOLDER/scores.json after every cell (a data set and a method): a command that was stopped
@@ -42,11 +43,12 @@ def main() -> None:
     store = Store(arguments.out)
     for dataset, method in study(datasets, methods):
         plan, splits = plan_of(dataset, method, arguments.rounds, arguments.local_epochs, arguments.splits)
-        plan = plan._replace(seed=arguments.seed, on_round=bar.update, rate=arguments.learning_rate or plan.rate)
+        plan = plan._replace(seed=arguments.seed, on_round=bar.update, rate=(arguments.learning_rate or [plan.rate])[0])
         bar.set_postfix_str(f"{dataset} {method}")
         torch.manual_seed(arguments.seed)
         if arguments.tune:
-            store.add_rates(command(), tune(arguments.data, dataset, method, plan, arguments.splits or 5))
+            text = tune(arguments.data, dataset, method, plan, arguments.splits or 5, arguments.learning_rate)
+            store.add_rates(command(), text)
             continue
         number = fb.UCIDataModule(arguments.data, dataset).num_splits
         wanted = settings(method, plan, min(splits or number, number))
@@ -66,7 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--splits", type=int, help="the first N splits in place of all (of five with --tune)")
     parser.add_argument("--rounds", type=int, default=5, help="communication rounds of networks (5)")
     parser.add_argument("--local-epochs", type=int, help="passes over a client's data per round (40, or as plans.py)")
-    parser.add_argument("--learning-rate", type=float, help="in place of the chosen one")
+    parser.add_argument("--learning-rate", type=float, nargs="+", help="in place of the chosen; with --tune the grid")
     parser.add_argument("--seed", type=int, default=0, help="of shards, initial values and orders (0)")
     parser.add_argument("--again", action="store_true", help="run cells that are there already, too")
     parser.add_argument("--tune", action="store_true", help="choose learning rates, and add to FOLDER/rates.md")
@@ -74,6 +76,8 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.tune and "blr" in (arguments.methods or ()):
         parser.error("--tune chooses learning rates, and 'blr' has none")
+    if not arguments.tune and len(arguments.learning_rate or ()) > 1:
+        parser.error("several rates are for --tune")
     return arguments
 
 
