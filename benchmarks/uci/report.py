@@ -230,7 +230,9 @@ def by_round(entries: Entries) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=7)
         for row, values in curves.items():
-            axes.plot(range(1, len(values) + 1), values, marker=".", color=CURVES[row], label=TITLES[row])
+            rounds = range(1, len(values) + 1)
+            axes.plot(rounds, values, marker=".", color=CURVES[row], label=TITLES[row])
+            axes.set_xticks(rounds)
         other = published("nll", dataset, "fedag")
         if other is not None:
             text = "FedAG network, published"
