@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
+import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lightning_fedbayes as fb
 from benchmarks.uci.data import Splits, deal
 from benchmarks.uci.network import networks, two_headed, variational
 from benchmarks.uci.training import Plan, federate, predictions, regressor
 
-ADAM_RATE = 1e-3
 SAMPLES = 50
 MEMBERS = 5
 
@@ -26,29 +26,32 @@ class Outcome(NamedTuple):
     """Result of a method.
 
     Attributes:
-        predictions: row → its prediction of the test examples.
+        by_round: predictions of the test examples after every round: row → prediction.
         seconds: of training.
         upload: bytes that a client sends per round.
         engine: name of the engine.
-        rounds: of communication.
     """
 
-    predictions: Mapping[str, Prediction]
+    by_round: list[dict[str, Prediction]]
     seconds: float
     upload: int
     engine: str
-    rounds: int
+
+    @property
+    def predictions(self) -> dict[str, Prediction]:
+        """Row → its prediction after the last round."""
+        return self.by_round[-1]
 
 
-def upload(module: torch.nn.Module, splits: Splits) -> int:
-    """Return the bytes of the parameters of one split's model."""
-    return sum(parameter.numel() for parameter in module.parameters()) // splits.number * 4
+def upload(module: nn.Module, splits: Splits, plan: Plan) -> int:
+    """Return the bytes of the parameters of one split's model; 0 where the data are in one place."""
+    return sum(parameter.numel() for parameter in module.parameters()) // splits.number * 4 * (plan.clients > 1)
 
 
 def linear(splits: Splits, plan: Plan) -> Outcome:
     """FedAG without hidden layer: one round, and the closed form (6) with two readings of its noise."""
     module = regressor(networks(splits.number, splits.features, 0), splits, plan)
-    federation, seconds = federate(module, splits, plan, rounds=1)
+    federation, seconds = federate(module, splits, plan._replace(rounds=1))
     inputs, posterior = splits.test[0], federation.posterior
     mean, variance = ({name.removeprefix("network.0."): part for name, part in each.items() if "network" in name}
                       for each in (posterior.mean, posterior.variance))
@@ -56,55 +59,86 @@ def linear(splits: Splits, plan: Plan) -> Outcome:
         means = (inputs * mean["weight"]).sum(-1) + mean["bias"]
         spread = (inputs.square() * variance["weight"]).sum(-1) + variance["bias"]
         rows = {"fedag_linear": (means, spread + module.noise_variance), "fedag_linear_target": (means, spread + 1)}
-    return Outcome(rows, seconds, upload(module, splits), engine(federation), 1)
+    return Outcome([rows], seconds, upload(module, splits, plan), engine(federation))
+
+
+def by_rounds(module: L.LightningModule, splits: Splits, plan: Plan, fusion: str, **rows: bool) -> Outcome:
+    """Train ``module`` and predict after every round.
+
+    Args:
+        fusion: rule.
+        rows: row → whether its variance is that of the noise and of the draws together, or of the draws alone.
+    """
+    found: list[dict[str, Prediction]] = []
+
+    def after_round() -> None:
+        mean, noise, spread = predictions(module, splits.test[0])
+        found.append({row: (mean, noise + spread if is_noisy else spread) for row, is_noisy in rows.items()})
+        plan.on_round()
+
+    federation, seconds = federate(module, splits, plan._replace(on_round=after_round), fusion)
+    return Outcome(found, seconds, upload(module, splits, plan), engine(federation))
 
 
 def network(splits: Splits, plan: Plan) -> Outcome:
     """FedAG with one hidden layer: the bootstrap, without noise as published, and with the residual variance."""
     module = regressor(networks(splits.number, splits.features, plan.hidden), splits, plan)
-    federation, seconds = federate(module, splits, plan, plan.rounds)
-    mean, noise, spread = predictions(module, splits.test[0])
-    rows = {"fedag": (mean, spread), "fedag_noise": (mean, noise + spread)}
-    return Outcome(rows, seconds, upload(module, splits), engine(federation), plan.rounds)
+    return by_rounds(module, splits, plan, "gaussian_fit", fedag=False, fedag_noise=True)
 
 
 def mean_variance(splits: Splits, plan: Plan) -> Outcome:
     """FedAG whose clients' networks predict mean and variance; the mixture of the ten clients predicts."""
-    module = fb.DeepEnsembleRegressor(
-        [two_headed(splits.number, splits.features, plan.hidden)], learning_rate=ADAM_RATE
-    )
+    module = ensemble_of(1, splits, plan)
     module.predictive = "bootstrap"
-    federation, seconds = federate(module, splits, plan, plan.rounds)
-    mean, noise, spread = predictions(module, splits.test[0])
-    rows = {"mean_variance": (mean, noise + spread)}
-    return Outcome(rows, seconds, upload(module, splits), engine(federation), plan.rounds)
+    return by_rounds(module, splits, plan, "gaussian_fit", mean_variance=True)
 
 
 def ensemble(splits: Splits, plan: Plan) -> Outcome:
     """Deep ensembles: five networks per client that predict mean and variance, averaged member by member."""
-    members = [two_headed(splits.number, splits.features, plan.hidden) for _ in range(MEMBERS)]
-    module = fb.DeepEnsembleRegressor(members, learning_rate=ADAM_RATE)
-    federation, seconds = federate(module, splits, plan, plan.rounds, "weighted_average")
-    mean, noise, spread = predictions(module, splits.test[0])
-    return Outcome(
-        {"ensemble": (mean, noise + spread)}, seconds, upload(module, splits), engine(federation), plan.rounds
+    return by_rounds(ensemble_of(MEMBERS, splits, plan), splits, plan, "weighted_average", ensemble=True)
+
+
+def pooled_ensemble(splits: Splits, plan: Plan) -> Outcome:
+    """Deep ensemble of five networks on the pooled data."""
+    module = ensemble_of(MEMBERS, splits, plan)
+    return by_rounds(module, splits, plan.pooled(), "weighted_average", deep_ensemble=True)
+
+
+def ensemble_of(members: int, splits: Splits, plan: Plan) -> fb.DeepEnsembleRegressor:
+    """Return networks that predict mean and variance."""
+    each = [two_headed(splits.number, splits.features, plan.hidden) for _ in range(members)]
+    return fb.DeepEnsembleRegressor(each, learning_rate=float(plan.rate))
+
+
+def noisy(network: nn.Module, splits: Splits, **options: Any) -> fb.HybridBayesianRegressor:
+    """Return a module that learns the noise of every split."""
+    return fb.HybridBayesianRegressor(
+        network, noise="learnt", noise_std=0.5, targets=splits.number, samples=SAMPLES, **options
     )
 
 
-def mean_field(fusion: str, row: str) -> Callable[[Splits, Plan], Outcome]:
-    """Mean-field variational clients, noise learnt; each has a tenth of the prior, so that all together have one."""
+def mean_field(row: str, fusion: str, is_pooled: bool = False, **options: Any) -> Callable[[Splits, Plan], Outcome]:
+    """Mean-field variational networks of prior N(0, 1), fused by a rule, or trained on the pooled data."""
 
     def run(splits: Splits, plan: Plan) -> Outcome:
-        module = fb.HybridBayesianRegressor(
-            variational(splits.number, splits.features, plan.hidden), noise="learnt", noise_std=0.5,
-            targets=splits.number, samples=SAMPLES, learning_rate=ADAM_RATE, kl_weight=0.1,
-        )
-        federation, seconds = federate(module, splits, plan, plan.rounds, fusion)
-        mean, noise, spread = predictions(module, splits.test[0])
-        rows = {row: (mean, noise + spread)}
-        return Outcome(rows, seconds, upload(module, splits), engine(federation), plan.rounds)
+        layers = variational(splits.number, splits.features, plan.hidden)
+        module = noisy(layers, splits, learning_rate=float(plan.rate), **options)
+        return by_rounds(module, splits, plan.pooled() if is_pooled else plan, fusion, **{row: True})
 
     return run
+
+
+def ivon_sites(splits: Splits, plan: Plan) -> Outcome:
+    """Networks without Bayesian layers whose posterior IVON learns, by sites; the noise is a point mass."""
+
+    def ivon(_: Iterable[nn.Parameter]) -> fb.IVON:
+        groups = [{"params": module.network.parameters()}, {"params": [module.log_noise_std], "posterior": False}]
+        return fb.IVON(groups, lr=float(plan.rate))
+
+    layers = networks(splits.number, splits.features, plan.hidden)
+    module = noisy(layers, splits, optimizer=ivon, predictive="omc")
+    outcome = by_rounds(module, splits, plan, "sites", ivon_sites=True)
+    return outcome._replace(upload=2 * outcome.upload)  # a mean and a variance for each parameter
 
 
 def pooled_linear(splits: Splits, plan: Plan) -> Outcome:
@@ -119,7 +153,7 @@ def pooled_linear(splits: Splits, plan: Plan) -> Outcome:
     mean, variance = (torch.stack(each, 1) for each in zip(*columns))
     size = splits.features + 1
     sent = 8 * (size * (size + 1) // 2 + size + 1)
-    return Outcome({"blr": (mean, variance)}, time.perf_counter() - start, sent, "closed form", 1)
+    return Outcome([{"blr": (mean, variance)}], time.perf_counter() - start, sent, "closed form")
 
 
 def engine(federation: fb.FederatedBayes) -> str:
@@ -127,16 +161,25 @@ def engine(federation: fb.FederatedBayes) -> str:
     return str(federation.described()["engine"])
 
 
+TENTH: dict[str, Any] = {"kl_weight": 0.1}
+"""Part of the prior that each of ten clients has, so that all together have one."""
 METHODS: dict[str, Callable[[Splits, Plan], Outcome]] = {
     "blr": pooled_linear,
     "linear": linear,
     "network": network,
     "mean_variance": mean_variance,
+    "vi": mean_field("vi", "weighted_average", is_pooled=True),
+    "deep_ensemble": pooled_ensemble,
+    "sites": mean_field("sites", "sites"),
+    "ivon_sites": ivon_sites,
+    "population": mean_field("population", "population", predictive="bootstrap"),
     "ensemble": ensemble,
-    "vi_rklb": mean_field("reverse_kl_barycenter", "vi_rklb"),
-    "vi_wb": mean_field("wasserstein_barycenter", "vi_wb"),
-    "vi_lp": mean_field("linear_pool", "vi_lp"),
+    "vi_rklb": mean_field("vi_rklb", "reverse_kl_barycenter", **TENTH),
+    "vi_wb": mean_field("vi_wb", "wasserstein_barycenter", **TENTH),
+    "vi_lp": mean_field("vi_lp", "linear_pool", **TENTH),
 }
+ROWS = {"linear": ("fedag_linear", "fedag_linear_target"), "network": ("fedag", "fedag_noise")}
+"""Method → its rows, where they have other names than the method."""
 TITLES = {
     "blr": "BLR, t = 1",
     "fedag_linear": "FedAG linear, t = 1",
@@ -144,6 +187,11 @@ TITLES = {
     "fedag": "FedAG network, t = 5",
     "fedag_noise": "FedAG network + residual noise",
     "mean_variance": "FedAG of mean-variance networks",
+    "vi": "VI, pooled",
+    "deep_ensemble": "deep ensemble, pooled",
+    "sites": "sites",
+    "ivon_sites": "IVON + sites",
+    "population": "population",
     "ensemble": "deep-ensemble clients",
     "vi_rklb": "VI, reverse KL barycenter",
     "vi_wb": "VI, Wasserstein barycenter",

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_fedbayes as fb
-from benchmarks.uci.data import Splits, deal
+from benchmarks.uci.data import CLIENTS, Splits, deal
 
 EVALUATION_BATCH = 256
 
@@ -22,12 +22,13 @@ class Plan(NamedTuple):
     """Settings of the training on a data set.
 
     Attributes:
-        rate: of SGD; a tensor, shape (copies,), for one rate per copy.
+        rate: of the optimizer; for SGD a tensor, shape (copies,), for one rate per copy.
         rounds: communication rounds of networks; the linear model has one.
         local_epochs: passes over a client's data per round, E.
         hidden: units of the hidden layer.
         seed: of shards, initial values and the order of the examples.
         on_round: called after every round.
+        clients: that the training examples are dealt out to.
     """
 
     rate: float | Tensor
@@ -36,6 +37,16 @@ class Plan(NamedTuple):
     hidden: int = 50
     seed: int = 0
     on_round: Callable[[], Any] = lambda: None
+    clients: int = CLIENTS
+
+    @property
+    def batch_size(self) -> int:
+        """Examples of a step: all clients together see ten, however many they are."""
+        return CLIENTS // self.clients
+
+    def pooled(self) -> Plan:
+        """Return the plan with the data in one place: as many steps and gradients as the ten clients take."""
+        return self._replace(clients=1)
 
 
 class RatedRegressor(fb.HybridBayesianRegressor):
@@ -79,13 +90,19 @@ class AfterRound(L.Callback):
 
 
 def federate(
-    module: L.LightningModule, splits: Splits, plan: Plan, rounds: int, fusion: str = "gaussian_fit"
+    module: L.LightningModule, splits: Splits, plan: Plan, fusion: str = "gaussian_fit"
 ) -> tuple[fb.FederatedBayes, float]:
-    """Train ``module`` on ten clients, C = 1, B = 1. Return the federation and the seconds."""
-    federation = fb.FederatedBayes(local_epochs=plan.local_epochs, fusion=fusion, weighting="equal", seed=plan.seed)
-    loader = DataLoader(deal(splits.train, plan.seed), batch_size=1, shuffle=True)
+    """Train ``module`` on all clients of the plan. Return the federation and the seconds.
+
+    A client that has all data goes on with its optimizer from round to round, as without a federation.
+    """
+    federation = fb.FederatedBayes(
+        local_epochs=plan.local_epochs, fusion=fusion, weighting="equal", seed=plan.seed,
+        keep=["optimizer"] if plan.clients == 1 else (),
+    )
+    loader = DataLoader(deal(splits.train, plan.seed, plan.clients), batch_size=plan.batch_size, shuffle=True)
     trainer = L.Trainer(
-        max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[federation, AfterRound(plan.on_round)],
+        max_epochs=plan.rounds, accelerator="cpu", logger=False, callbacks=[federation, AfterRound(plan.on_round)],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )
     start = time.perf_counter()

@@ -91,7 +91,7 @@ def tables(lines):
 
 def shown(head, cell):
     """The published figures of a cell, by the head of its column."""
-    if head in ("published", "published linear", "published network", "FLamby"):
+    if head.startswith("published") or head == "FLamby":
         return re.findall(NUMBER, cell)
     return re.findall(NUMBER, "".join(re.findall(r"\(([^()]*)\)", cell))) if "(published)" in head else []
 
