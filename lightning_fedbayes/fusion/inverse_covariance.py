@@ -22,11 +22,10 @@ from lightning_fedbayes.fusion.inferred import (
 from lightning_fedbayes.fusion.latent_noise import Latent, climb, least_squares, start, update_spread
 from lightning_fedbayes.fusion.registry import register_fusion
 
-CARRIED = 0.5
-"""Part of the unit sum of the coefficients that what the clients have in common must carry; with less, most of the
-fused update would be noise, and the model does not hold."""
+KEPT = 0.5
+"""Part of y that the coefficients of eq. (3) must keep; with less, most of y is taken for error."""
 ERRORS = 2.0
-"""Standard errors by which a fused update must be shorter than the average for its coefficients to count."""
+"""Standard errors by which the fused update must be shorter than the average for its coefficients to count."""
 OUTER, INNER = 2, 60
 """Number of updates of the features' posterior, and of quasi-Newton steps after each."""
 
@@ -49,7 +48,7 @@ class _InverseCovariance(InferredRule):
 
     @abstractmethod
     def solve(self, distances: Tensor, size: int) -> Tensor:
-        """Return coefficients of generalised least squares, shape (K,), of sum 1; see :meth:`InferredRule.infer`."""
+        """Return coefficients of generalised least squares, shape (K,); see :meth:`InferredRule.infer`."""
 
 
 @register_fusion("icov_vb")
@@ -63,22 +62,21 @@ class InverseCovarianceVB(_InverseCovariance):
     times. With the right number of latent features it comes close to the best linear estimate. It costs more than
     ``ivar_vb``, which is as good where errors are independent.
 
-    What tells a group of clients that are wrong together from clients that are right together is that errors are
-    independent of y: of two combinations of the clients, both of sum 1, the shorter has the smaller error. Two things
-    can break this, and each has its bound.
+    What tells a group that is wrong together from one that is right together is that errors are independent of y: of two
+    combinations of sum 1 the shorter has the smaller error. This can fail in three ways, each with its bound.
 
-    * *Clients that do not hold the whole of y*: updates of opposite sign, of other lengths, 0, or random. Then some
-      combination has no part in y, and is the shortest. Such a combination lies outside the span of
-      :math:`\tau^2 1 1^\top + V V^\top`, where all that clients have in common lies. If less than half of the sum of
-      the coefficients lies in it, the geometric median takes their place.
-    * *Few parameters*: in a sample of P, y and errors are orthogonal only up to :math:`1/\sqrt P`. So the average
-      stays, but for that part of the way from it to the coefficients that makes the update shorter by two standard
-      errors. The error exceeds neither the average's nor that of the coefficients by more than a few
-      :math:`\|y\|^2 / P`.
+    * *Clients that do not hold the whole of y* send noise, the opposite sign, or 0. Then the shortest combination has
+      no part in y. Coefficients therefore stay within what the clients have in common, the span of
+      :math:`\tau^2 1 1^\top + V V^\top`. Where less than half of y would be kept, the geometric median takes their
+      place.
+    * *Few parameters*: in P of them y and errors are orthogonal only up to :math:`1/\sqrt P`. So the result stays on
+      the average, but for the part of the way that makes it shorter by two standard errors.
+    * *The end of training*: where clients keep their data, y becomes the opposite of the errors that the global model
+      has taken up, and whatever combination was used is 0. So a round counts in proportion to the squared length of
+      the fused update of the round before.
 
-    At the end of training the first is the rule where clients keep their data: y is then the opposite of the errors
-    that the global model has taken up, and whatever combination was used is 0. So a round counts in proportion to the
-    squared length of the fused update of the round before.
+    What holds (``tests/fusion/test_inverse_covariance.py``): within 10 % of the best linear estimate for groups with a
+    common error, and in regression on data that three of five parties share no worse than the average.
 
     y and u are inferred jointly, and the free energy is maximised by L-BFGS (see ``latent_noise.py``). The source
     factorises them and uses coordinate ascent; where clients share data that stays at nearly equal weights.
@@ -102,9 +100,8 @@ class InverseCovarianceVB(_InverseCovariance):
         scale, begun, least = self.begin(distances)
         products = gram_about_last(distances) / scale
         model = self.fitted(begun, products, size, least)
-        coefficients, carried = in_common(model, size)
-        gains = torch.ones_like(coefficients)
-        if carried < CARRIED:
+        coefficients, gains = in_common(model, size)
+        if least_squares(model.covariance()) @ gains < KEPT:
             coefficients = consensus(distances)
             towards = products @ coefficients
             gains = towards / (coefficients @ towards)
@@ -132,24 +129,24 @@ class InverseCovarianceVB(_InverseCovariance):
 
 
 def in_common(model: Latent, size: int) -> tuple[Tensor, Tensor]:
-    r"""Return the coefficients of eq. (3) within what the clients have in common, and which part of their sum that is.
+    r"""Return the coefficients of eq. (3) within what the clients have in common, and their gains: the y in each.
 
     In units of the clients' noise the common part :math:`\tau^2 1 1^\top + V V^\top` has eigenvalues λ and
-    eigenvectors q, and the coefficients are in proportion to :math:`\sum_q q (q^\top 1) / (1 + \lambda)`. Of q counts
-    the part :math:`\lambda^2 / (\lambda^2 + \lambda_0^2)`, where noise alone would have eigenvalues up to
-    :math:`\lambda_0 = (1 + \sqrt{K / P})^2 - 1` in a sample of P (Marchenko and Pastur 1967).
+    eigenvectors q. Of each q counts the part :math:`\lambda^2 / (\lambda^2 + \lambda_0^2)`: in a sample of P, noise
+    alone has eigenvalues up to :math:`\lambda_0 = (1 + \sqrt{K / P})^2 - 1` (Marchenko and Pastur 1967). The gains are
+    what is left of the vector 1, the coefficients what is left of :math:`\sum_q q (q^\top 1) / (1 + \lambda)`.
 
-    Returns: the coefficients, shape (K,), of sum 1, and a scalar from 0 to 1, which is 1 where the model holds.
+    Returns: the coefficients, shape (K,), of gain 1, and the gains, shape (K,), which are 1 where the model holds.
     """
     unit = model.noise.rsqrt()
     common = model.features @ model.features.T + model.signal
     values, vectors = torch.linalg.eigh(unit[:, None] * common * unit)
     ones = vectors.T @ unit
     edge = (1 + math.sqrt(len(unit) / size)) ** 2 - 1
-    all_of_it = ones / (1 + values.clamp_min(0))
-    counted = all_of_it * values.square() / (values.square() + edge**2)
-    coefficients = unit * (vectors @ counted)
-    return coefficients / coefficients.sum(), (counted * ones).sum() / (all_of_it * ones).sum()
+    counted = ones * values.square() / (values.square() + edge**2)
+    coefficients = unit * (vectors @ (counted / (1 + values.clamp_min(0))))
+    gains = (vectors @ counted) / unit
+    return coefficients / (coefficients @ gains), gains
 
 
 def from_the_average(coefficients: Tensor, gains: Tensor, products: Tensor, size: int) -> Tensor:
@@ -163,7 +160,7 @@ def from_the_average(coefficients: Tensor, gains: Tensor, products: Tensor, size
 
     Args:
         coefficients: a, shape (K,), of gain 1.
-        gains: part of y that each client holds, shape (K,); the average is scaled to gain 1 before it is compared.
+        gains: part of y that each client holds, shape (K,); the average that is compared is scaled to gain 1.
         products: mean products of the clients' updates, shape (K, K).
         size: number of parameters P.
     """
