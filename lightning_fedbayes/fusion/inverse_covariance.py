@@ -62,8 +62,8 @@ class InverseCovarianceVB(_InverseCovariance):
     times. With the right number of latent features it comes close to the best linear estimate. It costs more than
     ``ivar_vb``, which is as good where errors are independent.
 
-    What tells a group that is wrong together from one that is right together is that errors are independent of y: of two
-    combinations of sum 1 the shorter has the smaller error. This can fail in three ways, each with its bound.
+    What tells a group that is wrong together from one that is right together is that errors are independent of y: of
+    two combinations of sum 1 the shorter has the smaller error. This can fail in three ways, each with its bound.
 
     * *Clients that do not hold the whole of y* send noise, the opposite sign, or 0. Then the shortest combination has
       no part in y. Coefficients therefore stay within what the clients have in common, the span of
