@@ -133,7 +133,7 @@ def in_common(model: Latent, size: int) -> tuple[Tensor, Tensor]:
 
     In units of the clients' noise the common part :math:`\tau^2 1 1^\top + V V^\top` has eigenvalues λ and
     eigenvectors q. Of each q counts the part :math:`\lambda^2 / (\lambda^2 + \lambda_0^2)`: in a sample of P, noise
-    alone has eigenvalues up to :math:`\lambda_0 = (1 + \sqrt{K / P})^2 - 1` (Marchenko and Pastur 1967). The gains are
+    alone has eigenvalues up to :math:`\lambda_0 = (1 + \sqrt{K / P})^2 - 1`, the Marchenko–Pastur edge. The gains are
     what is left of the vector 1, the coefficients what is left of :math:`\sum_q q (q^\top 1) / (1 + \lambda)`.
 
     Returns: the coefficients, shape (K,), of gain 1, and the gains, shape (K,), which are 1 where the model holds.
