@@ -11,6 +11,7 @@ picture is curves.png.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -262,6 +263,7 @@ def main() -> None:
             continue
         with quietly():
             done[cell] = of_another_split(cell, done) or run(cell, found)
+        gc.collect()  # a Trainer is a cycle, and what its clients keep of the one-hot head is a gigabyte
         with FILE.open("a") as out:
             short = [[float(f"{value:.5g}") for value in each] for each in done[cell]]
             out.write(json.dumps({"cell": cell._asdict(), "points": short}) + "\n")
