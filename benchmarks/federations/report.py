@@ -228,7 +228,8 @@ def families(found: Mapping[str, Rows]) -> str:
     lines = []
     for family, names in members.items():
         suited = sum(any(name in rows for name in names) for rows in found.values())
-        lines.append([family, *(f"{sum(name in names for name in own)} of {suited}" for own in picked)])
+        if suited:
+            lines.append([family, *(f"{sum(name in names for name in own)} of {suited}" for own in picked)])
     return markdown_table(["family", "chosen on validation parts", "lowest on test parts"], lines)
 
 
