@@ -26,7 +26,7 @@ FEWEST = 5
 FEW, WHOLE = 20, 512
 """Whole values up to which a target is a class, and rows of a batch of survival, whose risk sets lie in a batch."""
 HELD_OUT = 0.2
-"""Share of a client's examples in its validation part, and as much in its test part."""
+"""Share of a client's examples in its tuning and validation parts together, and as much in its test part."""
 
 
 class Examples(NamedTuple):
@@ -46,9 +46,17 @@ class Examples(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A client's own examples."""
+    """A client's own examples.
+
+    Attributes:
+        train: for the parameters.
+        tuning: for what is chosen within a method: settings, number of rounds, λ and thresholds.
+        validation: for the choice of the method.
+        test: for the scores.
+    """
 
     train: Examples
+    tuning: Examples
     validation: Examples
     test: Examples
 
@@ -76,7 +84,7 @@ class Federation(NamedTuple):
 
 
 def divide(clients: Mapping[str, Examples], seed: int) -> dict[str, Parts]:
-    """Divide each client's examples at random: 60 % training, 20 % validation, 20 % test.
+    """Divide each client's examples at random: 60 % training, 10 % tuning, 10 % validation, 20 % test.
 
     A client with fewer than :data:`FEWEST` examples is left out.
     """
@@ -85,17 +93,28 @@ def divide(clients: Mapping[str, Examples], seed: int) -> dict[str, Parts]:
         size = len(own.targets)
         if size >= FEWEST:
             order = torch.randperm(size, generator=generator(seed, "partition", client=number))
-            parts[name] = cut(own.take(order))
+            parts[name] = cut(own.take(order), number)
     return parts
 
 
-def cut(own: Examples) -> Parts:
-    """Divide examples by their order: the first 60 % are for training, the last 20 % for the test."""
+def cut(own: Examples, number: int) -> Parts:
+    """Divide the examples of a client by their order: the first 60 % are for training, the last 20 % for the test."""
     size = len(own.targets)
     held = max(1, round(HELD_OUT * size))
-    first, second = size - 2 * held, size - held
-    edges = ((0, first), (first, second), (second, size))
-    return Parts(*(Examples(own.inputs[start:stop], own.targets[start:stop]) for start, stop in edges))
+    rows = torch.arange(size)
+    first, last = size - 2 * held, size - held
+    return Parts(own.take(rows[:first]), *halves(own.take(rows[first:last]), number), own.take(rows[last:]))
+
+
+def halves(held: Examples, number: int) -> tuple[Examples, Examples]:
+    """Divide what is kept from training by its order, half for tuning and half for validation.
+
+    Of an odd number, such as a single example, a client of even ``number`` has one more for tuning, one of odd number
+    for validation. So a client may lack one of the two parts; over many clients they are of one size.
+    """
+    size = len(held.targets)
+    rows, first = torch.arange(size), (size + 1 - number % 2) // 2
+    return held.take(rows[:first]), held.take(rows[first:])
 
 
 def standardised(clients: Mapping[str, Parts], targets: bool = False) -> dict[str, Parts]:
@@ -117,17 +136,17 @@ def standardised(clients: Mapping[str, Parts], targets: bool = False) -> dict[st
 
 
 def from_csv(
-    path: Path, client: str, target: str, seed: int, drop: Sequence[str] = (), squares: Sequence[str] = (),
-    task: Task | None = None, event: str | None = None, **options: Any,
+    files: Sequence[Path], client: str | None, target: str, seed: int, drop: Sequence[str] = (),
+    squares: Sequence[str] = (), task: Task | None = None, event: str | None = None, **options: Any,
 ) -> Federation:
-    """Make a federation of any table.
+    """Make a federation of any table, in one file or several.
 
     A column whose values are all numbers is one feature; any other one becomes a column of zeros and ones for each of
     its values but the first. An empty cell is missing.
 
     Args:
-        path: file with a head.
-        client: column that names the client of a row.
+        files: each with a head, which names the columns of the first.
+        client: column that names the client of a row; None: each file is a client.
         target: column to predict; of survival the time.
         seed: of the division.
         drop: columns that are no features, such as numbers of rows.
@@ -136,13 +155,23 @@ def from_csv(
             whole values, otherwise regression.
         event: column of survival, 1 where the event happened at the time, 0 where the row was only seen until then.
         options: of the :class:`Federation`.
+
+    Raises:
+        SystemExit: a file has no rows or lacks a column, or the target is not of the task.
     """
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.DictReader(file))
     own = [name for name in (client, target, event) if name is not None]
-    missing = [name for name in own if not rows or name not in rows[0]]
-    if missing:
-        raise SystemExit(f"{path}: there is no column {', '.join(missing)}; its columns are {', '.join(rows[0])}")
+    rows, owners = list[dict[str, str]](), dict[str, list[int]]()
+    for path in files:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            found = list(csv.DictReader(file))
+        if not found:
+            raise SystemExit(f"{path} has no rows")
+        missing = [name for name in dict.fromkeys((*own, *(rows or found)[0])) if name not in found[0]]
+        if missing:
+            raise SystemExit(f"{path}: there is no column {', '.join(missing)}; its columns are {', '.join(found[0])}")
+        for row in found:
+            owners.setdefault(str(path) if client is None else row[client], []).append(len(rows))
+            rows.append(row)
     columns = []
     for name in rows[0]:
         if name not in (*own, *drop):
@@ -154,9 +183,6 @@ def from_csv(
                 columns += [values, *([[value**2 for value in values]] if name in squares else [])]
     task, y, outputs = targets_of(rows, target, event, task)
     x = torch.tensor(columns, dtype=torch.float64).T
-    owners: dict[str, list[int]] = {}
-    for number, row in enumerate(rows):
-        owners.setdefault(row[client], []).append(number)
     clients = divide({name: Examples(x[own], y[own]) for name, own in owners.items()}, seed)
     if task == "survival":
         options = {"batch": WHOLE, **options}
@@ -199,13 +225,13 @@ def numbers(texts: Sequence[str]) -> list[float] | None:
 
 def exam(folder: Path, seed: int) -> Federation:
     """Exam scores of 4,059 pupils in 65 schools of London."""
-    return from_csv(find(folder, "exam.csv"), "school", "normexam", seed, drop=("rownames", "student"))
+    return from_csv([find(folder, "exam.csv")], "school", "normexam", seed, drop=("rownames", "student"))
 
 
 def contraception(folder: Path, seed: int) -> Federation:
     """Use of contraception by 1,934 women in 60 districts of Bangladesh."""
-    path = find(folder, "contraception.csv")
-    return from_csv(path, "district", "use", seed, drop=("rownames", "woman"), squares=("age",))
+    files = [find(folder, "contraception.csv")]
+    return from_csv(files, "district", "use", seed, drop=("rownames", "woman"), squares=("age",))
 
 
 # -- hospitals ---------------------------------------------------------------------------------------------------------
@@ -268,10 +294,10 @@ def heart_one_scale(folder: Path, seed: int) -> Federation:
 
 
 def kept_apart(train: Examples, test: Examples, seed: int, client: int) -> Parts:
-    """Take the validation part from a client's training examples where the test part is given."""
+    """Take the tuning and validation parts from a client's training examples where the test part is given."""
     order = torch.randperm(len(train.targets), generator=generator(seed, "partition", client=client))
     held = max(1, round(HELD_OUT * len(order)))
-    return Parts(train.take(order[held:]), train.take(order[:held]), test)
+    return Parts(train.take(order[held:]), *halves(train.take(order[:held]), client), test)
 
 
 def tcga_patients(folder: Path) -> list[Heart]:
@@ -327,8 +353,8 @@ def hapt(folder: Path, seed: int) -> Federation:
             own = windows.setdefault(f"person {user[start]}", {}).setdefault(int(label[start]) - 1, [])
             own += [features(signal[at : at + WINDOW]) for at in range(start, stop - WINDOW + 1, WINDOW)]
     clients = {}
-    for name, by_label in windows.items():
-        parts = [cut(Examples(torch.from_numpy(np.stack(own)), torch.full((len(own),), number)))
+    for person, (name, by_label) in enumerate(windows.items()):
+        parts = [cut(Examples(torch.from_numpy(np.stack(own)), torch.full((len(own),), number)), person + number)
                  for number, own in sorted(by_label.items()) if len(own) >= 3]
         clients[name] = Parts(*(joined(part) for part in zip(*parts)))
     return Federation("classification", standardised(clients), 12, hidden=(32,))

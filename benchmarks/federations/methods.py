@@ -46,14 +46,14 @@ MOST_SLOPES = 5
 SHRINKAGE = 20
 """Examples that the mean NLL over clients counts as, where a client's λ is chosen by its own NLL and by that one."""
 KINDS = ("own choice", "shrunk choice", "one weight")
-"""Choices of λ: by each client's own validation part; by that and the mean over clients; by the mean alone."""
+"""Choices of λ: by each client's own tuning part; by that and the mean over clients; by the mean alone."""
 
 
 class Method(NamedTuple):
     """A way to train.
 
     Attributes:
-        grid: settings to choose from on validation data, each a dict of what differs.
+        grid: settings to choose from on the tuning parts, each a dict of what differs.
         options: of :class:`~lightning_fedbayes.FederatedBayes`.
         kind: "plain", a network without a posterior; "layers", with Bayesian ones; "ivon", with that optimizer.
         alone: every client trains by itself.
@@ -182,9 +182,9 @@ class Run(NamedTuple):
 
     Attributes:
         posteriors: client → posterior by which it predicts; for :data:`WEIGHTS` where it has a personal one.
-        by_round: number of rounds → mean NLL on the validation parts.
+        by_round: number of rounds → mean NLL on the tuning parts.
         kilobytes: that a client sends in a round.
-        seconds: of the training.
+        seconds: of the processor for the training, by one thread: the same beside other processes.
     """
 
     module: L.LightningModule
@@ -195,7 +195,7 @@ class Run(NamedTuple):
 
 
 class Watch(L.Callback):
-    """Scores the validation parts after some rounds.
+    """Scores the tuning parts after some rounds.
 
     Args:
         score: of the present state, called after those rounds.
@@ -244,16 +244,16 @@ def train(
         shared = callback.posterior
         return dict.fromkeys(names, shared)
 
-    def validation() -> float:
+    def tuning() -> float:
         if method.personal:
             every = {weight: posteriors(weight) for weight in WEIGHTS}
             chosen = personal_weights(federation, module, every)[KINDS[1]]
             mixed = {name: every[weight][name] for name, weight in chosen.items()}
         else:
             mixed = posteriors(method.weight)
-        return chosen_by(federation, scores(federation, module, mixed, "validation"))
+        return chosen_by(federation, scores(federation, module, mixed, "tuning"))
 
-    watch = Watch(validation, watched, turns)
+    watch = Watch(tuning, watched, turns)
     trainer = L.Trainer(
         max_epochs=rounds * turns, accelerator="cpu", logger=False, callbacks=[callback, watch],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
@@ -262,9 +262,9 @@ def train(
     loader = DataLoader(
         fb.ClientDatasets({name: own.dataset() for name, own in data.items()}), federation.batch, shuffle=True
     )
-    start = time.perf_counter()
+    start = time.process_time()
     trainer.fit(module, loader)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     weights = WEIGHTS if method.personal else (method.weight,)
     sent = 0.0 if method.alone or method.pooled else (
         1000 * turns * statistics.fmean(each["megabytes_up"] for each in callback.history) / len(names))
@@ -308,7 +308,7 @@ def nlls(federation: Federation, found: Prediction, y: Tensor) -> Tensor:
         return -found.first.clamp_min(1e-12).log()[torch.arange(len(y)), y]
     if federation.task == "survival":
         count = int(y[:, 0].sum())
-        return cox_loss(found.first, y[:, 1], y[:, 0]).expand(count)
+        return cox_loss(found.first, y[:, 1], y[:, 0]).expand(count) if count else y.new_zeros(0)
     assert found.variance is not None
     return 0.5 * ((y - found.first) ** 2 / found.variance + (2 * math.pi * found.variance).log())
 
@@ -342,14 +342,14 @@ def summary(federation: Federation, found: Predictions) -> dict[str, Any]:
     "metric" (accuracy, RMSE or the c-index of pairs within clients), "nll" over all examples (or events), "clients" the
     mean over clients of their NLLs, "calibration" (ECE, or coverage of the 90 % intervals), and the worst 10 % of the
     clients by the metric and by the NLL. Of survival "pooled", the c-index of pairs of all clients. "nlls" is the NLL
-    of each client, NaN without an event.
+    of each client, NaN without an example or an event.
     """
     each = {name: nlls(federation, *pair) for name, pair in found.items()}
     own = [float(values.mean()) if len(values) else math.nan for values in each.values()]
     by_metric, known = [metric(federation, *pair) for pair in found.values()], [nll for nll in own if nll == nll]
     targets = torch.cat([y for _, y in found.values()])
     every = together(found)
-    result: dict[str, Any] = {"nll": float(torch.cat(list(each.values())).mean()), "clients": statistics.fmean(known)}
+    result: dict[str, Any] = {"nll": float(torch.cat(list(each.values())).mean()), "clients": mean_of(known)}
     if federation.task == "classification":
         result["metric"] = metric(federation, every, targets)
         result["calibration"] = float(calibration_diagram(every.first, targets).ece)
@@ -364,10 +364,15 @@ def summary(federation: Federation, found: Predictions) -> dict[str, Any]:
         result["pooled"] = metric(federation, every, targets)
     worst = max(1, int(WORST * len(known)))
     ordered = sorted((value for value in by_metric if value == value), reverse=federation.task == "regression")
-    result["worst_metric"] = statistics.fmean(ordered[:worst])
-    result["worst_nll"] = statistics.fmean(sorted(known, reverse=True)[:worst])
+    result["worst_metric"] = mean_of(ordered[:worst])
+    result["worst_nll"] = mean_of(sorted(known, reverse=True)[:worst])
     result["nlls"] = own
     return result
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Return the mean, NaN of none: a small part may have no client with an event."""
+    return statistics.fmean(values) if values else math.nan
 
 
 def together(found: Predictions) -> Prediction:
@@ -377,7 +382,9 @@ def together(found: Predictions) -> Prediction:
 
 
 def metric(federation: Federation, found: Prediction, y: Tensor) -> float:
-    """Return accuracy, RMSE or c-index; NaN where no pair is comparable."""
+    """Return accuracy, RMSE or c-index; NaN where there is no example, or no pair is comparable."""
+    if not len(y):
+        return math.nan
     if federation.task == "classification":
         return float((found.first.argmax(-1) == y).double().mean())
     if federation.task == "regression":
@@ -392,21 +399,22 @@ def comparable(y: Tensor) -> int:
     return int((event[:, None] & later).sum())
 
 
-def conformal_size(federation: Federation, validation: Predictions, test: Predictions) -> dict[str, float]:
+def conformal_size(federation: Federation, tuning: Predictions, test: Predictions) -> dict[str, float]:
     """Return mean size (classes, or width in deviations of the targets) and coverage of split-conformal sets.
 
-    One threshold of all clients' validation examples. The validation parts have served to choose settings, too, so the
-    coverage is not guaranteed.
+    One threshold of all clients' tuning examples. These have served to choose settings, too, so the coverage is not
+    guaranteed.
     """
+    tuning = {name: own for name, own in tuning.items() if len(own[1])}
     new, target = together(test), torch.cat([y for _, y in test.values()])
     if federation.task == "classification":
         conformal = fb.FederatedConformal(LEVEL).fit(
-            {name: class_scores(one.first, y) for name, (one, y) in validation.items()})
+            {name: class_scores(one.first, y) for name, (one, y) in tuning.items()})
         chosen = conformal.sets(new.first)
         return {"set_size": float(chosen.sum(1).double().mean()),
                 "set_coverage": float(chosen[torch.arange(len(target)), target].double().mean())}
     conformal = fb.FederatedConformal(LEVEL, kind="interval").fit(
-        {name: interval_scores(one.first, deviation(one), y) for name, (one, y) in validation.items()})
+        {name: interval_scores(one.first, deviation(one), y) for name, (one, y) in tuning.items()})
     ends = conformal.intervals(new.first, deviation(new))
     inside = (ends[:, 0] <= target) & (target <= ends[:, 1])
     return {"set_size": float((ends[:, 1] - ends[:, 0]).mean()), "set_coverage": float(inside.double().mean())}
@@ -427,17 +435,18 @@ def personal_weights(
     federation: Federation, module: L.LightningModule,
     posteriors: Mapping[float, Mapping[str, fb.GaussianPosterior]],
 ) -> dict[str, dict[str, float]]:
-    """Return, for each of :data:`KINDS`, client → the λ that its NLL on validation parts chooses.
+    """Return, for each of :data:`KINDS`, client → the λ that its NLL on tuning parts chooses.
 
-    A client without an event has no NLL and counts as one without examples. The smallest λ wins a tie.
+    A client without an example or an event has no NLL: it takes the mean's λ, by own choice 0. The smallest λ wins a
+    tie.
     """
-    found = {weight: scores(federation, module, own, "validation") for weight, own in posteriors.items()}
+    found = {weight: scores(federation, module, own, "tuning") for weight, own in posteriors.items()}
     mean = {weight: chosen_by(federation, each) for weight, each in found.items()}
     chosen: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
     for number, (name, parts) in enumerate(federation.clients.items()):
         own = {weight: each["nlls"][number] for weight, each in found.items()}
         known = own[0.0] == own[0.0]
-        targets = parts.validation.targets
+        targets = parts.tuning.targets
         size = int(targets[:, 0].sum()) if federation.task == "survival" else len(targets)
         sums = {weight: (size * own[weight] if known else 0.0) for weight in WEIGHTS}
         both = {weight: sums[weight] + SHRINKAGE * mean[weight] for weight in WEIGHTS}
@@ -484,31 +493,31 @@ def predictions_of(federation: Federation, model: MixedModel, part: str) -> Pred
 
 
 def tuned(federation: Federation, method: Method, seed: int) -> dict[str, Any]:
-    """Choose setting and number of rounds by the validation parts, one seed; personal ones with the clients' λ."""
+    """Choose setting and number of rounds by the tuning parts, one seed; personal ones with the clients' λ."""
     tried = []
     for setting in settings_of(method, federation):
         if method.linear:
             model = mixed_model(federation, bool(setting["slopes"]))
-            found = summary(federation, predictions_of(federation, model, "validation"))
+            found = summary(federation, predictions_of(federation, model, "tuning"))
             tried.append((chosen_by(federation, found), setting, 1))
             continue
         rounds = federation.rounds if "epochs" not in setting else [max(1, number // 2) for number in federation.rounds]
         run = train(federation, method, setting, max(rounds), seed, rounds)
         tried += [(nll, setting, rounds) for rounds, nll in run.by_round.items() if nll == nll]
     nll, setting, rounds = min(tried, key=lambda each: each[0])
-    return {"setting": setting, "rounds": rounds, "validation": nll}
+    return {"setting": setting, "rounds": rounds, "tuning": nll}
 
 
 def result_of(federation: Federation, method: Method, choice: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Train with the chosen setting, and score validation and test parts.
+    """Train with the chosen setting, and score tuning, validation and test parts.
 
     Returns: scores by row: "" of the global model, or of clients that train alone; of personal posteriors one row for
         each of :data:`KINDS`, with the λ of the clients.
     """
     if method.linear:
-        start = time.perf_counter()
+        start = time.process_time()
         model = mixed_model(federation, bool(choice["setting"]["slopes"]))
-        seconds, columns = time.perf_counter() - start, len(model.columns) + 1
+        seconds, columns = time.process_time() - start, len(model.columns) + 1
         sent = 8e-3 * (columns * (columns + 1) / 2 + columns + 2)
         return {"": scored(federation, partial(predictions_of, federation, model))
                 | {"kilobytes": sent, "seconds": seconds}}
@@ -529,14 +538,14 @@ def result_of(federation: Federation, method: Method, choice: Mapping[str, Any],
 
 
 def scored(federation: Federation, predicted: Callable[[str], Predictions]) -> dict[str, Any]:
-    """Return the scores of the test parts, and NLL and metric of the validation parts.
+    """Return the scores of the test parts, and the NLL of the tuning and of the validation parts.
 
     Args:
         federation: whose clients are scored.
         predicted: part → each client's predictions.
     """
-    known, new = predicted("validation"), predicted("test")
-    validation = summary(federation, known)
-    size = {} if federation.task == "survival" else conformal_size(federation, known, new)
+    tuning, new = predicted("tuning"), predicted("test")
+    size = {} if federation.task == "survival" else conformal_size(federation, tuning, new)
     return summary(federation, new) | size | {
-        "validation": chosen_by(federation, validation), "validation_metric": validation["metric"]}
+        "tuning": chosen_by(federation, summary(federation, tuning)),
+        "validation": chosen_by(federation, summary(federation, predicted("validation")))}

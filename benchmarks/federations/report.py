@@ -24,6 +24,9 @@ POPULATION = tuple(name for name, method in METHODS.items() if method.own)
 LOOKED_AT = ("Fed-Heart", "Fed-Heart (one scale)")
 """Federations whose test results had been seen when longer local training and the shrunk choice were added."""
 
+PARTS = {"validation": "validation parts", "tuning": "tuning parts, which also fitted λ and settings"}
+"""Scores that a choice of the method can go by."""
+
 Results = Mapping[Any, Mapping[str, Any]]
 """Cells (federation, method, seed) and what they gave, in the order of the tables."""
 Seeds = Mapping[int, Mapping[str, Any]]
@@ -68,10 +71,20 @@ def column(seeds: Seeds, key: str, digits: int = 3) -> str:
     return shown([each.get(key) for each in seeds.values()], digits)
 
 
-def best(rows: Rows, names: Sequence[str], key: str = "validation") -> str | None:
+def candidates(rows: Rows) -> list[str]:
+    """Return the rows of federated methods, of which one is chosen."""
+    return [name for name in rows if name not in ("pooled", *LOCAL)]
+
+
+def best(rows: Rows, names: Sequence[str]) -> str | None:
     """Return the row with the lowest score on the validation parts, None if there is none."""
     known = [name for name in names if name in rows]
-    return min(known, key=lambda name: mean(rows[name], key)) if known else None
+    return lowest(rows, known, "validation") if known else None
+
+
+def lowest(rows: Rows, names: Sequence[str], key: str) -> str:
+    """Return the row with the lowest mean of a score over seeds."""
+    return min(names, key=lambda name: mean(rows[name], key))
 
 
 def chosen(rows: Rows) -> dict[str, str]:
@@ -95,6 +108,8 @@ def tables(results: Results) -> str:
     parts = []
     if found:
         parts += ["## Who wins where", summary(found)]
+        if len(shared(found)) > 1:
+            parts += ["## Choice of the method", choices(found), families(found), optimism(found)]
         if any(KINDS[0] in chosen(rows) for rows in found.values()):
             parts += ["## Personal posteriors", personal(found)]
     if any(cell.federation in published.STUDIES for cell in results):
@@ -121,9 +136,7 @@ def regression(rows: Rows) -> bool:
 
 def compared(rows: Rows) -> dict[str, str]:
     """Return "FedAvg", "local", "pooled" and "chosen" → row; the last is chosen by validation data of all federated."""
-    by = chosen(rows)
-    names = {"FedAvg": "FedAvg", "local": by.get("local"), "pooled": "pooled"}
-    names["chosen"] = best(rows, [by[kind] for kind in ("global", KINDS[1], "population") if kind in by])
+    names = {"FedAvg": "FedAvg", "local": best(rows, LOCAL), "pooled": "pooled", "chosen": best(rows, candidates(rows))}
     return {kind: each for kind, each in names.items() if each in rows}
 
 
@@ -153,13 +166,84 @@ def summary(found: Mapping[str, Rows]) -> str:
         line = [name, names["chosen"], kind_of(rows)[0]]
         line += [" / ".join(f"{mean(own[kind], key):.3f}" if kind in own else "" for kind in (
             "chosen", "FedAvg", "local", "pooled")) for key in ("metric", "clients", "worst_nll")]
-        line += [ratio(own, key) for key in ("kilobytes", "seconds")]
-        lowest = min((each for each in rows if each != "pooled"), key=lambda each: mean(rows[each], "clients"))
-        lines.append([*line, lowest])
+        lines.append(line + [ratio(own, key) for key in ("kilobytes", "seconds")])
     heads = ["federation", "chosen on validation data", "metric", "metric: chosen / FedAvg / local / pooled",
-             "NLL, mean over clients", "NLL, worst 10 % of clients", "bytes, times FedAvg's", "seconds, times FedAvg's",
-             "lowest NLL on the test parts"]
+             "NLL, mean over clients", "NLL, worst 10 % of clients", "bytes, times FedAvg's", "seconds, times FedAvg's"]
     return markdown_table(heads, lines)
+
+
+def shared(found: Mapping[str, Rows]) -> list[str]:
+    """Return the federated methods that every federation has."""
+    first, *others = (candidates(rows) for rows in found.values())
+    return [name for name in first if all(name in known for known in others)]
+
+
+def choices(found: Mapping[str, Rows]) -> str:
+    """Return what each part chooses of the federated methods, and what the choices cost on the test parts."""
+    lines = []
+    for name, rows in found.items():
+        picked = [lowest(rows, candidates(rows), key) for key in (*PARTS, "clients")]
+        lines.append([name, *(cell for row in picked for cell in (row, f"{mean(rows[row], 'clients'):.3f}"))])
+    heads = ["federation", *(head for part in (*PARTS, "test") for head in (f"lowest on {part} parts", "NLL"))]
+    costs = by_choice(found)
+    *_, single = costs.values()
+    ends = [[name, f"{statistics.fmean(own):.3f}", shown([a - b for a, b in zip(own, single, strict=True)])]
+            for name, own in costs.items()]
+    end = markdown_table(["chosen by", "NLL, mean over federations", "above the best one for all"], ends)
+    return f"{markdown_table(heads, lines)}\n\n{end}"
+
+
+def by_choice(found: Mapping[str, Rows]) -> dict[str, list[float]]:
+    """Return way to choose → NLL on the test parts of each federation; last the best single method for all."""
+    every = found.values()
+    result = {}
+    for key, part in PARTS.items():
+        result[part] = [mean(rows[lowest(rows, candidates(rows), key)], "clients") for rows in every]
+        result[f"{part}, each seed by itself"] = [by_seed(rows, key) for rows in every]
+    result["test parts, in hindsight"] = [
+        min(mean(rows[name], "clients") for name in candidates(rows)) for rows in every]
+    means = {name: [mean(rows[name], "clients") for rows in every] for name in shared(found)}
+    single = min(means, key=lambda name: statistics.fmean(means[name]))
+    return {**result, f"test parts, one for all: {single}": means[single]}
+
+
+def by_seed(rows: Rows, key: str) -> float:
+    """Return the NLL of the test parts where each seed takes the method with its own lowest score."""
+    known = {name: rows[name] for name in candidates(rows)}
+    apart = [{name: {seed: seeds[seed]} for name, seeds in known.items() if seed in seeds}
+             for seed in {seed for seeds in known.values() for seed in seeds}]
+    return statistics.fmean(mean(own[lowest(own, list(own), key)], "clients") for own in apart)
+
+
+def families(found: Mapping[str, Rows]) -> str:
+    """Return on how many federations a method of each family is chosen, and is the lowest on the test parts."""
+    linear = [name for name in POPULATION if METHODS[name].linear]
+    members = {
+        "global model": FEDERATED,
+        "personal posterior by λ": [name_of(each, kind) for each in PERSONAL for kind in KINDS],
+        "population of networks": [name for name in POPULATION if name not in linear],
+        "hierarchical linear": linear,
+    }
+    picked = [[lowest(rows, candidates(rows), key) for rows in found.values()] for key in ("validation", "clients")]
+    lines = []
+    for family, names in members.items():
+        suited = sum(any(name in rows for name in names) for rows in found.values())
+        if suited:
+            lines.append([family, *(f"{sum(name in names for name in own)} of {suited}" for own in picked)])
+    return markdown_table(["family", "chosen on validation parts", "lowest on test parts"], lines)
+
+
+def optimism(found: Mapping[str, Rows]) -> str:
+    """Return by how much the tuning parts flatter each method: their NLL less that of the validation parts."""
+    gaps = {name: {row: mean(seeds, "tuning") - mean(seeds, "validation") for row, seeds in rows.items()}
+            for name, rows in found.items()}
+    lines = []
+    for row in dict.fromkeys(row for rows in found.values() for row in rows):
+        known = [own for own in gaps.values() if row in own]
+        paired = [own[row] - own["FedAvg"] if "FedAvg" in own else None for own in known]
+        lines.append([row, len(known), shown([own[row] for own in known]), shown(paired)])
+    table = markdown_table(["method", "federations", "NLL, tuning less validation", "the same less FedAvg's"], lines)
+    return f"Optimism of the parts that λ, settings and rounds were chosen by, mean over federations:\n\n{table}"
 
 
 def ratio(own: Mapping[str, Seeds], key: str) -> str:
@@ -226,7 +310,8 @@ def table(rows: Rows, settings: Mapping[str, Mapping[str, Any]]) -> str:
         line += [column(seeds, "pooled")] if survival else []
         line += [column(seeds, "nll"), column(seeds, "clients")]
         line += [] if survival else [column(seeds, "calibration"), column(seeds, "set_size", 2)]
-        line += [column(seeds, "worst_metric"), column(seeds, "worst_nll"), column(seeds, "validation")]
+        line += [column(seeds, "worst_metric"), column(seeds, "worst_nll")]
+        line += [column(seeds, "tuning"), column(seeds, "validation")]
         sent = mean(seeds, "kilobytes")
         tuned = settings.get(row, settings.get(row.rpartition(", ")[0]))
         line += [f"{sent:.2f}" if sent else "", f"{mean(seeds, 'seconds'):.1f}", choice(tuned)]
@@ -234,8 +319,8 @@ def table(rows: Rows, settings: Mapping[str, Mapping[str, Any]]) -> str:
     scores = [f"{name} within clients", "c-index of all"] if survival else [name]
     heads = ["method", *scores, "NLL", "NLL, mean over clients"]
     heads += [] if survival else [calibration, size]
-    heads += [f"{name}, worst 10 %", "NLL, worst 10 %", "NLL, validation", "kB up per round and client",
-              "seconds", "setting"]
+    heads += [f"{name}, worst 10 %", "NLL, worst 10 %", "NLL, tuning", "NLL, validation",
+              "kB up per round and client", "seconds", "setting"]
     return markdown_table(heads, lines)
 
 

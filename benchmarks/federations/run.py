@@ -1,8 +1,8 @@
 """Real federations and usual skews: every method on every federation, scored for each client on its own test part.
 
     python -m benchmarks.federations.run --data DIR [--only NAME ...] [--seeds 3] [--out FOLDER]
-    python -m benchmarks.federations.run --csv FILE --client COLUMN --target COLUMN [--drop COLUMN ...] --out FOLDER
-        [--task TASK] [--event COLUMN] [--hidden WIDTH ...]
+    python -m benchmarks.federations.run --csv FILE ... --target COLUMN [--client COLUMN] [--drop COLUMN ...]
+        [--task TASK] [--event COLUMN] [--hidden WIDTH ...] --out FOLDER
 
 DIR holds, in any folders below it: processed.*.data (UCI Heart Disease), brca.csv and train_test_split.csv (FLamby's
 Fed-TCGA-BRCA), hapt_int16.npz, exam.csv, contraception.csv, and FashionMNIST's files. A federation without its files is
@@ -157,8 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", metavar="METHOD", choices=list(METHODS), default=list(METHODS),
                         help=f"some of the methods: {', '.join(METHODS)}")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
-    parser.add_argument("--csv", type=Path, help="a table, in place of the federations")
-    parser.add_argument("--client", help="its column that names the client")
+    parser.add_argument("--csv", type=Path, nargs="+", metavar="FILE",
+                        help="a table, in place of the federations; in several files, whose heads are alike")
+    parser.add_argument("--client", help="its column that names the client; of several files each is one without")
     parser.add_argument("--target", help="its column to predict")
     parser.add_argument("--drop", nargs="*", default=[], help="its columns that are no features")
     parser.add_argument("--task", choices=get_args(Task),
@@ -173,8 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)  # the fastest for models this small
     makers: Makers = dict(FEDERATIONS)
     if options.csv is not None:
-        if not (options.client and options.target):
-            parser.error("--csv needs --client and --target")
+        if not options.target or not (options.client or len(options.csv) > 1):
+            parser.error("--csv needs --target, and --client unless each of several files is a client")
         if options.out == HERE / "results":
             parser.error("--csv needs --out: the page of this folder is of the known federations")
         if options.task == "survival" and options.event is None:
@@ -182,9 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.event is not None and options.task not in (None, "survival"):
             parser.error(f"--event is of survival, not of --task {options.task}")
         sizes = {"rounds": tuple(options.rounds)} if options.rounds else {}
-        makers = {options.csv.stem: partial(
-            table, path=options.csv, client=options.client, target=options.target, drop=options.drop, task=options.task,
-            event=options.event, hidden=tuple(options.hidden), **sizes)}
+        first = options.csv[0]
+        makers = {first.stem if len(options.csv) == 1 else first.resolve().parent.name: partial(
+            table, files=options.csv, client=options.client, target=options.target, drop=options.drop,
+            task=options.task, event=options.event, hidden=tuple(options.hidden), **sizes)}
     names = options.only or list(makers)
     file = options.out / "cells.jsonl"
     todo = cells(names, options.seeds, options.methods)
