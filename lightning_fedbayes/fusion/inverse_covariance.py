@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,13 +19,13 @@ from lightning_fedbayes.fusion.inferred import (
     residuals,
     signal_of,
 )
-from lightning_fedbayes.fusion.latent_noise import MOVED, Latent, climb, least_squares, start, update_spread
+from lightning_fedbayes.fusion.latent_noise import Latent, climb, least_squares, start, update_spread
 from lightning_fedbayes.fusion.registry import register_fusion
 
-PLAUSIBLE = 0.8
-"""Part of the consensus' update below which the result shows that errors depend on y, against the model."""
-FLAT = 1e3
-"""Factor of the prior variance of y where only differences between clients shall count."""
+KEPT = 0.5
+"""Part of y that the coefficients of eq. (3) must keep; with less, most of y is taken for error."""
+ERRORS = 2.0
+"""Standard errors by which the fused update must be shorter than the average for its coefficients to count."""
 OUTER, INNER = 2, 60
 """Number of updates of the features' posterior, and of quasi-Newton steps after each."""
 
@@ -47,7 +48,7 @@ class _InverseCovariance(InferredRule):
 
     @abstractmethod
     def solve(self, distances: Tensor, size: int) -> Tensor:
-        """Return coefficients of generalised least squares, shape (K,), of sum 1; see :meth:`InferredRule.infer`."""
+        """Return coefficients of generalised least squares, shape (K,); see :meth:`InferredRule.infer`."""
 
 
 @register_fusion("icov_vb")
@@ -61,10 +62,21 @@ class InverseCovarianceVB(_InverseCovariance):
     times. With the right number of latent features it comes close to the best linear estimate. It costs more than
     ``ivar_vb``, which is as good where errors are independent.
 
-    The model has errors independent of y. Clients whose updates differ in length, have the opposite sign or are 0
-    violate that, and the model would then take part of what the others agree on for error. If less than four fifths of
-    the geometric median's update would be left, the prior of y is made flat: only differences between clients count
-    then, and nothing that all of them have in common is taken for error.
+    What tells a group that is wrong together from one that is right together is that errors are independent of y: of
+    two combinations of sum 1 the shorter has the smaller error. This can fail in three ways, each with its bound.
+
+    * *Clients that do not hold the whole of y* send noise, the opposite sign, or 0. Then the shortest combination has
+      no part in y. Coefficients therefore stay within what the clients have in common, the span of
+      :math:`\tau^2 1 1^\top + V V^\top`. Where less than half of y would be kept, the geometric median takes their
+      place.
+    * *Few parameters*: in P of them y and errors are orthogonal only up to :math:`1/\sqrt P`. So the result stays on
+      the average, but for the part of the way that makes it shorter by two standard errors.
+    * *The end of training*: where clients keep their data, y becomes the opposite of the errors that the global model
+      has taken up, and whatever combination was used is 0. So a round counts in proportion to the squared length of
+      the fused update of the round before.
+
+    What holds (``tests/fusion/test_inverse_covariance.py``): within 10 % of the best linear estimate for groups with a
+    common error, and in regression on data that three of five parties share no worse than the average.
 
     y and u are inferred jointly, and the free energy is maximised by L-BFGS (see ``latent_noise.py``). The source
     factorises them and uses coordinate ascent; where clients share data that stays at nearly equal weights.
@@ -78,27 +90,29 @@ class InverseCovarianceVB(_InverseCovariance):
     Source: [Untrusted] Algorithm 2, eq. (3), (8), (14) to (23).
     """
 
+    by_progress: ClassVar[bool] = True
+
     def __init__(self, latent: int = 2, memory: float = 1.0, floor: float = 1e-3) -> None:
         super().__init__(latent, memory, floor)
 
     def solve(self, distances: Tensor, size: int) -> Tensor:
-        """Maximise the free energy, then solve eq. (3)."""
+        """Maximise the free energy, solve eq. (3), and go from the average towards the result as far as is certain."""
         scale, begun, least = self.begin(distances)
         products = gram_about_last(distances) / scale
-        coefficients = least_squares(self.fitted(begun, products, size, least).covariance())
-        agreed = consensus(distances)
-        kept = float(coefficients @ products @ agreed) / float(agreed @ products @ agreed)
-        if kept >= PLAUSIBLE:
-            return coefficients
-        flat = replace(begun, signal=begun.signal * FLAT)
-        return least_squares(self.fitted(flat, products, size, least, ("features", "noise")).covariance())
+        model = self.fitted(begun, products, size, least)
+        coefficients, gains = in_common(model, size)
+        if least_squares(model.covariance()) @ gains < KEPT:
+            coefficients = consensus(distances)
+            towards = products @ coefficients
+            gains = towards / (coefficients @ towards)
+        return from_the_average(coefficients, gains, products, size)
 
     @staticmethod
-    def fitted(begun: Latent, products: Tensor, size: int, least: float, moved: tuple[str, ...] = MOVED) -> Latent:
+    def fitted(begun: Latent, products: Tensor, size: int, least: float) -> Latent:
         """Return the estimates of the highest free energy that the search from ``begun`` finds."""
         model = begun
         for _ in range(OUTER):
-            model = climb(update_spread(model, products, size), products, size, least, INNER, moved)
+            model = climb(update_spread(model, products, size), products, size, least, INNER)
         return model
 
     def begin(self, distances: Tensor) -> tuple[Tensor, Latent, float]:
@@ -112,6 +126,53 @@ class InverseCovarianceVB(_InverseCovariance):
         count = min(self.latent, len(noise) - 1)
         begun = start(residual / scale, noise.clamp_min(least) / scale, signal / scale, count)
         return scale, begun, least / float(scale)
+
+
+def in_common(model: Latent, size: int) -> tuple[Tensor, Tensor]:
+    r"""Return the coefficients of eq. (3) within what the clients have in common, and their gains: the y in each.
+
+    In units of the clients' noise the common part :math:`\tau^2 1 1^\top + V V^\top` has eigenvalues λ and
+    eigenvectors q. Of each q counts the part :math:`\lambda^2 / (\lambda^2 + \lambda_0^2)`: in a sample of P, noise
+    alone has eigenvalues up to :math:`\lambda_0 = (1 + \sqrt{K / P})^2 - 1`, the Marchenko–Pastur edge. The gains are
+    what is left of the vector 1, the coefficients what is left of :math:`\sum_q q (q^\top 1) / (1 + \lambda)`.
+
+    Returns: the coefficients, shape (K,), of gain 1, and the gains, shape (K,), which are 1 where the model holds.
+    """
+    unit = model.noise.rsqrt()
+    common = model.features @ model.features.T + model.signal
+    values, vectors = torch.linalg.eigh(unit[:, None] * common * unit)
+    ones = vectors.T @ unit
+    edge = (1 + math.sqrt(len(unit) / size)) ** 2 - 1
+    counted = ones * values.square() / (values.square() + edge**2)
+    coefficients = unit * (vectors @ (counted / (1 + values.clamp_min(0))))
+    gains = (vectors @ counted) / unit
+    return coefficients / (coefficients @ gains), gains
+
+
+def from_the_average(coefficients: Tensor, gains: Tensor, products: Tensor, size: int) -> Tensor:
+    r"""Return :math:`\kappa a + (1 - \kappa) 1 / K`, the part κ of the way from the average to coefficients a.
+
+    .. math:: \kappa = \frac{\bar x^\top d - 2 \|x_a\| \|d\| / \sqrt P}{\|d\|^2}, \qquad d = \bar x - x_a
+
+    between 0 and 1, where :math:`x_a = a^\top x` and :math:`\bar x` is the average. d contains errors alone; if they
+    are independent of y, :math:`\bar x^\top d / \|d\|^2` estimates the part of the way at which the error is least,
+    with a standard error of :math:`\|y\| / (\|d\| \sqrt P)`.
+
+    Args:
+        coefficients: a, shape (K,), of gain 1.
+        gains: part of y that each client holds, shape (K,); the average that is compared is scaled to gain 1.
+        products: mean products of the clients' updates, shape (K, K).
+        size: number of parameters P.
+    """
+    gain = gains.sum()
+    apart = 1 - gain * coefficients
+    shorter = products.sum(0) @ apart
+    spread, length = apart @ products @ apart, coefficients @ products @ coefficients
+    if spread <= 0:
+        return coefficients
+    doubt = ERRORS * gain.abs() * (length * spread / size).clamp_min(0).sqrt()
+    part = ((shorter - doubt) / spread).clamp(0, 1)
+    return part * coefficients + (1 - part) / len(coefficients)
 
 
 @register_fusion("icov_mle")
