@@ -26,6 +26,8 @@ KEPT = 0.5
 """Part of y that the coefficients of eq. (3) must keep; with less, most of y is taken for error."""
 ERRORS = 2.0
 """Standard errors by which the fused update must be shorter than the average for its coefficients to count."""
+LONG = 4.0
+"""Squared length of an update, in units of the lower quartile, from which on its coefficient in the average falls."""
 OUTER, INNER = 2, 60
 """Number of updates of the features' posterior, and of quasi-Newton steps after each."""
 
@@ -101,11 +103,11 @@ class InverseCovarianceVB(_InverseCovariance):
         products = gram_about_last(distances) / scale
         model = self.fitted(begun, products, size, least)
         coefficients, gains = in_common(model, size)
+        agreed = consensus(distances)
         if least_squares(model.covariance()) @ gains < KEPT:
-            coefficients = consensus(distances)
-            towards = products @ coefficients
-            gains = towards / (coefficients @ towards)
-        return from_the_average(coefficients, gains, products, size)
+            coefficients = agreed
+            gains = products @ agreed / (agreed @ products @ agreed)
+        return as_far_as_certain(bounded_average(products, agreed, size), coefficients, gains, products, size)
 
     @staticmethod
     def fitted(begun: Latent, products: Tensor, size: int, least: float) -> Latent:
@@ -149,30 +151,49 @@ def in_common(model: Latent, size: int) -> tuple[Tensor, Tensor]:
     return coefficients / (coefficients @ gains), gains
 
 
-def from_the_average(coefficients: Tensor, gains: Tensor, products: Tensor, size: int) -> Tensor:
-    r"""Return :math:`\kappa a + (1 - \kappa) 1 / K`, the part κ of the way from the average to coefficients a.
+def bounded_average(products: Tensor, agreed: Tensor, size: int) -> Tensor:
+    r"""Return the average's coefficients, shape (K,), of sum 1, with bounds on what a single client can do.
 
-    .. math:: \kappa = \frac{\bar x^\top d - 2 \|x_a\| \|d\| / \sqrt P}{\|d\|^2}, \qquad d = \bar x - x_a
-
-    between 0 and 1, where :math:`x_a = a^\top x` and :math:`\bar x` is the average. d contains errors alone; if they
-    are independent of y, :math:`\bar x^\top d / \|d\|^2` estimates the part of the way at which the error is least,
-    with a standard error of :math:`\|y\| / (\|d\| \sqrt P)`.
+    A client counts :math:`\min(1, 4 l / l_j)`, where :math:`l_j` is the squared length of its update and l the lower
+    quartile, which a majority that sends noise does not raise; and 0 if its cosine with the geometric median is below
+    :math:`-2 / \sqrt P`, two standard errors below 0. Lengths, and not distances: where three of five clients have a
+    common error they lie near each other and far from the other two, but all five have nearly the same length.
 
     Args:
-        coefficients: a, shape (K,), of gain 1.
-        gains: part of y that each client holds, shape (K,); the average that is compared is scaled to gain 1.
+        products: mean products of the clients' updates, shape (K, K).
+        agreed: coefficients of the geometric median, shape (K,).
+        size: number of parameters P.
+    """
+    lengths, along = products.diagonal(), products @ agreed
+    against = along < -ERRORS * (lengths * (agreed @ along) / size).sqrt()
+    weights = (LONG * least_noise(lengths, 1.0) / lengths).clamp_max(1).masked_fill(against, 0)
+    return weights / weights.sum()
+
+
+def as_far_as_certain(begin: Tensor, towards: Tensor, gains: Tensor, products: Tensor, size: int) -> Tensor:
+    r"""Return :math:`\kappa a + (1 - \kappa) b`, the part κ of the way from coefficients b to a.
+
+    .. math:: \kappa = \frac{x_b^\top d - 2 \|x_a\| \|d\| / \sqrt P}{\|d\|^2}, \qquad d = x_b - x_a
+
+    between 0 and 1, where :math:`x_a = a^\top x` and :math:`x_b = b^\top x`. d contains errors alone; if they are
+    independent of y, :math:`x_b^\top d / \|d\|^2` estimates the part of the way at which the error is least, with a
+    standard error of :math:`\|y\| / (\|d\| \sqrt P)`.
+
+    Args:
+        begin: b, shape (K,), of sum 1.
+        towards: a, shape (K,), of gain 1.
+        gains: part of y that each client holds, shape (K,); a is compared at the gain of b.
         products: mean products of the clients' updates, shape (K, K).
         size: number of parameters P.
     """
-    gain = gains.sum()
-    apart = 1 - gain * coefficients
-    shorter = products.sum(0) @ apart
-    spread, length = apart @ products @ apart, coefficients @ products @ coefficients
+    gain = begin @ gains
+    apart = begin - gain * towards
+    spread, length = apart @ products @ apart, towards @ products @ towards
     if spread <= 0:
-        return coefficients
+        return towards
     doubt = ERRORS * gain.abs() * (length * spread / size).clamp_min(0).sqrt()
-    part = ((shorter - doubt) / spread).clamp(0, 1)
-    return part * coefficients + (1 - part) / len(coefficients)
+    part = ((begin @ products @ apart - doubt) / spread).clamp(0, 1)
+    return part * towards + (1 - part) * begin
 
 
 @register_fusion("icov_mle")

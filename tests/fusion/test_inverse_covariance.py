@@ -8,7 +8,12 @@ import torch
 from lightning_fedbayes import FusionError, GaussianPosterior, fuse
 from lightning_fedbayes.fusion import Cohort, InverseCovarianceMLE, InverseCovarianceVB
 from lightning_fedbayes.fusion.inferred import centred_products, gram_about_last
-from lightning_fedbayes.fusion.inverse_covariance import expectation_maximisation, from_the_average, in_common
+from lightning_fedbayes.fusion.inverse_covariance import (
+    as_far_as_certain,
+    bounded_average,
+    expectation_maximisation,
+    in_common,
+)
 from lightning_fedbayes.fusion.latent_noise import (
     Latent,
     climb,
