@@ -104,7 +104,8 @@ class InverseCovarianceVB(_InverseCovariance):
         model = self.fitted(begun, products, size, least)
         coefficients, gains = in_common(model, size)
         agreed = consensus(distances)
-        if least_squares(model.covariance()) @ gains < KEPT:
+        kept = least_squares(model.covariance()) @ gains.masked_fill(against_the_rest(model, size), 0)
+        if kept < KEPT - ERRORS / math.sqrt(size):
             coefficients = agreed
             gains = products @ agreed / (agreed @ products @ agreed)
         return as_far_as_certain(bounded_average(products, agreed, size), coefficients, gains, products, size)
@@ -149,6 +150,18 @@ def in_common(model: Latent, size: int) -> tuple[Tensor, Tensor]:
     coefficients = unit * (vectors @ (counted / (1 + values.clamp_min(0))))
     gains = (vectors @ counted) / unit
     return coefficients / (coefficients @ gains), gains
+
+
+def against_the_rest(model: Latent, size: int) -> Tensor:
+    r"""Return a mask, shape (K,): True for a client whose errors take back more than half of y from most others.
+
+    Its product with half of the clients, :math:`\tau^2 + v_j \cdot v_k`, is then below :math:`\tau^2 / 2`. Shared data
+    make no such errors, for covariances by eq. (5) are not negative; a client that sends noise does.
+    """
+    products = model.features @ model.features.T + model.signal
+    lengths = products.diagonal() + model.noise
+    doubt = ERRORS * (lengths[:, None] * lengths / size).sqrt()
+    return (products + doubt).median(1).values < model.signal / 2
 
 
 def bounded_average(products: Tensor, agreed: Tensor, size: int) -> Tensor:
