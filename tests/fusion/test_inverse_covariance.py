@@ -222,6 +222,43 @@ def test_common_part_below_the_noise_of_a_sample_does_not_count():
     torch.testing.assert_close(gains, 0.5 * noise)
 
 
+def test_average_with_bounds():
+    """Lengths 1, 1, 4, 16 and 1, the last opposite to the others: four times the quartile counts whole."""
+    along = torch.tensor([1.0, 1.0, 2.0, 4.0, -1.0], dtype=torch.float64)
+    agreed = torch.tensor([0.5, 0.5, 0, 0, 0], dtype=torch.float64)
+    expected = torch.tensor([1.0, 1.0, 1.0, 0.25, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(
+        bounded_average(along[:, None] * along, agreed, 100), expected / expected.sum())
+
+
+@pytest.mark.parametrize(("size", "counts"), [(100, True), (1000, False)])
+def test_a_client_is_opposite_from_two_standard_errors_on(size, counts):
+    """A cosine of -0.1: one standard error of 100 parameters, three of 1,000."""
+    products = torch.tensor([[1.0, 1.0, -0.1], [1.0, 1.0, -0.1], [-0.1, -0.1, 1.0]], dtype=torch.float64)
+    agreed = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
+    assert (bounded_average(products, agreed, size)[2] > 0) == counts
+
+
+@pytest.mark.parametrize("size", [4, 50])
+@pytest.mark.parametrize("factor", [30.0, 1e3])
+def test_a_long_update_costs_little_however_few_parameters_there_are(size, factor):
+    """The bounded average lets in less than a usual length of it."""
+    reached, honest = 0.0, 0.0
+    for seed in range(4):
+        truth, updates = independent([0.5] * 5, size, seed)
+        honest += float((updates[1:].mean(0) - truth).square().mean())
+        updates[0] *= factor
+        reached += error(fuse("icov_vb", point_masses(updates), previous=origin(size)), truth)
+    assert reached < 2 * honest
+
+
+def test_noise_of_one_client_of_five_is_no_truth():
+    """Four honest clients would be one group with a common error, had the fifth errors that take y back."""
+    truth, updates = independent([0.5] * 4, 8000)
+    clients = point_masses(torch.cat([updates, normal(1, 8000, seed=9)]))
+    assert error(fuse("icov_vb", clients, previous=origin(8000)), truth) < error(fuse("fedavg", clients), truth)
+
+
 def test_part_of_the_way_from_the_average():
     """Of many parameters, the shortest point between; of few, two standard errors less, and never past the ends."""
     updates = normal(4, 3, seed=3) + torch.tensor([3.0, 0, 0], dtype=torch.float64)
@@ -231,9 +268,9 @@ def test_part_of_the_way_from_the_average():
     way = parts[:, None] * towards + (1 - parts[:, None]) / 4
     lengths = ((way @ products) * way).sum(1)
     torch.testing.assert_close(
-        from_the_average(towards, ones, products, 10**14), way[lengths.argmin()], rtol=0, atol=2e-4
+        as_far_as_certain(ones / 4, towards, ones, products, 10**14), way[lengths.argmin()], rtol=0, atol=2e-4
     )
-    torch.testing.assert_close(from_the_average(towards, ones, products, 1), ones / 4)
+    torch.testing.assert_close(as_far_as_certain(ones / 4, towards, ones, products, 1), ones / 4)
 
 
 @pytest.mark.parametrize("size", [100, 400])
@@ -246,7 +283,7 @@ def test_doubt_is_two_standard_errors_of_a_regression(size):
     standard_error = (1.2 / size / spread) ** 0.5
     part = float((half @ products @ apart) / spread - 2 * standard_error)
     expected = max(0.0, min(1.0, part))
-    reached = from_the_average(towards, torch.ones(2, dtype=torch.float64), products, size)
+    reached = as_far_as_certain(half, towards, torch.ones(2, dtype=torch.float64), products, size)
     torch.testing.assert_close(reached, expected * towards + (1 - expected) * half)
 
 
