@@ -22,10 +22,10 @@ from lightning_fedbayes.fusion.inferred import (
 from lightning_fedbayes.fusion.latent_noise import Latent, climb, least_squares, start, update_spread
 from lightning_fedbayes.fusion.registry import register_fusion
 
-KEPT = 0.5
-"""Part of y that the coefficients of eq. (3) must keep; with less, most of y is taken for error."""
-ERRORS = 2.0
-"""Standard errors by which the fused update must be shorter than the average for its coefficients to count."""
+KEPT = 2 / 3
+"""Part of y that the coefficients of eq. (3) must keep; with less, much of y is taken for error."""
+ERRORS = 3.0
+"""Standard errors by which a quantity must differ from what is taken for granted."""
 LONG = 4.0
 """Squared length of an update, in units of the lower quartile, from which on its coefficient in the average falls."""
 OUTER, INNER = 2, 60
@@ -69,10 +69,10 @@ class InverseCovarianceVB(_InverseCovariance):
 
     * *Clients that do not hold the whole of y* send noise, the opposite sign, or 0. Then the shortest combination has
       no part in y. Coefficients therefore stay within what the clients have in common, the span of
-      :math:`\tau^2 1 1^\top + V V^\top`. Where less than half of y would be kept, the geometric median takes their
-      place.
+      :math:`\tau^2 1 1^\top + V V^\top`. Where certainly less than two thirds of y would be kept, the geometric
+      median takes their place.
     * *Few parameters*: in P of them y and errors are orthogonal only up to :math:`1/\sqrt P`. So the result stays on
-      the average, but for the part of the way that makes it shorter by two standard errors.
+      the average, but for the part of the way that makes it shorter by three standard errors.
     * *The end of training*: where clients keep their data, y becomes the opposite of the errors that the global model
       has taken up, and whatever combination was used is 0. So a round counts in proportion to the squared length of
       the fused update of the round before.
@@ -169,7 +169,7 @@ def bounded_average(products: Tensor, agreed: Tensor, size: int) -> Tensor:
 
     A client counts :math:`\min(1, 4 l / l_j)`, where :math:`l_j` is the squared length of its update and l the lower
     quartile, which a majority that sends noise does not raise; and 0 if its cosine with the geometric median is below
-    :math:`-2 / \sqrt P`, two standard errors below 0. Lengths, and not distances: where three of five clients have a
+    :math:`-3 / \sqrt P`, three standard errors below 0. Lengths, and not distances: where three of five clients have a
     common error they lie near each other and far from the other two, but all five have nearly the same length.
 
     Args:
@@ -186,7 +186,7 @@ def bounded_average(products: Tensor, agreed: Tensor, size: int) -> Tensor:
 def as_far_as_certain(begin: Tensor, towards: Tensor, gains: Tensor, products: Tensor, size: int) -> Tensor:
     r"""Return :math:`\kappa a + (1 - \kappa) b`, the part κ of the way from coefficients b to a.
 
-    .. math:: \kappa = \frac{x_b^\top d - 2 \|x_a\| \|d\| / \sqrt P}{\|d\|^2}, \qquad d = x_b - x_a
+    .. math:: \kappa = \frac{x_b^\top d - 3 \|x_a\| \|d\| / \sqrt P}{\|d\|^2}, \qquad d = x_b - x_a
 
     between 0 and 1, where :math:`x_a = a^\top x` and :math:`x_b = b^\top x`. d contains errors alone; if they are
     independent of y, :math:`x_b^\top d / \|d\|^2` estimates the part of the way at which the error is least, with a
