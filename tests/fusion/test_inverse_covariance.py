@@ -170,10 +170,10 @@ def regression(rule, shared, seed, rounds=8):
     return float((at - truth).square().sum())
 
 
-@pytest.mark.parametrize("shared", [1.0, 5.0, 20.0])
+@pytest.mark.parametrize("shared", [1.0, 5.0, 20.0, 40.0])
 def test_regression_on_the_same_data_is_no_worse_than_the_average(shared):
     """Three parties who agree look precise. In 50 parameters only their length could show that they are not."""
-    pairs = [(regression(InverseCovarianceVB(), shared, seed), regression(None, shared, seed)) for seed in range(2)]
+    pairs = [(regression(InverseCovarianceVB(), shared, seed), regression(None, shared, seed)) for seed in range(3)]
     assert sum(reached for reached, _ in pairs) <= 1.001 * sum(average for _, average in pairs)
 
 
@@ -260,7 +260,7 @@ def test_noise_of_one_client_of_five_is_no_truth():
 
 
 def test_part_of_the_way_from_the_average():
-    """Of many parameters, the shortest point between; of few, three standard errors less, and never past the ends."""
+    """Of many parameters, the shortest point between; of few, two standard errors less, and never past the ends."""
     updates = normal(4, 3, seed=3) + torch.tensor([3.0, 0, 0], dtype=torch.float64)
     products, ones = updates @ updates.T / 3, torch.ones(4, dtype=torch.float64)
     towards = torch.tensor([1.2, 0.4, -0.3, -0.3], dtype=torch.float64)
@@ -274,14 +274,14 @@ def test_part_of_the_way_from_the_average():
 
 
 @pytest.mark.parametrize("size", [100, 400])
-def test_doubt_is_three_standard_errors_of_a_regression(size):
+def test_doubt_is_two_standard_errors_of_a_regression(size):
     """The part of the way is a regression of the average on its difference to the result; its error in theory."""
     products = torch.tensor([[1.2, 1.0], [1.0, 2.0]], dtype=torch.float64)
     towards, half = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
     apart = half - towards
     spread = apart @ products @ apart
     standard_error = (1.2 / size / spread) ** 0.5
-    part = float((half @ products @ apart) / spread - 3 * standard_error)
+    part = float((half @ products @ apart) / spread - 2 * standard_error)
     expected = max(0.0, min(1.0, part))
     reached = as_far_as_certain(half, towards, torch.ones(2, dtype=torch.float64), products, size)
     torch.testing.assert_close(reached, expected * towards + (1 - expected) * half)
