@@ -81,7 +81,8 @@ class InverseCovarianceVB(_InverseCovariance):
 
     What holds (``tests/fusion/test_inverse_covariance.py``): of 3,000 parameters, within 10 % of the best linear
     estimate for groups with a common error. Of 50, in regression on data that three of five parties share, the average
-    and no better: there the clients' lengths do not show who is wrong. An update 30 times as long as the others costs
+    and no better: there the clients' lengths do not show who is wrong. With a shared noise of 40
+    one of eight seeds lost 17 %, in the mean 2.6 % with a standard error as large. An update 30 times as long as the others costs
     little however few parameters there are.
 
     What does not hold: with few parameters, noise of honest length counts as much as in the average, as does an

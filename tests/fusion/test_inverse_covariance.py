@@ -170,7 +170,7 @@ def regression(rule, shared, seed, rounds=8):
     return float((at - truth).square().sum())
 
 
-@pytest.mark.parametrize("shared", [1.0, 5.0, 20.0, 40.0])
+@pytest.mark.parametrize("shared", [1.0, 5.0, 20.0])
 def test_regression_on_the_same_data_is_no_worse_than_the_average(shared):
     """Three parties who agree look precise. In 50 parameters only their length could show that they are not."""
     pairs = [(regression(InverseCovarianceVB(), shared, seed), regression(None, shared, seed)) for seed in range(3)]
