@@ -81,13 +81,13 @@ class InverseCovarianceVB(_InverseCovariance):
 
     What holds (``tests/fusion/test_inverse_covariance.py``): of 3,000 parameters, within 10 % of the best linear
     estimate for groups with a common error. Of 50, in regression on data that three of five parties share, the average
-    and no better: there the clients' lengths do not show who is wrong. With a shared noise of 40
-    one of eight seeds lost 17 %, in the mean 2.6 % with a standard error as large. An update 30 times as long as the others costs
-    little however few parameters there are.
+    and hardly better: there the clients' lengths do not show who is wrong. With a shared noise of 40 one of eight seeds
+    lost 17 %, in the mean 2.6 % with a standard error as large. An update 30 times as long as the others costs little
+    however few parameters there are.
 
-    What does not hold: with few parameters, noise of honest length counts as much as in the average, as does an
-    opposite update of 4. Of many, noise of honest length costs less than in the average, but not nothing. Half of the
-    clients with the opposite sign win.
+    What does not hold: with 50 parameters, noise of honest length counts as much as in the average; with 4, so does an
+    opposite update. With many, such noise costs less than in the average, but not nothing. If half of the clients send
+    the opposite, the result is the average.
 
     y and u are inferred jointly, and the free energy is maximised by L-BFGS (see ``latent_noise.py``). The source
     factorises them and uses coordinate ascent; where clients share data that stays at nearly equal weights.
