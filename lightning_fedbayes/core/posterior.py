@@ -493,9 +493,3 @@ def check_same_structure(
                 f"'{name}' has shape {tuple(value.shape)} in {first_name} but {tuple(second[name].shape)} in "
                 f"{second_name}; all clients must train the same network"
             )
-
-
-def check_all_same_structure(posteriors: Sequence[GaussianPosterior]) -> None:
-    """Raise PosteriorError unless all ``posteriors`` have the names and shapes of the first."""
-    for k, posterior in enumerate(posteriors[1:], start=1):
-        check_same_structure(posteriors[0].mean, posterior.mean, "client 0", f"client {k}")
