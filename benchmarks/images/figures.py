@@ -97,7 +97,8 @@ def _retained(spec: Mapping[str, Any], rows: Rows) -> Figure:
     for panel, line in zip(panels, grid):
         for measure, axes in zip(MEASURES, line):
             for number, name in enumerate(_values(rows, spec["series"])):
-                curves = [result["retained"][measure] for result in _results(rows, spec, panel, name)]
+                curves = [result["retained"][measure] for result in _results(rows, spec, panel, name)
+                          if measure in result["retained"]]  # results may be older than a measure
                 if curves:
                     axes.plot(FRACTIONS, np.mean(curves, 0), label=str(name), **_style(number))
             axes.set(title=f"{panel}, {measure}", xlabel="examples retained")
