@@ -15,7 +15,7 @@ from benchmarks.images import run
 from benchmarks.images.cell import check, make_optimizer, make_rule
 from benchmarks.images.data import make_data
 from benchmarks.images.federation import PATIENCE, begin, run_cell
-from benchmarks.images.figures import PALETTE, save
+from benchmarks.images.figures import FRACTIONS, MEASURES, PALETTE, draw, save
 from benchmarks.images.report import METRICS, common_settings, failures, mean_and_error
 from benchmarks.images.settings import Settings, parse_call
 from benchmarks.images.store import Store
@@ -58,6 +58,7 @@ def test_a_killed_study_goes_on_without_repeating_cells(tmp_path, monkeypatch):
             {"kind": "lines", "x": "bayesian_last", "series": "fusion", "metrics": ["nll"]},
             {"kind": "retained", "series": "fusion", "panels": "bayesian_last", "where": {"bayesian_last": [1]}},
             {"kind": "curves", "series": "fusion", "panels": "partition", "where": {"bayesian_last": [3]}},  # no cells
+            {"kind": "curves", "series": "fusion", "panels": "bayesian_last"},  # no held-out images
         ],
     )
     trained = []
@@ -320,6 +321,15 @@ def test_the_last_line_of_a_cell_counts_and_other_settings_are_another_cell(tmp_
 
 def test_mean_and_error():
     assert mean_and_error([1.0, 2.0, 3.0]) == pytest.approx((2.0, 3**-0.5))
+
+
+def test_results_from_before_a_measure_was_added_are_drawn():
+    curve = [0.5] * len(FRACTIONS)
+    rows = {Settings(seed=seed): {"retained": dict.fromkeys(names, curve)}
+            for seed, names in enumerate([("entropy", "kwon_epistemic"), MEASURES])}
+    figure = draw({"kind": "retained", "series": "fusion", "panels": "partition"}, rows)
+    assert figure is not None
+    assert [axes.get_title() for axes in figure.axes] == ["dirichlet(0.5), entropy", "dirichlet(0.5), kwon_epistemic"]
 
 
 def test_a_figure_keeps_the_colours_of_its_lines(tmp_path):
