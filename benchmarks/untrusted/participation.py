@@ -1,6 +1,6 @@
 """The linear regression of synthetic.py with some of the parties in a round, and a batch of their data.
 
-    python -m benchmarks.untrusted.participation [--seeds 3] [--out FOLDER]
+    python -m benchmarks.untrusted.participation [--seeds 2] [--out FOLDER]
 
 In every round, the parties that take part draw a batch of their examples, take one gradient step on it, and the steps
 are fused. The rate is the largest round number that is stable for the smallest batch: the largest eigenvalue of the
@@ -41,7 +41,7 @@ def run(rule: str, taking_part: int, batch: int, seed: int) -> tuple[list[float]
 
 
 def main() -> None:
-    arguments = options(__doc__, data=False, seeds=3).parse_args()
+    arguments = options(__doc__, data=False, seeds=2).parse_args()
     torch.set_num_threads(1)  # the fastest for networks this small
     engine, curves = "", {name: {rule: [] for rule in TITLES} for name in CELLS}
     runs = [(seed, name, rule) for seed in range(arguments.seeds) for name in CELLS for rule in TITLES]
@@ -54,7 +54,7 @@ def main() -> None:
     settings = (
         f"{PARTIES} genuine parties as in synthetic.py, with an overlap of {OVERLAP:.0%} and own noise of {levels}. Of "
         f"them so many take part in a round, drawn anew in every round, and take one step on so many of their {SIZE} "
-        f"examples, drawn anew, too. {ROUNDS} rounds, rate {RATE}; engine {engine}; seeds 0 to {arguments.seeds - 1}. "
+        f"examples, drawn anew, too ({SIZE}: all of them). {ROUNDS} rounds, rate {RATE}; engine {engine}; seeds 0 to {arguments.seeds - 1}. "
         "Error: mean squared error to the labels without noise of fresh inputs, after the last round."
     )
     figure = panels(curves, TITLES, range(1, ROUNDS + 1), "round", "prediction error", log=True)
