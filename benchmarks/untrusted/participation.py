@@ -3,8 +3,8 @@
     python -m benchmarks.untrusted.participation [--seeds 2] [--out FOLDER]
 
 In every round, the parties that take part draw a batch of their examples, take one gradient step on it, and the steps
-are fused. The rate is the largest round number that is stable for the smallest batch: the largest eigenvalue of the
-curvature is near (1 + √(FEATURES / batch))², and a step is stable below 2 over it.
+are fused. The rate is stable for every batch: the largest eigenvalue of the curvature is near
+(1 + √(features / batch))², at most 4 here, and a step is stable below 2 over it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def main() -> None:
     settings = (
         f"{PARTIES} genuine parties as in synthetic.py, with an overlap of {OVERLAP:.0%} and own noise of {levels}. Of "
         f"them so many take part in a round, drawn anew in every round, and take one step on so many of their {SIZE} "
-        f"examples, drawn anew, too ({SIZE}: all of them). {ROUNDS} rounds, rate {RATE}; engine {engine}; seeds 0 to {arguments.seeds - 1}. "
-        "Error: mean squared error to the labels without noise of fresh inputs, after the last round."
+        f"examples, drawn anew, too ({SIZE}: all of them). {ROUNDS} rounds, rate {RATE}; engine {engine}; seeds 0 to "
+        f"{arguments.seeds - 1}. Error: mean squared error to the labels without noise of fresh inputs, after the last "
+        "round."
     )
     figure = panels(curves, TITLES, range(1, ROUNDS + 1), "round", "prediction error", log=True)
     write(arguments.out, "participation", settings, [table("rule", TITLES, None, last, 2)], figure)
