@@ -78,7 +78,8 @@ class Sites(StatefulSumRule):
     clients in all; one that is a number is raised to :math:`1.05\,\Lambda_k / \Lambda` where it is less (towards a step
     of 1, to :math:`\Lambda_k / \Lambda`). So no cavity is improper: a local problem with a convex loss is bounded. From
     round r = 20 on the damping is :math:`\delta_r = \delta \sqrt{20 / r}`, so that the noise of local training averages
-    out, unless precisions are trained, below. Clients keep the state of their optimizers, see ``optimizer_state``.
+    out, unless precisions are trained, below. Clients keep the state of their optimizers, as ``keep`` of
+    :class:`~lightning_fedbayes.FederatedBayes` says.
 
     **Precision.** Short local training moves σ hardly at all. So the precision of a site is *measured*, by the
     gradients :math:`g_i` of single examples' losses, without that of the cavity, by the means at the clients' draws, in
