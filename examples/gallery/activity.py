@@ -66,7 +66,7 @@ def main(output: Path, rounds: int = 10) -> dict[str, float]:
         for (label, each), color in zip(scores.items(), plots.PALETTE[2::-1]):
             axes.plot(each.values[name][order], "o", color=color, markersize=4, label=label)
         axes.set(xlabel="person, by the NLL of the global network", ylabel=name.replace("nll", "NLL (nats)"))
-    axes.legend(frameon=False)
+        axes.legend(frameon=False)
     output.mkdir(parents=True, exist_ok=True)
     figure.savefig(output / "activity.png")
     return {name: row[2] for name, row in zip(("global", "alone", "own"), rows)}

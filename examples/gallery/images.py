@@ -9,9 +9,11 @@ seen from those that are known (AUROC: 0.5 is a guess).
 """
 import argparse
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -41,15 +43,14 @@ def pretrained(images: Tensor, labels: Tensor, name: str) -> nn.Module:
 
 def main(output: Path, backbone: str = "", rounds: int = 20) -> dict[str, float]:
     L.seed_everything(0, verbose=False)
-    data = fb.DigitsDataModule()
-    data.setup()
-    images, labels = (torch.cat(parts) for parts in zip(data.train.tensors, data.validation.tensors))
-    images = images.view(-1, 1, 8, 8).expand(-1, 3, -1, -1)
+    images, labels = (torch.tensor(each) for each in load_digits(return_X_y=True))
+    images = (images / 16).float().view(-1, 1, 8, 8).expand(-1, 3, -1, -1)
     body = pretrained(images[labels < 4], labels[labels < 4], backbone).requires_grad_(False).eval()
     width = body(images[:1]).shape[1]
-    here = torch.stack([labels == digit for digit in (4, 5, 6, 7)]).any(0)
+    here = (labels >= 4) & (labels < 8)
     (own, test), (y, target) = ((each[here][:-200], each[here][-200:]) for each in (images, labels - 4))
-    clients = fb.ClientDatasets({f"client {k}": TensorDataset(own[y == k], y[y == k]) for k in range(4)})
+    clients = {f"client {k}": TensorDataset(own[y == k], y[y == k]) for k in range(4)}
+    loader = DataLoader(fb.ClientDatasets(clients), batch_size=32, shuffle=True)
     linear = fb.HybridBayesianClassifier(nn.Sequential(body, nn.Linear(width, 4)), 0, learning_rate=0.01)
     exact = fb.HeadModule(body, fb.BayesianHead(4, "one_hot"), width)
     rows, figure = [], plots.empty_figure(10, 3)
@@ -57,15 +58,15 @@ def main(output: Path, backbone: str = "", rounds: int = 20) -> dict[str, float]
         ("FedAvg", linear, rounds, fb.FederatedBayes(fusion="weighted_average", local_epochs=5)),
         ("exact head", exact, 1, fb.FederatedBayes()),
     )):
-        trainer = L.Trainer(max_epochs=epochs, callbacks=[federation], barebones=True)
-        trainer.fit(model, DataLoader(clients, batch_size=32, shuffle=True))
-        known, new = (model.eval().predict_step(each) for each in (test, images[labels >= 8]))
-        right, auroc = (known.label == target).float().mean(), ood_auroc(known.entropy, new.entropy)
-        rows.append([name, len(federation.history), float(right), float(auroc)])
+        L.Trainer(max_epochs=epochs, callbacks=[federation], barebones=True).fit(model, loader)
+        predict: Any = model.eval().predict_step
+        known, new = predict(test), predict(images[labels >= 8])
+        auroc = float(ood_auroc(known.entropy, new.entropy))
+        rows.append([name, len(federation.history), float((known.label == target).float().mean()), auroc])
         for side, label in ((known, "digits 4 to 7"), (new, "digits 8 and 9")):
             axes.hist(side.entropy.detach(), 30, (0, 1), density=True, alpha=0.6, label=label)
         axes.set(title=f"{name}: AUROC {auroc:.2f}", xlabel="normalised entropy")
-    axes.legend(frameon=False)
+        axes.legend(frameon=False)
     print(markdown_table(["head", "exchanges", "accuracy", "AUROC by entropy"], rows))
     output.mkdir(parents=True, exist_ok=True)
     figure.savefig(output / "images.png")

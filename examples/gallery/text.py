@@ -11,6 +11,7 @@ import argparse
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -64,9 +65,9 @@ def main(output: Path, rounds: int = 15) -> dict[str, float]:
     for name, fusion, optimizer in (
         ("whole network, FedAvg", "weighted_average", partial(adam, lr=0.001)),
         ("adapters, FedAvg", "weighted_average", partial(adam, lr=0.01)),
-        ("adapters, IVON + sites", fb.Sites(half=True), partial(fb.IVON, lr=0.05, temperature=0.1)),
+        ("adapters, IVON + sites", fb.Sites(half=True), partial(fb.IVON, lr=0.1, temperature=0.1)),
     ):
-        network = deepcopy(public.network)
+        network: Any = deepcopy(public.network)
         if "adapters" in name:
             network.requires_grad_(False).head.requires_grad_(True)
             for layer in network.encoder.layers:
@@ -78,9 +79,9 @@ def main(output: Path, rounds: int = 15) -> dict[str, float]:
         scores = fb.evaluate_clients(fb.PosteriorPredictive(model, federation.posterior, samples=20), new)
         kilobytes = 1000 * federation.history[-1]["megabytes_up"] / 6
         rows.append([name, scores.mean("accuracy"), scores.mean("nll"), scores.worst("nll"), kilobytes])
-        axes.plot([share for share, _ in shops.values()], scores.values["nll"], "o-", label=f"{name}: {kilobytes:.1f} kB")
+        axes.plot(list(shops), scores.values["nll"], "o-", label=f"{name}: {kilobytes:.1f} kB")
     print(markdown_table(["", "accuracy", "NLL", "NLL of the worst shop", "kB of a shop and round"], rows))
-    axes.set(xlabel="share of content customers, shop by shop", ylabel="NLL (nats)")
+    axes.set(xlabel="from 10 % to 90 % content customers", ylabel="NLL (nats)")
     axes.legend(frameon=False)
     output.mkdir(parents=True, exist_ok=True)
     figure.savefig(output / "text.png")
