@@ -52,11 +52,10 @@ def main(output: Path, backbone: str = "", rounds: int = 20) -> dict[str, float]
     clients = {f"client {k}": TensorDataset(own[y == k], y[y == k]) for k in range(4)}
     loader = DataLoader(fb.ClientDatasets(clients), batch_size=32, shuffle=True)
     linear = fb.HybridBayesianClassifier(nn.Sequential(body, nn.Linear(width, 4)), 0, learning_rate=0.01)
-    exact = fb.HeadModule(body, fb.BayesianHead(4, "one_hot"), width)
     rows, figure = [], plots.empty_figure(10, 3)
     for axes, (name, model, epochs, federation) in zip(figure.subplots(1, 2), (
         ("FedAvg", linear, rounds, fb.FederatedBayes(fusion="weighted_average", local_epochs=5)),
-        ("exact head", exact, 1, fb.FederatedBayes()),
+        ("exact head", fb.HeadModule(body, fb.BayesianHead(4, "one_hot"), width), 1, fb.FederatedBayes()),
     )):
         L.Trainer(max_epochs=epochs, callbacks=[federation], barebones=True).fit(model, loader)
         predict: Any = model.eval().predict_step
