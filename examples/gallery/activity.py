@@ -4,7 +4,7 @@
 
 Data made on the spot: windows of an accelerometer. Each person carries the phone at an angle of its own, walks at a
 tempo of its own, and does some things more often than others; new windows are of all activities alike. Look at the NLL
-of each person: by FedAvg's network, by a network of the person alone, and by its own posterior given the population.
+of each person: by FedAvg, by a network of the person alone, by its own posterior given the population, by the latter.
 """
 import argparse
 from pathlib import Path
@@ -56,20 +56,21 @@ def main(output: Path, rounds: int = 10) -> dict[str, float]:
     alone = {name: train({name: own}, 1, "weighted_average", 5 * rounds)[0] for name, own in known.items()}
     network, federation = train(known, max(1, rounds // 2), "population", 20)
     own = {name: fb.PosteriorPredictive(network, federation.posterior_of(name), samples=20) for name in known}
-    methods = {"global, FedAvg": shared, "each alone": alone, "own posterior, population": own}
+    newcomer = fb.PosteriorPredictive(network, federation.posterior, samples=20)
+    methods = {"global, FedAvg": shared, "each alone": alone, "own posterior": own, "the population's": newcomer}
     scores = {name: fb.evaluate_clients(model, new) for name, model in methods.items()}
     rows = [[name, each.mean("accuracy"), each.mean("nll"), each.worst("accuracy"), each.worst("nll"),
              each.names[int(each.values["nll"].argmax())]] for name, each in scores.items()]
     print(markdown_table(["", "accuracy", "NLL", "of the worst 3", "NLL of the worst 3", "served worst"], rows))
     figure, order = plots.empty_figure(10, 3.75), scores["global, FedAvg"].values["nll"].argsort()
     for axes, name in zip(figure.subplots(1, 2), ("accuracy", "nll")):
-        for (label, each), color in zip(scores.items(), plots.PALETTE[2::-1]):
+        for (label, each), color in zip(scores.items(), plots.PALETTE):
             axes.plot(each.values[name][order], "o", color=color, markersize=4, label=label)
         axes.set(xlabel="person, by the NLL of the global network", ylabel=name.replace("nll", "NLL (nats)"))
         axes.legend(frameon=False)
     output.mkdir(parents=True, exist_ok=True)
     figure.savefig(output / "activity.png")
-    return {name: row[2] for name, row in zip(("global", "alone", "own"), rows)}
+    return {name: row[2] for name, row in zip(("global", "alone", "own", "population"), rows)}
 
 
 if __name__ == "__main__":
