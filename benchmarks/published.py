@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ def sources() -> dict[str, dict[str, Any]]:
 def rows(table: str) -> list[dict[str, Any]]:
     """Return the rows of a table, each with the settings that all share: key → setting, or score as text.
 
+    A row with a list of settings stands for a row with each of them.
+
     Args:
         table: source and table, such as "fbdl table 2".
 
@@ -34,7 +37,12 @@ def rows(table: str) -> list[dict[str, Any]]:
              if name not in OTHER}
     if table not in known:
         raise FederationError(f"{FILE.name} has no table '{table}'; {nearest(table, known)}")
-    return [{**known[table].get("settings", {}), **row} for row in known[table]["rows"]]
+    found = []
+    for row in known[table]["rows"]:
+        whole = {**known[table].get("settings", {}), **row}
+        lists = [value if isinstance(value, list) else [value] for value in whole.values()]
+        found += [dict(zip(whole, values)) for values in itertools.product(*lists)]
+    return found
 
 
 def mean_and_spread(score: str) -> tuple[float, float | None]:

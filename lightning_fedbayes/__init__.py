@@ -95,7 +95,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         mean_network,
         with_kl,
     )
-    from lightning_fedbayes.server import Asynchronous, Delays, RoundResult, Safeguards, Server
+    from lightning_fedbayes.server import Asynchronous, Delays, KnownOverlap, RoundResult, Safeguards, Server
     from lightning_fedbayes.server.plan import RoundPlan
     from lightning_fedbayes.sources.curvature import SWAG, KroneckerLaplace, Laplace
     from lightning_fedbayes.sources.ivon import IVON
@@ -153,6 +153,7 @@ __all__ = [
     "IIDPartition",
     "InnerProductManipulation",
     "Kept",
+    "KnownOverlap",
     "KroneckerLaplace",
     "LabelFlip",
     "Laplace",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -29,6 +30,7 @@ BENCHMARKS = tuple(sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / 
 BLOCKS = [
     pytest.param(block, id=f"{page}-{number}")
     for page in PAGES
+    if not page.startswith("docs/first_hour/")
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
 ]
 NOT_RUN = {
@@ -42,7 +44,15 @@ ROOMS = (
     "clients.privacy", "flower", "fusion", "layers", "methods", "metrics", "metrics.functional", "modules",
     *(["nvflare"] if importlib.util.find_spec("nvflare") else []),
 )
-WORDS_OF_THE_README = 800
+WORDS_OF_THE_README = 700
+"""Its table that a command writes does not count."""
+FIRST_HOUR = [
+    Path("docs/first_hour", f"{name}.md")
+    for name in ("first_federation", "your_network", "which_method", "calibrated", "machines", "deeper")
+]
+"""Its pages, in the order in which they are read."""
+WORDS_OF_A_PAGE, WORDS_OF_A_SENTENCE, LINES_OF_AN_EXAMPLE = 700, 30, 40
+"""Bounds of these pages; words in code and tables do not count."""
 COLUMNS_OF_CODE = 88
 """Widest line of code on a page of the site; what is wider is cut off."""
 KEY = re.compile(r"(?<![\w\]`])\[([A-Z][\w-]*)\](?![(\[:])")
@@ -56,7 +66,7 @@ def test_code_runs(block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before, methods = set(available_fusions()), set(available_methods())
     try:
-        exec(compile(block, "block", "exec", dont_inherit=True), {"__name__": "block"})
+        exec(compile(block, "block", "exec", dont_inherit=True), {"__name__": "__main__"})
     finally:
         for name in set(available_fusions()) - before:
             unregister_fusion(name)
@@ -87,6 +97,69 @@ def test_the_readme_is_short_and_names_rules_that_exist():
     assert len(text.replace(table, "").split()) <= WORDS_OF_THE_README
     assert len(re.findall(r'^\| `"(\w+)"` \|', text, re.MULTILINE)) == 3
     assert set(re.findall(r'^\| `"(\w+)"` \|', text, re.MULTILINE)) <= set(RULES)
+
+
+def prose(text):
+    """The paragraphs, list items and headings of a page, without code, tables, pictures and targets of links.
+
+    >>> prose("# One\\n\\n* Two\\n  `three`.\\n* [Four.](x.md) Five?\\n\\n| six |\\n")
+    ['# One', 'Two three.', 'Four. Five?']
+    """
+    left_out = r"^```.*?^```$|^\|.*?$|^<!--.*?-->$|!\[[^\]]*\]\([^)]*\)|\$\$.*?\$\$"
+    text = re.sub(left_out, "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text).replace("`", "")
+    parts = re.split(r"\n\s*\n|\n(?=#)|^(?:\*|\d+\.) ", text, flags=re.MULTILINE)
+    return [" ".join(part.split()) for part in parts if part.strip()]
+
+
+def sentences(text):
+    """The sentences of a page."""
+    return [s for part in prose(text) if not part.startswith("#") for s in re.split(r"(?<=[.!?])[)*\"]* ", part)]
+
+
+@pytest.mark.parametrize("page", FIRST_HOUR, ids=str)
+def test_a_page_of_the_first_hour_is_short(page):
+    text = (ROOT / page).read_text()
+    assert len(" ".join(prose(text)).split()) <= WORDS_OF_A_PAGE
+    assert not [each for each in sentences(text) if len(each.split()) > WORDS_OF_A_SENTENCE]
+    assert text.count("![") == 1
+    assert text.count("\n## What to look at in W&B\n") == 1
+
+
+def charts(text):
+    """The charts that a page names in the first column of its last table."""
+    column = re.findall(r"^\| (`.*?) \|", text[text.index("## What to look at in W&B"):], re.MULTILINE)
+    return {name for cell in column for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def logged(folder):
+    """Names of all figures, tables and curves of the runs in a folder, and of pictures with "_" for "/"."""
+    names = {path.stem for path in folder.rglob("*.png")}
+    for path in folder.rglob("federation.jsonl"):
+        for entry in map(json.loads, path.read_text().splitlines()):
+            names |= {*entry.get("figures", ()), entry.get("table"), entry.get("curve")}
+    return names
+
+
+def test_the_first_hour_runs_and_logs_the_charts_that_it_names(tmp_path, monkeypatch, capsys):
+    seen = set()
+    for page in FIRST_HOUR:
+        text = (ROOT / page).read_text()
+        [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        assert len(example.splitlines()) <= LINES_OF_AN_EXAMPLE
+        folder = tmp_path / page.stem
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        exec(compile(example, page.name, "exec", dont_inherit=True), {"__name__": "__main__"})
+        assert capsys.readouterr().out
+        own = logged(folder)
+        seen |= own
+        for chart in charts(text):
+            place, _, last = chart.rpartition("/")
+            assert any(
+                name in (chart, chart.replace("/", "_")) or (last == "NAME" and str(name).startswith(f"{place}/"))
+                for name in own or seen
+            ), f"{page}: {chart}"
 
 
 def test_links_and_pictures_exist():

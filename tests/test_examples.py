@@ -50,3 +50,23 @@ def test_plain_torch_learns_without_a_trainer(capsys):
     accuracies = load("plain_torch").main()
     assert len(capsys.readouterr().out.splitlines()) == len(accuracies) == 10
     assert accuracies[0] < 0.85 < accuracies[-1]
+
+
+GALLERY = {  # job → setting of a short run, and what has to hold of its figures
+    "survival": ({"rounds": 10}, lambda found: found["federation"] > found["alone"] + 0.02),
+    "schools": ({}, lambda found: found["posterior"] < min(found["alone"], found["one"])),
+    "activity": ({"rounds": 4}, lambda found: found["own"] < 0.9 * min(found["alone"], found["population"])),
+    "images": ({"rounds": 2}, lambda found: found["exact"] > max(0.95, found["FedAvg"]) and found["AUROC"] > 0.8),
+    "text": ({"rounds": 6}, lambda found: found["accuracy"] > 0.65 and found["adapters"] < found["whole"] / 20),
+    "untrusted": ({"rounds": 6}, lambda found: found["sites, guard"] > found["sites, no guard"] + 0.2),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning about small runs without a logger
+@pytest.mark.parametrize("name", GALLERY)
+def test_a_job_of_the_gallery_shows_what_its_page_says(name, tmp_path, capsys):
+    setting, holds = GALLERY[name]
+    found = load(f"gallery/{name}").main(tmp_path, **setting)
+    assert holds(found), found
+    assert capsys.readouterr().out.startswith("| ")
+    assert (tmp_path / f"{name}.png").stat().st_size > 5000

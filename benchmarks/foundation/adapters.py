@@ -233,7 +233,10 @@ def run(cell: Cell, found: Mapping[str, Tensor]) -> dict[str, Any]:
         return {**costs, **scores(head_logs(fit, inputs[1]), head_logs(fit, inputs[2]), held, test)}
     with quietly():
         module = Adapted(cell)
-    federation = fb.FederatedBayes(local_epochs=1, seed=cell.seed, buffers="frozen", engine="sequential")
+    fusion = fb.Sites(half=True) if cell.method == SITES else "weighted_average"
+    federation = fb.FederatedBayes(
+        fusion=fusion, local_epochs=1, seed=cell.seed, buffers="frozen", engine="sequential"
+    )
     trainer = L.Trainer(
         max_epochs=ROUNDS, accelerator="cpu", logger=False, callbacks=[federation], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,

@@ -46,6 +46,8 @@ SPLITS: dict[str, Any] = {
     "100 clients, Dirichlet(0.5)": fb.DirichletPartition(100, alpha=0.5),
     "100 clients, Dirichlet(0.01)": fb.DirichletPartition(100, alpha=0.01, per="client"),
     "100 clients, one class each": fb.ClassPartition(100, 1),
+    "10 clients, Dirichlet(0.5)": fb.DirichletPartition(10, alpha=0.5),
+    "10 clients, Dirichlet(0.01)": fb.DirichletPartition(10, alpha=0.01, per="client"),
     "10 clients, one class each": fb.ClassPartition(10, 1),
 }
 CLIENTS = {split: int(split.split()[0]) for split in SPLITS}

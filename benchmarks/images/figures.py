@@ -36,6 +36,8 @@ def draw(spec: Mapping[str, Any], finished: Finished) -> Figure | None:
     where = spec.get("where", {})
     rows = {cell: results for cell, results in rows_of(finished).items()
             if all(getattr(cell, key) in values for key, values in where.items())}
+    if spec["kind"] == "curves":  # there are none without held-out images
+        rows = {cell: results for cell, results in rows.items() if any(result["by_round"] for result in results)}
     return {"lines": _lines, "curves": _curves, "retained": _retained}[spec["kind"]](spec, rows) if rows else None
 
 
@@ -91,11 +93,16 @@ def _curves(spec: Mapping[str, Any], rows: Rows) -> Figure:
 
 
 def _retained(spec: Mapping[str, Any], rows: Rows) -> Figure:
-    """Draw accuracy against examples retained: a row per value of a setting, a column per measure of uncertainty."""
+    """Draw accuracy against examples retained: a row per value of a setting, a column per measure of uncertainty.
+
+    Cells may be older than a measure: those that not all of them have are left out.
+    """
     panels = _values(rows, spec["panels"])
-    figure, grid = _panels(len(panels), len(MEASURES))
+    measures = [measure for measure in MEASURES
+                if all(measure in result["retained"] for results in rows.values() for result in results)]
+    figure, grid = _panels(len(panels), len(measures))
     for panel, line in zip(panels, grid):
-        for measure, axes in zip(MEASURES, line):
+        for measure, axes in zip(measures, line):
             for number, name in enumerate(_values(rows, spec["series"])):
                 curves = [result["retained"][measure] for result in _results(rows, spec, panel, name)]
                 if curves:

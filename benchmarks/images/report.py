@@ -113,12 +113,13 @@ def failures(finished: Finished, factors: Sequence[str]) -> str:
 
 
 def common_settings(cells: Iterable[Settings], factors: Sequence[str]) -> str:
-    """Return the settings that all cells share, in one line."""
-    first = next(iter(cells)).as_dict()
-    return ", ".join(
-        f"{name} {'all' if name == 'examples' and value is None else value}"
-        for name, value in first.items() if name not in (*factors, "seed")
-    )
+    """Return the settings that are no factors in one line; of those that depend on the grid, every value."""
+    shown: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        for name, value in cell.as_dict().items():
+            text = "all" if name == "examples" and value is None else str(value)
+            shown.setdefault(name, {})[text] = None
+    return ", ".join(f"{name} {' or '.join(texts)}" for name, texts in shown.items() if name not in (*factors, "seed"))
 
 
 def machine() -> str:

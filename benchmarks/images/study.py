@@ -30,7 +30,8 @@ class Study:
         name: name of its file without ``.yaml``.
         title: heading of the report.
         fixed: setting → its value in every cell.
-        grids: mappings from setting to values; the cells of a grid are the product of its values.
+        grids: mappings from setting to values; the cells of a grid are the product of its values. A grid may have
+            ``budgets`` of its own, which go before those of the study.
         budgets: budget → settings that it changes, except those that a grid varies.
         metrics: columns of the table.
         figures: descriptions of the figures; see :func:`figures.draw`.
@@ -41,7 +42,7 @@ class Study:
     name: str
     title: str
     fixed: Mapping[str, Any]
-    grids: Sequence[Mapping[str, Sequence[Any]]]
+    grids: Sequence[Mapping[str, Any]]
     budgets: Mapping[str, Mapping[str, Any]]
     metrics: Sequence[str]
     figures: Sequence[Mapping[str, Any]] = ()
@@ -51,7 +52,7 @@ class Study:
     @property
     def factors(self) -> list[str]:
         """Return the names of the varied settings, data sets first."""
-        names = list(dict.fromkeys(key for grid in self.grids for key in grid))
+        names = list(dict.fromkeys(key for grid in self.grids for key in _varied(grid)))
         return sorted(names, key=lambda name: name != "dataset")
 
     @property
@@ -75,9 +76,10 @@ class Study:
         cells = []
         for seed in range(seeds):
             for grid in self.grids:
-                kept = {key: values for key, values in grid.items() if not (offline and key == "dataset")}
+                kept = {key: values for key, values in _varied(grid).items() if not (offline and key == "dataset")}
+                own = grid.get("budgets", {}).get(budget, {})
                 for values in itertools.product(*kept.values()):
-                    cells.append(Settings(**{**changes, **dict(zip(kept, values)), "seed": seed}))
+                    cells.append(Settings(**{**changes, **own, **dict(zip(kept, values)), "seed": seed}))
         return list(dict.fromkeys(cells))
 
 
@@ -132,12 +134,12 @@ def _check(study: Study, file: str) -> None:
     """Raise FederationError for unknown names and values of the wrong kind."""
     check_settings(study.fixed, f"{file}, fixed")
     for grid in study.grids:
-        _check_lists(grid, f"{file}, grids")
+        _check_lists(_varied(grid), f"{file}, grids")
+        _check_budgets(grid.get("budgets", {}), f"{file}, grids, budgets", study.budgets)
     absent = [budget for budget in BUDGETS if budget not in study.budgets]
     if absent:
         raise FederationError(f"{file}, budgets: {', '.join(absent)} is missing; give {{}} to change nothing")
-    for budget, settings in study.budgets.items():
-        check_settings(settings, f"{file}, budgets, {budget}")
+    _check_budgets(study.budgets, f"{file}, budgets", study.budgets)
     _check_names(study.metrics, METRICS, f"{file}, metrics: unknown metric")
     for figure in study.figures:
         _check_names([figure.get("kind", "")], FIGURES, f"{file}, figures: unknown kind")
@@ -151,6 +153,18 @@ def _check(study: Study, file: str) -> None:
         _check_names(figure.get("metrics", ()), METRICS, f"{file}, figures: unknown metric")
     for row in study.published_rows:
         _check_names(row, (*KEYS, *METRICS), f"{file}, published: unknown setting or metric")
+
+
+def _varied(grid: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+    """Return the settings of a grid and their values."""
+    return {key: values for key, values in grid.items() if key != "budgets"}
+
+
+def _check_budgets(budgets: Mapping[str, Mapping[str, Any]], where: str, known: Mapping[str, Any]) -> None:
+    """Raise FederationError for a budget that is not ``known``, and for unknown or wrong settings."""
+    _check_names(budgets, known, f"{where}: unknown budget")
+    for budget, settings in budgets.items():
+        check_settings(settings, f"{where}, {budget}")
 
 
 def _check_lists(settings: Mapping[str, Any], where: str) -> None:

@@ -85,7 +85,7 @@ class Drawn(Dataset[tuple[Tensor, ...]]):
 
 def federate(
     task: Task, parties: Sequence[Examples], validation: Examples, rule: str | FusionRule, attack: Attack | None,
-    *, rounds: int, local_epochs: int = 1, batch_size: int, seed: int, drawn: int | None = None,
+    *, rounds: int, local_epochs: int = 1, batch_size: int, seed: int, drawn: int | None = None, fraction: float = 1.0,
 ) -> tuple[list[float], str]:
     """Train a federation of ``parties`` with equal weights.
 
@@ -97,6 +97,7 @@ def federate(
         attack: attack of some of the parties, or None.
         rounds, local_epochs, batch_size, seed: of the federation.
         drawn: number of examples that a party draws in every local epoch; None: it uses all its examples.
+        fraction: share of the parties that take part in a round, drawn anew in every round.
 
     Returns: the score after every round, and the name of the engine.
     """
@@ -104,7 +105,7 @@ def federate(
     data = fb.ClientDatasets({f"party {k}": dataset for k, dataset in enumerate(datasets)})
     batches = list(zip(*(each.split(EVALUATION_BATCH) for each in validation)))
     federation, curve = fb.FederatedBayes(
-        local_epochs=local_epochs, fusion=rule, weighting="equal", engine="auto",
+        local_epochs=local_epochs, fraction=fraction, fusion=rule, weighting="equal", engine="auto",
         adversaries=() if attack is None else attack, seed=seed,
     ), Curve()
     trainer = L.Trainer(

@@ -78,7 +78,7 @@ def updates_of(
 
 
 def score(
-    rule: str, posteriors: Sequence[fb.GaussianPosterior], previous: fb.GaussianPosterior, test: Examples
+    rule: str | FusionRule, posteriors: Sequence[fb.GaussianPosterior], previous: fb.GaussianPosterior, test: Examples
 ) -> float:
     """Return the test accuracy of the fused network."""
     fused, (inputs, targets) = fb.fuse(rule, posteriors, previous=previous), test

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts.md: ``python docs/images/draw.py``."""
+"""Draw fusion.png and epoch.png of docs/first_hour: ``python docs/images/draw.py``."""
 
 from __future__ import annotations
 

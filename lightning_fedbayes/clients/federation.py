@@ -266,9 +266,11 @@ class Federation:
             self._load(result.aggregate, result.notes, getattr(self.engine.model.module, "on_round_end", None))
         self._end(success=result.success)
         if self.server.versions is not None and self.plan is not None and self.plan.turn is not None:
-            most = None if self.settings.schedule is None else self.settings.schedule.max_staleness
-            oldest = 0 if most is None else self.round + 1 - most
-            self.server.versions.forget({each for each in self.in_flight.rounds if each >= oldest})
+            schedule = self.settings.schedule
+            known = self.in_flight.rounds
+            self.server.versions.forget(
+                {each for each in known if schedule is None or not schedule.is_too_late(each, self.round + 1)}
+            )
             result.figures.update(self.plan.turn.figures(self.round))
         self.result = result
         return result

@@ -52,6 +52,9 @@ class GaussianPosterior:
     mean: Mapping[str, Tensor]
     variance: Mapping[str, Tensor]
     linearised: bool = False
+    changes: ClassVar[Mapping[str, tuple[Tensor, Tensor]]] = {}
+    """Changes that travel in the place of mean and variance: name → the two tensors of
+    :mod:`lightning_fedbayes.core.changes`, in the shape of the parameter. See :meth:`travelling`."""
     _flat: ClassVar[tuple[Tensor, Tensor] | None] = None  # of a row of a stack: what flatten gives
 
     def __post_init__(self) -> None:
@@ -121,10 +124,11 @@ class GaussianPosterior:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes that a message with this posterior carries: deterministic tensors send no variance."""
-        means = sum(value.numel() * value.element_size() for value in self.mean.values())
-        if self.is_point_mass:
-            return means
-        return means + sum(v.numel() * v.element_size() for v in self.variance.values() if not is_zero(v))
+        sent = [value for name, value in self.mean.items() if name not in self.changes]
+        if not self.is_point_mass:
+            sent += [v for name, v in self.variance.items() if name not in self.changes and not is_zero(v)]
+            sent += [part for both in self.changes.values() for part in both]
+        return sum(value.numel() * value.element_size() for value in sent)
 
     def clone(self) -> GaussianPosterior:
         """A copy that shares no memory with this posterior."""
@@ -135,6 +139,10 @@ class GaussianPosterior:
     def marked(self, linearised: bool) -> GaussianPosterior:
         """This posterior, with another value of ``linearised``; it shares its tensors."""
         return self if linearised == self.linearised else self._of_checked(**{**vars(self), "linearised": linearised})
+
+    def travelling(self, changes: Mapping[str, tuple[Tensor, Tensor]]) -> GaussianPosterior:
+        """This posterior, of which a message holds ``changes`` in the place of the moments of the same names."""
+        return self._of_checked(self.mean, self.variance, linearised=self.linearised, changes=changes)
 
     def flattened(self) -> GaussianPosterior:
         """This posterior, which knows what :meth:`flatten` returns, whatever becomes of its tensors."""
@@ -485,9 +493,3 @@ def check_same_structure(
                 f"'{name}' has shape {tuple(value.shape)} in {first_name} but {tuple(second[name].shape)} in "
                 f"{second_name}; all clients must train the same network"
             )
-
-
-def check_all_same_structure(posteriors: Sequence[GaussianPosterior]) -> None:
-    """Raise PosteriorError unless all ``posteriors`` have the names and shapes of the first."""
-    for k, posterior in enumerate(posteriors[1:], start=1):
-        check_same_structure(posteriors[0].mean, posterior.mean, "client 0", f"client {k}")

@@ -319,9 +319,9 @@ def check_classes(clients: Clients) -> None:
 
 
 def _labels_of_parts(datasets: Sequence[Dataset]) -> list[Tensor] | None:
-    """Integer labels of every part, or None if those of one part are unknown or not integers."""
+    """Integer labels of every part, or None if those of one part are unknown."""
     labels = [labels_of(dataset) for dataset in datasets]
-    known = [each for each in labels if each is not None and not each.is_floating_point()]
+    known = [each for each in labels if each is not None]
     return known if len(known) == len(labels) else None
 
 

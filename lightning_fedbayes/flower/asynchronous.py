@@ -207,7 +207,7 @@ class Course:
         assert self.server.versions is not None
         late = time.monotonic() - self._begin > self.timeout
         for client, started in list(self._resumed.items()):
-            if late or self._is_lost(started, round):
+            if late or self.schedule.is_too_late(started, round):
                 del self._resumed[client]
             elif client in self.clients.nodes:
                 del self._resumed[client]
@@ -250,7 +250,7 @@ class Course:
                 replies[identity] = reply
         for identity in sorted(replies, key=lambda each: self._jobs[each].client):  # who comes together, by number
             client, started, *_ = self._jobs.pop(identity)
-            if self._is_lost(started, round):
+            if self.schedule.is_too_late(started, round):
                 refused.add(client)
                 late = FusionError(
                     f"client {client}: its message comes {round - started} versions of the global posterior late, more "
@@ -265,13 +265,9 @@ class Course:
                 self._heard[self._jobs.pop(identity).client] = Heard(ClientFailure(job.client, silence), job.started)
         return bool(replies)
 
-    def _is_lost(self, started: int, round: int) -> bool:
-        most = self.schedule.max_staleness
-        return most is not None and round - started > most
-
     def _waited(self, round: int) -> list[Job]:
         """Return the jobs whose messages will count."""
-        return [job for job in self._jobs.values() if not self._is_lost(job.started, round)]
+        return [job for job in self._jobs.values() if not self.schedule.is_too_late(job.started, round)]
 
     def _due(self, round: int, buffer: int, late: bool) -> list[int] | None:
         """Return the clients to fuse now, in the order of arrival; None to wait for more."""

@@ -46,7 +46,7 @@ class Preaggregation(FusionRule):
         check_no_sites(self.then, f"{type(self).__name__}(then=...)")
         # attributes of this object, not of its class: they are those of the rule that fuses
         vars(self).update(uses_weights=self.then.uses_weights, by_columns=self.then.by_columns,
-                          resists=self.then.resists,
+                          resists=self.then.resists, narrows=self.then.narrows, keeps_prior=self.then.keeps_prior,
                           needs_previous=self.needs_previous or self.then.needs_previous)
 
     @abstractmethod

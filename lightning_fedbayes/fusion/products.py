@@ -95,6 +95,8 @@ class WeightedConflation(_ProductRule):
     Source: [FBDL] eq. (16).
     """
 
+    narrows: ClassVar[bool] = True
+
     def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
         """See :meth:`_ProductRule.combine`: eq. (16)."""
         precision = statistics["precision"]

@@ -49,7 +49,7 @@ class ServerOptimizer(StatefulSumRule):
             raise FusionError(f"{who}: {type(rule).__name__} is no plain sum over clients: take weighted_average")
         self.lr, self.then = lr, rule
         # attributes of this object, not of its class: they are those of the rule that fuses
-        vars(self).update(uses_weights=rule.uses_weights, narrows=rule.narrows)
+        vars(self).update(uses_weights=rule.uses_weights, narrows=rule.narrows, keeps_prior=rule.keeps_prior)
 
     @abstractmethod
     def step(self, state: RuleState, change: Tensor) -> tuple[Tensor, RuleState]:
@@ -88,7 +88,6 @@ class ServerOptimizer(StatefulSumRule):
         step, kept = self.step(state.get("optimizer", {}), target - start)
         posterior = like.unflatten(start + self.lr * step, variance)
         return replace(fused, posterior=posterior, state={"optimizer": kept, "then": fused.state})
-
 
     def check_state(self, state: Any, parameters: int) -> None:
         """See :meth:`FusionRule.check_state`."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FusionError, check_choice, check_number, shown
+from lightning_fedbayes.core.errors import FusionError, check_choice, check_flag, check_number, shown
 from lightning_fedbayes.core.exchange.reduction import Statistics
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, is_zero, zeros_like
 from lightning_fedbayes.fusion.registry import register_fusion
@@ -78,7 +78,8 @@ class Sites(StatefulSumRule):
     clients in all; one that is a number is raised to :math:`1.05\,\Lambda_k / \Lambda` where it is less (towards a step
     of 1, to :math:`\Lambda_k / \Lambda`). So no cavity is improper: a local problem with a convex loss is bounded. From
     round r = 20 on the damping is :math:`\delta_r = \delta \sqrt{20 / r}`, so that the noise of local training averages
-    out, unless precisions are trained, below. Clients keep the state of their optimizers, see ``optimizer_state``.
+    out, unless precisions are trained, below. Clients keep the state of their optimizers, as ``keep`` of
+    :class:`~lightning_fedbayes.FederatedBayes` says.
 
     **Precision.** Short local training moves σ hardly at all. So the precision of a site is *measured*, by the
     gradients :math:`g_i` of single examples' losses, without that of the cavity, by the means at the clients' draws, in
@@ -139,6 +140,10 @@ class Sites(StatefulSumRule):
             which it is for :math:`\alpha \to 1`. The fixed point is no longer the posterior of the pooled data.
             Precisions are trained.
         precision: "auto", the above; "measured", or "trained", :math:`\Lambda(q_k)`, whatever the optimizer.
+        half: clients send what has changed in half precision (:mod:`lightning_fedbayes.core.changes`): the bytes of the
+            weights alone, in place of twice as many. Each change is rounded by at most 2⁻¹¹ of itself, and the client
+            keeps the site that the rounded change gives, so server and clients count the same. What the server sends
+            is not rounded.
 
     Raises:
         FusionError: an argument is out of range.
@@ -152,7 +157,7 @@ class Sites(StatefulSumRule):
     def __init__(
         self, step: float | str = "share", damping: float | str = 0.4, averaging: float | str = "pvi",
         prior_mean: float = 0.0, prior_std: float = 1.0, pull: float | None = 0.1,
-        renyi: float | None = None, precision: Precision = "auto",
+        renyi: float | None = None, precision: Precision = "auto", half: bool = False,
     ) -> None:
         if not isinstance(step, str) or step != "share":
             why = "it scales the divergence from the cavity; 'share' chooses it for every client"
@@ -174,6 +179,7 @@ class Sites(StatefulSumRule):
             why = "beyond, the divergence is infinite for wide posteriors; None, the limit 1, is the KL"
             check_number("renyi", renyi, "(0, 1)", error=FusionError, why=why)
         check_choice("precision", precision, get_args(Precision), error=FusionError)
+        check_flag("half", half, error=FusionError)
         if renyi is not None and precision == "measured":
             raise FusionError("renyi= with precision='measured': another divergence has other variances; leave one out")
         self.step = step
@@ -184,6 +190,7 @@ class Sites(StatefulSumRule):
         self.pull = pull
         self.renyi = renyi
         self.precision: Precision = precision
+        self.half = half
 
     # -- at the clients ------------------------------------------------------------------------------------------------
 

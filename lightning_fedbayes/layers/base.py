@@ -281,8 +281,8 @@ class BayesianAffine(BayesianLayer):
     def extra_repr(self) -> str:
         """The estimator and the prior of the weight."""
         prior = self.priors[self.weight_name]
-        shown = repr(prior) if len(repr(prior)) < 80 else type(prior).__name__
-        return f"estimator={self.estimator!r}, prior={shown}"
+        text = repr(prior) if len(repr(prior)) < 80 else type(prior).__name__
+        return f"estimator={self.estimator!r}, prior={text}"
 
 
 def is_exporting() -> bool:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_fedbayes.core.changes import coded, decoded
 from lightning_fedbayes.core.errors import FederationError, FusionError, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.rule import RuleState
@@ -26,13 +27,15 @@ from lightning_fedbayes.methods.method import (
 
 
 class _Round(NamedTuple):
-    """Values that all clients of a round have in common: the base of the cavities, and the centre of the pulls."""
+    """Values that all clients of a round have in common: the base of the cavities, the centre of the pulls, and the
+    moments that changes in half precision are about, none where whole posteriors travel."""
 
     base: GaussianPosterior
     natural: Natural
     names: tuple[str, ...]
     pulled: tuple[str, ...]
     start: Tensor
+    about: tuple[Tensor, ...]
 
 
 class SiteMethod(Method):
@@ -60,7 +63,7 @@ class SiteMethod(Method):
 
     def agreement(self) -> str:
         """See :meth:`Method.agreement`."""
-        names = ("step", "damping", "pull", "renyi", "precision")
+        names = ("step", "damping", "pull", "renyi", "precision", "half")
         prior = f"prior=N({self.rule.prior_mean}, {self.rule.prior_std}²)"
         return ", ".join([prior, *(f"{name}={getattr(self.rule, name)}" for name in names)])
 
@@ -171,28 +174,39 @@ class SiteMethod(Method):
 
         dtypes = {value.dtype for value in mine.mean.values()}
 
-        def sent(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-            """Return both as they travel, in the precision of the network."""
+        def sent(mean: Tensor, variance: Tensor) -> Natural:
+            """Return both as the server has them, in the precision of the network."""
             if len(dtypes) > 1:
                 return mine.unflatten(mean, variance).flatten()
             (dtype,) = dtypes
             return mean.to(dtype).to(like), variance.to(dtype).to(like)
 
+        def halved(mean: Tensor, variance: Tensor, about: Natural, least: Tensor | float) -> Natural:
+            """Return the code of what travels, which leaves at least the precision ``least``."""
+            change, growth = coded((mean, variance), about)
+            beyond = 1 / sent(*decoded((change, growth), about))[1] < least
+            return change, torch.where(beyond, growth - 2.0**-10 * growth.abs(), growth)
+
         def changed(
             precision: Tensor, shift: Tensor, old: Tensor | None, old_shift: Tensor | None, mean: Tensor,
-            variance: Tensor, found: Tensor | None, large: Tensor | None,
+            variance: Tensor, found: Tensor | None, large: Tensor | None, *about: Tensor,
         ) -> tuple[Tensor, ...]:
             solution, base = rule.natural(mean, variance), (precision, shift)
             before = None if old is None or old_shift is None else (old, old_shift)
             steps = rule.steps(share, 0.0 if old is None else old, precision)
             start = None if large is None else torch.minimum(solution[0], large)
             new = rule.changed(base, before, solution, steps, share, round, found, start)
-            mean, variance = sent(new[1] / new[0], 1 / new[0])
+            moments, code = (new[1] / new[0], 1 / new[0]), ()
+            if rule.half:
+                least = precision - (0.0 if old is None else old) + rule.least_site(share)
+                code = halved(*moments, (about[0], about[1]), least)
+                moments = decoded(code, (about[0], about[1]))
+            mean, variance = sent(*moments)
             site = [after - start for start, after in zip(base, rule.natural(mean, variance))]
-            return mean, variance, *(site if before is None else [part + own for part, own in zip(site, before)])
+            return mean, variance, *(site if before is None else [part + own for part, own in zip(site, before)]), *code
 
         flat = [vector.to(like.device) for vector in mine.flatten()]
-        vectors = *common.natural, *own, *flat, found, large
+        vectors = *common.natural, *own, *flat, found, large, *common.about
         mean, variance, *new = by_pieces(changed, *vectors, whole=len(dtypes) > 1)
         if not bool(mean.isfinite().all()):
             raise FusionError(
@@ -201,7 +215,13 @@ class SiteMethod(Method):
             )
         proposal = mine.unflatten(mean, variance)
         whole = GaussianPosterior({**posterior.mean, **proposal.mean}, {**posterior.variance, **proposal.variance})
-        kept |= zip(("precision", "shift"), new, strict=True)
+        kept |= zip(("precision", "shift"), new[:2], strict=True)
+        if rule.half:
+            codes = zip(*(code.split([value.numel() for value in mine.mean.values()]) for code in new[2:]))
+            whole = whole.travelling({
+                name: (change.view(like.shape), growth.view(like.shape))
+                for (name, like), (change, growth) in zip(mine.mean.items(), codes)
+            })
         return Report(whole, kept)
 
     def _common(self, shared: Shared, client: Participant) -> _Round:
@@ -212,7 +232,9 @@ class SiteMethod(Method):
             pulled = () if self.rule.pull is None else tuple(name for name in base.names if name not in client.gaussian)
             own = _part(base, names)
             natural = self.rule.natural_of(own, own.flatten()[0])
-            shared.notes["sites"] = _Round(own, natural, names, pulled, _part(base, pulled).flatten()[0])
+            about = _part(shared.posterior, names).flatten() if self.rule.half else ()
+            about = tuple(value.to(natural[0].device) for value in about)
+            shared.notes["sites"] = _Round(own, natural, names, pulled, _part(base, pulled).flatten()[0], about)
         return shared.notes["sites"]
 
     def _measures(self, client: Participant) -> bool:

@@ -182,8 +182,7 @@ class HybridBayesianRegressor(Regressor):
             "fixed": σ stays ``noise_std``. "residual": training minimises the squared error, as for a network without
             a likelihood, and σ² is a running mean of it (over about the last hundred examples), a buffer that
             federations average like BatchNorm's statistics; errors of training, so small where the network over-fits.
-            "none":
-            the squared error, and σ = 0 in predictions: only the disagreement of draws counts, as in [FedAG].
+            "none": the squared error, and σ = 0 in predictions: only the disagreement of draws counts, as in [FedAG].
         noise_std: standard deviation σ of the noise, in units of the target; the initial value if σ is learnt or
             estimated.
         targets: number of targets if each has its own σ; None: one σ for all.

@@ -3,5 +3,8 @@
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 from lightning_fedbayes.server.schedule import Asynchronous, Delays
 from lightning_fedbayes.server.server import HELD_OUT_LOSS, RoundResult, Scorer, Server
+from lightning_fedbayes.server.weighting import KnownOverlap
 
-__all__ = ["HELD_OUT_LOSS", "USUAL", "Asynchronous", "Delays", "RoundResult", "Safeguards", "Scorer", "Server"]
+__all__ = [
+    "HELD_OUT_LOSS", "USUAL", "Asynchronous", "Delays", "KnownOverlap", "RoundResult", "Safeguards", "Scorer", "Server",
+]

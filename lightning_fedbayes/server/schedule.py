@@ -187,6 +187,10 @@ class Asynchronous:
         concurrency = clients if self.concurrency is None else self.concurrency
         return concurrency, max(1, concurrency // 2) if self.buffer is None else self.buffer
 
+    def is_too_late(self, started: int, round: int) -> bool:
+        """Return True if the message of a client that began in round ``started`` is refused in ``round``."""
+        return self.max_staleness is not None and round - started > self.max_staleness
+
 
 def _is_later(start: float, until: Any) -> bool:
     """Return whether an absence is one: from 0 on, and with an end after its start, which may be infinite."""
@@ -344,7 +348,7 @@ class Timeline:
             self._time = max(self._time, arrival.time)
             self._busy.pop(arrival.client)
             arrivals.append(arrival)
-            if self._is_lost(arrival.started, round):
+            if self.schedule.is_too_late(arrival.started, round):
                 refused.add(arrival.client)
                 continue
             heard.add(arrival.client)
@@ -356,16 +360,12 @@ class Timeline:
         self._heard += len(heard)
         return Turn(tuple(sorted(starts - never)), tuple(arrivals), frozenset(refused), waiting, self._time, phase)
 
-    def _is_lost(self, started: int, round: int) -> bool:
-        most = self.schedule.max_staleness
-        return most is not None and round - started > most
-
     def _fill(self, round: int, heard: set[int]) -> set[int]:
         """Let free clients start until enough train at once, without those ``heard``; return who starts.
 
         They are drawn as a cohort is; who has been heard since the last fusion has nothing new to begin with.
         """
-        waited_for = sum(not self._is_lost(started, round) for started in self._busy.values())
+        waited_for = sum(not self.schedule.is_too_late(started, round) for started in self._busy.values())
         free = self.concurrency - waited_for
         delays, chosen = self.schedule.delays, set[int]()
         order = range(len(self._sizes))

@@ -255,6 +255,13 @@ class Server:
         alone = len(self.rules) == 1 and next(iter(self.rules.values())).keeps_sites
         return not (self.rule_state if alone else self.accepted)
 
+    def begun(self, round: int) -> GaussianPosterior | None:
+        """Return the posterior that clients of ``round`` have started from; None if nobody waits for them any more."""
+        if round == (self.rounds if self._plan is None else self._plan.round):
+            return self.posterior
+        known = None if self.versions is None else self.versions.begun.get(round)
+        return None if known is None else known.posterior
+
     def admit(self, update: ClientUpdate | ClientFailure, started: int | None = None) -> ClientOutcome:
         """Take in what came of a client; an update that cannot be used is left out of the round.
 
@@ -280,7 +287,9 @@ class Server:
             known = "has been heard in this round" if update.client in self._outcomes else "is not in the cohort"
             refusal = FusionError(f"client {update.client} {known}; a client of the cohort sends one update in a round")
             return ClientOutcome(update.client, refusal, update.seconds, update.num_examples)
+        size = 0
         if isinstance(update, ClientUpdate):
+            size = update.num_bytes
             try:
                 if self.versions is not None and started is not None:
                     update = self.versions.taken(update, started, self._shared, self._plan.round, self.buffers)
@@ -290,7 +299,7 @@ class Server:
             except FusionError as refusal:
                 error = refusal
         metrics = update.metrics if isinstance(update, ClientUpdate) else {}
-        size = update.num_bytes if isinstance(update, ClientUpdate) and error is None else 0
+        size = size if error is None else 0
         outcome = ClientOutcome(update.client, error, update.seconds, update.num_examples, size, metrics)
         self._outcomes[update.client] = outcome
         return outcome

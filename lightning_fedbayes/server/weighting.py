@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FusionError, check_choice, check_kind
+from lightning_fedbayes.core.errors import FusionError, check_choice, check_kind, shown
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior, gaussian_kl
 from lightning_fedbayes.fusion.accumulator import as_weights
@@ -118,6 +118,70 @@ def _closeness(flat: Sequence[tuple[Tensor, Tensor]], divergence: Callable[..., 
         min(float(divergence(q, p)) for j, p in enumerate(flat) if j != k) for k, q in enumerate(flat)
     ]
     return 1 / torch.tensor(nearest_other, dtype=torch.float64).clamp_min(SMALLEST_DISTANCE)
+
+
+class KnownOverlap:
+    r"""Least-squares weights of clients that hold some examples in common, :math:`\gamma = \Phi^{-1} 1`.
+
+    .. math:: \Phi_{jk} = \frac{|D_j \cap D_k|}{|D_j| |D_k|}
+
+    ::
+
+        FederatedBayes(fusion="weighted_average", weighting=fb.KnownOverlap([[250, 125], [125, 250]]))
+
+    Φ is the covariance of the clients' means, up to a factor: examples that several clients hold do not count several
+    times. Without common examples the weights are those of ``"train_size"``. Clients with the same data share the
+    weight of one.
+
+    When to use it: it is known how many examples every two clients have in common, and the clients are honest. Else
+    :class:`~lightning_fedbayes.fusion.InverseCovarianceVB` infers Φ from the updates.
+
+    Args:
+        shared: how many examples clients j and k both hold, shape (clients, clients); the sizes on the diagonal.
+
+    Raises:
+        FusionError: ``shared`` is no such matrix, or, in a round, a client is not in it, or its weight is negative.
+            That is a client whose examples nearly all are the others', too, and that Φ would have subtracted.
+
+    Source: [Untrusted] eq. (3) with (5).
+    """
+
+    def __init__(self, shared: Sequence[Sequence[float]] | Tensor) -> None:
+        try:
+            counts = torch.as_tensor(shared, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):
+            raise FusionError(f"KnownOverlap: shared={shown(shared)}; give a square matrix of counts") from None
+        sizes = counts.diagonal() if counts.dim() == 2 else counts
+        if counts.dim() != 2 or counts.shape[0] != counts.shape[1] or not bool((sizes > 0).all()):
+            raise FusionError(
+                f"KnownOverlap: shared of shape {tuple(counts.shape)} is no square matrix with sizes above 0 on its "
+                "diagonal"
+            )
+        most = torch.minimum(sizes[:, None], sizes)
+        if not bool((counts == counts.T).all()) or not bool(((counts >= 0) & (counts <= most)).all()):
+            raise FusionError(
+                "KnownOverlap: shared[j][k] and shared[k][j] have to be equal, at least 0, and at most the sizes of j "
+                "and k, shared[j][j] and shared[k][k]"
+            )
+        self.shared = counts
+
+    def __call__(self, facts: Sequence[ClientFacts]) -> Tensor:
+        """Return the weights of a round's clients, shape (clients,)."""
+        clients = [each.client for each in facts]
+        last, rows = max(clients), len(self.shared)
+        if last >= rows:
+            raise FusionError(f"KnownOverlap: client {last} is not in shared, with {rows} rows; give each client one")
+        counts = self.shared[clients][:, clients]
+        sizes = counts.diagonal()
+        weights = sizes * (torch.linalg.pinv(counts, hermitian=True) @ sizes)
+        weights = torch.where(weights.abs() < 1e-9 * weights.sum(), 0.0, weights)
+        if bool((weights < 0).any()):
+            client = clients[int(weights.argmin())]
+            raise FusionError(
+                f"KnownOverlap: client {client} has a negative weight: nearly all its examples are the others', too; "
+                "leave it out, or use weighting='train_size'"
+            )
+        return weights
 
 
 PER_CLIENT: dict[str, ClientWeight] = {

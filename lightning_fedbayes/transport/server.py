@@ -211,7 +211,8 @@ class Rounds:
             answer = answers.get(client, FusionError(f"client {client}: no reply within {self._timeout:g} s"))
             if isinstance(answer, FedBayesError):
                 raise answer
-            return read_update(answer, self._probabilistic)
+            assert self.server is not None
+            return read_update(answer, self._probabilistic, self.server.begun(answer.round - 1))
         except FedBayesError as refusal:
             return ClientFailure(client, refusal)
 

@@ -15,8 +15,8 @@ from benchmarks.images import run
 from benchmarks.images.cell import check, make_optimizer, make_rule
 from benchmarks.images.data import make_data
 from benchmarks.images.federation import PATIENCE, begin, run_cell
-from benchmarks.images.figures import PALETTE, save
-from benchmarks.images.report import METRICS, failures, mean_and_error
+from benchmarks.images.figures import FRACTIONS, MEASURES, PALETTE, draw, save
+from benchmarks.images.report import METRICS, common_settings, failures, mean_and_error
 from benchmarks.images.settings import Settings, parse_call
 from benchmarks.images.store import Store
 from benchmarks.images.study import only, read_study
@@ -58,6 +58,7 @@ def test_a_killed_study_goes_on_without_repeating_cells(tmp_path, monkeypatch):
             {"kind": "lines", "x": "bayesian_last", "series": "fusion", "metrics": ["nll"]},
             {"kind": "retained", "series": "fusion", "panels": "bayesian_last", "where": {"bayesian_last": [1]}},
             {"kind": "curves", "series": "fusion", "panels": "partition", "where": {"bayesian_last": [3]}},  # no cells
+            {"kind": "curves", "series": "fusion", "panels": "bayesian_last"},  # no held-out images
         ],
     )
     trained = []
@@ -155,12 +156,43 @@ def test_every_study_can_be_run_offline(config):
 
 def test_published_values_belong_to_cells():
     read = {config: read_study(config) for config in CONFIGS}
-    cells = {config: each.cells("full", seeds=1, offline=False) for config, each in read.items()}
+    cells = {config: [cell for budget in each.budgets for cell in each.cells(budget, seeds=1, offline=False)]
+             for config, each in read.items()}
     for table in {table for each in read.values() for table in each.published}:
         using = [cell for config, each in read.items() if table in each.published for cell in cells[config]]
         for row in rows(table):
             wanted = {key: value for key, value in row.items() if key not in METRICS}
             assert any(all(getattr(cell, key) == value for key, value in wanted.items()) for cell in using), row
+
+
+def test_a_grid_has_budgets_of_its_own(tmp_path):
+    path = study(
+        tmp_path, grids=[
+            {"fusion": ["conflation", "weighted_sum"], "local_epochs": [1]},
+            {"fusion": ["conflation"], "local_epochs": [5], "budgets": {"full": {"rounds": 200, "local_epochs": 9}}},
+        ],
+        budgets={"tiny": {"rounds": 2}, "laptop": {"rounds": 20}, "full": {"rounds": 400}},
+    )
+    read = read_study(path)
+    assert read.factors == ["fusion", "local_epochs"]
+    found = {budget: [(cell.rounds, cell.local_epochs) for cell in read.cells(budget, 1, offline=True)]
+             for budget in read.budgets}
+    assert found == {"tiny": [(2, 1), (2, 1), (2, 5)], "laptop": [(20, 1), (20, 1), (20, 5)],
+                     "full": [(400, 1), (400, 1), (200, 5)]}
+    line = common_settings(read.cells("full", 2, offline=True), read.factors)
+    assert "rounds 400 or 200" in line
+    assert "fusion" not in line
+    assert "seed" not in line
+
+
+@pytest.mark.parametrize("config", [each for each in CONFIGS if each.stem in ("dropout", "prior", "skew")],
+                         ids=lambda path: path.stem)
+def test_the_full_budget_is_that_of_the_paper(config):
+    """[FBDL] §3.3 to §3.5: 400 rounds at E = 1 and 200 at E = 5, 5,000 images of a client, as many of each class."""
+    cells = read_study(config).cells("full", seeds=1, offline=False)
+    assert {(cell.rounds, cell.local_epochs) for cell in cells if cell.clients == 10} <= {(400, 1), (200, 5)}
+    assert {(cell.validation_fraction, cell.examples, cell.network) for cell in cells} == {(None, None, "resnet20")}
+    assert any(cell.partition == "classes(10)" for cell in cells)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +202,8 @@ def test_published_values_belong_to_cells():
         ({"fixed": {"fusoin": "x"}}, "did you mean 'fusion'"),
         ({"fixed": {"learning_rate": "1e-3"}}, "write 1.0e-3"),
         ({"grids": [{"fusion": "conflation"}]}, "list of values"),
+        ({"grids": [{"fusion": ["conflation"], "budgets": {"ful": {"rounds": 1}}}]}, "did you mean 'full'"),
+        ({"grids": [{"fusion": ["conflation"], "budgets": {"full": {"rounds": "1"}}}]}, "has to be a whole number"),
         ({"grids": [{"fusion": ["conflatoin"]}]}, "did you mean 'conflation'"),
         ({"grids": [{"weighting": ["train_sise"]}]}, "did you mean 'train_size'"),
         ({"grids": [{"partition": ["dirichlet"]}]}, "alpha"),
@@ -287,6 +321,15 @@ def test_the_last_line_of_a_cell_counts_and_other_settings_are_another_cell(tmp_
 
 def test_mean_and_error():
     assert mean_and_error([1.0, 2.0, 3.0]) == pytest.approx((2.0, 3**-0.5))
+
+
+def test_results_from_before_a_measure_was_added_are_drawn():
+    curve = [0.5] * len(FRACTIONS)
+    rows = {Settings(seed=seed): {"retained": dict.fromkeys(names, curve)}
+            for seed, names in enumerate([("entropy", "kwon_epistemic"), MEASURES])}
+    figure = draw({"kind": "retained", "series": "fusion", "panels": "partition"}, rows)
+    assert figure is not None
+    assert [axes.get_title() for axes in figure.axes] == ["dirichlet(0.5), entropy", "dirichlet(0.5), kwon_epistemic"]
 
 
 def test_a_figure_keeps_the_colours_of_its_lines(tmp_path):

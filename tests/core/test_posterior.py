@@ -14,7 +14,7 @@ from torch.distributions import Normal, kl_divergence
 
 from lightning_fedbayes import GaussianPosterior, PosteriorError
 from lightning_fedbayes.core import posterior as posterior_module
-from lightning_fedbayes.core.posterior import check_all_same_structure, is_zero, zeros_like
+from lightning_fedbayes.core.posterior import is_zero, zeros_like
 
 SHAPES = st.lists(st.sampled_from([(), (1,), (3,), (2, 2), (0,), (1, 2, 3)]), min_size=1, max_size=3)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -113,13 +113,6 @@ def test_variances_must_be_variances():
         GaussianPosterior({"w": torch.zeros(2)}, {"v": torch.ones(2)})
     with pytest.raises(PosteriorError, match=r"'w' has shape \(2,\) in mean but \(3,\) in variance"):
         GaussianPosterior({"w": torch.zeros(2)}, {"w": torch.ones(3)})
-
-
-def test_all_clients_have_the_structure_of_the_first():
-    good, bad = draw_posterior([(3,)], 0), draw_posterior([(2,)], 0)
-    check_all_same_structure([good, good])
-    with pytest.raises(PosteriorError, match="client 2"):
-        check_all_same_structure([good, good, bad])
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1000, 1000), (0,)])

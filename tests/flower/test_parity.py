@@ -57,6 +57,7 @@ def assert_same(strategy, federation):
         assert torch.equal(ours.variance[name], theirs.variance[name]), name
 
 
+HALF = fb.Sites(half=True)
 CASES = {
     "rklb": (hybrid, {"fusion": "reverse_kl_barycenter"}, {"local_epochs": 2}),
     "dwc": (hybrid, {"fusion": fb.Averaging("dwc", "global")}, {"fusion": fb.Averaging("dwc", "global")}),
@@ -67,6 +68,7 @@ CASES = {
     "sites of cohorts": (
         hybrid, {"fusion": "sites", "weighting": "equal", "fraction": 0.5}, {"fusion": "sites", "local_epochs": 2}
     ),
+    "sites in half precision": (hybrid, {"fusion": HALF, "fraction": 0.5}, {"fusion": HALF, "local_epochs": 2}),
     "sites of no Gaussian": (Scheduled, {"fusion": "sites", "fraction": 0.5}, {"fusion": "sites"}),
     "kept optimizers": (Scheduled, {}, {"keep": ["optimizer"]}),
     "cohorts that keep": (Scheduled, {"fraction": 0.5}, {"keep": ["optimizer"], "local_parameters": ["net.2.*"]}),

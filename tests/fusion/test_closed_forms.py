@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_fedbayes import GaussianPosterior, fuse
 from lightning_fedbayes.fusion import available_fusions, get_rule, rule_name
 
-from .strategies import ATOMS, CLOSED_FORMS, PRODUCTS, RULES, SITES, assert_same, cohorts
+from .strategies import ATOMS, CLOSED_FORMS, RULES, SITES, assert_same, cohorts
 
 ALIASES = {
     "weighted_average": ["nwa", "eaa", "fedavg", "centered_linear_pool"],
@@ -98,20 +98,6 @@ def test_table_is_complete():
 def test_alias_is_the_same_rule(rule, alias, cohort):
     assert type(get_rule(alias)) is type(get_rule(rule))
     assert_same(cohort.fuse(alias), cohort.fuse(rule), rtol=0)
-
-
-@pytest.mark.parametrize("rule", PRODUCTS)
-def test_probabilistic_clients_do_not_count_beside_point_masses(rule):
-    clients = [
-        GaussianPosterior({"w": torch.tensor([mean, 5.0])}, {"w": torch.tensor([variance, 1.0])})
-        for mean, variance in ((1.0, 0.0), (100.0, 1e-6), (4.0, 0.0))
-    ]
-    previous = GaussianPosterior({"w": torch.tensor([7.0, 5.0])}, {"w": torch.tensor([3.0, 100.0])})
-    fused = fuse(rule, clients, [2.0, 5.0, 1.0], previous)
-    weighted = get_rule(rule).uses_weights
-    assert fused.mean["w"][0] == pytest.approx(2.0 if weighted else 2.5)
-    assert fused.variance["w"][0] == 0
-    assert fused.variance["w"][1] > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

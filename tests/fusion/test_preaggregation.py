@@ -120,10 +120,13 @@ def test_state_and_reliability_are_those_of_the_rule_inside(make):
 
 
 @pytest.mark.parametrize("make", [NearestNeighbourMixing, NormClipping])
-@pytest.mark.parametrize("then", ["nwa", "conflation", "geometric_median", "krum", "dwc", "coordinate_median"])
-def test_weights_are_used_as_by_the_rule_inside(make, then):
-    rule = make(then)
-    assert rule.uses_weights == get_rule(then).uses_weights
+@pytest.mark.parametrize(
+    "then", ["nwa", "conflation", "gaussian_fit", "geometric_median", "krum", "dwc", "coordinate_median"]
+)
+def test_what_is_true_of_it_is_true_of_the_rule_inside(make, then):
+    rule, inside = make(then), get_rule(then)
+    for flag in ("uses_weights", "by_columns", "resists", "narrows", "keeps_prior"):
+        assert getattr(rule, flag) == getattr(inside, flag), flag
     assert rule.needs_previous == (make is NormClipping or then == "dwc")
 
 

@@ -100,9 +100,13 @@ def test_previous_of_another_network():
         fuse("dwc", [GOOD], previous=two_layers(head=(3, 2)))
 
 
-def test_dwc_without_previous():
-    with pytest.raises(FusionError, match=r"distributed_weight_consolidation needs the previous.*pass previous="):
-        fuse("dwc", [GOOD])
+@pytest.mark.parametrize("rule", RULES)
+def test_rule_says_if_it_needs_the_previous_posterior(rule):
+    if not get_rule(rule).needs_previous:
+        assert fuse(rule, [GOOD, GOOD]).names == GOOD.names
+        return
+    with pytest.raises(FusionError, match=rf"{rule} needs the previous.*pass previous="):
+        fuse(rule, [GOOD, GOOD])
 
 
 @pytest.mark.parametrize("rule", RULES)

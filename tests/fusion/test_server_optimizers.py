@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_fedbayes import FusionError, GaussianPosterior, fuse
-from lightning_fedbayes.fusion import FedAdagrad, FedAdam, FedAvgM, FedYogi, FusionAccumulator
+from lightning_fedbayes.fusion import FedAdagrad, FedAdam, FedAvgM, FedYogi, FusionAccumulator, get_rule
 
 CHANGES = torch.tensor([[1.0, -0.5, 1e-5], [0.5, 0.25, 0.0], [-1.0, 0.25, 1e-5]], dtype=torch.float64)
 SECOND = {
@@ -49,6 +49,13 @@ def test_momentum_adds_up_the_changes_of_all_rounds():
     second = CHANGES[1] + 0.9 * first
     wanted = torch.stack([first, second, CHANGES[2] + 0.9 * second]).cumsum(0) * 0.5
     assert torch.allclose(walked(FedAvgM(lr=0.5), start), wanted)
+
+
+@pytest.mark.parametrize("then", ["weighted_average", "conflation", "gaussian_fit"])
+def test_what_is_true_of_the_variances_is_true_of_those_of_the_rule_that_fuses(then):
+    rule, fuses = FedAdam(then=then), get_rule(then)
+    for flag in ("uses_weights", "narrows", "keeps_prior"):
+        assert getattr(rule, flag) == getattr(fuses, flag), flag
 
 
 @pytest.mark.parametrize("then", ["weighted_average", "conflation", "linear_pool"])

@@ -468,7 +468,6 @@ DOORS = {
     "ScoreSketch.threshold": (calibration.ScoreSketch.of(torch.rand(20)).threshold, {"level": 0.9}),
     "ScoreSketch.noisy": (calibration.ScoreSketch.of(torch.rand(20)).noisy, {"epsilon": 1.0, "seed": 0}),
     "ScoreSketch.__add__": (SKETCH.__add__, {"other": SKETCH}),
-    "mixed_threshold": (calibration.mixed_threshold, {"own": SKETCH, "pooled": SKETCH, "share": 0.5, "level": 0.9}),
     "evaluate_clients": (fb.evaluate_clients, {
         "module": PREDICTIVE, "clients": OWN, "batch_size": 4, "seed": 0, "collate_fn": None}),
     "hold_out": (fb.hold_out, {"clients": OWN, "fraction": 0.3, "seed": 0}),

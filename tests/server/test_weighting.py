@@ -13,6 +13,7 @@ from lightning_fedbayes.server.weighting import (
     PER_COHORT,
     SMALLEST_DISTANCE,
     ClientFacts,
+    KnownOverlap,
     check_weighting,
     client_weights,
     effective_clients,
@@ -171,6 +172,81 @@ def test_functions_that_give_no_weights_are_named(values, words):
 
     with pytest.raises(FusionError, match=f"weighting mine.*{words}"):
         client_weights(mine, facts_of([normal([0.0])] * 2))
+
+
+def holders(*parts):
+    """How many examples every two of the parts have in common, and which part holds which example."""
+    held = torch.zeros(len(parts), 1 + max(map(max, parts)), dtype=torch.float64)
+    for row, part in zip(held, parts):
+        row[list(part)] = 1
+    return held @ held.T, held
+
+
+def test_known_overlap_is_generalised_least_squares():
+    shared, held = holders(range(60), range(30, 130), range(100, 140))
+    sizes = held.sum(1)
+    covariance = shared / sizes[:, None] / sizes  # [Untrusted] eq. (5) with σ = 1
+    expected = torch.linalg.solve(covariance, torch.ones(3, dtype=torch.float64))
+    found = client_weights(KnownOverlap(shared), facts_of([normal([0.0])] * 3, [60, 100, 40]))
+    assert found == pytest.approx((expected / expected.sum()).tolist())
+    assert found != pytest.approx([0.3, 0.5, 0.2], abs=1e-2)
+    among = client_weights(KnownOverlap(shared), facts_of([normal([0.0])] * 3)[1:])  # client 0 misses the round
+    expected = torch.linalg.solve(covariance[1:, 1:], torch.ones(2, dtype=torch.float64))
+    assert among == pytest.approx((expected / expected.sum()).tolist())
+
+
+def test_the_mean_by_known_overlap_has_the_variance_of_theory():
+    """1 / (1ᵀ Φ⁻¹ 1), below that of the average by size: means of standard normal examples, 20,000 times."""
+    shared, held = holders(range(40), range(20, 60), range(25, 65), range(60, 100))
+    sizes = held.sum(1)
+    covariance = shared / sizes[:, None] / sizes
+    draws = torch.randn(held.shape[1], 20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    means = held @ draws / sizes[:, None]
+    facts = facts_of([normal([0.0])] * 4, [40] * 4)
+    variances = {}
+    for weighting in (KnownOverlap(shared), "train_size"):
+        weights = torch.tensor(client_weights(weighting, facts), dtype=torch.float64)
+        variances[weighting] = float((weights @ means).var())
+        assert variances[weighting] == pytest.approx(float(weights @ covariance @ weights), rel=0.04)  # 4 errors
+    least, by_size = variances.values()
+    ones = torch.ones(4, dtype=torch.float64)
+    assert least == pytest.approx(float(1 / (ones @ torch.linalg.solve(covariance, ones))), rel=0.04)
+    assert least < 0.9 * by_size
+
+
+def test_without_common_examples_known_overlap_is_train_size():
+    facts = facts_of([normal([0.0])] * 3, [10, 30, 60])
+    assert client_weights(KnownOverlap(torch.diag(torch.tensor([10, 30, 60]))), facts) == shares(10, 30, 60)
+
+
+def test_clients_with_the_same_data_share_the_weight_of_one():
+    shared, _ = holders(range(50), range(50), range(50, 100))
+    assert client_weights(KnownOverlap(shared), facts_of([normal([0.0])] * 3)) == shares(1, 1, 2)
+    shared, _ = holders(range(50), range(100))  # the first adds nothing
+    assert client_weights(KnownOverlap(shared), facts_of([normal([0.0])] * 2)) == shares(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("shared", "words"),
+    [
+        ("many", "give a square matrix"), ([1.0, 2.0], "no square matrix"), ([[1.0, 0.0]], "no square matrix"),
+        ([[1.0, 0.0], [0.0, 0.0]], "sizes above 0"), ([[2.0, 1.0], [0.0, 2.0]], "have to be equal"),
+        ([[2.0, 3.0], [3.0, 4.0]], "at most the sizes"), ([[2.0, -1.0], [-1.0, 2.0]], "at least 0"),
+    ],
+    ids=str,
+)
+def test_what_is_no_overlap_is_refused(shared, words):
+    with pytest.raises(FusionError, match=words):
+        KnownOverlap(shared)
+
+
+def test_a_client_that_known_overlap_does_not_know_or_would_subtract_is_named():
+    facts = facts_of([normal([0.0])] * 3)
+    with pytest.raises(FusionError, match="client 2 is not in shared, with 2 rows"):
+        client_weights(KnownOverlap([[1.0, 0.0], [0.0, 1.0]]), facts)
+    shared, _ = holders([0, 1, 2, 3], [3, 4, 5, 6], [3])
+    with pytest.raises(FusionError, match="client 2 has a negative weight"):
+        client_weights(KnownOverlap(shared), facts)
 
 
 @pytest.mark.parametrize(("wrong", "right"), [("train_sizes", "train_size"), ("equals", "equal"),

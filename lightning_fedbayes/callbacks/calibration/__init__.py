@@ -7,7 +7,6 @@ from lightning_fedbayes.callbacks.calibration.scores import (
     all_class_scores,
     class_scores,
     interval_scores,
-    mixed_threshold,
 )
 from lightning_fedbayes.callbacks.calibration.temperature import (
     FederatedTemperature,
@@ -25,7 +24,6 @@ __all__ = [
     "all_class_scores",
     "class_scores",
     "interval_scores",
-    "mixed_threshold",
     "moments_of",
     "predictions_of",
     "temperature_message",

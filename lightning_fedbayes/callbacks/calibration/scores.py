@@ -266,7 +266,8 @@ class ScoreSketch:
         >>> ScoreSketch.of(torch.arange(9) / 9, bins=9).threshold(0.5)  # the fifth of nine, 4/9
         0.5556
         """
-        return mixed_threshold(self, self, 1.0, level)
+        check_number("level", level, "(0, 1)", error=FedBayesError)
+        return edge_at(level, self.distribution(), self.grid)
 
     def noisy(self, epsilon: float, seed: int) -> ScoreSketch:
         r"""Return a sketch that is ε-differentially private for the presence of one example.
@@ -318,32 +319,6 @@ def check_same_grid(first: ScoreSketch, other: ScoreSketch) -> None:
             f"sketches differ: {len(first.counts)} cells of '{first.grid}' and {len(other.counts)} of '{other.grid}'; "
             "all clients count with the same bins and grid"
         )
-
-
-def mixed_threshold(own: ScoreSketch, pooled: ScoreSketch, share: float, level: float) -> float:
-    r"""Return the finite-sample quantile of a mixture of two sketches, the smallest upper edge t of a cell with
-
-    .. math::
-        \lambda \frac{\#\{s \in \mathrm{own} : s \le t\}}{n_{\mathrm{own}} + 1}
-        + (1 - \lambda) \frac{\#\{s \in \mathrm{pooled} : s \le t\}}{n_{\mathrm{pooled}} + 1} \ge \mathrm{level}
-
-    or infinity. For :math:`\lambda = 1` it bounds the :math:`\lceil (n + 1) \cdot \mathrm{level} \rceil`-th smallest of
-    the own scores, see :meth:`ScoreSketch.threshold`.
-
-    Args:
-        own: the client's.
-        pooled: that of all clients.
-        share: weight λ of the client's own, in [0, 1].
-        level: coverage in (0, 1).
-
-    Raises:
-        FedBayesError: a number out of range, or sketches of unlike grids.
-    """
-    check_kind("own", own, ScoreSketch, "give a ScoreSketch", error=FedBayesError)
-    check_same_grid(own, pooled)
-    check_number("share", share, "[0, 1]", error=FedBayesError)
-    check_number("level", level, "(0, 1)", error=FedBayesError)
-    return edge_at(level, share * own.distribution() + (1 - share) * pooled.distribution(), own.grid)
 
 
 def edge_at(level: float, covered: Tensor, grid: Grid) -> float:

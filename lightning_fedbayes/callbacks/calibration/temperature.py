@@ -453,7 +453,6 @@ class FederatedTemperature(CalibrationCallback):
             )
         return self.temperature
 
-
     # -- in a Trainer --------------------------------------------------------------------------------------------------
 
     @property

@@ -22,7 +22,6 @@ from lightning_fedbayes.callbacks.calibration import (
     all_class_scores,
     class_scores,
     interval_scores,
-    mixed_threshold,
     predictions_of,
 )
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
@@ -137,12 +136,15 @@ def test_much_noise_still_gives_a_threshold_nearby():
 
 
 def test_a_mixture_lies_between_its_parts():
+    """From a client's own threshold to that of all, with more and more of the others' examples."""
     low, high = ScoreSketch.of(torch.linspace(0, 0.4, 99)), ScoreSketch.of(torch.linspace(0.5, 1, 99))
-    thresholds = [mixed_threshold(low, high, w, 0.9) for w in (1.0, 0.75, 0.5, 0.25, 0.0)]
+    thresholds = [
+        FederatedConformal(per_client=True, shrinkage=examples).fit({"low": low, "high": high}).thresholds["low"]
+        for examples in (0.0, 33.0, 99.0, 297.0, 1e9)
+    ]
     assert thresholds == sorted(thresholds)
     assert thresholds[0] == low.threshold(0.9)
-    assert thresholds[-1] == high.threshold(0.9)
-    assert mixed_threshold(low, high, 0.5, 0.4) < 0.4 < 0.5 < mixed_threshold(low, high, 0.5, 0.6)
+    assert thresholds[-1] == (low + high).threshold(0.9)
 
 
 # -- sets and intervals ------------------------------------------------------------------------------------------------
@@ -294,7 +296,8 @@ def test_honest_clients_are_summed_bit_for_bit(seed):
         assert bounded.threshold == pooled.threshold(0.9)
         for name, scores in clients.items():
             share = len(scores) / (len(scores) + 30)
-            assert bounded.thresholds[name] == mixed_threshold(ScoreSketch.of(scores), pooled, share, 0.9)
+            covered = share * ScoreSketch.of(scores).distribution() + (1 - share) * pooled.distribution()
+            assert bounded.thresholds[name] == (1 + int((covered < 0.9 - 1e-12).sum())) / len(covered)
 
 
 def test_a_liar_moves_no_other_clients_own_threshold():
