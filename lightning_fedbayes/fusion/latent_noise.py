@@ -18,9 +18,6 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
-MOVED = ("features", "noise", "signal")
-"""Estimates that :func:`climb` changes."""
-
 
 @dataclass(frozen=True)
 class Latent:
@@ -101,9 +98,7 @@ def update_spread(latent: Latent, products: Tensor, size: int) -> Latent:
     return replace(latent, spread=spread, feature_variance=variance)
 
 
-def climb(
-    latent: Latent, products: Tensor, size: int, least: float, steps: int, moved: tuple[str, ...] = MOVED
-) -> Latent:
+def climb(latent: Latent, products: Tensor, size: int, least: float, steps: int) -> Latent:
     """Return features, noise and signal of a free energy that is at least that of ``latent``, by L-BFGS.
 
     Coordinate ascent has the same stationary points, but takes thousands of passes where the noise is small.
@@ -113,17 +108,15 @@ def climb(
         products, size: see :func:`free_energy`.
         least: lower bound of the noise variances.
         steps: number of quasi-Newton steps.
-        moved: names of the estimates that change.
     """
     above = (latent.noise - least).clamp_min(1e-3 * least)
     begun = {"features": latent.features, "noise": above.log(), "signal": latent.signal.log()}
-    free = {name: begun[name].detach().clone().requires_grad_() for name in moved}
+    free = {name: value.detach().clone().requires_grad_() for name, value in begun.items()}
     best, highest = latent, float(free_energy(latent, products, size))
 
     def at() -> Latent:
-        values = {**begun, **free}
-        noise = values["noise"].exp() + least
-        return replace(latent, features=values["features"], noise=noise, signal=values["signal"].exp())
+        noise = free["noise"].exp() + least
+        return replace(latent, features=free["features"], noise=noise, signal=free["signal"].exp())
 
     def loss() -> Tensor:
         nonlocal best, highest
@@ -134,7 +127,7 @@ def climb(
             raise LinAlgError("beyond double precision")
         if value.item() > highest:
             highest = value.item()
-            best = replace(reached, **{name: getattr(reached, name).detach().clone() for name in MOVED})
+            best = replace(reached, **{name: getattr(reached, name).detach().clone() for name in free})
         value = -value
         value.backward()
         return value
