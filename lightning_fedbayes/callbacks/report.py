@@ -155,8 +155,9 @@ class FederationReport:
         if new:
             names = listed(self._clients.names[client] for client in sorted(new))
             rank_zero_info(
-                f"Round {result.round + 1}: the updates of {names} stand out; where they are more than max_influence "
-                "times as large as the median client's, they are clipped (Safeguards(max_influence=None) does not)"
+                f"Round {result.round + 1}: the updates of {names} stand out, and count only in part where they are "
+                "more than max_influence times as large as the median client's (Safeguards(max_influence=None) bounds "
+                "none). Few examples or unlike ones do that, too"
             )
         if result.aggregate is not None and result.aggregate.inferred:
             shares, excluded = dict(result.weights), dict(result.excluded)
@@ -348,13 +349,13 @@ def tell_of_sites(history: Sequence[Mapping[str, float]]) -> None:
     if "sites/change" not in last:
         return
     held = [row["sites/held_back"] for row in history if row.get("sites/held_back")]
-    left = f"about {last['sites/distance']:.2g} nats per parameter" if "sites/distance" in last else "not yet known"
+    known, left = "sites/distance" in last, "how far it has still to go is estimated from round 20 on"
+    left = f"it has still about {last['sites/distance']:.2g} to go, by how far it has come of late" if known else left
     foreign = f"; {sum(held):.0f} entries were held back, in {len(held)} of {len(history)} rounds" if held else ""
     elbo = f"; the pooled ELBO is about {last['sites/elbo']:.4g} nats per example" if "sites/elbo" in last else ""
     rank_zero_info(
-        f"Sites: after round {last['round']:.0f} the posterior is {left} from where the rounds take it (by "
-        f"what the last half of them and more have changed, from the 20th on); that round has changed it by "
-        f"{last['sites/change']:.2g}{foreign}{elbo}."
+        f"Sites: round {last['round']:.0f} has changed the posterior by {last['sites/change']:.2g} nats per parameter; "
+        f"{left}{foreign}{elbo}."
     )
 
 
