@@ -94,8 +94,6 @@ def near_clients(distances: Tensor) -> Tensor:
     return nearest <= FAR * least_noise(nearest, 1.0)
 
 
-LEAST_WEIGHT = 1e-100
-"""Of a round; of 0 there is no average."""
 NEGLIGIBLE = 0.01
 """Part of an equal share below which a client is reported as left out."""
 ALIKE = 1e-4
@@ -122,9 +120,6 @@ class InferredRule(ReliabilityRule):
     """
 
     by_columns: ClassVar[bool] = True
-    by_progress: ClassVar[bool] = False
-    """True if a round counts in proportion to the squared length of the fused update of the round before: where the
-    global model hardly moves, updates are the errors that it has been fitted to."""
 
     def __init__(self, memory: float = 1.0) -> None:
         check_number("memory", memory, "[0, 1]", error=FusionError, why="it is the discount of earlier rounds")
@@ -154,7 +149,7 @@ class InferredRule(ReliabilityRule):
             )
         for name, dimensions in (("products", 2), ("counts", 2), ("along", 1)):
             check_part(self, state, name, (len(clients),) * dimensions)
-        for name in ("signal", "rounds", *(["moved"] if self.by_progress else [])):
+        for name in ("signal", "rounds"):
             check_number(f"{type(self).__name__}: state['{name}']", state.get(name), "[0, inf)", error=FusionError)
 
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
@@ -164,15 +159,9 @@ class InferredRule(ReliabilityRule):
         near = near_clients(now)
         points = torch.cat([near, torch.ones(1, dtype=torch.bool)])
         clients = tuple(client for client, kept in zip(cohort.clients, near.tolist(), strict=True) if kept)
-        now = now[points][:, points]
-        weight = 1.0
-        if self.by_progress:
-            weight = max(LEAST_WEIGHT, state["moved"] if "moved" in state else float(signal_of(now, consensus(now))))
-        distances, new_state = average_rounds(state, clients, now, self.memory, weight)
+        distances, new_state = average_rounds(state, clients, now[points][:, points], self.memory)
         coefficients, shares = torch.zeros(2, len(near), dtype=torch.float64)
         coefficients[near], shares[near] = self._infer(distances, gram.size, cohort.previous is not None)
-        if new_state and self.by_progress:
-            new_state["moved"] = float(signal_of(now, coefficients[near]))
         reasons = {
             position: f"its inferred share of {share:.2g} is less than a hundredth of an equal one"
             for position, share in enumerate(shares.tolist())
@@ -227,9 +216,7 @@ def alike(distances: Tensor) -> Tensor:
     return groups
 
 
-def average_rounds(
-    state: RuleState, clients: tuple[int, ...], now: Tensor, memory: float, weight: float = 1.0
-) -> tuple[Tensor, RuleState]:
+def average_rounds(state: RuleState, clients: tuple[int, ...], now: Tensor, memory: float) -> tuple[Tensor, RuleState]:
     r"""Return squared distances between clients, and to the origin, averaged over the rounds so far.
 
     With :math:`\hat y_i` the geometric median of round i and :math:`\delta_{ij} = x_{ij} - \hat y_i`, the products
@@ -238,12 +225,10 @@ def average_rounds(
     Since each round has a consensus of its own, an outlier in one round does not affect clients that missed it.
 
     Args:
-        state: {"clients", "products", "counts", "along", "signal", "rounds"} of earlier rounds, or empty; "counts" and
-            "rounds" are sums of weights.
+        state: {"clients", "products", "counts", "along", "signal", "rounds"} of earlier rounds, or empty.
         clients: numbers of this round's clients.
         now: this round's squared distances between them and the origin, which comes last, shape (K + 1, K + 1).
-        memory: discount of the earlier rounds.
-        weight: of this round; the earlier ones had weights of their own.
+        memory: weight of the earlier rounds relative to this one.
 
     Returns: the distances, shape (K + 1, K + 1), and the new state.
     """
@@ -265,10 +250,10 @@ def average_rounds(
         along[old] = memory * state["along"]
     rows = torch.tensor([place[client] for client in clients])
     here = rows[:, None], rows[None, :]
-    products[here] += weight * gram[:-1, :-1]
-    counts[here] += weight
-    along[rows] += weight * gram[:-1, -1]
-    signal, rounds = signal + weight * float(gram[-1, -1]), rounds + weight
+    products[here] += gram[:-1, :-1]
+    counts[here] += 1
+    along[rows] += gram[:-1, -1]
+    signal, rounds = signal + float(gram[-1, -1]), rounds + 1
     average = torch.zeros_like(now)
     average[:-1, :-1] = products[here] / counts[here]
     average[:-1, -1] = average[-1, :-1] = along[rows] / counts[here].diagonal()

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
+MOVED = ("features", "noise", "signal")
+"""Estimates that :func:`climb` changes."""
+
 
 @dataclass(frozen=True)
 class Latent:
@@ -98,7 +101,9 @@ def update_spread(latent: Latent, products: Tensor, size: int) -> Latent:
     return replace(latent, spread=spread, feature_variance=variance)
 
 
-def climb(latent: Latent, products: Tensor, size: int, least: float, steps: int) -> Latent:
+def climb(
+    latent: Latent, products: Tensor, size: int, least: float, steps: int, moved: tuple[str, ...] = MOVED
+) -> Latent:
     """Return features, noise and signal of a free energy that is at least that of ``latent``, by L-BFGS.
 
     Coordinate ascent has the same stationary points, but takes thousands of passes where the noise is small.
@@ -108,15 +113,17 @@ def climb(latent: Latent, products: Tensor, size: int, least: float, steps: int)
         products, size: see :func:`free_energy`.
         least: lower bound of the noise variances.
         steps: number of quasi-Newton steps.
+        moved: names of the estimates that change.
     """
     above = (latent.noise - least).clamp_min(1e-3 * least)
     begun = {"features": latent.features, "noise": above.log(), "signal": latent.signal.log()}
-    free = {name: value.detach().clone().requires_grad_() for name, value in begun.items()}
+    free = {name: begun[name].detach().clone().requires_grad_() for name in moved}
     best, highest = latent, float(free_energy(latent, products, size))
 
     def at() -> Latent:
-        noise = free["noise"].exp() + least
-        return replace(latent, features=free["features"], noise=noise, signal=free["signal"].exp())
+        values = {**begun, **free}
+        noise = values["noise"].exp() + least
+        return replace(latent, features=values["features"], noise=noise, signal=values["signal"].exp())
 
     def loss() -> Tensor:
         nonlocal best, highest
@@ -127,7 +134,7 @@ def climb(latent: Latent, products: Tensor, size: int, least: float, steps: int)
             raise LinAlgError("beyond double precision")
         if value.item() > highest:
             highest = value.item()
-            best = replace(reached, **{name: getattr(reached, name).detach().clone() for name in free})
+            best = replace(reached, **{name: getattr(reached, name).detach().clone() for name in MOVED})
         value = -value
         value.backward()
         return value

@@ -86,24 +86,6 @@ def test_the_average_over_equal_rounds_is_that_round():
     assert float(state["counts"][0, 0]) == pytest.approx(1 + 0.5 + 0.25)
 
 
-def test_rounds_count_by_their_weight():
-    """As if the second round had come three times."""
-    (_, first), (_, second) = independent([0.2, 0.4, 1.0], 50), independent([0.2, 0.4, 1.0], 50, seed=5)
-    _, state = average_rounds({}, (0, 1, 2), distances_of(first), 1.0)
-    average, _ = average_rounds(state, (0, 1, 2), distances_of(second), 1.0, weight=3.0)
-    for _ in range(3):
-        repeated, state = average_rounds(state, (0, 1, 2), distances_of(second), 1.0)
-    torch.testing.assert_close(average, repeated)
-
-
-def test_a_round_counts_by_the_fused_update_of_the_round_before():
-    rule, (_, updates) = get_rule("icov_vb"), independent([0.2, 0.3, 0.5, 1.0], 60)
-    first = rule.apply(cohort_of(updates, range(4)), rule.init())
-    assert first.state["moved"] == pytest.approx(float(first.posterior.mean["w"].square().mean()))
-    second = rule.apply(cohort_of(updates, range(4)), first.state)
-    assert second.state["rounds"] - first.state["rounds"] == pytest.approx(first.state["moved"])
-
-
 def test_products_that_no_points_have_are_mended_and_true_ones_kept():
     updates = normal(5, 40)
     true = updates @ updates.T

