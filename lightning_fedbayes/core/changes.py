@@ -17,6 +17,7 @@ Moments = tuple[Tensor, Tensor]
 def coded(new: Moments, base: Moments) -> Moments:
     """Return c and g of ``new`` moments, float16; infinite where half precision ends, and g at a variance of 0.
 
+    >>> import torch
     >>> one = torch.ones(1, dtype=torch.float64)
     >>> coded((1.5 * one, 4 * one), (one, 4 * one))
     (tensor([0.2500], dtype=torch.float16), tensor([0.], dtype=torch.float16))

@@ -216,6 +216,10 @@ class Store:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_file": None, "_lock": None}
 
+    def __del__(self) -> None:
+        if "_lock" in vars(self):  # a run that has ended early closes nothing, of which Python 3.13 warns
+            self.close()
+
     # -- the file ------------------------------------------------------------------------------------------------------
 
     @property

@@ -289,17 +289,17 @@ class Server:
             return ClientOutcome(update.client, refusal, update.seconds, update.num_examples)
         size = 0
         if isinstance(update, ClientUpdate):
-            size = update.num_bytes
+            sent = update
             try:
                 if self.versions is not None and started is not None:
                     update = self.versions.taken(update, started, self._shared, self._plan.round, self.buffers)
                     self._started[update.client] = started
                 for aggregation in self._aggregations.values():
                     aggregation.add(update)
+                size = sent.num_bytes
             except FusionError as refusal:
                 error = refusal
         metrics = update.metrics if isinstance(update, ClientUpdate) else {}
-        size = size if error is None else 0
         outcome = ClientOutcome(update.client, error, update.seconds, update.num_examples, size, metrics)
         self._outcomes[update.client] = outcome
         return outcome

@@ -4,6 +4,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_what_no_checkpoint_needs_is_dropped(store):
         finish(store, c0=number, c1=number)
         if number % 7 == 0:
             store.mark()
-    with sqlite3.connect(store.folder / FILE) as file:
+    with closing(sqlite3.connect(store.folder / FILE)) as file:
         (count,) = file.execute("SELECT count(*) FROM states").fetchone()
     assert count == 2 * (1 + 29 - 21), "of each client its state after round 21, the last but one, and those since"
 
