@@ -309,6 +309,7 @@ DOORS = {
     "Safeguards": (fb.Safeguards, {"min_clients": 1, "max_failed_rounds": 3, "max_influence": 2.0}),
     "Asynchronous": (fb.Asynchronous, {
         "concurrency": 4, "buffer": 2, "delays": fb.Delays(), "late": fb.FedBuff(), "max_staleness": 5}),
+    "KnownOverlap": (fb.KnownOverlap, {"shared": [[9, 4], [4, 6]]}),
     "Delays": (fb.Delays, {
         "typical": 1.0, "spread": 0.5, "slow": {0: 2.0}, "by_size": False, "network": 0.1, "away": ((0, 1.0, 2.0),),
         "trace": {1: [1.0, 2.0]}}),
