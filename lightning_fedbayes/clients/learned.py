@@ -295,10 +295,12 @@ class CurvaturePosterior(LearnedPosterior):
         for optimizer in optimizers:
             decay = max((group.get("weight_decay", 0.0) for group in optimizer.param_groups), default=0.0)
             if isinstance(optimizer, IVON) or decay:
-                has = "a posterior of its own" if isinstance(optimizer, IVON) else f"weight_decay={decay}"
+                has, remedy = f"weight_decay={decay}", "set weight_decay=0"
+                if isinstance(optimizer, IVON):
+                    has, remedy = "a posterior of its own", "take another optimizer, or leave posterior= out"
                 raise FederationError(
                     f"posterior=Laplace(): {type(optimizer).__name__} has {has}, and Laplace adds its prior to the "
-                    "loss: leave that out"
+                    f"loss: {remedy}"
                 )
         self._source, self._module, self._prior_std = source, module, source.fixed_prior_std("FederatedBayes")
         chosen = chosen_parameters(module, source.parameters)
