@@ -9,15 +9,12 @@ are fused. The rate is stable for every batch: the largest eigenvalue of the cur
 
 from __future__ import annotations
 
-import functools
-
 import torch
-from torch import nn
 from tqdm import tqdm
 
-from benchmarks.untrusted.federation import Task, federate
+from benchmarks.untrusted.federation import federate
 from benchmarks.untrusted.report import RULES, options, panels, table, write
-from benchmarks.untrusted.synthetic import DOUBLING, FEATURES, PARTIES, SIZE, half_squared_error, make
+from benchmarks.untrusted.synthetic import DOUBLING, PARTIES, SIZE, make, task
 from lightning_fedbayes.core.quiet import quietly
 
 TITLES = {rule: title for rule, title in RULES.items() if rule.endswith(("average", "median", "vb", "mle"))}
@@ -31,11 +28,8 @@ ROUNDS, RATE = 60, 0.2
 def run(rule: str, taking_part: int, batch: int, seed: int) -> tuple[list[float], str]:
     """Return the prediction error after every round, and the engine."""
     parties, test, _ = make(OVERLAP, DOUBLING, seed)
-    network = nn.Linear(FEATURES, 1, bias=False)
-    nn.init.zeros_(network.weight)
-    task = Task(network, half_squared_error, nn.functional.mse_loss, functools.partial(torch.optim.SGD, lr=RATE))
     return federate(
-        task, parties, test, rule, None, rounds=ROUNDS, batch_size=batch, seed=seed,
+        task(RATE), parties, test, rule, None, rounds=ROUNDS, batch_size=batch, seed=seed,
         drawn=None if batch == SIZE else batch, fraction=taking_part / PARTIES,
     )
 

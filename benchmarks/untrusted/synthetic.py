@@ -70,13 +70,17 @@ def half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(outputs, targets) / 2
 
 
+def task(rate: float) -> Task:
+    """Return the linear regression from 0, trained by SGD at a rate."""
+    network = nn.Linear(FEATURES, 1, bias=False)
+    nn.init.zeros_(network.weight)
+    return Task(network, half_squared_error, nn.functional.mse_loss, functools.partial(torch.optim.SGD, lr=rate))
+
+
 def run(rule: str, setting: str, seed: int) -> tuple[list[float], str]:
     """Return the prediction error after every round, and the engine."""
     parties, test, _ = make(*SETTINGS[setting], seed)
-    network = nn.Linear(FEATURES, 1, bias=False)
-    nn.init.zeros_(network.weight)
-    task = Task(network, half_squared_error, nn.functional.mse_loss, functools.partial(torch.optim.SGD, lr=RATE))
-    return federate(task, parties, test, rule, None, rounds=ROUNDS, batch_size=SIZE, seed=seed)
+    return federate(task(RATE), parties, test, rule, None, rounds=ROUNDS, batch_size=SIZE, seed=seed)
 
 
 def main() -> None:

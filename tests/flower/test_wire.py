@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +99,30 @@ def test_a_client_of_sites_sends_what_a_client_of_an_average_sends(tmp_path, mon
     assert sent["sites"] == sent["rklb"]
     kinds = {key.partition("/")[0] for reply in sent["sites"] for key in reply["arrays"]}
     assert kinds <= {"mean", "variance", "buffer"}
+
+
+@pytest.mark.parametrize("make", [hybrid, ivon])
+def test_changes_in_half_precision_are_all_that_stands_in_the_place_of_a_gaussian(tmp_path, make):
+    """The page on privacy lists them; of a Gaussian parameter nothing else travels, and of others no change."""
+    replies: list[Message] = []
+    fusion = fb.Sites(half=True)
+    grid = LocalGrid(client_apps(make=make, fusion=fusion, state_folder=str(tmp_path)))
+    grid.change = dict.fromkeys(range(4), partial(noted, replies))
+    strategy = FusionStrategy(fusion=fusion, wait_for=4)
+    run(grid, strategy, make=make)
+    assert "`arrays: change/*, growth/*`" in (Path(__file__).parents[2] / "docs" / "privacy.md").read_text()
+    posterior = strategy.server.posterior
+    gaussian = {name for name, variance in posterior.variance.items() if variance.any()}
+    for reply in replies:
+        assert not reply.has_error()
+        names = {kind: set() for kind in ("mean", "variance", "change", "growth", "buffer")}
+        for key, array in reply.content["arrays"].items():
+            kind, _, name = key.partition("/")
+            names[kind].add(name)
+            assert (array.numpy().dtype == "float16") == (kind in ("change", "growth"))
+        assert names["change"] == names["growth"] == gaussian
+        assert not names["variance"]
+        assert names["mean"] == set(posterior.names) - gaussian
 
 
 @pytest.mark.parametrize(("fusion", "beside"), [
