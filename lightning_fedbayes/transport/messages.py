@@ -165,7 +165,7 @@ def read_message(
             no whole number of examples.
     """
     says = header.get("kind") if isinstance(header, Mapping) else None
-    if says not in get_args(Kind):
+    if not isinstance(says, str) or says not in get_args(Kind):
         raise FusionError(
             f"{who}: its reply says of itself that it is {shown(says)}, which no message of this version is"
         )

@@ -8,7 +8,7 @@ import torch
 from lightning_fedbayes import FusionError, fuse
 from lightning_fedbayes.fusion import InverseCovarianceMLE, InverseCovarianceVB
 from lightning_fedbayes.fusion.inferred import centred_products, gram_about_last
-from lightning_fedbayes.fusion.inverse_covariance import expectation_maximisation
+from lightning_fedbayes.fusion.inverse_covariance import confirmed, expectation_maximisation, standard_error
 from lightning_fedbayes.fusion.latent_noise import (
     Latent,
     climb,
@@ -126,6 +126,83 @@ def test_clients_that_share_data_count_once(shares, latent):
     assert inferred < 1.06 * oracle
     assert 2 * inferred < error(fuse("ivar_vb", clients, previous=previous), truth)
     assert inferred < 0.85 * error(fuse("fedavg", clients), truth)
+
+
+@pytest.mark.parametrize("variance", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_four_of_eight_clients_share_an_error(variance, seed):
+    """However large it is, and though it pulls the geometric median half of the way."""
+    size, noise = 3000, torch.linspace(0.1, 0.5, 8, dtype=torch.float64)
+    group = torch.tensor([1.0] * 4 + [0.0] * 4, dtype=torch.float64)
+    truth, shared, own = normal(size, seed=seed), normal(size, seed=100 + seed), normal(8, size, seed=200 + seed)
+    updates = truth + variance**0.5 * group[:, None] * shared + noise.sqrt()[:, None] * own
+    best = least_squares(variance * group[:, None] * group + torch.diag(noise)) @ updates
+    oracle = float((best - truth).square().mean())
+    reached = error(fuse("icov_vb", point_masses(updates), previous=origin(size)), truth)
+    assert reached < 1.1 * oracle
+    assert reached < float((updates.mean(0) - truth).square().mean())
+
+
+def products_of(gains, noise, shared=0.0, first=0):
+    """Expected products of updates g y + e, y of variance 1; the ``first`` clients share an error of that variance."""
+    group = (torch.arange(len(gains)) < first).to(torch.float64)
+    gains = torch.tensor(gains, dtype=torch.float64)
+    return gains[:, None] * gains + shared * group[:, None] * group + noise * torch.eye(len(gains), dtype=torch.float64)
+
+
+RIGHT = torch.tensor([0.0] * 4 + [0.25] * 4, dtype=torch.float64)
+"""Coefficients that trust the last four of eight clients."""
+
+
+@pytest.mark.parametrize(
+    ("case", "products"),
+    [
+        ("share", products_of([1.0] * 8, 0.3, shared=2.0, first=4)),
+        ("share, and own noise", products_of([1.0] * 8, 3.0, shared=2.0, first=4)),
+        ("fewer steps", products_of([1.0] * 4 + [0.5] * 4, 0.3)),
+        ("noise", products_of([1.0] * 4 + [0.0] * 4, 1.0)),
+        ("opposite", products_of([1.0] * 4 + [-1.0] * 4, 0.3)),
+        ("longer", products_of([3.0] * 4 + [1.0] * 4, 0.3)),
+    ],
+)
+def test_only_those_who_hold_all_of_y_confirm_each_other(case, products):
+    assert confirmed(RIGHT, products, 10**6) == case.startswith("share")
+
+
+def test_fewer_than_half_of_the_clients_or_too_few_parameters_confirm_nothing():
+    products = products_of([1.0] * 8, 0.3, shared=2.0, first=4)
+    assert confirmed(RIGHT, products, 3000)
+    assert not confirmed(RIGHT, products, 100)
+    three = torch.tensor([0.0] * 5 + [1 / 3] * 3, dtype=torch.float64)
+    assert not confirmed(three, products_of([1.0] * 8, 0.3, shared=2.0, first=5), 10**6)
+    assert not confirmed(torch.tensor([0.1, 0.9], dtype=torch.float64), torch.eye(2, dtype=torch.float64) + 1, 10**6)
+
+
+@pytest.mark.parametrize(("clients", "group"), [(8, 7), (5, 3)])
+def test_a_shared_error_and_a_shorter_update_have_the_same_products(clients, group):
+    """The group is wrong with one error, or right beside others who hold a part of y, and share an error if several."""
+    part, noise = 0.7, 2.0
+    wrong = part * products_of([1.0] * clients, 0.0) + products_of([0.0] * clients, noise, 1 - part, group)
+    others = torch.arange(clients) >= group
+    right = products_of([1.0] * group + [part] * (clients - group), noise)
+    right += part * (1 - part) * torch.outer(others.double(), others.double())
+    torch.testing.assert_close(wrong, right)
+
+
+def test_a_client_of_fewer_steps_gets_no_more_than_by_differences():
+    """Half of the steps on half of the noise: the shortest combination of sum 1 is nearly it alone."""
+    truth, updates = independent([2.0] * 8, 8000)
+    updates[7] *= 0.5
+    reached = fuse("icov_vb", point_masses(updates), previous=origin(8000))
+    assert error(reached, truth) < 2 * error(fuse("ivar_vb", point_masses(updates), previous=origin(8000)), truth)
+
+
+def test_standard_error_of_a_form_of_products():
+    form = torch.tensor([[0.0, 1.0, -0.5], [1.0, 0.2, 0.0], [-0.5, 0.0, -0.3]], dtype=torch.float64)
+    root, size, draws = normal(3, 3, seed=1), 40, 20_000
+    updates = root @ normal(draws, 3, size, seed=2)
+    sampled = ((updates @ updates.mT / size) * form).sum((1, 2)).std()
+    assert standard_error(form, root @ root.T, size) == pytest.approx(float(sampled), rel=0.02)
 
 
 def test_error_approaches_the_oracle_as_parameters_grow():
