@@ -20,6 +20,10 @@ Trained = dict[int, dict[str, Any]]
 """New states of the clients that one process has trained, ready to be sent."""
 
 
+ON_THE_CPU = frozenset({"step", "examples", "received"})
+"""Entries of an optimizer's state, torch's and IVON's, that are numbers on the CPU wherever the parameter is."""
+
+
 class States:
     """States of all clients, by the number by which an engine knows them; a round's new ones count when it ends.
 
@@ -153,7 +157,7 @@ class States:
             FederationError: the states lie in a folder that is not given, or that holds others.
         """
         if "folder" not in states:
-            self.memory = {client: ClientState(**state) for client, state in states.items()}
+            self.memory = {client: self._here(state) for client, state in states.items()}
             if self.store is not None:
                 self.begin()
                 self._new, self.memory = self.memory, {}
@@ -166,8 +170,11 @@ class States:
             self.store.resume(states["run"], states["rounds"])
 
     def _here(self, state: Mapping[str, Any]) -> ClientState:
-        """Return a state whose tensors are on the device."""
+        """Return a state whose tensors are on the device; an optimizer's count of steps stays where torch has it."""
         device = self.device
         if device.type == "cpu":
             return ClientState(**state)
-        return ClientState(**apply_to_collection(dict(state), Tensor, lambda tensor: tensor.to(device)))
+        here = ClientState(**apply_to_collection(dict(state), Tensor, lambda tensor: tensor.to(device)))
+        for entries in (each for optimizer in here.optimizers for each in optimizer.values()):
+            entries.update({name: value.cpu() for name, value in entries.items() if name in ON_THE_CPU})
+        return here

@@ -46,6 +46,12 @@ def seed_everything(seed: int) -> None:
         torch.xpu.manual_seed_all(seed)
 
 
+def random_state(device: torch.device) -> torch.Tensor:
+    """Return the state of torch's generators that a step on ``device`` may draw from, as bytes."""
+    host = torch.get_rng_state()
+    return torch.cat([host, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else host
+
+
 def seed_host(seed: int) -> None:
     """Seed the generators of :func:`seed_everything`, except those of accelerators."""
     random.seed(seed)

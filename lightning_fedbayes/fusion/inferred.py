@@ -246,8 +246,8 @@ def average_rounds(state: RuleState, clients: tuple[int, ...], now: Tensor, memo
     signal, rounds = memory * state.get("signal", 0.0), memory * state.get("rounds", 0.0)
     if known:
         old = slice(0, len(known))
-        products[old, old], counts[old, old] = memory * state["products"], memory * state["counts"]
-        along[old] = memory * state["along"]
+        earlier = {name: memory * state[name].cpu() for name in ("products", "counts", "along")}
+        products[old, old], counts[old, old], along[old] = earlier.values()
     rows = torch.tensor([place[client] for client in clients])
     here = rows[:, None], rows[None, :]
     products[here] += gram[:-1, :-1]

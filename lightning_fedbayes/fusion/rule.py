@@ -110,7 +110,8 @@ class FusionRule(ABC):
 
         Args:
             cohort: the clients of the round and their posteriors.
-            state: after the rounds before; it is not changed, the new state is in the result.
+            state: after the rounds before; it is not changed, the new state is in the result. After a checkpoint its
+                tensors are on the device of the posterior.
         """
         return Fused(self.fuse(cohort.posteriors, cohort.weights, cohort.previous), state=state)
 

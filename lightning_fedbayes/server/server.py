@@ -31,7 +31,7 @@ from lightning_fedbayes.server.guard import Guard, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
 from lightning_fedbayes.server.site_guard import guard_of
-from lightning_fedbayes.server.versions import Versions, check_network, check_state
+from lightning_fedbayes.server.versions import Versions, check_network, check_state, moved
 from lightning_fedbayes.server.weighting import CohortWeights, check_probabilistic, check_weighting
 
 HELD_OUT_LOSS = "held_out_loss/"
@@ -482,6 +482,7 @@ class Server:
         known = {name: kept for name, kept in state["rule_states"].items() if name in self.rules}
         for name, kept in known.items():
             self.rules[name].check_state(kept, sum(value.numel() for value in stored.mean.values()))
+        known, sites = moved((known, dict(state["sites"])), device)
         self.posterior = stored.marked(stored.linearised or self.posterior.linearised)
         own, tensors = split({name: value.to(device) for name, value in state["buffers"].items()})
         first = split(self.buffers)[1]
@@ -490,7 +491,7 @@ class Server:
         self.rounds = state["rounds"]
         self.history = list(state["history"])
         self.accepted = dict(state["accepted"])
-        self.sites = dict(state["sites"])
+        self.sites = sites
         self.untold = set(state["untold"])
         self._memory = dict(state["guard"])
         if self.versions is not None:

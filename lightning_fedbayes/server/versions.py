@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_fedbayes.core.errors import FusionError, PosteriorError, check_at_least, check_kind, listed
 from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.private_torch import tree_map
 from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
 from lightning_fedbayes.methods.late import Late
 from lightning_fedbayes.methods.method import Method, Shared, joined, split
@@ -81,10 +82,15 @@ class Versions:
         """Restore what :meth:`state_dict` gave."""
         self.begun = {
             round: Shared(
-                GaussianPosterior.from_state_dict(each["posterior"]).to(device), dict(each["tensors"]), each["phase"],
-                each["share"], each["is_new"],
+                GaussianPosterior.from_state_dict(each["posterior"]).to(device), moved(dict(each["tensors"]), device),
+                each["phase"], each["share"], each["is_new"],
             ) for round, each in state.items()
         }
+
+
+def moved(state: Any, device: torch.device) -> Any:
+    """Return dicts, lists and tuples with their tensors on ``device``: a checkpoint may be read onto the CPU."""
+    return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, state)
 
 
 def check_state(state: Any) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
-import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -277,7 +275,7 @@ class ClientTraining(L.Callback):
             context, model, self._loader, method=self.method, keep_optimizer=context.keeps_state(settings),
             keep_posteriors=settings.keeps_posteriors, seed=task.seed,
         )
-        self._engine.states.load_state_dict(apply_to_collection(task.kept, Tensor, _beside(pl_module.device)))
+        self._engine.states.load_state_dict(task.kept)
         tensors = {name: value.to(pl_module.device) for name, value in split(task.buffers)[1].items()}
         self._engine.begin_method(
             Shared(task.posterior.to(pl_module.device), tensors, task.phase, task.share, not task.begun)
@@ -335,11 +333,6 @@ def call_round_end(module: L.LightningModule, posterior: GaussianPosterior) -> N
     hook = getattr(module, "on_round_end", None)
     if hook is not None:
         hook(posterior, [])
-
-
-def _beside(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function that brings tensors to ``device``; an optimizer's counts of steps stay on the CPU."""
-    return lambda value: value.to(device) if value.dim() else value
 
 
 @contextmanager

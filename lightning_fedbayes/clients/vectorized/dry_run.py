@@ -22,6 +22,7 @@ from lightning_fedbayes.clients.vectorized.step import StackedStep
 from lightning_fedbayes.clients.vectorized.swap import with_attributes
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.private_torch import tree_map, version_if_any
+from lightning_fedbayes.core.seeding import random_state
 
 
 def in_containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -121,17 +122,19 @@ def check_against_single(
         CannotVectorize: it is not, or the step seeds torch's generator.
     """
     with Still():
+        torch.manual_seed(SEED)
+        seeded = random_state(context.device)
         losses, gradients = _stacked(context, model, step, clients, data)
-        drawn = torch.get_rng_state()
+        drawn = random_state(context.device)
         shifted, others = _stacked(context, model, step, clients, data, shift=0.1)
         both = zip((losses, *gradients.values()), (shifted, *others.values()), strict=True)
         if not all(_are_close(a[0], b[0]) for a, b in both if a is not None and b is not None):
             raise CannotVectorize(
                 "training_step reads parameters from elsewhere than the module, such as the optimizer"
             )
-        if not torch.equal(drawn, torch.Generator().manual_seed(SEED).get_state()):  # draws that cannot be held still
+        if not torch.equal(drawn, seeded):  # draws that cannot be held still
             _stacked(context, model, step, clients, data, seed=SEED + 1)
-            if torch.equal(torch.get_rng_state(), drawn):
+            if torch.equal(random_state(context.device), drawn):
                 raise CannotVectorize("training_step seeds torch's generator, and clients would share the draws")
         elif not context.is_coarse:  # else it rounds too much to tell
             _check_singles(context, model, step, clients, data, losses, gradients)
@@ -164,7 +167,7 @@ def _check_singles(
     module = context.module
     before = Snapshot(module) if hasattr(module, "on_client_start") else None
     torch.manual_seed(SEED)
-    state = torch.get_rng_state()
+    state = random_state(context.device)
     for slot, client in enumerate(clients):
         own = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.parameters.items()}
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -177,7 +180,7 @@ def _check_singles(
             pairs = [(losses[slot], loss.detach().reshape(()))]
             pairs += [(g[slot], each) for g, each in zip(gradients.values(), single) if each is not None]
             alike = all(_are_close(a, b.to(a.dtype)) for a, b in pairs)
-        if not torch.equal(torch.get_rng_state(), state):
+        if not torch.equal(random_state(context.device), state):
             break  # draws that cannot be held still: nothing can be said
         if not alike:
             raise CannotVectorize(

@@ -91,7 +91,7 @@ class HeadSlopes:
             mean, covariance: of the logits of each example, see :meth:`HeadFit.moments`.
             design, labels, pairs: see :meth:`of`.
         """
-        with torch.random.fork_rng([]):
+        with torch.random.fork_rng([mean.device] if mean.is_cuda else []):
             torch.manual_seed(0)
             logits = draws_of_outputs(mean, covariance, DRAWS)
         return cls._of(logits, design, labels, pairs)
