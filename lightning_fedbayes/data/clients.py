@@ -146,8 +146,9 @@ class ClientDatasets(ConcatDataset):
 
     >>> from torch.utils.data import TensorDataset
     >>> a, b = TensorDataset(torch.zeros(3, 2)), TensorDataset(torch.zeros(5, 2))
-    >>> ClientDatasets({"north": a, "south": b}).names
-    ('north', 'south')
+    >>> clients = ClientDatasets({"north": a, "south": b})
+    >>> clients.names, len(clients["south"])
+    (('north', 'south'), 5)
     """
 
     def __init__(self, datasets: Mapping[str, Dataset] | Mapping[int, Dataset], *, skip_empty: bool = False) -> None:
@@ -172,6 +173,14 @@ class ClientDatasets(ConcatDataset):
             named = {name: dataset for name, dataset in named.items() if len(dataset)}
         super().__init__(list(named.values()))
         self.names = tuple(named)
+
+    def __getitem__(self, index: int | str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return an example by its number among all, or the data set of the client of a name."""
+        if not isinstance(index, str):
+            return super().__getitem__(index)
+        if index not in self.names:
+            raise FederationError(f"there is no client '{index}': {nearest(index, self.names)}")
+        return self.datasets[self.names.index(index)]
 
 
 def hold_out(clients: ClientDatasets, fraction: float = 0.2, seed: int = 0) -> tuple[ClientDatasets, ClientDatasets]:

@@ -103,6 +103,8 @@ class PosteriorPredictive(L.LightningModule):
     ) -> None:
         super().__init__()
         check_kind("module", module, nn.Module, "give a torch.nn.Module", error=FedBayesError)
+        if isinstance(module, PosteriorPredictive):
+            raise FedBayesError("module predicts from a posterior already: give its network, module.network")
         check_at_least("samples", samples, 1, error=FedBayesError)
         check_choice("task", task, ("classification", "regression"), error=FedBayesError)
         check_number("noise_std", noise_std, "[0, inf)", error=FedBayesError, why="it is a standard deviation")

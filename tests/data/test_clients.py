@@ -151,6 +151,10 @@ def test_clients_without_integer_labels_have_no_counts():
 def test_parts_are_a_data_set_of_their_own():
     """A ClientDatasets is also all of the data, client after client."""
     whole = ClientDatasets({"a": labelled([0, 1]), "b": labelled([2])})
+    assert [len(whole[name]) for name in whole.names] == [2, 1]
+    assert whole["b"] is whole.datasets[1]
+    with pytest.raises(FederationError, match=r"there is no client 'c': .*a, b"):
+        whole["c"]
     assert len(whole) == 3
     assert [int(whole[i][1]) for i in range(3)] == [0, 1, 2]
 

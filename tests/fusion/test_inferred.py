@@ -196,6 +196,14 @@ def test_reliability_drives_another_rule(by, then):
     torch.testing.assert_close(again.mean["w"], expected.mean["w"])
 
 
+@pytest.mark.parametrize("then", ["nwa", "conflation", "gaussian_fit", "dwc"])
+def test_a_rule_under_reliabilities_keeps_its_ways_with_the_prior(then):
+    rule, inside = Reliability("ivar_vb", then=then), get_rule(then)
+    for flag in ("resists", "narrows", "keeps_prior"):
+        assert getattr(rule, flag) == getattr(inside, flag), flag
+    assert not get_rule("gaussian_fit").keeps_prior
+
+
 def test_reliability_keeps_the_state_of_the_rule_inside():
     rule = Reliability("ivar_vb", then="weighted_average")
     _, first = independent([0.1, 0.1, 0.1, 3.0], 2000)

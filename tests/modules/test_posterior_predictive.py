@@ -43,6 +43,11 @@ def test_a_point_mass_predicts_as_the_module_and_leaves_it_unchanged():
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 
 
+def test_a_predictive_is_no_network():
+    with pytest.raises(fb.FedBayesError, match=r"module\.network"):
+        fb.PosteriorPredictive(fb.PosteriorPredictive(network()))
+
+
 class Branches(nn.Module):
     """Decides by a value, so it cannot be stacked."""
 
