@@ -73,7 +73,8 @@ class ClientOptimizer:
         vars(optimizer).update(self._attributes)
         if state:
             parameters = parameters_of(optimizer)
-            optimizer.state.update({parameters[i]: _copy(entries) for i, entries in state.items()})
+            there = with_counts(optimizer, state).items()
+            optimizer.state.update({parameters[i]: _copy(entries) for i, entries in there})
         for values, changed in zip([*optimizer.param_groups, vars(optimizer)], changes):
             for name, (before, after) in changed.items():
                 if not _differs(values.get(name), before):  # else a schedule has changed it since, for all clients
@@ -97,6 +98,18 @@ class ClientOptimizer:
         stay = {name: own[name] for name in own if name == "step" or name.startswith("_optimizer_")}
         own.clear()
         own.update({**vars(new), **stay})
+
+
+def with_counts(optimizer: Optimizer, state: OptimizerState) -> OptimizerState:
+    """Return a state whose counts of steps lie beside the parameters if the optimizer is fused or capturable."""
+    groups = [group for group in optimizer.param_groups for _ in group["params"]]
+    if not any(group.get("fused") or group.get("capturable") for group in groups):
+        return state
+    devices = [parameter.device for parameter in parameters_of(optimizer)]
+    return {
+        i: {name: value.to(devices[i]) if name == "step" and isinstance(value, Tensor) else value
+            for name, value in entries.items()} for i, entries in state.items()
+    }
 
 
 def drop_gradients(optimizer: Optimizer) -> None:

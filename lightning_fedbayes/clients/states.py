@@ -19,7 +19,6 @@ from lightning_fedbayes.server.plan import STRIDE
 Trained = dict[int, dict[str, Any]]
 """New states of the clients that one process has trained, ready to be sent."""
 
-
 ON_THE_CPU = frozenset({"step", "examples", "received"})
 """Entries of an optimizer's state, torch's and IVON's, that are numbers on the CPU wherever the parameter is."""
 
@@ -174,7 +173,13 @@ class States:
         device = self.device
         if device.type == "cpu":
             return ClientState(**state)
-        here = ClientState(**apply_to_collection(dict(state), Tensor, lambda tensor: tensor.to(device)))
-        for entries in (each for optimizer in here.optimizers for each in optimizer.values()):
-            entries.update({name: value.cpu() for name, value in entries.items() if name in ON_THE_CPU})
-        return here
+
+        def here(value: Any) -> Any:
+            return apply_to_collection(value, Tensor, lambda tensor: tensor.to(device))
+
+        optimizers = [
+            {number: {name: value if name in ON_THE_CPU else here(value) for name, value in entries.items()}
+             for number, entries in each.items()} for each in state.get("optimizers", [])
+        ]
+        rest = {name: here(value) for name, value in state.items() if name != "optimizers"}
+        return ClientState(**rest, optimizers=optimizers)

@@ -10,6 +10,7 @@ import torch
 import lightning_fedbayes as fb
 from lightning_fedbayes import ClientFailure, ClientUpdate, GaussianPosterior, RoundPlan, Server
 from lightning_fedbayes.core.errors import FederationError, FusionError, PosteriorError
+from lightning_fedbayes.server.versions import moved
 from tests.federations import Plain, federate
 
 START = GaussianPosterior({"w": torch.zeros(3)}, {"w": torch.ones(3)})
@@ -234,3 +235,11 @@ def test_a_state_of_another_network_is_refused():
         state = Server(GaussianPosterior.point_mass(other)).state_dict()
         with pytest.raises(PosteriorError, match=r"of another network: it has '(w|another)' \(\d,\), and this one '"):
             server.load_state_dict(state)
+
+
+def test_stored_tensors_come_to_the_device_wherever_they_lie():
+    stored = {"sites": {"dual": torch.ones(2), "trail": {"rounds": 3, "marks": [torch.ones(1)]}}}
+    found = moved(stored, torch.device("meta"))
+    assert found["sites"]["dual"].is_meta
+    assert found["sites"]["trail"]["marks"][0].is_meta
+    assert found["sites"]["trail"]["rounds"] == 3

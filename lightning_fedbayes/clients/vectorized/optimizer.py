@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.client import options_of, parameters_of
 from lightning_fedbayes.clients.learned import MOMENTS
-from lightning_fedbayes.clients.optimizers import OptimizerState, has_own_state
+from lightning_fedbayes.clients.optimizers import OptimizerState, has_own_state, with_counts
 from lightning_fedbayes.clients.vectorized.schedule import Slots, put_rows, slots_of, take_rows
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.sources.ivon import IVON
@@ -63,7 +63,7 @@ class StackedOptimizer:
         self._kinds: list[int] = []
         self._shared: list[dict[int, OptimizerState]] = []  # kind → steps taken → state that is not stacked
         for slot, state in enumerate(states):
-            self._kinds.append(self._sort(slot, state))
+            self._kinds.append(self._sort(slot, with_counts(optimizer, state)))
         self._selected: Slots = range(0)
         self._steps = 0
 
