@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_fedbayes.core.errors import FusionError, PosteriorError, check_at_least, check_kind, listed
 from lightning_fedbayes.core.messages import ClientUpdate, check_mapping
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.core.private_torch import tree_map
 from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
 from lightning_fedbayes.methods.late import Late
 from lightning_fedbayes.methods.method import Method, Shared, joined, split
@@ -90,7 +89,11 @@ class Versions:
 
 def moved(state: Any, device: torch.device) -> Any:
     """Return dicts, lists and tuples with their tensors on ``device``: a checkpoint may be read onto the CPU."""
-    return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, state)
+    if isinstance(state, Tensor):
+        return state.to(device)
+    if isinstance(state, Mapping):
+        return {name: moved(value, device) for name, value in state.items()}
+    return type(state)(moved(value, device) for value in state) if isinstance(state, list | tuple) else state
 
 
 def check_state(state: Any) -> None:
