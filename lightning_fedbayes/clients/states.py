@@ -174,12 +174,12 @@ class States:
         if device.type == "cpu":
             return ClientState(**state)
 
-        def here(value: Any) -> Any:
-            return apply_to_collection(value, Tensor, lambda tensor: tensor.to(device))
+        def on(place: torch.device | str, value: Any) -> Any:
+            return apply_to_collection(value, Tensor, lambda tensor: tensor.to(place))
 
         optimizers = [
-            {number: {name: value if name in ON_THE_CPU else here(value) for name, value in entries.items()}
+            {number: {name: on("cpu" if name in ON_THE_CPU else device, value) for name, value in entries.items()}
              for number, entries in each.items()} for each in state.get("optimizers", [])
         ]
-        rest = {name: here(value) for name, value in state.items() if name != "optimizers"}
+        rest = {name: on(device, value) for name, value in state.items() if name != "optimizers"}
         return ClientState(**rest, optimizers=optimizers)
