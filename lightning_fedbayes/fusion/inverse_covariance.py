@@ -74,9 +74,8 @@ class InverseCovarianceVB(_InverseCovariance):
     parameters on (at most 10 % more than the best linear estimate; ``tests/fusion/test_inverse_covariance.py``).
 
     What does not: with fewer parameters, or where more than half of the clients share an error, a tight group is taken
-    for precise, and the result can be worse than the average. No rule that sees updates alone can mend that: three of
-    five clients with one error, and three that are right beside two who hold less of y and have one, can have the same
-    products.
+    for precise, and the result can be worse than the average. Products of updates need not tell: three of five clients
+    with one error, and three that are right beside two who hold less of y and have one, can have the same.
 
     y and u are inferred jointly, and the free energy is maximised by L-BFGS (see ``latent_noise.py``). The source
     factorises them and uses coordinate ascent; where clients share data that stays at nearly equal weights.
