@@ -78,10 +78,16 @@ def least_noise(noise: Tensor, floor: float) -> float:
     Where the quartile is 0 compared with the median, some clients are the consensus itself: the unit is then the
     median, or, where that is 0 too, the largest.
     """
-    ordered = noise.sort().values
-    quartile, median, largest = (float(ordered[place]) for place in (len(noise) // 4, len(noise) // 2, -1))
-    scale = quartile if quartile > NOTHING * median else median if median > NOTHING * largest else largest
-    return floor * (scale or 1.0)
+    return floor * (float(noise[lower_quartile(noise)]) or 1.0)
+
+
+def lower_quartile(values: Tensor) -> int:
+    """Return the position of the lower quartile of ``values``, or of another as :func:`least_noise` says."""
+    order = values.argsort().tolist()
+    quartile, median, largest = (order[place] for place in (len(order) // 4, len(order) // 2, -1))
+    if values[quartile] > NOTHING * values[median]:
+        return quartile
+    return median if values[median] > NOTHING * values[largest] else largest
 
 
 def near_clients(distances: Tensor) -> Tensor:
@@ -94,6 +100,8 @@ def near_clients(distances: Tensor) -> Tensor:
     return nearest <= FAR * least_noise(nearest, 1.0)
 
 
+LEAST_WEIGHT = 1e-9
+"""Of a round; of 0 there is no average."""
 NEGLIGIBLE = 0.01
 """Part of an equal share below which a client is reported as left out."""
 ALIKE = 1e-4
@@ -120,6 +128,8 @@ class InferredRule(ReliabilityRule):
     """
 
     by_columns: ClassVar[bool] = True
+    by_progress: ClassVar[bool] = False
+    """True if a round counts less the less the global model moves, see :func:`progress`."""
 
     def __init__(self, memory: float = 1.0) -> None:
         check_number("memory", memory, "[0, 1]", error=FusionError, why="it is the discount of earlier rounds")
@@ -149,7 +159,7 @@ class InferredRule(ReliabilityRule):
             )
         for name, dimensions in (("products", 2), ("counts", 2), ("along", 1)):
             check_part(self, state, name, (len(clients),) * dimensions)
-        for name in ("signal", "rounds"):
+        for name in ("signal", "rounds", *(["moved"] if self.by_progress else [])):
             check_number(f"{type(self).__name__}: state['{name}']", state.get(name), "[0, inf)", error=FusionError)
 
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
@@ -159,9 +169,13 @@ class InferredRule(ReliabilityRule):
         near = near_clients(now)
         points = torch.cat([near, torch.ones(1, dtype=torch.bool)])
         clients = tuple(client for client, kept in zip(cohort.clients, near.tolist(), strict=True) if kept)
-        distances, new_state = average_rounds(state, clients, now[points][:, points], self.memory)
+        now = now[points][:, points]
+        weight = progress(now, state.get("moved")) if self.by_progress else 1.0
+        distances, new_state = average_rounds(state, clients, now, self.memory, weight)
         coefficients, shares = torch.zeros(2, len(near), dtype=torch.float64)
         coefficients[near], shares[near] = self._infer(distances, gram.size, cohort.previous is not None)
+        if new_state and self.by_progress:
+            new_state["moved"] = float(signal_of(now, coefficients[near]))
         reasons = {
             position: f"its inferred share of {share:.2g} is less than a hundredth of an equal one"
             for position, share in enumerate(shares.tolist())
@@ -192,6 +206,21 @@ class InferredRule(ReliabilityRule):
         return inferred[0] @ spread, inferred[1] @ spread
 
 
+def progress(distances: Tensor, moved: float | None) -> float:
+    """Return the squared length of the fused update of the round before, in units of this round's, at most 1.
+
+    Where the global model no longer moves, updates are the errors that it has been fitted to: they sum to 0 with the
+    coefficients that were used, whichever those are, and say nothing of which are right.
+
+    Args:
+        distances: squared distances of the K clients and, last, the origin, shape (K + 1, K + 1).
+        moved: that squared length; None in a first round, which counts 1.
+    """
+    lengths = distances[:-1, -1]
+    length = float(lengths[lower_quartile(lengths)])
+    return 1.0 if moved is None or not length else min(max(moved / length, LEAST_WEIGHT), 1.0)
+
+
 def alike(distances: Tensor) -> Tensor:
     """Return which clients send nearly the same update, shape (K, K), bool: each row a group, or part of none.
 
@@ -216,7 +245,9 @@ def alike(distances: Tensor) -> Tensor:
     return groups
 
 
-def average_rounds(state: RuleState, clients: tuple[int, ...], now: Tensor, memory: float) -> tuple[Tensor, RuleState]:
+def average_rounds(
+    state: RuleState, clients: tuple[int, ...], now: Tensor, memory: float, weight: float = 1.0
+) -> tuple[Tensor, RuleState]:
     r"""Return squared distances between clients, and to the origin, averaged over the rounds so far.
 
     With :math:`\hat y_i` the geometric median of round i and :math:`\delta_{ij} = x_{ij} - \hat y_i`, the products
@@ -225,10 +256,12 @@ def average_rounds(state: RuleState, clients: tuple[int, ...], now: Tensor, memo
     Since each round has a consensus of its own, an outlier in one round does not affect clients that missed it.
 
     Args:
-        state: {"clients", "products", "counts", "along", "signal", "rounds"} of earlier rounds, or empty.
+        state: {"clients", "products", "counts", "along", "signal", "rounds"} of earlier rounds, or empty; "counts" and
+            "rounds" are sums of weights.
         clients: numbers of this round's clients.
         now: this round's squared distances between them and the origin, which comes last, shape (K + 1, K + 1).
-        memory: weight of the earlier rounds relative to this one.
+        memory: discount of the earlier rounds.
+        weight: of this round; the earlier ones had weights of their own.
 
     Returns: the distances, shape (K + 1, K + 1), and the new state.
     """
@@ -250,10 +283,10 @@ def average_rounds(state: RuleState, clients: tuple[int, ...], now: Tensor, memo
         products[old, old], counts[old, old], along[old] = earlier.values()
     rows = torch.tensor([place[client] for client in clients])
     here = rows[:, None], rows[None, :]
-    products[here] += gram[:-1, :-1]
-    counts[here] += 1
-    along[rows] += gram[:-1, -1]
-    signal, rounds = signal + float(gram[-1, -1]), rounds + 1
+    products[here] += weight * gram[:-1, :-1]
+    counts[here] += weight
+    along[rows] += weight * gram[:-1, -1]
+    signal, rounds = signal + weight * float(gram[-1, -1]), rounds + weight
     average = torch.zeros_like(now)
     average[:-1, :-1] = products[here] / counts[here]
     average[:-1, -1] = average[-1, :-1] = along[rows] / counts[here].diagonal()

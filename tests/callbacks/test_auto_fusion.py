@@ -88,11 +88,13 @@ def test_no_rule_is_left():
 
 
 def test_states_of_all_candidates_are_kept():
+    """``icov_vb`` counts the second round less, by what the first has moved."""
     made, _, _ = choosing(["ivar_vb", "icov_vb", "weighted_average"], rounds=2)
     states = rule_state(made)
     assert set(states) == set(made.settings.method.rule.names)
-    kept = [value for name, value in states.items() if name.startswith(("ivar", "icov"))]
-    assert [float(each["counts"][0, 0]) for each in kept] == [2.0, 2.0]
+    ivar, icov = (float(value["counts"][0, 0]) for name, value in states.items() if name.startswith(("ivar", "icov")))
+    assert ivar == 2.0
+    assert 1.0 < icov < 2.0
 
 
 @pytest.mark.filterwarnings("ignore:.*callbacks used to create.*")

@@ -7,7 +7,7 @@ import torch
 
 from lightning_fedbayes import FusionError, GaussianPosterior, Reliability, fuse
 from lightning_fedbayes.fusion import Cohort, get_rule
-from lightning_fedbayes.fusion.inferred import average_rounds, positive_semidefinite
+from lightning_fedbayes.fusion.inferred import average_rounds, positive_semidefinite, progress
 
 from .untrusted import distances_of, independent, normal, origin, point_masses
 
@@ -65,13 +65,13 @@ def test_clients_may_miss_rounds_and_come_in_any_order(name):
     rule, state = get_rule(name), get_rule(name).init()
     noise = [0.1, 0.1, 0.1, 2.0, 0.1]
     for round, present in enumerate([(0, 1, 3), (4, 3, 2), (2, 0, 1, 4), (3, 1), (1, 2, 3, 4), (0, 1, 2, 3, 4)]):
-        _, updates = independent([noise[client] for client in present], 2000, seed=10 * round)
+        _, updates = independent([noise[client] for client in present], 20_000, seed=10 * round)
         fused = rule.apply(cohort_of(updates, present), state)
         state = fused.state
         assert set(fused.reliability) == set(present)
         assert bool(torch.isfinite(fused.posterior.mean["w"]).all())
     assert fused.reliability[3] < 0.02
-    _, updates = independent([noise[client] for client in (4, 3, 2, 1, 0)], 2000, seed=50)
+    _, updates = independent([noise[client] for client in (4, 3, 2, 1, 0)], 20_000, seed=50)
     mixed = rule.apply(cohort_of(updates.flip(0), (0, 1, 2, 3, 4)), state).reliability
     straight = rule.apply(cohort_of(updates, (4, 3, 2, 1, 0)), state).reliability
     assert mixed == pytest.approx(straight, abs=1e-3)
@@ -84,6 +84,32 @@ def test_the_average_over_equal_rounds_is_that_round():
         average, state = average_rounds(state, (2, 5, 7), now, 0.5)
     torch.testing.assert_close(average, now)
     assert float(state["counts"][0, 0]) == pytest.approx(1 + 0.5 + 0.25)
+
+
+def test_rounds_count_by_their_weight():
+    """As if the second round had come three times."""
+    (_, first), (_, second) = independent([0.2, 0.4, 1.0], 50), independent([0.2, 0.4, 1.0], 50, seed=5)
+    _, state = average_rounds({}, (0, 1, 2), distances_of(first), 1.0)
+    average, _ = average_rounds(state, (0, 1, 2), distances_of(second), 1.0, weight=3.0)
+    for _ in range(3):
+        repeated, state = average_rounds(state, (0, 1, 2), distances_of(second), 1.0)
+    torch.testing.assert_close(average, repeated)
+
+
+def test_a_round_counts_by_the_fused_update_of_the_round_before():
+    """Lengths 1, 4, 9 and 16, of which the lower quartile is 4: a fused update of length 3 counts three quarters."""
+    distances = distances_of(torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)) * 2)
+    assert progress(distances, None) == 1.0
+    assert progress(distances, 3.0) == pytest.approx(0.75)
+    assert progress(distances, 100.0) == 1.0
+    assert 0 < progress(distances, 0.0) < 1e-6
+    rule, (_, updates) = get_rule("icov_vb"), independent([0.2, 0.3, 0.5, 1.0], 60)
+    first = rule.apply(cohort_of(updates, range(4)), rule.init())
+    assert first.state["moved"] == pytest.approx(float(first.posterior.mean["w"].square().mean()))
+    second = rule.apply(cohort_of(updates, range(4)), first.state)
+    expected = progress(distances_of(updates), first.state["moved"])
+    assert second.state["rounds"] - first.state["rounds"] == pytest.approx(expected)
+    assert expected < 1
 
 
 def test_products_that_no_points_have_are_mended_and_true_ones_kept():

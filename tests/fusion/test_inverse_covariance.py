@@ -5,10 +5,17 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_fedbayes import FusionError, fuse
-from lightning_fedbayes.fusion import InverseCovarianceMLE, InverseCovarianceVB
+from lightning_fedbayes import FusionError, GaussianPosterior, fuse
+from lightning_fedbayes.fusion import Cohort, InverseCovarianceMLE, InverseCovarianceVB
 from lightning_fedbayes.fusion.inferred import centred_products, gram_about_last
-from lightning_fedbayes.fusion.inverse_covariance import confirmed, expectation_maximisation, standard_error
+from lightning_fedbayes.fusion.inverse_covariance import (
+    as_far_as_certain,
+    bounded_average,
+    expectation_maximisation,
+    lacking,
+    plausible,
+    standard_error,
+)
 from lightning_fedbayes.fusion.latent_noise import (
     Latent,
     climb,
@@ -143,11 +150,98 @@ def test_four_of_eight_clients_share_an_error(variance, seed):
     assert reached < float((updates.mean(0) - truth).square().mean())
 
 
+def regression(rule, shared, seed, rounds=8):
+    """Squared error of linear regression by five parties, three of whom hold the same data; ``rule`` None: the average.
+
+    Noise of the labels: ``shared`` for all who hold an example, and 1 to 5 of the parties' own.
+    """
+    inputs, truth = normal(750, 50, seed=seed), normal(50, seed=1000 + seed)
+    labels, own = inputs @ truth + shared * normal(750, seed=2000 + seed), normal(5, 250, seed=3000 + seed)
+    windows = [slice(begin, begin + 250) for begin in (0, 0, 0, 250, 500)]
+    parties = [(inputs[each], labels[each] + (k + 1) * own[k]) for k, each in enumerate(windows)]
+    at, state = torch.zeros(50, dtype=torch.float64), {}
+    for _ in range(rounds):
+        sent = torch.stack([at - 0.5 * x.T @ (x @ at - t) / 250 for x, t in parties])
+        if rule is None:
+            at = sent.mean(0)
+            continue
+        weights, previous = torch.full((5,), 0.2, dtype=torch.float64), GaussianPosterior.point_mass({"w": at})
+        fused = rule.apply(Cohort(point_masses(sent), weights, previous, tuple(range(5))), state)
+        at, state = fused.posterior.mean["w"], fused.state
+    return float((at - truth).square().sum())
+
+
+@pytest.mark.parametrize(("shared", "rounds"), [(1, 8), (2, 8), (5, 8), (10, 8), (20, 8), (40, 8), (20, 80), (40, 80)])
+def test_regression_on_the_same_data_is_no_worse_than_the_average(shared, rounds):
+    """Three parties who agree look precise. In 50 parameters only their lengths could show that they are not."""
+    pairs = [(regression(InverseCovarianceVB(), shared, seed, rounds), regression(None, shared, seed, rounds))
+             for seed in range(3)]
+    assert sum(reached for reached, _ in pairs) <= 1.001 * sum(average for _, average in pairs)
+
+
+@pytest.mark.parametrize("clients", [5, 10])
+@pytest.mark.parametrize(
+    "attack", [lambda u: -u, lambda u: 0 * u, lambda u: 10 * u, lambda u: normal(*u.shape, seed=9),
+               lambda u: 3 * normal(*u.shape, seed=9), lambda u: 1000 * normal(*u.shape, seed=9)],
+)
+def test_a_few_liars_cost_next_to_nothing(clients, attack):
+    """The opposite, nothing, too much, and noise of any length, from one of five or three of ten."""
+    size, liars = 3000, 1 if clients == 5 else 3
+    truth, updates = independent([0.5] * clients, size)
+    honest = float((updates[liars:].mean(0) - truth).square().mean())
+    updates[:liars] = attack(updates[:liars])
+    assert error(fuse("icov_vb", point_masses(updates), previous=origin(size)), truth) < 1.1 * honest
+
+
+@pytest.mark.parametrize("size", [4, 50])
+@pytest.mark.parametrize("factor", [30.0, 1e3])
+def test_a_long_update_costs_little_however_few_parameters_there_are(size, factor):
+    reached, honest = 0.0, 0.0
+    for seed in range(4):
+        truth, updates = independent([0.5] * 5, size, seed)
+        honest += float((updates[1:].mean(0) - truth).square().mean())
+        updates[0] *= factor
+        reached += error(fuse("icov_vb", point_masses(updates), previous=origin(size)), truth)
+    assert reached < 2 * honest
+
+
+def test_average_with_bounds():
+    """Squared lengths 1, 1, 1, 4 and 16: four times the quartile counts whole, sixteen times a sixteenth."""
+    along = torch.tensor([1.0, 1.0, 1.0, 2.0, 4.0], dtype=torch.float64)
+    expected = torch.tensor([1.0, 1.0, 1.0, 1.0, 1 / 16], dtype=torch.float64)
+    torch.testing.assert_close(bounded_average(along[:, None] * along, 100), expected / expected.sum())
+
+
+@pytest.mark.parametrize(("size", "counts"), [(700, True), (1000, False)])
+def test_a_client_is_opposite_from_three_standard_errors_on(size, counts):
+    """Its cosine with the average is -0.1: 2.7 standard errors of 700 parameters, 3.2 of 1,000."""
+    products = torch.tensor([[1.0, 1.0, -0.582], [1.0, 1.0, -0.582], [-0.582, -0.582, 1.0]], dtype=torch.float64)
+    assert float(products[2].sum() / products.sum().sqrt()) == pytest.approx(-0.1, abs=1e-3)
+    assert (bounded_average(products, size)[2] > 0) == counts
+
+
 def products_of(gains, noise, shared=0.0, first=0):
     """Expected products of updates g y + e, y of variance 1; the ``first`` clients share an error of that variance."""
     group = (torch.arange(len(gains)) < first).to(torch.float64)
     gains = torch.tensor(gains, dtype=torch.float64)
     return gains[:, None] * gains + shared * group[:, None] * group + noise * torch.eye(len(gains), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("gains", "shared", "first", "size", "expected"),
+    [
+        ([1.0] * 4 + [0.0], 0.0, 0, 1000, [4]),
+        ([1.0] * 4 + [-1.0] * 2, 0.0, 0, 1000, [4, 5]),
+        ([1.0] * 4 + [0.6], 0.0, 0, 10**9, []),
+        ([1.0] * 4 + [0.4], 0.0, 0, 10**9, [4]),
+        ([1.0] * 4 + [0.0], 0.0, 0, 20, []),
+        ([1.0] * 5, 10.0, 3, 10**9, []),
+    ],
+    ids=["noise", "opposite", "more than half", "less than half", "few parameters", "three share an error"],
+)
+def test_a_client_lacks_y_where_most_say_so(gains, shared, first, size, expected):
+    products = products_of(gains, 0.5, shared, first)
+    assert lacking(products, torch.ones(len(gains), dtype=torch.float64), size).nonzero().flatten().tolist() == expected
 
 
 RIGHT = torch.tensor([0.0] * 4 + [0.25] * 4, dtype=torch.float64)
@@ -163,19 +257,20 @@ RIGHT = torch.tensor([0.0] * 4 + [0.25] * 4, dtype=torch.float64)
         ("noise", products_of([1.0] * 4 + [0.0] * 4, 1.0)),
         ("opposite", products_of([1.0] * 4 + [-1.0] * 4, 0.3)),
         ("longer", products_of([3.0] * 4 + [1.0] * 4, 0.3)),
+        ("one error of their own", products_of([1.0] * 8, 0.3, shared=2.0, first=4).flip(0, 1)),
     ],
 )
-def test_only_those_who_hold_all_of_y_confirm_each_other(case, products):
-    assert confirmed(RIGHT, products, 10**6) == case.startswith("share")
+def test_only_those_who_hold_all_of_y_are_plausible(case, products):
+    assert plausible(RIGHT, products, 10**6) == case.startswith("share")
 
 
-def test_fewer_than_half_of_the_clients_or_too_few_parameters_confirm_nothing():
-    products = products_of([1.0] * 8, 0.3, shared=2.0, first=4)
-    assert confirmed(RIGHT, products, 3000)
-    assert not confirmed(RIGHT, products, 100)
-    three = torch.tensor([0.0] * 5 + [1 / 3] * 3, dtype=torch.float64)
-    assert not confirmed(three, products_of([1.0] * 8, 0.3, shared=2.0, first=5), 10**6)
-    assert not confirmed(torch.tensor([0.1, 0.9], dtype=torch.float64), torch.eye(2, dtype=torch.float64) + 1, 10**6)
+def test_what_is_not_certain_is_plausible_and_one_client_alone_is_not():
+    fewer = products_of([1.0] * 4 + [0.7] * 4, 0.3)
+    assert plausible(RIGHT, fewer, 50)
+    assert not plausible(RIGHT, fewer, 3000)
+    assert not plausible(RIGHT, products_of([1.0] * 4 + [0.1] * 4, 3.0), 50)
+    alone = torch.tensor([0.0] * 7 + [1.0], dtype=torch.float64)
+    assert not plausible(alone, products_of([1.0] * 8, 0.3), 10**6)
 
 
 @pytest.mark.parametrize(("clients", "group"), [(8, 7), (5, 3)])
@@ -195,6 +290,29 @@ def test_a_client_of_fewer_steps_gets_no_more_than_by_differences():
     updates[7] *= 0.5
     reached = fuse("icov_vb", point_masses(updates), previous=origin(8000))
     assert error(reached, truth) < 2 * error(fuse("ivar_vb", point_masses(updates), previous=origin(8000)), truth)
+
+
+def test_part_of_the_way_from_the_average():
+    """Of many parameters, the shortest point between; of few, a standard error less, and never past the ends."""
+    updates = normal(4, 3, seed=3) + torch.tensor([3.0, 0, 0], dtype=torch.float64)
+    products, equal = updates @ updates.T / 3, torch.full((4,), 0.25, dtype=torch.float64)
+    towards = torch.tensor([1.2, 0.4, -0.3, -0.3], dtype=torch.float64)
+    parts = torch.linspace(0, 1, 10_001, dtype=torch.float64)
+    way = parts[:, None] * towards + (1 - parts[:, None]) / 4
+    shortest = way[((way @ products) * way).sum(1).argmin()]
+    torch.testing.assert_close(as_far_as_certain(equal, towards, products, 10**14), shortest, rtol=0, atol=2e-4)
+    torch.testing.assert_close(as_far_as_certain(equal, towards, products, 1), equal)
+
+
+@pytest.mark.parametrize("size", [100, 400])
+def test_doubt_is_the_standard_error_of_a_regression(size):
+    """The part of the way is a regression of the average on its difference to the estimate, here the truth."""
+    truth, apart = normal(20_000, size, seed=1), 0.5 * normal(20_000, size, seed=2)
+    sampled = ((truth + apart) * apart).sum(1) / apart.square().sum(1)
+    products = torch.tensor([[1.0, 1.0], [1.0, 1.25]], dtype=torch.float64)
+    first, second = torch.eye(2, dtype=torch.float64)
+    part = float(as_far_as_certain(second, first, products, size)[0])
+    assert 1 - part == pytest.approx(float(sampled.std()), rel=0.03)
 
 
 def test_standard_error_of_a_form_of_products():
