@@ -107,6 +107,7 @@ def federate(
     federation, curve = fb.FederatedBayes(
         local_epochs=local_epochs, fraction=fraction, fusion=rule, weighting="equal", engine="auto",
         adversaries=() if attack is None else attack, seed=seed,
+        safeguards=fb.Safeguards(max_influence=None),  # the rules themselves are compared
     ), Curve()
     trainer = L.Trainer(
         max_epochs=rounds, accelerator="cpu", logger=False, callbacks=[federation, curve], num_sanity_val_steps=0,

@@ -175,7 +175,7 @@ def regression(rule, shared, seed, rounds=8):
 def test_regression_on_the_same_data_is_no_worse_than_the_average(shared, rounds):
     """Three parties who agree look precise. In 50 parameters only their lengths could show that they are not."""
     pairs = [(regression(InverseCovarianceVB(), shared, seed, rounds), regression(None, shared, seed, rounds))
-             for seed in range(3)]
+             for seed in range(3 if rounds == 8 else 1)]
     assert sum(reached for reached, _ in pairs) <= 1.001 * sum(average for _, average in pairs)
 
 
@@ -265,10 +265,15 @@ def test_only_those_who_hold_all_of_y_are_plausible(case, products):
 
 
 def test_what_is_not_certain_is_plausible_and_one_client_alone_is_not():
+    """Nor are a few who hold a half of y and one error, whose products are half of y's length within and without."""
     fewer = products_of([1.0] * 4 + [0.7] * 4, 0.3)
     assert plausible(RIGHT, fewer, 50)
     assert not plausible(RIGHT, fewer, 3000)
     assert not plausible(RIGHT, products_of([1.0] * 4 + [0.1] * 4, 3.0), 50)
+    for count in (3, 5):
+        last = (torch.arange(10) >= 10 - count).to(torch.float64)
+        halves = products_of([1.0] * (10 - count) + [0.5] * count, 0.3) + 0.25 * torch.outer(last, last)
+        assert plausible(last / count, halves, 10**6) == (count == 5)
     alone = torch.tensor([0.0] * 7 + [1.0], dtype=torch.float64)
     assert not plausible(alone, products_of([1.0] * 8, 0.3), 10**6)
 
