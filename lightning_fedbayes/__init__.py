@@ -52,7 +52,6 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
     from lightning_fedbayes.fusion import (
         AutoFusion,
         Reliability,
-        Sites,
         available_fusions,
         fuse,
         register_fusion,
@@ -73,6 +72,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         Report,
         Scaffold,
         Shared,
+        Sites,
         Sums,
         Trained,
         register_method,

@@ -26,7 +26,8 @@ def test_a_head_above_a_frozen_network_is_all_that_travels():
     scores = load("fine_tune").main()
     assert scores["val/accuracy"] > 0.85
     assert scores["val/epistemic"] > 0
-    assert scores["megabytes_up"] < 5 * 4e-6 * 2.1 * (256 * 10 + 10)  # five clients, float32, mean and variance
+    numbers = 3 * (256 * 10 + 10) + 2  # mean, gradient and precision of a client, and two numbers
+    assert scores["megabytes_up"] == pytest.approx(5 * 4e-6 * numbers)  # five clients, float32
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers
@@ -57,7 +58,7 @@ GALLERY = {  # job → setting of a short run, and what has to hold of its figur
     "schools": ({}, lambda found: found["posterior"] < min(found["alone"], found["one"])),
     "activity": ({"rounds": 4}, lambda found: found["own"] < 0.9 * min(found["alone"], found["population"])),
     "images": ({"rounds": 2}, lambda found: found["exact"] > max(0.95, found["FedAvg"]) and found["AUROC"] > 0.8),
-    "text": ({"rounds": 6}, lambda found: found["accuracy"] > 0.65 and found["adapters"] < found["whole"] / 20),
+    "text": ({"rounds": 6}, lambda found: found["accuracy"] > 0.65 and found["adapters"] < found["whole"] / 7),
     "untrusted": ({"rounds": 6}, lambda found: found["sites, guard"] > found["sites, no guard"] + 0.2),
 }
 

@@ -170,7 +170,7 @@ def module_of(federation: Federation, method: Method, setting: Mapping[str, floa
     if federation.task == "classification":
         return fb.HybridBayesianClassifier(network, **{"bayesian_last": 0, **options})
     if federation.task == "regression":
-        return fb.HybridBayesianRegressor(network, targets=1, **options)
+        return fb.HybridBayesianRegressor(network, **{"bayesian_last": 0, "targets": 1, **options})
     return fb.CoxRegressor(network, **options)
 
 

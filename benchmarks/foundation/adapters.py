@@ -233,7 +233,7 @@ def run(cell: Cell, found: Mapping[str, Tensor]) -> dict[str, Any]:
         return {**costs, **scores(head_logs(fit, inputs[1]), head_logs(fit, inputs[2]), held, test)}
     with quietly():
         module = Adapted(cell)
-    fusion = fb.Sites(half=True) if cell.method == SITES else "weighted_average"
+    fusion = "sites" if cell.method == SITES else "weighted_average"
     federation = fb.FederatedBayes(
         fusion=fusion, local_epochs=1, seed=cell.seed, buffers="frozen", engine="sequential"
     )

@@ -18,6 +18,7 @@ from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.fusion import FusionRule, SumRule
 from lightning_fedbayes.fusion.registry import get_rule
 from lightning_fedbayes.fusion.rule import Statistics, add
+from lightning_fedbayes.methods import Method, get_method
 from lightning_fedbayes.modules import lenet, mlp, resnet20
 
 PARTITIONS = {
@@ -75,13 +76,17 @@ def make_partition(settings: Settings) -> Partition:
     return called(PARTITIONS[name], settings.partition, settings.clients, *positional, **named)
 
 
-def make_rule(text: str) -> str | FusionRule:
-    """Return the fusion rule of a cell; raise FusionError for an unknown name."""
+def make_rule(text: str) -> str | FusionRule | Method:
+    """Return the fusion rule of a cell, or its method; raise FusionError for an unknown name."""
     if text == "auto":
         return text
     name, positional, named = parse_call(text)
-    rule = NormalisedWeightedSum if name == "normalised_weighted_sum" else type(get_rule(name))
-    return called(rule, text, *positional, **named)
+    if name == "normalised_weighted_sum":
+        kind: Any = NormalisedWeightedSum
+    else:
+        found = get_method(name)
+        kind = type(get_rule(name) if isinstance(found, fb.Averaging) else found)
+    return called(kind, text, *positional, **named)
 
 
 def make_federation(settings: Settings) -> fb.FederatedBayes:

@@ -106,7 +106,6 @@ def run(
     history = federation.history
     return {
         **scores(module.eval(), data.validation),
-        "held_back": sum(each.get("sites/held_back", 0.0) for each in history),
         "megabytes": statistics.fmean(each["megabytes_up"] for each in history),
         "engine": federation.described()["engine"],
     }

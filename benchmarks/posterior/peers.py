@@ -71,8 +71,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     start = time.perf_counter()
     trainer.fit(module, DataLoader(fb.ClientDatasets(clients), batch_size=options.batch, shuffle=True))
     seconds = time.perf_counter() - start
-    held = sum(each.get("sites/held_back", 0.0) for each in federation.history)
-    return {**scores(module.eval(), test), "held_back": held, "seconds": seconds}
+    return {**scores(module.eval(), test), "seconds": seconds}
 
 
 def main() -> None:

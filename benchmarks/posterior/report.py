@@ -64,11 +64,10 @@ def logistic_table(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str,
         for key in ("kl", "mean_error", "variance_ratio"):
             by_round = [statistics.fmean(values) for values in zip(*(result[key] for result in seeds.values()))]
             shown.append(" / ".join(f"{by_round[at - 1]:.2g}" for at in AT if at <= len(by_round)))
-        held = f"{statistics.fmean(result['held_back'] for result in seeds.values()):.0f}" if sites(rule) else ""
-        lines.append([split, rule, prior_of(rule, prior), len(seeds), *shown, held])
+        lines.append([split, rule, prior_of(rule, prior), len(seeds), *shown])
     when = ", ".join(map(str, AT))
     heads = ["clients", "rule", "prior", "seeds", f"KL per parameter after {when} rounds",
-             "error of the mean, posterior sd", "variance ratio", "held back"]
+             "error of the mean, posterior sd", "variance ratio"]
     return markdown_table(heads, lines)
 
 
@@ -118,10 +117,9 @@ def digits_bars(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[str, An
         ours, theirs = ours_of[seed], theirs_of[seed]
         factor = ours["mutual_information"] / theirs["mutual_information"]
         met = [ours["nll"] <= NLL_BAR, max(factor, 1 / factor) <= FACTOR_BAR]
-        lines.append([seed, f"{ours['nll']:.3f}", f"{theirs['nll']:.3f}", f"{factor:.2f}", *map(verdict, met),
-                      f"{ours['held_back']:.0f}"])
+        lines.append([seed, f"{ours['nll']:.3f}", f"{theirs['nll']:.3f}", f"{factor:.2f}", *map(verdict, met)])
     heads = ["seed", "NLL of sites", "NLL of pooled training", "mutual information, sites / pooled",
-             f"NLL ≤ {NLL_BAR}", f"within a factor {FACTOR_BAR}", "held back"]
+             f"NLL ≤ {NLL_BAR}", f"within a factor {FACTOR_BAR}"]
     return f"{BAR_SPLIT}, seed by seed:\n\n{markdown_table(heads, lines)}"
 
 
@@ -141,9 +139,9 @@ def fashion_mnist_bars(rows: Mapping[tuple[str, str, str], Mapping[int, Mapping[
                 met.append(ours[score] < best)
             points = 100 * (ours["accuracy"] - fedavg_of[seed]["accuracy"])
             met.append(points >= -POINTS_BAR)
-            lines.append([split, seed, *line, f"{points:+.1f}", *map(verdict, met), f"{ours['held_back']:.0f}"])
+            lines.append([split, seed, *line, f"{points:+.1f}", *map(verdict, met)])
     heads = ["clients", "seed", "NLL of sites", "lowest of the rules", "ECE of sites", "lowest of the rules",
-             "accuracy − FedAvg's, points", "NLL lowest", "ECE lowest", f"≥ −{POINTS_BAR} points", "held back"]
+             "accuracy − FedAvg's, points", "NLL lowest", "ECE lowest", f"≥ −{POINTS_BAR} points"]
     return f"Sites beside the best rule, each score by itself:\n\n{markdown_table(heads, lines)}"
 
 
@@ -154,7 +152,7 @@ def verdict(met: bool) -> str:
 
 def sites(rule: str) -> bool:
     """Return whether a rule is a form of sites."""
-    return rule.split(",")[0] in ("sites", "pvi", "bayes_admm")
+    return rule.split(",")[0] == "sites"
 
 
 def pooled(rule: str) -> bool:
@@ -164,7 +162,7 @@ def pooled(rule: str) -> bool:
 
 def prior_of(rule: str, prior: str) -> str:
     """Return what the clients have as their prior."""
-    return "cavity" if sites(rule) else "" if pooled(rule) or rule.startswith("fedavg") else prior
+    return "share" if sites(rule) else "" if pooled(rule) or rule.startswith("fedavg") else prior
 
 
 def mean_and_error(values: Sequence[float]) -> str:
@@ -191,7 +189,7 @@ def curves(results: Results, file: Path) -> None:
                 number = rules.index(rule)
                 label = f"{rule}, {prior_of(rule, prior)}"
                 axes.plot(range(1, len(kl) + 1), kl, color=PALETTE[number % len(PALETTE)], label=label,
-                          linestyle="--" if prior == "global" else ":" if rule in ("pvi", "bayes_admm") else "-",
+                          linestyle="--" if prior == "global" else "-",
                           linewidth=2.4 if rule == "sites" else 1.3)
         axes.axhline(KL_BAR, color="#777777", linewidth=0.8)
         axes.set(title=split, xlabel="round")

@@ -23,10 +23,8 @@ import lightning_fedbayes as fb
 from benchmarks.page import write
 from benchmarks.posterior import images, logistic
 from benchmarks.posterior.report import BAR_SPLIT, Results, curves, tables
-from lightning_fedbayes import GaussianPosterior, Sites
+from lightning_fedbayes import GaussianPosterior
 from lightning_fedbayes.core.quiet import quietly
-from lightning_fedbayes.fusion.sites import BayesADMM
-from lightning_fedbayes.methods.sites import SiteMethod
 
 HERE = Path(__file__).parent
 ROUNDS = 50
@@ -42,16 +40,14 @@ DEFAULT = "reverse_kl_barycenter"
 PRIORS = ("fixed", "global")
 
 
-class Reset(SiteMethod):
+class Reset(fb.Sites):
     """Sites whose clients begin every round with a new optimizer."""
 
     keeps_optimizer = False
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "sites, pull=None": {"fusion": Sites(pull=None)},
-    "bayes_admm, pull=None": {"fusion": BayesADMM(pull=None)},
-    "sites, reset": {"fusion": Reset(Sites())},
+    "sites, reset": {"fusion": Reset()},
     f"{DEFAULT}, keep": {"fusion": DEFAULT, "keep": ["optimizer"]},
     "fedavg, keep": {"fusion": "fedavg", "keep": ["optimizer"]},
     "pooled": {"partition": images.POOLED},
@@ -77,20 +73,19 @@ def cells() -> list[Cell]:
     found = []
     for split in logistic.SPLITS:
         found += of("logistic", split, ["sites"], ["fixed"], 5)
-        found += of("logistic", split, ["pvi"], ["fixed"], 1) + of("logistic", split, RULES, PRIORS, 1)
+        found += of("logistic", split, RULES, PRIORS, 1)
     found += of("digits", "none", ["pooled"], ["fixed"], 5)
     for split in images.SPLITS:
         found += of("digits", split, ["sites"], ["fixed"], 5 if split == BAR_SPLIT else 3)
-        found += of("digits", split, ["bayes_admm"], ["fixed"], 1) + of("digits", split, RULES, PRIORS, 1)
-    hybrid = ["sites", "sites, pull=None", "bayes_admm", "bayes_admm, pull=None"]
-    found += of("digits_hybrid", "Dirichlet(0.1)", hybrid, ["fixed"], 3)
+        found += of("digits", split, RULES, PRIORS, 1)
+    found += of("digits_hybrid", "Dirichlet(0.1)", ["sites"], ["fixed"], 3)
     found += of("fashion_mnist", "none", ["pooled", "pooled, short", "pooled, short, keep"], ["fixed"], 3)
     for split in images.SPLITS:
         each = 1 if split == "IID" else 3
         found += of("fashion_mnist", split, ["sites", "fedavg"], ["fixed"], each)
         found += of("fashion_mnist", split, [DEFAULT], ["global"], each)
         if split != "IID":
-            found += of("fashion_mnist", split, ["sites, reset", "sites, pull=None", "fedavg, keep"], ["fixed"], 1)
+            found += of("fashion_mnist", split, ["sites, reset", "fedavg, keep"], ["fixed"], 1)
             found += of("fashion_mnist", split, [f"{DEFAULT}, keep", *MORE_RULES], ["global"], 1)
             found += of("fashion_mnist", split, [DEFAULT, "gaussian_fit"], ["fixed"], 1)
     found += of("fashion_mnist_tempered", "none", ["pooled"], ["fixed"], 3)

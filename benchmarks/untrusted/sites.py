@@ -37,7 +37,7 @@ from lightning_fedbayes.modules import mlp
 CLIENTS, LOCAL_EPOCHS, RATE, KL_WEIGHT = 10, 2, 0.01, 0.05
 ROUNDS, SPLITS = (12, 60), ("Dirichlet(0.5)", "IID")
 LATE = "sites without rounds"
-RULES = ("sites", "bayes_admm", "IVON + sites", "population", LATE)
+RULES = ("sites", "IVON + sites", "population", LATE)
 SHORT = ("IVON + sites", "population", LATE)
 """Rules that run the first split alone."""
 FUSIONS = 2

@@ -65,7 +65,7 @@ def main(output: Path, rounds: int = 15) -> dict[str, float]:
     for name, fusion, optimizer in (
         ("whole network, FedAvg", "weighted_average", partial(adam, lr=0.001)),
         ("adapters, FedAvg", "weighted_average", partial(adam, lr=0.01)),
-        ("adapters, IVON + sites", fb.Sites(half=True), partial(fb.IVON, lr=0.1, temperature=0.1)),
+        ("adapters, IVON + sites", "sites", partial(fb.IVON, lr=0.1, temperature=0.1)),
     ):
         network: Any = deepcopy(public.network)
         if "adapters" in name:

@@ -348,14 +348,13 @@ def tell_of_sites(history: Sequence[Mapping[str, float]]) -> None:
     last = history[-1] if history else {}
     if "sites/change" not in last:
         return
-    held = [row["sites/held_back"] for row in history if row.get("sites/held_back")]
-    known, left = "sites/distance" in last, "how far it has still to go is estimated from round 20 on"
-    left = f"it has still about {last['sites/distance']:.2g} to go, by how far it has come of late" if known else left
-    foreign = f"; {sum(held):.0f} entries were held back, in {len(held)} of {len(history)} rounds" if held else ""
+    left = "it is at the noise of local training, or has just begun"
+    if "sites/distance" in last:
+        left = f"it has still about {last['sites/distance']:.2g} to go"
     elbo = f"; the pooled ELBO is about {last['sites/elbo']:.4g} nats per example" if "sites/elbo" in last else ""
     rank_zero_info(
         f"Sites: round {last['round']:.0f} has changed the posterior by {last['sites/change']:.2g} nats per parameter; "
-        f"{left}{foreign}{elbo}."
+        f"{left}{elbo}."
     )
 
 

@@ -26,6 +26,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import Clients, tensors_of
 from lightning_fedbayes.fusion.accumulator import check_structure
+from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.server.plan import RoundPlan
 
 
@@ -71,9 +72,12 @@ class RoundAdversaries:
             return update
         check_structure(update.posterior, self.previous, f"client {update.client}")
         posterior = update.posterior.ordered(self.previous.names)
+        own, beside = split(update.buffers)
         for attack in attacks:
             posterior = attack.send(posterior, self._knowledge(update.client, attack))
-        return replace(update, posterior=posterior, kept=None)
+            if beside:
+                beside = attack.send_beside(beside, self._knowledge(update.client, attack))
+        return replace(update, posterior=posterior, buffers=joined(own, beside), kept=None)
 
     def observe(self, update: ClientUpdate) -> None:
         """Show the adversaries a valid update."""

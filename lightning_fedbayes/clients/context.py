@@ -74,9 +74,8 @@ class TrainingContext:
 
     @property
     def takes_gradient_steps(self) -> bool:
-        """True if each step of the optimizers follows one unscaled gradient, by which precisions can be measured."""
-        scaled = type(self.precision) is MixedPrecision and self.precision.precision == "16-mixed"
-        return not scaled and not any(isinstance(each, torch.optim.LBFGS) for each in self.optimizers)
+        """True if gradients are not scaled, so that they can be read."""
+        return not (type(self.precision) is MixedPrecision and self.precision.precision == "16-mixed")
 
     @property
     def rate(self) -> float | None:
@@ -91,8 +90,8 @@ class TrainingContext:
         """Return True if clients keep the state of their optimizers from round to round.
 
         Methods say whether they need it; sites do. The first steps of a new Adam are as long for noise as for a
-        gradient, so with few steps per round local training never settles; sites add up what it leaves
-        (benchmarks/posterior/README.md, FashionMNIST).
+        gradient, so with few steps per round local training never settles (benchmarks/posterior/README.md,
+        FashionMNIST).
         """
         if "optimizer" in settings.kept.what:
             return True

@@ -1,4 +1,4 @@
-"""The fusion rule of a federation that has not been told any."""
+"""The method of a federation that has not been told any."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Iterable
 
 from lightning_fedbayes.clients.model import ResidentModel
 from lightning_fedbayes.clients.settings import FederationSettings
-from lightning_fedbayes.fusion import Sites
 from lightning_fedbayes.layers.base import BayesianLayer
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import NormalPrior
-from lightning_fedbayes.methods import Averaging, Method, SiteMethod
+from lightning_fedbayes.methods import Averaging, Method, Sites
 
 BYTES_PER_ENTRY = 24
-"""That a client keeps by sites for each entry of a posterior: two numbers of a site, and Adam's state of mean and ρ."""
+"""That a client keeps by sites for each entry of a posterior: two numbers of a site, and Adam's state of the mean."""
 
 MOST_KEPT = 2**30
 """Bytes of all clients up to which sites are the default."""
@@ -24,8 +23,8 @@ def default_fusion(
 ) -> tuple[Method, str]:
     """Return what ``fusion=None`` is for a network, and a line that says so.
 
-    Averages count the prior again in every round, and are too wide after many; sites are not, of layers and of IVON. A
-    network of point masses has no prior that would bound it by sites (benchmarks/posterior/ROUNDS.md).
+    Averages count the prior again in every round, and are too wide after many; sites are not, of layers, of IVON and of
+    Laplace (benchmarks/posterior/ROUNDS.md).
 
     Args:
         settings: of the federation.
@@ -35,33 +34,40 @@ def default_fusion(
     """
     found, learned = gaussian_parameters(model.module), model.learned
     federated = model.read_posterior().mean
-    layers = [each.layer for name, each in found.items() if name in federated]
-    stds = set[float]()
+    layers = {name: each for name, each in found.items() if name in federated}
+    priors = {
+        name: each.layer.priors[each.path] if isinstance(each.layer, BayesianLayer) else None
+        for name, each in layers.items()
+    }
+    sourced = [] if learned is None else [name for name in learned.variances if name in federated]
     if learned is not None:
-        stds = {learned.prior_std(name) for name in learned.variances if name in federated}
-    priors = [prior for layer in layers if isinstance(layer, BayesianLayer) for prior in layer.priors.values()]
-    priors += [NormalPrior(0.0, std) for std in stds if std < float("inf")]
-    normal = {(each.mean, each.std) for each in priors if isinstance(each, NormalPrior) and each.is_scalar}
+        priors |= {name: NormalPrior(0.0, learned.prior_std(name)) for name in sourced
+                   if learned.prior_std(name) < float("inf")}
+    normal = {
+        name: (float(each.mean), float(each.std)) for name, each in priors.items()
+        if isinstance(each, NormalPrior) and each.is_scalar
+    }
     kept = sum(value.numel() for value in federated.values()) * BYTES_PER_ENTRY * num_clients
-    conflict = SiteMethod(Sites()).conflict(settings.weighting, settings.privacy is not None)
+    conflict = Sites().conflict(settings.weighting, settings.privacy is not None)
     obstacle = None if conflict is None else f"{conflict[0]} is given"
     if obstacle is None and num_clients == 1:
         obstacle = "one client is ordinary training"
     elif obstacle is None and any(getattr(each, "takes_single_gradients", False) for each in callbacks):
         obstacle = "a callback takes the gradients of single examples, in which sites' terms have no part"
     elif obstacle is None and learned is not None and not learned.follows_data:
-        obstacle = "the posterior is neither of Bayesian layers nor of IVON by squares"
-    elif obstacle is None and not layers and not stds:
-        obstacle = "no layer is Bayesian"
-    elif obstacle is None and (
-        len(normal) != 1 or float("inf") in stds or not all(isinstance(layer, BayesianLayer) for layer in layers)
-        or not all(isinstance(each, NormalPrior) and each.is_scalar for each in priors)
-    ):
-        obstacle = "not all parameters share one normal prior, or some layers are of another package"
+        obstacle = f"{learned.described} has no width that follows the data"
+    elif obstacle is None and not layers and not sourced:
+        obstacle = "no parameter has a posterior"
+    elif obstacle is None and normal.keys() != {*layers, *sourced}:
+        obstacle = "a parameter has no normal prior, or a layer is of another package"
     elif obstacle is None and kept > MOST_KEPT and settings.kept.folder is None:
         obstacle = f"sites of {num_clients} clients would take {kept / 2**30:.1f} GiB: give keep=fb.Kept(folder=...)"
     if obstacle is not None:
         return Averaging(), f"an average, 'reverse_kl_barycenter', since {obstacle}"
-    mean, std = (float(each) for each in next(iter(normal)))
-    method = SiteMethod(Sites(prior_mean=mean, prior_std=std))
-    return method, "sites, whose posterior keeps its meaning over many rounds"
+    means, stds = ({name: prior[i] for name, prior in normal.items()} for i in range(2))
+    return Sites(*(one_if_equal(each) for each in (means, stds))), "sites, which count every client's data once"
+
+
+def one_if_equal(numbers: dict[str, float]) -> float | dict[str, float]:
+    """Return the number that all names share, or the numbers by name."""
+    return next(iter(numbers.values())) if len({*numbers.values()}) == 1 else numbers

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.cavities import Pull, RoundCavities, pull_of
 from lightning_fedbayes.clients.client import Client, ClientState
 from lightning_fedbayes.clients.context import Step, TrainingContext
 from lightning_fedbayes.clients.learned import TrainedClient
@@ -21,12 +20,13 @@ from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.clients.log import Collected, TrainingLog
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import OptimizerState
+from lightning_fedbayes.clients.problems import LocalPriors, Measured, Pull, pull_of
 from lightning_fedbayes.clients.states import States
 from lightning_fedbayes.clients.states import Trained as NewStates
 from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
-from lightning_fedbayes.layers.priors import CavityPrior
+from lightning_fedbayes.layers.priors import LocalPrior
 from lightning_fedbayes.methods.method import (
     LocalProblem,
     Method,
@@ -72,7 +72,8 @@ class Engine(ABC):
         plan: the clients of the round that this process trains.
         prepare: brings the loop's batch to the device; None: the loop does it as it always does.
         shared: what the server has sent to all clients of the round.
-        cavities: puts clients' own priors into the network in this round; None where the method gives none.
+        local: puts clients' own priors into the network in this round; None where the method wants none, and nothing
+            to be measured.
     """
 
     name: ClassVar[str]
@@ -95,7 +96,7 @@ class Engine(ABC):
         self.plan = RoundPlan(-1, ())
         self.prepare: Callable[[Any], Any] | None = None
         self.shared: Shared | None = None
-        self.cavities: RoundCavities | None = None
+        self.local: LocalPriors | None = None
         self._prior: GaussianPosterior | None = None
         self._under_way: dict[int, tuple[Participant, LocalProblem]] = {}
         self._start = 0.0
@@ -133,7 +134,7 @@ class Engine(ABC):
         """
         if shared.is_new:
             self.states.forget_methods()
-        self.shared, self.cavities = shared, None
+        self.shared, self.local = shared, None
         prior = self.method.prior(shared)
         if prior is not self._prior:
             self.model.set_prior(prior)
@@ -147,7 +148,7 @@ class Engine(ABC):
 
     def restore_priors(self) -> None:
         """Give the network its own priors back."""
-        if self._prior is not None or self.cavities is not None:
+        if self._prior is not None or self.local is not None:
             self.model.set_prior(None)
         self._prior = None
 
@@ -157,7 +158,7 @@ class Engine(ABC):
         steps = epochs * -(-(lengths.get(client, 0) // epochs) // context.accumulate)
         return Participant(
             client % STRIDE, self.sizes[client], state.kept, client // STRIDE, steps, context.rate, self._gaussian,
-            self._frozen, context.takes_gradient_steps, context.mean_over_processes is None,
+            self._frozen,
         )
 
     def problem(self, client: int, state: ClientState) -> LocalProblem:
@@ -171,10 +172,23 @@ class Engine(ABC):
         if state.kept:
             self.method.check(self.shared, participant)
         problem = problem_of(self.method, self.shared, participant)
-        if problem.cavity is not None and self.cavities is None:
-            self.cavities = RoundCavities(problem.cavity, self.model)
+        if problem.measures and self.local is None:
+            self.local = LocalPriors(problem, self.shared.posterior.names, self.model)
+            self.local.check(self.method, self.context)
         self._under_way[client] = participant, problem
         return problem
+
+    def found(
+        self, measured: Measured, client: Client, processes: int = 1, slot: int | None = None
+    ) -> tuple[Tensors, Tensors]:
+        """Return what has been measured of a client's data, see :class:`~lightning_fedbayes.methods.Trained`."""
+        assert self.local is not None
+        count, learned = client.num_examples, self.model.learned
+        scales = {
+            name: count / (1.0 if learned is None else learned.temperature(name)) for name in self.local.others
+        }
+        variances = {name: each.variance.detach() for name, each in self.local.layers.items()}
+        return measured.found(count / processes, self.plan.local_epochs, variances, scales, slot)
 
     def optimizer_states(self, client: Client, state: ClientState, problem: LocalProblem) -> list[OptimizerState]:
         """Return the states with which a client's optimizers start; none if they are new.
@@ -209,12 +223,13 @@ class Engine(ABC):
             found += [Pull(strengths, zeros, duals)] if zeros else []
         return found
 
-    def _priors(self, problem: LocalProblem) -> dict[str, CavityPrior] | None:
+    def _priors(self, problem: LocalProblem) -> dict[str, LocalPrior] | None:
         """Return a client's own priors of parameters outside of Bayesian layers."""
-        if problem.cavity is None:
+        if problem.prior is None:
             return None
-        assert self.cavities is not None
-        return self.cavities.of_learned(problem.cavity)
+        assert self.local is not None
+        found = self.local.priors([problem.prior])
+        return {name: found[name] for name in self.local.learned}
 
     def measured(
         self, client: Client, local: Tensors, values: Mapping[str, Tensor], buffers: Tensors,
@@ -249,14 +264,15 @@ class Engine(ABC):
             yield self.context.bring(batch)
 
     def sent_and_kept(
-        self, client: int, posterior: GaussianPosterior, buffers: Tensors, measured: Tensors | None = None
+        self, client: int, posterior: GaussianPosterior, buffers: Tensors,
+        measured: tuple[Tensors, Tensors] | None = None,
     ) -> tuple[GaussianPosterior, Tensors, dict[str, Any]]:
         """Return what a client that has trained sends, and what it keeps: as the method says, and its own posterior.
 
         Args:
             client: its number.
             posterior, buffers: after its training.
-            measured: precisions of the data, see :class:`~lightning_fedbayes.methods.Trained`.
+            measured: what :meth:`found` has returned; None if nothing was measured.
 
         Raises:
             FusionError: training has left the finite numbers.
@@ -269,7 +285,7 @@ class Engine(ABC):
             own["own"] = (posterior if self.states.writes_at_once else posterior.clone()).state_dict()
         assert self.shared is not None
         participant, _ = self._under_way.pop(client)
-        report = report_of(self.method, self.shared, participant, Trained(posterior, measured))
+        report = report_of(self.method, self.shared, participant, Trained(posterior, *(measured or ())))
         own["kept"] = _owned(report.kept, posterior) if report.kept else {}
         return report.posterior, joined(buffers, report.sent), own
 
@@ -341,8 +357,8 @@ class Engine(ABC):
         """End the round; clients keep their new state if it was fused."""
         self.states.end_round(success=success)
         self._under_way = {}
-        if self.cavities is not None:
-            self.cavities.remove()
+        if self.local is not None:
+            self.local.remove()
 
     def close(self) -> None:
         """Give the optimizers back as they were, and the folder of states to others; a second call does nothing."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,12 +18,12 @@ from lightning_fedbayes.clients.optimizers import OptimizerState
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
-from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, RenyiCavityPrior
+from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior
 from lightning_fedbayes.sources.curvature import SWAG, Laplace, Source, chosen_parameters
 from lightning_fedbayes.sources.ivon import IVON
-from lightning_fedbayes.sources.ivon_state import believed, first_curvature, first_state
+from lightning_fedbayes.sources.ivon_state import believed, first_curvature, first_state, precision_of
 
-Priors = Mapping[str, NormalPrior | CavityPrior]
+Priors = Mapping[str, NormalPrior | LocalPrior]
 Tensors = dict[str, Tensor]
 
 
@@ -35,7 +36,7 @@ class TrainedClient:
         values: its parameters, name → tensor.
         buffers: its buffers.
         state: of its optimizer, by the number of the parameter.
-        priors: its own, such as cavities; None: those of all clients.
+        priors: its own, such as those of sites; None: those of all clients.
         received: parameters and buffers with which it began, name → tensor.
         batches: gives its training data, batch by batch, as ``training_step`` gets them.
     """
@@ -64,7 +65,9 @@ class LearnedPosterior(ABC):
 
     linearised: ClassVar[bool] = False
     follows_data: bool = False
-    """True if widths are those of the evidence lower bound over many rounds, so that sites are the default."""
+    """True if widths follow the data of a client, not its past, so that sites can be measured."""
+    described: str = "this source"
+    """The source, for messages."""
 
     def __init__(self, first: Mapping[str, tuple[Tensor, float]]) -> None:
         self._first = {name: variance for name, (_, variance) in first.items()}
@@ -74,6 +77,10 @@ class LearnedPosterior(ABC):
     @abstractmethod
     def prior_std(self, name: str) -> float:
         """Return the standard deviation of a parameter's own prior, infinite for none."""
+
+    def temperature(self, name: str) -> float:
+        """Return the temperature of a parameter's posterior; 1 is Bayes."""
+        return 1.0
 
     def prior(self, name: str) -> NormalPrior:
         """Return a parameter's own prior.
@@ -120,7 +127,7 @@ class LearnedPosterior(ABC):
         Args:
             kept: of the client's earlier rounds, if any: gradients' means and numbers of steps.
             num_examples: of the client.
-            priors: its own, such as cavities; None: those of all clients.
+            priors: its own, such as those of sites; None: those of all clients.
             local: what the client keeps, with the variances of parameters that never leave it (:func:`variance_of`).
         """
         return kept
@@ -198,8 +205,9 @@ class OptimizerPosterior(LearnedPosterior):
                 )
             name = names[id(parameter)]
             self._numbers[name] = number
-            first[name] = parameter, 1 / ((group["hessian_init"] or 1.0) + group["prior_std"] ** -2)
+            first[name] = parameter, 1 / (first_curvature(parameter, group, 1.0) + group["prior_std"] ** -2)
         super().__init__(first)
+        self.described = "IVON(curvature='ivon')"
         self.follows_data = all(group["curvature"] == "squares" for group in optimizer.param_groups)
 
     def _groups(self) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -210,15 +218,25 @@ class OptimizerPosterior(LearnedPosterior):
         """See :meth:`LearnedPosterior.prior_std`."""
         return self._groups()[self._numbers[name]][1]["prior_std"]
 
+    def temperature(self, name: str) -> float:
+        """See :meth:`LearnedPosterior.temperature`."""
+        return self._groups()[self._numbers[name]][1]["temperature"] if name in self._numbers else 1.0
+
     def start(
         self, kept: OptimizerState, num_examples: int, priors: Priors | None = None,
         local: Mapping[str, Tensor] | None = None,
     ) -> OptimizerState:
-        """See :meth:`LearnedPosterior.start`.
+        """See :meth:`LearnedPosterior.start`. Under a client's own quadratic prior the width is the global one.
 
         Raises:
-            FederationError: a parameter that was frozen trains now, or the global posterior is a point mass.
+            FederationError: a parameter that was frozen trains now, the global posterior is a point mass, or the
+                curvature of a client with its own prior is not that of squared gradients.
         """
+        if priors and not self.follows_data:
+            raise FederationError(
+                "IVON(curvature='ivon') with fusion='sites': its precision is a memory of every round, and no "
+                "measurement of one client's data; leave curvature= at 'squares'"
+            )
         known, natural = {number: name for name, number in self._numbers.items()}, self.natural(priors)
         states: OptimizerState = {}
         for number, (parameter, group) in enumerate(self._groups()):
@@ -236,11 +254,10 @@ class OptimizerPosterior(LearnedPosterior):
             like = state["precision"]
             variance = (local or {}).get(variance_of(name), self.variances[name])
             own: Any = state.get("prior_precision", group["prior_std"] ** -2)
-            weight: Any = state.get("prior_weight", 1.0)
             if bool((variance == self._first[name]).all()):  # no client has trained it
                 scale = float(state["examples"])
                 curvature = scale * first_curvature(parameter, group, scale)
-                state["precision"] = torch.full_like(like, 1.0) * (curvature + own) / weight
+                state["precision"] = torch.full_like(like, 1.0) * (curvature + own)
             elif not bool(variance.all()):
                 raise FederationError(
                     f"IVON: the global posterior has no variance for '{name}'. Over Flower the server's module must "
@@ -249,10 +266,12 @@ class OptimizerPosterior(LearnedPosterior):
             else:
                 state["precision"] = variance.to(like).reciprocal()
                 if "square" in state:
-                    state.update(believed(state["precision"] * weight, own, state["examples"]))
+                    state.update(believed(state["precision"], own, state["examples"]))
             states[number] = {**state, **{key: old[key] for key in KEPT if key in old and key in state}}
             if "received" in state:
                 states[number]["received"] = states[number]["step"].clone()
+            if priors and name in priors:
+                states[number]["fixed"] = torch.ones(())
         return states
 
     def kept(self, state: OptimizerState) -> OptimizerState:
@@ -266,7 +285,7 @@ class OptimizerPosterior(LearnedPosterior):
     def measured(self, client: TrainedClient) -> Tensors:
         """See :meth:`LearnedPosterior.measured`."""
         return {
-            name: client.state[number]["precision"].reciprocal().to(self.variances[name].dtype)
+            name: precision_of(client.state[number]).reciprocal().to(self.variances[name].dtype)
             for name, number in self._numbers.items()
         }
 
@@ -274,8 +293,8 @@ class OptimizerPosterior(LearnedPosterior):
 class CurvaturePosterior(LearnedPosterior):
     r"""The posterior of a :class:`~lightning_fedbayes.Laplace` approximation, taken after each client's training.
 
-    The prior, or cavity :math:`\exp(b\theta - \tfrac12 A\theta^2)` to the power of :math:`1/\rho`, is a part of the
-    loss; the precision is :math:`(\sum_i F_i + A) / \rho`. The information :math:`F_i` is that at the end of training.
+    The prior, or a client's own :math:`\exp(b\theta - \tfrac12 A\theta^2)`, is a part of the loss; the precision is
+    :math:`\sum_i F_i + A`. The information :math:`F_i` is that at the end of training.
     By sites it is that at the global model which the client has received, unless nobody has trained that: all sites are
     of one model, and a client that fits its own examples perfectly ends where they say next to nothing. Where clients'
     posteriors are averaged, information weighs what each client has learnt, and stays that of its own model.
@@ -290,6 +309,7 @@ class CurvaturePosterior(LearnedPosterior):
     """
 
     linearised = True
+    follows_data = True
 
     def __init__(self, source: Laplace, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -309,6 +329,10 @@ class CurvaturePosterior(LearnedPosterior):
     def prior_std(self, name: str) -> float:
         """See :meth:`LearnedPosterior.prior_std`."""
         return self._prior_std
+
+    def temperature(self, name: str) -> float:
+        """See :meth:`LearnedPosterior.temperature`."""
+        return self._source.temperature if name in self.variances else 1.0
 
     def _prior_of(self, name: str, natural: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         return natural[name] if natural else natural_prior(self.prior_std(name), full(self.variances[name]))
@@ -342,7 +366,7 @@ class CurvaturePosterior(LearnedPosterior):
         natural, variances = self.natural(client.priors), {}
         for name, each in information.items():
             prior = self._prior_of(name, natural)
-            variances[name] = (prior["prior_weight"] / (each + prior["prior_precision"])).to(self.variances[name].dtype)
+            variances[name] = (1 / (each + prior["prior_precision"])).to(self.variances[name].dtype)
         return variances
 
 
@@ -361,12 +385,13 @@ class PathPosterior(LearnedPosterior):
     """
 
     def __init__(self, source: SWAG, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.described = "SWAG()"
         if len(optimizers) != 1 or isinstance(optimizers[0], IVON):
             names = ", ".join(type(each).__name__ for each in optimizers)
             raise FederationError(f"posterior=SWAG() needs one optimizer without a posterior of its own, not {names}")
         chosen = chosen_parameters(module, source.parameters)
         numbers = {id(p): number for number, p in enumerate(parameters_of(optimizers[0]))}
-        self._source = source
+        self._source, self._told = source, False
         self._numbers = {name: numbers[id(p)] for name, p in chosen.items() if id(p) in numbers}
         super().__init__({name: (chosen[name], source.min_std**2) for name in self._numbers})
 
@@ -403,14 +428,23 @@ class PathPosterior(LearnedPosterior):
     @torch.no_grad()
     def measured(self, client: TrainedClient) -> Tensors:
         """See :meth:`LearnedPosterior.measured`."""
-        variances = {}
+        variances, narrow = {}, []
         for name, number in self._numbers.items():
             state, least = client.state.get(number, {}), self._source.min_std**2
             variances[name] = torch.full_like(self.variances[name], least)
             if MOMENTS[0] in state and bool(state[MOMENTS[0]].any()):
                 count, mean, squares = (state[key] for key in MOMENTS)
                 client.values[name].copy_(mean)
-                variances[name] = (self._source.scale * squares / count + least).to(self.variances[name].dtype)
+                spread = self._source.scale * squares / count
+                variances[name] = (spread + least).to(self.variances[name].dtype)
+                narrow += [name] if float(spread.mean()) < least else []
+        if narrow and not self._told:
+            self._told = True
+            rank_zero_info(
+                f"SWAG: the path of a client's training is narrower than min_std={self._source.min_std:g} in "
+                f"{len(narrow)} of {len(variances)} tensors, whose width is that and not the path's. Let it wander: "
+                "SGD at a larger, constant learning rate, more local epochs"
+            )
         return variances
 
 
@@ -444,22 +478,16 @@ def variance_of(name: str) -> str:
     return f"{name} (variance)"
 
 
-def natural_prior(prior: NormalPrior | CavityPrior | float, like: Tensor) -> dict[str, Tensor]:
+def natural_prior(prior: NormalPrior | LocalPrior | float, like: Tensor) -> dict[str, Tensor]:
     """Return a prior as :class:`~lightning_fedbayes.IVON` reads it in the state of a parameter ``like``.
 
     A number is the standard deviation of a prior with mean 0, infinite for none.
-
-    Raises:
-        FederationError: it is no quadratic.
     """
-    if isinstance(prior, RenyiCavityPrior):
-        raise FederationError("renyi= needs Bayesian layers: IVON's prior is a quadratic. Leave renyi= out")
-    if isinstance(prior, CavityPrior):
-        shift = prior.curvature * prior.mean - prior.slope
-        fields = prior.curvature, shift, prior.step
+    if isinstance(prior, LocalPrior):
+        fields = prior.curvature, prior.curvature * prior.mean - prior.slope
     else:
         mean, std = (prior.mean, prior.std) if isinstance(prior, NormalPrior) else (0.0, prior)
         precision = torch.as_tensor(std, dtype=like.dtype).to(like).square().reciprocal()
-        fields = precision, precision * torch.as_tensor(mean).to(like), torch.ones(())
-    names = "prior_precision", "prior_shift", "prior_weight"
+        fields = precision, precision * torch.as_tensor(mean).to(like)
+    names = "prior_precision", "prior_shift"
     return {name: value.to(like).expand_as(like).clone() for name, value in zip(names, fields)}

@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.cavities import GradientWatch, Pull
 from lightning_fedbayes.clients.client import Client, ClientState, parameters_of
 from lightning_fedbayes.clients.context import Step, TrainingContext
 from lightning_fedbayes.clients.engine import Engine
@@ -22,6 +21,7 @@ from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.log import TrainingLog
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import ClientOptimizer, remade
+from lightning_fedbayes.clients.problems import Pull, Watch
 from lightning_fedbayes.clients.snapshot import RoundState
 from lightning_fedbayes.core.errors import FedBayesError, FusionError, PosteriorError, listed
 from lightning_fedbayes.core.loading import FailedBatch
@@ -56,7 +56,7 @@ class SequentialEngine(Engine):
         self._state: RoundState | None = None
         self._told: set[str] = set()
         self._terms: list[Pull] = []
-        self._watch: GradientWatch | None = None
+        self._watch: Watch | None = None
         self._optimizers = [
             ClientOptimizer(each, partial(remade, context.remake_optimizers, i, each), keep=self.keep_optimizer)
             for i, each in enumerate(context.optimizers)
@@ -105,12 +105,14 @@ class SequentialEngine(Engine):
         problem = self.problem(client.job, state)
         self.model.load_client(state.local, problem.start)
         self._unwatch()
-        if problem.cavity is not None:
-            assert self.cavities is not None
-            self._watch = self.cavities.install(problem.cavity, self.context.accumulate)
         if self._state is not None:
             self._state.restore()
         self._terms = self.terms([client], [problem])
+        if problem.measures:
+            assert self.local is not None
+            self._watch = Watch(
+                self.local, problem.prior, self._terms, self.model.parameters, self.context.accumulate
+            )
         states = self.optimizer_states(client, state, problem)
         for i, optimizer in enumerate(self._optimizers):
             optimizer.reset(states[i] if states else {}, state.options[i] if state.options else ())
@@ -156,8 +158,7 @@ class SequentialEngine(Engine):
             self._steps.completed += others
         loss = outputs.get("loss")
         if self._watch is not None:
-            place = self._batch_idx - self.span(self._batch_idx)[0]
-            self._watch.observe(first=place % self.context.accumulate == 0)
+            self._watch.observe()
         if self.model.learned is not None and loss is not None:
             start, stop = self.plan.starts[self._position : self._position + 2]
             self.model.learned.observe(optimizer, [(self._batch_idx + 1 - start) / (stop - start)])
@@ -193,7 +194,7 @@ class SequentialEngine(Engine):
             metrics = {name: float(mean(torch.tensor(metrics[name], device=device))) for name in sorted(metrics)}
         try:
             posterior, buffers, own = self.sent_and_kept(
-                client.job, self.model.read_posterior(), self.model.read_buffers(), self._precisions(client)
+                client.job, self.model.read_posterior(), self.model.read_buffers(), self._found(client)
             )
         except (PosteriorError, FusionError) as unusable:
             return ClientFailure(client.job, unusable, client.num_examples, self.seconds())
@@ -221,14 +222,17 @@ class SequentialEngine(Engine):
             return error
         return None
 
-    def _precisions(self, client: Client) -> Tensors | None:
-        """Return the precisions that have been measured along a client's training; None if they are trained."""
+    def _found(self, client: Client) -> tuple[Tensors, Tensors] | None:
+        """Return what has been measured along a client's training; None if nothing has."""
         if self._watch is None:
             return None
         mean = self.context.mean_over_processes
         processes = 1 if mean is None else torch.distributed.get_world_size()
-        found = self._watch.measured.precisions(client.num_examples / processes, self.plan.local_epochs)
-        return found if mean is None else {name: mean(each) for name, each in found.items()}
+        parts = self.found(self._watch.measured, client, processes)
+        if mean is None:
+            return parts
+        gradients, precisions = ({name: mean(each) for name, each in part.items()} for part in parts)
+        return gradients, precisions
 
     def _unwatch(self) -> None:
         """Stop measuring."""

@@ -52,9 +52,6 @@ class GaussianPosterior:
     mean: Mapping[str, Tensor]
     variance: Mapping[str, Tensor]
     linearised: bool = False
-    changes: ClassVar[Mapping[str, tuple[Tensor, Tensor]]] = {}
-    """Changes that travel in the place of mean and variance: name → the two tensors of
-    :mod:`lightning_fedbayes.core.changes`, in the shape of the parameter. See :meth:`travelling`."""
     _flat: ClassVar[tuple[Tensor, Tensor] | None] = None  # of a row of a stack: what flatten gives
 
     def __post_init__(self) -> None:
@@ -124,10 +121,9 @@ class GaussianPosterior:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes that a message with this posterior carries: deterministic tensors send no variance."""
-        sent = [value for name, value in self.mean.items() if name not in self.changes]
+        sent = [*self.mean.values()]
         if not self.is_point_mass:
-            sent += [v for name, v in self.variance.items() if name not in self.changes and not is_zero(v)]
-            sent += [part for both in self.changes.values() for part in both]
+            sent += [value for value in self.variance.values() if not is_zero(value)]
         return sum(value.numel() * value.element_size() for value in sent)
 
     def clone(self) -> GaussianPosterior:
@@ -139,10 +135,6 @@ class GaussianPosterior:
     def marked(self, linearised: bool) -> GaussianPosterior:
         """This posterior, with another value of ``linearised``; it shares its tensors."""
         return self if linearised == self.linearised else self._of_checked(**{**vars(self), "linearised": linearised})
-
-    def travelling(self, changes: Mapping[str, tuple[Tensor, Tensor]]) -> GaussianPosterior:
-        """This posterior, of which a message holds ``changes`` in the place of the moments of the same names."""
-        return self._of_checked(self.mean, self.variance, linearised=self.linearised, changes=changes)
 
     def flattened(self) -> GaussianPosterior:
         """This posterior, which knows what :meth:`flatten` returns, whatever becomes of its tensors."""

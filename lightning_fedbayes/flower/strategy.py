@@ -241,6 +241,7 @@ class FusionStrategy(Rounds, Strategy):
     ) -> list[Message]:
         """Return a message for each client of ``nodes``, node → client; ``told`` is what is otherwise in it."""
         messages = []
+        arrays = ArrayRecord({key: array for key, array in arrays.items() if self.method.tells(key)})
         for node, client in nodes.items():
             own = ConfigRecord({**config, **self.config_for(client, server_round), **(told or {})})
             content = RecordDict({"arrays": arrays, "config": own})

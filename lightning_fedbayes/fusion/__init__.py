@@ -36,17 +36,14 @@ from lightning_fedbayes.fusion.rule import (
     FusionRule,
     ReliabilityRule,
     RuleState,
-    StatefulSumRule,
     Statistics,
     SumRule,
 )
 from lightning_fedbayes.fusion.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerOptimizer
-from lightning_fedbayes.fusion.sites import BayesADMM, PartitionedVI, Sites
 
 __all__ = [
     "AlphaBarycenter",
     "AutoFusion",
-    "BayesADMM",
     "Cohort",
     "Conflation",
     "CoordinateMedian",
@@ -74,15 +71,12 @@ __all__ = [
     "MultiKrum",
     "NearestNeighbourMixing",
     "NormClipping",
-    "PartitionedVI",
     "Preaggregation",
     "Reliability",
     "ReliabilityRule",
     "ReverseKLBarycenter",
     "RuleState",
     "ServerOptimizer",
-    "Sites",
-    "StatefulSumRule",
     "Statistics",
     "SumRule",
     "TrimmedMean",

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_fedbayes.core.errors import FusionError, check_kind
 from lightning_fedbayes.fusion.registry import get_rule, rule_name
-from lightning_fedbayes.fusion.rule import FusionRule, check_no_sites
+from lightning_fedbayes.fusion.rule import FusionRule
 
 Score = Callable[[Any, Any], Any]
 """Mean loss of a module on a batch: (module, batch) → number or scalar tensor, the lower the better."""
@@ -45,8 +45,6 @@ class AutoFusion:
         why = "give a list of rules"
         check_kind("candidates", candidates, list | tuple, why, error=FusionError)
         self.rules = tuple(get_rule(candidate) for candidate in candidates)
-        for rule in self.rules:
-            check_no_sites(rule, "AutoFusion")
         self.names = tuple(names_of(self.rules))
         self.score = score
         if len(self.rules) < 2:

@@ -23,7 +23,6 @@ from lightning_fedbayes.fusion.rule import (
     FusionRule,
     ReliabilityRule,
     RuleState,
-    check_no_sites,
     check_part,
 )
 
@@ -332,7 +331,6 @@ class Reliability(ReliabilityRule):
 
     def __init__(self, by: str | FusionRule = "ivar_vb", then: str | FusionRule = "reverse_kl_barycenter") -> None:
         self.by, self.then = get_rule(by), get_rule(then)
-        check_no_sites(self.then, "Reliability(then=...)")
         if not isinstance(self.by, ReliabilityRule):
             raise FusionError(
                 f"Reliability(by='{rule_name(self.by)}'): that rule infers no reliability of clients; give one that "

@@ -24,7 +24,7 @@ from lightning_fedbayes.fusion.gram import (
     points_of,
 )
 from lightning_fedbayes.fusion.registry import get_rule, register_fusion
-from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState, check_no_sites, fuse_one_round
+from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState, fuse_one_round
 
 
 class Preaggregation(FusionRule):
@@ -43,7 +43,6 @@ class Preaggregation(FusionRule):
 
     def __init__(self, then: str | FusionRule) -> None:
         self.then = get_rule(then)
-        check_no_sites(self.then, f"{type(self).__name__}(then=...)")
         # attributes of this object, not of its class: they are those of the rule that fuses
         vars(self).update(uses_weights=self.then.uses_weights, by_columns=self.then.by_columns,
                           resists=self.then.resists, narrows=self.then.narrows, keeps_prior=self.then.keeps_prior,

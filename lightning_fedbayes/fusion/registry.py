@@ -30,9 +30,10 @@ _OF_METHODS = "it is a method of the federation, FederatedBayes(fusion=...), and
 _OF_SERVERS = "optimizers of the server have their own names: 'fedavgm', 'fedadam', 'fedyogi' and 'fedadagrad'"
 ALGORITHMS = {
     **dict.fromkeys(("moon", "feddecorr", "fedlc"), _OF_CLIENTS),
-    **dict.fromkeys(("ditto", "fednova", "fedprox", "population", "scaffold"), _OF_METHODS),
+    **dict.fromkeys(("ditto", "fednova", "fedprox", "population", "scaffold", "sites", "sums"), _OF_METHODS),
     **dict.fromkeys(("fedopt", "mime"), _OF_SERVERS),
-    "feddyn": "it is what fusion='sites' does with deterministic parameters; fb.Sites(pull=0.1) sets its alpha",
+    "feddyn": "its duals add up what short local training leaves over; fusion='sites' measures gradients instead",
+    **dict.fromkeys(("pvi", "bayesadmm"), "fusion='sites' has one factor for each client, too, and measures it"),
     "fedper": "it is an argument of the federation: fusion='weighted_average', local_parameters=['head.*']",
     "fedrep": "it is an argument of the federation: fusion='weighted_average', local_parameters=['head.*']",
     "fedbn": "it is an argument of the federation: fusion='weighted_average', local_parameters with the patterns of "

@@ -86,8 +86,6 @@ class FusionRule(ABC):
     keeps_prior: ClassVar[bool] = True
     """True if the prior that all clients' posteriors contain is in the fused one: over rounds under a fixed prior its
     variance becomes the prior's."""
-    keeps_sites: ClassVar[bool] = False
-    """True if every client keeps what it sends as its site (:class:`~lightning_fedbayes.fusion.Sites`)."""
 
     @abstractmethod
     def fuse(
@@ -165,7 +163,7 @@ class SumRule(FusionRule):
         self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState,
         weights: Mapping[int, float],
     ) -> Fused:
-        """Return the result of a round, by default without a state; see :class:`StatefulSumRule`.
+        """Return the result of a round, by default without a state; see :class:`SumRule`.
 
         Args:
             statistics, like, previous: see :meth:`compute`.
@@ -194,30 +192,6 @@ class SumRule(FusionRule):
         for posterior, weight in zip(posteriors, weights.tolist(), strict=True):
             self.update(statistics, *posterior.flatten(), weight)
         return posteriors[0].unflatten(*self.compute(statistics, posteriors[0], previous))
-
-
-class StatefulSumRule(SumRule):
-    """A sum-type rule with a state from round to round, of all parameters: ``by_columns`` stays False."""
-
-    def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """See :meth:`SumRule.compute`: the result of a first round."""
-        return self.advance(statistics, like, previous, self.init(), {}).posterior.flatten()
-
-    @abstractmethod
-    def advance(
-        self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None, state: RuleState,
-        weights: Mapping[int, float],
-    ) -> Fused:
-        """See :meth:`SumRule.advance`."""
-
-
-def check_no_sites(rule: FusionRule, who: str) -> None:
-    """Raise FusionError if a rule inside another one, ``who``, keeps sites: they would not be what clients sent."""
-    if rule.keeps_sites:
-        raise FusionError(
-            f"{who}: the rule {type(rule).__name__} stands alone, because every client keeps what it has sent as its "
-            "site: give it as fusion= itself"
-        )
 
 
 def fuse_one_round(

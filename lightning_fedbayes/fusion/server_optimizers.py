@@ -15,16 +15,15 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.registry import get_rule, register_fusion
 from lightning_fedbayes.fusion.rule import (
     Fused,
+    Moments,
     RuleState,
-    StatefulSumRule,
     Statistics,
     SumRule,
-    check_no_sites,
     check_part,
 )
 
 
-class ServerOptimizer(StatefulSumRule):
+class ServerOptimizer(SumRule):
     r"""The global mean takes a step towards the clients; the variances are those of the rule that fuses them.
 
     .. math:: \Delta = \mu_\text{fused} - \mu_\text{previous}, \qquad \mu = \mu_\text{previous} + \eta\, s(\Delta)
@@ -44,12 +43,15 @@ class ServerOptimizer(StatefulSumRule):
     def __init__(self, lr: float, then: str | SumRule) -> None:
         check_number("lr", lr, "(0, inf)", error=FusionError)
         rule, who = get_rule(then), f"{type(self).__name__}(then=...)"
-        check_no_sites(rule, who)
         if not isinstance(rule, SumRule) or isinstance(rule, ServerOptimizer):
             raise FusionError(f"{who}: {type(rule).__name__} is no plain sum over clients: take weighted_average")
         self.lr, self.then = lr, rule
         # attributes of this object, not of its class: they are those of the rule that fuses
         vars(self).update(uses_weights=rule.uses_weights, narrows=rule.narrows, keeps_prior=rule.keeps_prior)
+
+    def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
+        """See :meth:`SumRule.compute`: the result of a first round."""
+        return self.advance(statistics, like, previous, self.init(), {}).posterior.flatten()
 
     @abstractmethod
     def step(self, state: RuleState, change: Tensor) -> tuple[Tensor, RuleState]:

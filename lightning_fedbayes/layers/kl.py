@@ -157,8 +157,8 @@ class JointPrior(Protocol):
         """The divergence of each network, shape (networks, entries) → (networks,)."""
         ...
 
-    def gradients(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Its derivatives by every mean and standard deviation."""
+    def gradients(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Its derivatives by every mean and standard deviation; None where the latter are 0."""
         ...
 
 
@@ -184,7 +184,7 @@ class JointKL(torch.autograd.Function):
         """Return the gradients of mean and standard deviation."""
         scale = gradients[0].unsqueeze(-1)
         of_mean, of_std = ctx.prior.gradients(*ctx.saved_tensors)
-        return of_mean.mul_(scale), of_std.mul_(scale), None
+        return of_mean.mul_(scale), None if of_std is None else of_std.mul_(scale), None
 
 
 class JointDraw(torch.autograd.Function):
@@ -254,7 +254,8 @@ class JointDraw(torch.autograd.Function):
         if of_divergence is not None and not isinstance(ctx.prior, tuple):
             kl_of_mean, kl_of_std = ctx.prior.gradients(mean, std)
             of_mean = _plus(kl_of_mean.mul_(of_divergence.unsqueeze(1)), of_mean)
-            of_std = _plus(kl_of_std.mul_(of_divergence.unsqueeze(1)), of_std)
+            if kl_of_std is not None:
+                of_std = _plus(kl_of_std.mul_(of_divergence.unsqueeze(1)), of_std)
         elif of_divergence is not None:
             prior_mean, prior_std = ctx.prior
             scale = of_divergence.unsqueeze(1)

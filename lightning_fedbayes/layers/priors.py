@@ -131,20 +131,16 @@ class ScaleMixturePrior:
 
 
 @dataclass(frozen=True, eq=False)
-class CavityPrior:
-    r"""The global posterior without a client's own site, times :math:`\rho`, as the client's prior.
+class LocalPrior:
+    r"""A client's own quadratic in the means, in the place of the divergence from the prior; widths stay as they are.
 
-    .. math:: \rho\,KL(q \| \text{cavity}) = \sum_i \tfrac12 A_i (\sigma_i^2 - s_i^2 + d_i^2) + c_i d_i
-              - \rho \log\frac{\sigma_i}{s_i}, \qquad d = \mu - m, \quad A = \rho / s^2 - \Lambda, \quad
-              c = \eta - \Lambda m
+    .. math:: \sum_i \tfrac12 A_i d_i^2 + c_i d_i, \qquad d = \mu - m
 
-    less a constant: it is 0 at the global posterior :math:`N(m, s^2)`. The cavity may be improper (A negative), since
-    nothing is inverted.
+    It is 0 at the global mean m. A and c may have any sign.
 
     Args:
-        mean, std: m and s.
-        curvature, slope: A and c, with the precision Λ and shift η of the client's site.
-        step: :math:`\rho` > 0.
+        mean: m.
+        curvature, slope: A and c.
         tally: a zero that is added for every entry: its gradient is their number times the factor of the divergence in
             the loss. None: nothing is.
         squares: a zero of the parameter's shape: its gradient is the sum of the squared gradients of single examples,
@@ -152,22 +148,19 @@ class CavityPrior:
 
     All tensors are of the parameter's shape; of a stack of clients, or in a joint prior, of any that broadcasts.
 
-    Source: Ashman et al. 2022; see :class:`~lightning_fedbayes.fusion.Sites`.
+    Source: see :class:`~lightning_fedbayes.Sites`.
     """
 
     mean: Tensor
-    std: Tensor
     curvature: Tensor
     slope: Tensor
-    step: Tensor
     tally: Tensor | None = field(default=None, kw_only=True)
     squares: Tensor | None = field(default=None, kw_only=True)
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
         """The sum above, a scalar, with the gradient of autograd."""
-        if mean.dtype in (torch.float16, torch.bfloat16):
-            mean, std = mean.float(), std.float()
-        return self.tallied(self._terms(mean, std).sum(), mean.numel())
+        mean = mean.float() if mean.dtype in (torch.float16, torch.bfloat16) else mean
+        return self.tallied(self._terms(mean).sum(), mean.numel())
 
     def tallied(self, divergence: Tensor, entries: int) -> Tensor:
         """Return the divergence of so many entries with its tally."""
@@ -175,63 +168,15 @@ class CavityPrior:
 
     def values(self, mean: Tensor, std: Tensor) -> Tensor:
         """The sum above over the last dimension, without a tally: shape (networks, entries) → (networks,)."""
-        return self._terms(mean, std).sum(-1)
+        return self._terms(mean).sum(-1)
 
-    def _terms(self, mean: Tensor, std: Tensor) -> Tensor:
+    def _terms(self, mean: Tensor) -> Tensor:
         move = mean - self.mean
-        spread = torch.addcmul(move * move, std, std) - self.std * self.std
-        return torch.addcmul(move * self.slope, spread, self.curvature, value=0.5) - self.step * (std / self.std).log()
+        return move * torch.addcmul(self.slope, move, self.curvature, value=0.5)
 
-    def gradients(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the derivatives of each entry's term by mean and standard deviation."""
-        of_mean = torch.addcmul(self.slope, mean - self.mean, self.curvature)
-        return of_mean, torch.addcmul(-(self.step / std), std, self.curvature)
-
-
-@dataclass(frozen=True, eq=False)
-class RenyiCavityPrior(CavityPrior):
-    r"""A cavity whose divergence is Rényi's, :math:`D_\alpha`, for every entry whose cavity is proper (A > 0).
-
-    .. math:: \rho D_\alpha(q \| \text{cavity})
-              = \frac{\rho}{\alpha (\alpha - 1)} \log \int q^\alpha \text{cavity}^{1 - \alpha}
-              = \sum_i \frac{(A_i d_i + c_i)^2}{2 A_i w_i} + \frac{\rho}{2\alpha} \left(\frac{\log w_i}{1 - \alpha}
-              - \log r_i\right), \qquad r = A \sigma^2 / \rho, \quad w = \alpha + (1 - \alpha) r
-
-    less a constant: it is 0 at the global posterior. Of :math:`\alpha \to 1` it is :class:`CavityPrior`. The integral
-    is finite for every q where A > 0; an entry whose cavity is improper keeps the KL.
-
-    Args:
-        mean, std, curvature, slope, step: see :class:`CavityPrior`.
-        order: :math:`\alpha` in (0, 1).
-        tally, squares: see :class:`CavityPrior`.
-
-    Source: Mildner et al. 2025; see :class:`~lightning_fedbayes.fusion.Sites`.
-    """
-
-    order: float
-
-    def _terms(self, mean: Tensor, std: Tensor) -> Tensor:
-        # differences from the value at the global posterior are taken by hand: each alone has A as a divisor
-        rest, move = self._rest(), mean - self.mean
-        slack = (std * std - self.std * self.std) / self.step
-        widening = slack * self.curvature
-        start = 1 + rest * (self.std * self.std * (self.curvature / self.step) - 1)
-        weight = start + rest * widening
-        place = move * (2 * self.slope + move * self.curvature) - rest * slack * self.slope.square() / start
-        spread = torch.where(rest > 0, (rest * widening / start).log1p() / (1 - self.order), widening)
-        return (place / weight + self.step / (1 - rest) * (spread - 2 * (std / self.std).log())) / 2
-
-    def gradients(self, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`CavityPrior.gradients`."""
-        rest = self._rest()
-        weight = 1 + rest * (std * std * (self.curvature / self.step) - 1)
-        of_mean = torch.addcmul(self.slope, mean - self.mean, self.curvature) / weight
-        of_std = (std * (self.curvature / weight) - self.step / std) / (1 - rest)
-        return of_mean, of_std - rest * std * of_mean.square() / self.step
-
-    def _rest(self) -> Tensor:
-        """Return 1 − α of every entry: 0, the KL, where the cavity is improper."""
-        return (self.curvature > 0).to(self.curvature) * (1 - self.order)
+    def gradients(self, mean: Tensor, std: Tensor) -> tuple[Tensor, None]:
+        """Return the derivatives of each entry's term by the mean; None, for none by the standard deviation."""
+        return torch.addcmul(self.slope, mean - self.mean, self.curvature), None
 
 
 P = TypeVar("P", bound=Prior)

@@ -6,7 +6,6 @@ from lightning_fedbayes.methods.fednova import FedNova
 from lightning_fedbayes.methods.fedprox import FedProx
 from lightning_fedbayes.methods.late import FedAsync, FedBuff, Late
 from lightning_fedbayes.methods.method import (
-    Cavity,
     LocalProblem,
     Method,
     Participant,
@@ -19,12 +18,11 @@ from lightning_fedbayes.methods.population import Population
 from lightning_fedbayes.methods.registry import available_methods, get_method, register_method, unregister_method
 from lightning_fedbayes.methods.removal import remove_client
 from lightning_fedbayes.methods.scaffold import Scaffold
-from lightning_fedbayes.methods.sites import SiteMethod
+from lightning_fedbayes.methods.sites import Sites
 from lightning_fedbayes.methods.sums import Sums
 
 __all__ = [
     "Averaging",
-    "Cavity",
     "Ditto",
     "FedAsync",
     "FedBuff",
@@ -39,7 +37,7 @@ __all__ = [
     "Report",
     "Scaffold",
     "Shared",
-    "SiteMethod",
+    "Sites",
     "Sums",
     "Trained",
     "available_methods",

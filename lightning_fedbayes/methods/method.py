@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import (
     FederationError,
-    FusionError,
     check_at_least,
     check_flag,
     check_kind,
@@ -26,7 +25,7 @@ from lightning_fedbayes.core.private_torch import version_if_any
 from lightning_fedbayes.fusion.accumulator import check_finite
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.fusion.registry import get_rule, rule_name
-from lightning_fedbayes.fusion.rule import FusionRule, RuleState
+from lightning_fedbayes.fusion.rule import FusionRule
 from lightning_fedbayes.methods.late import Late
 
 Tensors = dict[str, Tensor]
@@ -76,8 +75,6 @@ class Participant:
         rate: their learning rate, if the optimizer is plain SGD; None for others.
         gaussian: names in the posterior of the parameters with a variance.
         frozen: names of those that do not train, though they are federated.
-        takes_gradients: True if each step follows one unscaled gradient, so that precisions can be measured.
-        sees_batches: False if a process sees only a part of each batch (DDP).
     """
 
     number: int
@@ -88,8 +85,6 @@ class Participant:
     rate: float | None = None
     gaussian: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
-    takes_gradients: bool = True
-    sees_batches: bool = True
 
     def __post_init__(self) -> None:
         check_at_least("number", self.number, 0)
@@ -112,17 +107,20 @@ class Quadratic:
     many batches are accumulated, clipped with the gradient, and contained in the figure "train_loss".
 
     Args:
-        strength: :math:`\mu`.
+        strength: :math:`\mu`; or name → a value of every entry.
         slope: v, name in the posterior → tensor of the mean's shape; names that are missing have none.
         names: of the parameters that the term is of; None: all, with the ρ of Bayesian layers.
     """
 
-    strength: float = 0.0
+    strength: float | Mapping[str, Tensor] = 0.0
     slope: Mapping[str, Tensor] = field(default_factory=dict)
     names: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        check_number("strength", self.strength)
+        if isinstance(self.strength, Mapping):
+            check_mapping("strength", self.strength, Tensor)
+        else:
+            check_number("strength", self.strength)
         if not isinstance(self.slope, dict) or self.slope:
             check_mapping("slope", self.slope, Tensor)
         if self.names is not None:
@@ -142,32 +140,11 @@ class Quadratic:
         with raised_as(FederationError, "Quadratic: values and start do not go together", remedy):
             names = [name for name in values if self.names is None or name in self.names]
             moves = {name: values[name] - start[name] for name in names}
-            terms = [self.strength / 2 * move.square().sum() for move in moves.values()]
+            strength = self.strength
+            each = strength if isinstance(strength, Mapping) else dict.fromkeys(moves, strength)
+            terms = [(each[name] / 2 * move.square()).sum() for name, move in moves.items() if name in each]
             terms += [-(slope * moves[name]).sum() for name, slope in self.slope.items() if name in moves]
             return torch.stack(terms).sum() if terms else torch.zeros(())
-
-
-@dataclass(frozen=True)
-class Cavity:
-    r"""A client's own prior of Gaussian parameters: the global posterior to the power ρ, without the client's site.
-
-    Natural parameters, so it may be improper; see :class:`~lightning_fedbayes.layers.priors.CavityPrior`.
-
-    Args:
-        base: what stands for the global posterior, of the parameters in question.
-        curvature, slope, step: A, c and ρ of every entry in the order of ``base``, shape (P,).
-        counts: mean and standard deviation of the normal prior that the method counts once; the network's must be this.
-        renyi: order of the divergence; None: KL.
-        batch_part: of the squares of whole batches in precisions measured along training; None: they are not measured.
-    """
-
-    base: GaussianPosterior
-    curvature: Tensor
-    slope: Tensor
-    step: Tensor
-    counts: tuple[float, float]
-    renyi: float | None = None
-    batch_part: float | None = None
 
 
 @dataclass(frozen=True)
@@ -176,19 +153,24 @@ class LocalProblem:
 
     Args:
         quadratic: a term of the loss; None for none.
-        cavity: the prior in the place of the network's own; None: that of :meth:`Method.prior`, or the network's.
+        prior: a quadratic, in nats, in the place of the divergence of the Gaussian parameters from the network's own
+            prior, which the loss of a client weighs; widths then stay as they are. Of every name with a slope. None:
+            the prior of :meth:`Method.prior`, or the network's.
         start: name in the posterior → the mean at which the client starts; missing ones start at the global value.
+        measures: the method wants to know the mean gradient and the curvature of the data along training, see
+            :class:`Trained`.
     """
 
     quadratic: Quadratic | None = None
-    cavity: Cavity | None = None
+    prior: Quadratic | None = None
     start: Mapping[str, Tensor] = field(default_factory=dict)
+    measures: bool = False
 
     def __post_init__(self) -> None:
         if self.quadratic is not None:
             check_kind("quadratic", self.quadratic, Quadratic, "give an fb.Quadratic")
-        if self.cavity is not None:
-            check_kind("cavity", self.cavity, Cavity, "give a Cavity")
+        if self.prior is not None:
+            check_kind("prior", self.prior, Quadratic, "give an fb.Quadratic")
         if not isinstance(self.start, dict) or self.start:
             check_mapping("start", self.start, Tensor)
 
@@ -199,16 +181,20 @@ class Trained:
 
     Args:
         posterior: as it has been trained; its tensors are overwritten after :meth:`Method.report`.
-        precisions: of the data, measured along training, name → tensor; None if they were not asked for.
+        gradients: name → mean gradient along training of the client's data, without what the method has added: of
+            a deterministic parameter of the mean loss times the number of examples, of a Gaussian one in nats. Empty
+            if it was not asked for, without the names that had none.
+        precisions: name → curvature of the data in nats, of the Gaussian parameters of layers, likewise.
     """
 
     posterior: GaussianPosterior
-    precisions: Mapping[str, Tensor] | None = None
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    precisions: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_kind("posterior", self.posterior, GaussianPosterior, "give a GaussianPosterior")
-        if self.precisions is not None:
-            check_mapping("precisions", self.precisions, Tensor)
+        check_mapping("gradients", self.gradients, Tensor)
+        check_mapping("precisions", self.precisions, Tensor)
 
 
 @dataclass(frozen=True)
@@ -218,7 +204,8 @@ class Report:
     Args:
         posterior: what it sends.
         kept: what it keeps, name → tensor; it never leaves the client.
-        sent: what it sends beside, name → tensor, by the names of :meth:`Method.init`; the server averages it.
+        sent: what it sends beside, name → tensor, by the names of :meth:`Method.init`; the server averages it, or adds
+            it up (:attr:`Method.adds`).
     """
 
     posterior: GaussianPosterior
@@ -259,6 +246,14 @@ class Method:
     """Name of what clients keep and cannot lose, for messages, such as "its control variate"; "" for nothing."""
     sends: ClassVar[bool] = False
     """True if clients send tensors of the names of :meth:`init` beside their posteriors."""
+    sent: ClassVar[tuple[str, ...]] = ()
+    """Names that they send; empty for all."""
+    told: ClassVar[tuple[str, ...]] = ()
+    """Names that the server sends to clients over a network; empty for all."""
+    adds: ClassVar[bool] = False
+    """True if the server adds up what clients send beside, as sites are; otherwise it averages it by their weights."""
+    sends_means: ClassVar[bool] = False
+    """True if the posteriors that clients send are point masses, whatever the global one is."""
     keeps_optimizer: ClassVar[bool] = False
     """True if clients keep the state of their optimizers from round to round, unless told otherwise."""
     keeps_posteriors: ClassVar[bool] = False
@@ -267,8 +262,6 @@ class Method:
     """Weighting of the clients, where the method says so; "": that of the federation."""
     bounded: ClassVar[bool] = True
     """False if no bound on a client's influence applies, whatever :class:`~lightning_fedbayes.Safeguards` say."""
-    takes_sites: ClassVar[bool] = False
-    """True if its clients keep sites, without which the server would count each of them anew in every round."""
     problems: ClassVar[int] = 1
     """Problems that a client solves in a round, from 0; the reports of all but the first are kept alone, not sent. The
     last one's posterior is the client's personal one."""
@@ -278,11 +271,6 @@ class Method:
     def __init__(self, rule: str | FusionRule | AutoFusion) -> None:
         chosen = AutoFusion() if isinstance(rule, str) and rule == "auto" else rule
         self.rule = chosen if isinstance(chosen, AutoFusion) else get_rule(chosen)
-        if not self.takes_sites and not isinstance(self.rule, AutoFusion) and self.rule.keeps_sites:
-            raise FusionError(
-                f"{type(self).__name__}(rule={self._rule_name}): sites need clients that keep theirs, and those of "
-                f"{type(self).__name__} keep none: give fusion='{self._rule_name}' itself, or another rule"
-            )
 
     @property
     def auto(self) -> AutoFusion | None:
@@ -331,6 +319,11 @@ class Method:
             )
         return None
 
+    def tells(self, key: str) -> bool:
+        """Return whether clients are sent what is called ``key`` in a message of the global model (:attr:`told`)."""
+        name = key.removeprefix(f"buffer/{PREFIX}")
+        return not self.told or name == key or name in self.told
+
     def init(self, posterior: GaussianPosterior) -> Tensors:
         """Return the tensors that the server sends beside the posterior, as before the first round.
 
@@ -344,6 +337,13 @@ class Method:
 
     def prior(self, shared: Shared) -> GaussianPosterior | None:
         """Return the prior of all clients in this round; None: the network's own."""
+        return None
+
+    def prior_of(self, name: str) -> tuple[float, float] | None:
+        """Return mean and standard deviation of the prior that the method counts of a Gaussian tensor; None for none.
+
+        The network's own must be the same.
+        """
         return None
 
     def problem(self, shared: Shared, client: Participant) -> LocalProblem:
@@ -369,22 +369,29 @@ class Method:
         Args:
             shared: what the clients started from.
             fused: the rule's result.
-            averages: of what the clients have sent beside, by their weights; empty if they do not (:attr:`sends`).
+            averages: of what the clients have sent beside, by their weights, or its sums (:attr:`adds`); empty if they
+                do not (:attr:`sends`).
             heard: share of all clients that have sent something.
 
         Returns: the posterior, and tensors of the names of :meth:`init`.
         """
         return fused, shared.tensors
 
+    def figures(self, shared: Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return figures of a round for the history, name → value; at the server.
+
+        Args:
+            shared: what the clients started from.
+            posterior, tensors: what :meth:`fuse` has returned.
+        """
+        return {}
+
     @staticmethod
-    def without(
-        posterior: GaussianPosterior, state: RuleState, kept: Mapping[str, Tensor]
-    ) -> GaussianPosterior | None:
+    def without(posterior: GaussianPosterior, kept: Mapping[str, Tensor]) -> GaussianPosterior | None:
         """Return the global posterior without a client's part, for :func:`~lightning_fedbayes.remove_client`.
 
         Args:
             posterior: the global one.
-            state: of the rule.
             kept: what the client has kept (:meth:`report`), or what the server has counted of it.
 
         Returns: None if that is no part of the posterior by this method.
@@ -457,7 +464,7 @@ def report_of(method: Method, shared: Shared, client: Participant, trained: Trai
     for name, given in (("kept", report.kept), ("sent", report.sent)):
         if not isinstance(given, dict) or given:
             check_mapping(f"{method.name}: {name}", given, Tensor)
-    expected = shared.tensors.keys() if method.sends else set()
+    expected = set(method.sent or shared.tensors) if method.sends else set()
     if report.sent.keys() != expected:
         wanted = f"send the names of init, {listed(expected)}" if expected else "say sends = True in its class"
         found = listed(report.sent) or "nothing"

@@ -10,7 +10,6 @@ from lightning_fedbayes.core.errors import FusionError, check_kind, nearest, sho
 from lightning_fedbayes.fusion.auto import AutoFusion
 from lightning_fedbayes.fusion.registry import ALGORITHMS, available_fusions, get_rule
 from lightning_fedbayes.fusion.rule import FusionRule
-from lightning_fedbayes.fusion.sites import Sites
 from lightning_fedbayes.methods.averaging import Averaging
 from lightning_fedbayes.methods.ditto import Ditto
 from lightning_fedbayes.methods.fednova import FedNova
@@ -18,13 +17,13 @@ from lightning_fedbayes.methods.fedprox import FedProx
 from lightning_fedbayes.methods.method import Method
 from lightning_fedbayes.methods.population import Population
 from lightning_fedbayes.methods.scaffold import Scaffold
-from lightning_fedbayes.methods.sites import SiteMethod
+from lightning_fedbayes.methods.sites import Sites
 from lightning_fedbayes.methods.sums import Sums
 
 M = TypeVar("M", bound=type[Method])
 
 _METHODS: dict[str, type[Method]] = {
-    each.registered: each for each in (Ditto, FedNova, FedProx, Population, Scaffold, Sums)
+    each.registered: each for each in (Ditto, FedNova, FedProx, Population, Scaffold, Sites, Sums)
 }
 
 
@@ -76,7 +75,7 @@ def available_methods() -> list[str]:
 
 def every_method() -> list[type[Method]]:
     """Return the classes of all methods that do more than average."""
-    return [SiteMethod, *_METHODS.values()]
+    return [*_METHODS.values()]
 
 
 def get_method(method: Any) -> Method:
@@ -102,4 +101,4 @@ def get_method(method: Any) -> Method:
         if method not in known and method.lower().replace("-", "").replace("_", "") not in ALGORITHMS:
             raise FusionError(f"unknown fusion rule '{method}': {nearest(method, known)}")
     rule: FusionRule = get_rule(method)
-    return SiteMethod(rule) if isinstance(rule, Sites) else Averaging(rule)
+    return Averaging(rule)

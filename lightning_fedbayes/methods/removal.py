@@ -54,9 +54,8 @@ def _without(state: Mapping[str, Any], client: int) -> GaussianPosterior:
     """Return the posterior of a state without a client's part."""
     kept = state["sites"].get(client) or Store.state_in(state.get("clients", {}), client).get("kept", {})
     posterior = GaussianPosterior.from_state_dict(state["posterior"])
-    (rule_state,) = state["rule_states"].values()
     for method in every_method():
-        without = method.without(posterior, rule_state, kept)
+        without = method.without(posterior, kept)
         if without is not None:
             return without
     raise FederationError(

@@ -1,71 +1,152 @@
-"""Sites at the clients: the cavity that each takes as its prior, its pull, and how training changes both."""
+r"""Sites: each client's factor of the posterior, measured along its training, so that no data are counted twice."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.changes import coded, decoded
-from lightning_fedbayes.core.errors import FederationError, FusionError, shown
-from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.fusion.rule import RuleState
-from lightning_fedbayes.fusion.sites import Natural, Sites, by_pieces
+from lightning_fedbayes.core.errors import FederationError, FusionError, check_number, shown
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero, zeros_like
 from lightning_fedbayes.methods.late import Late
 from lightning_fedbayes.methods.method import (
-    Cavity,
     LocalProblem,
     Method,
     Participant,
     Quadratic,
     Report,
     Shared,
+    Tensors,
     Trained,
 )
 
+MEMORY = 0.5
+"""Part of a site that stays when its client measures it again: training is noisy, and all clients move at once."""
+WIDTH = 0.1
+"""Width that a first site begins with, as a part of its tensor's weights, as layers and IVON have it at the start."""
+
+Prior = float | Mapping[str, float]
+"""One number for all Gaussian parameters, or one for each tensor by its name in the posterior."""
+
 
 class _Round(NamedTuple):
-    """Values that all clients of a round have in common: the base of the cavities, the centre of the pulls, and the
-    moments that changes in half precision are about, none where whole posteriors travel."""
-
-    base: GaussianPosterior
-    natural: Natural
-    names: tuple[str, ...]
-    pulled: tuple[str, ...]
-    start: Tensor
-    about: tuple[Tensor, ...]
-
-
-class SiteMethod(Method):
-    r"""The clients' half of :class:`~lightning_fedbayes.Sites`, which says what happens in a round.
-
-    A client keeps {"precision": Λ, "shift": η}, shape (P,) each, float64, where P counts the Gaussian parameters, in
-    the order of the posterior; with a pull also {"dual": v} of the deterministic ones, in that order.
+    """Values that all clients of a round have in common, flat and in float64; P parameters, G of them Gaussian.
 
     Args:
-        rule: sites in any of their forms.
+        names: of the Gaussian tensors.
+        lengths: name → entries, of all tensors in the order of the posterior.
+        rows: where the Gaussian entries are among all, shape (P,), bool.
+        mean: global, shape (P,).
+        precision: global, shape (G,).
+        prior: precision of the prior, shape (G,).
+        slope: gradient of the prior's energy at the global mean, shape (G,).
+        gradient: of all clients' data, extrapolated to those that were never heard, shape (P,).
     """
 
+    names: tuple[str, ...]
+    lengths: Mapping[str, int]
+    rows: Tensor
+    mean: Tensor
+    precision: Tensor
+    prior: Tensor
+    slope: Tensor
+    gradient: Tensor
+
+
+class Sites(Method):
+    r"""The posterior of the pooled data: prior times one measured factor, or *site*, of every client.
+
+    The site of client k is :math:`\exp(-g_k (\theta - m) - \tfrac12 \Lambda_k (\theta - m)^2)` about the global mean m,
+    with the mean gradient :math:`g_k` of its data and their curvature :math:`\Lambda_k \ge 0`, entry by entry. The
+    global posterior is :math:`N(m, 1/\Lambda)`, :math:`\Lambda = \Lambda_0 + \sum_k \Lambda_k` with the prior
+    :math:`N(m_0, 1/\Lambda_0)`, and :math:`c = \Lambda_0 (m - m_0) + \sum_k g_k` is the gradient of the negative pooled
+    ELBO. A round, for every client k of the cohort with :math:`w_k = n_k / N`:
+
+    1. It trains from m, with the width fixed at :math:`\Lambda^{-1/2}` and its own optimizer, whose state it keeps. Its
+       loss gains :math:`\tau / n_k` times
+
+       .. math:: (w_k c - g_k)\,\theta + \tfrac12 w_k \Lambda (\theta - m)^2,
+
+       the control variates of SCAFFOLD and its share of the divergence from the global posterior. A client that was
+       never heard takes :math:`\tfrac12 w_k \Lambda_0 (\theta - m_0)^2` in their place.
+    2. It measures along its training, with the gradients :math:`\ell'` of its data's loss at its draws:
+
+       .. math:: G = \tfrac{n_k}{\tau}\,\overline{\ell'}, \qquad
+                 F = \tfrac{n_k}{\tau}\,\overline{\ell_i'^2}, \qquad
+                 H = \tfrac{n_k}{\tau}\,\overline{\partial \ell / \partial \sigma} / \sigma .
+
+       H is unbiased (Price's theorem) and noisy, the squares F of single examples' gradients are neither. So the
+       curvature is F times one factor per tensor, :math:`\sum H / \Lambda` over :math:`\sum F / \Lambda`, which gives
+       way to 1 as far as it is noise (:func:`~lightning_fedbayes.clients.problems.factor_of`).
+    3. It moves its site half of the way there, and sends :math:`\theta_k` and the changes of its site.
+    4. The server moves m by the weighted mean of :math:`\theta_k - m`, and adds the changes up.
+
+    Where this stands still, c = 0: the means are those of the pooled data's mean-field posterior, and the traces of the
+    variances. :math:`g_k` is a mean of gradients that were seen, so that nothing winds up however short training is.
+
+    Deterministic parameters are the case :math:`\Lambda_0 = \Lambda_k = 0`: SCAFFOLD with measured control variates and
+    any optimizer. Of layers whose single examples cannot be told apart, such as recurrent ones, F is the square of
+    batches' mean gradients. Of :class:`~lightning_fedbayes.IVON` the curvature is its own estimate, of
+    :class:`~lightning_fedbayes.Laplace` the information at the model that the client has received.
+
+    Until all clients have been heard, those that have not count as the mean of those that have. A first site is the
+    mean of what was measured and of the width at the start, at least a tenth of the tensor's weights, so that draws do
+    not take an untrained network apart. Figures: ``sites/change``, the divergence of the new posterior from the old one
+    in nats per parameter; ``sites/distance``, how far it still is from its fixed point, the larger of the Newton
+    decrement :math:`c^2 / 2\Lambda` and the trend of the means. It is there while the decrement halves as rounds double
+    and is more than what one round changes; from then on there is the noise of local training.
+
+    When to use it: the posterior is to mean something after many rounds, above all with unlike clients. It needs layers
+    of this package with normal priors and a loss with their KL divergence over the number of the client's examples, or
+    IVON, or Laplace; or no posterior at all. Clients send three numbers for each Gaussian parameter and two for each
+    deterministic one.
+
+    Args:
+        prior_mean, prior_std: :math:`m_0` and :math:`\Lambda_0^{-1/2}` of the network's own priors: a number for all,
+            or one for each tensor by name.
+
+    Raises:
+        FusionError: an argument is out of range.
+
+    Source: Ashman et al. 2022 (sites); Karimireddy et al. 2020 (control variates); Opper and Archambeau 2009, Lin et
+    al. 2019 (Price's theorem); Khan et al. 2018 (squares as the shape of the curvature).
+    """
+
+    registered: ClassVar[str] = "sites"
     keeps: ClassVar[str] = "its site, which the posterior still counts, and would count its data twice"
     keeps_optimizer: ClassVar[bool] = True
-    takes_sites: ClassVar[bool] = True
+    sends: ClassVar[bool] = True
+    sent: ClassVar[tuple[str, ...]] = ("gradient", "precision", "examples", "clients")
+    told: ClassVar[tuple[str, ...]] = ("gradient", "examples", "clients")
+    adds: ClassVar[bool] = True
+    sends_means: ClassVar[bool] = True
 
-    rule: Sites
+    def __init__(self, prior_mean: Prior = 0.0, prior_std: Prior = 1.0) -> None:
+        super().__init__("weighted_average")
+        for value in prior_mean.values() if isinstance(prior_mean, Mapping) else [prior_mean]:
+            check_number("prior_mean", value, "(-1e38, 1e38)", error=FusionError)
+        for value in prior_std.values() if isinstance(prior_std, Mapping) else [prior_std]:
+            check_number("prior_std", value, "(1e-19, 1e19)", error=FusionError, why="it is a standard deviation")
+        self.prior_mean, self.prior_std = prior_mean, prior_std
 
-    @staticmethod
-    def without(
-        posterior: GaussianPosterior, state: RuleState, kept: Mapping[str, Tensor]
-    ) -> GaussianPosterior | None:
-        """See :meth:`Method.without`; what a client keeps is its site."""
-        return without_site(posterior, state, (kept["precision"], kept["shift"])) if "precision" in kept else None
+    def prior_of(self, name: str) -> tuple[float, float]:
+        """Return mean and standard deviation of the prior of a Gaussian tensor.
+
+        Raises:
+            FederationError: priors are given by name, and this one's is not.
+        """
+        found = []
+        for each in (self.prior_mean, self.prior_std):
+            if isinstance(each, Mapping) and name not in each:
+                raise FederationError(f"fusion=Sites(...) has no prior of '{name}': give it, or one number for all")
+            found.append(float(each[name] if isinstance(each, Mapping) else each))
+        return found[0], found[1]
 
     def agreement(self) -> str:
         """See :meth:`Method.agreement`."""
-        names = ("step", "damping", "pull", "renyi", "precision", "half")
-        prior = f"prior=N({self.rule.prior_mean}, {self.rule.prior_std}²)"
-        return ", ".join([prior, *(f"{name}={getattr(self.rule, name)}" for name in names)])
+        return f"sites, prior_mean={self.prior_mean}, prior_std={self.prior_std}"
 
     def conflict(self, weighting: Any, private: bool) -> tuple[str, str] | None:
         """See :meth:`Method.conflict`."""
@@ -76,254 +157,272 @@ class SiteMethod(Method):
             )
         if weighting not in ("train_size", "equal"):
             return f"weighting={shown(weighting)}", (
-                "sites count as they are, and the weights are those of deterministic parameters alone; give "
-                "'train_size' or 'equal'"
+                "sites count as they are, and weights are those of the clients' moves alone; give 'train_size' or "
+                "'equal'"
             )
         return None
 
-    def check_late(self, posterior: GaussianPosterior) -> None:
-        """See :meth:`Method.check_late`: a site is about a client's data, whatever model it started from."""
-        if self.rule.averaging not in ("pvi", 1):
-            raise FederationError(
-                f"schedule= with {self.described}: this form moves by what a whole cohort changes in one round. Take "
-                "fusion='sites', whose posterior is prior times sites whenever they come"
-            )
-
-    def late(
-        self, sent: GaussianPosterior, started: Shared, now: Shared, staleness: int, how: Late
-    ) -> GaussianPosterior:
-        r"""Return :math:`\lambda + \Delta_k` with the present :math:`\lambda` in place of that which it started from.
-
-        Deterministic parameters move as far from the present value as they have moved from where they started.
-
-        Raises:
-            FusionError: a precision is not positive, which no client of this package causes.
-        """
-        if not staleness:
-            return sent
-        rule, (mean, variance) = self.rule, sent.flatten()
-        before, after = (
-            rule.base(each.posterior, {} if each.is_new else {"begun": True}).flatten() for each in (started, now)
-        )
-
-        def moved(*flat: Tensor) -> tuple[Tensor, ...]:
-            own, old, new = (rule.natural(*flat[i : i + 2]) for i in (0, 2, 4))
-            precision, shift = (sent - base + present for sent, base, present in zip(own, old, new))
-            random = flat[1] > 0
-            mean = torch.where(random, shift / precision, flat[0] - flat[2] + flat[4])
-            return mean, torch.where(random, 1 / precision, 0.0)
-
-        mean, variance = by_pieces(moved, mean, variance, *before, *after)
-        if not bool((variance >= 0).all()):
-            raise FusionError("a site that takes more of a precision away than there is")
-        return sent.unflatten(mean, variance)
-
-    def counted(self, posterior: GaussianPosterior) -> GaussianPosterior | None:
-        """See :meth:`Method.counted`: the prior, counted once."""
-        return None if posterior.is_point_mass else self.rule.base(posterior, {})
+    # -- at the client -------------------------------------------------------------------------------------------------
 
     def problem(self, shared: Shared, client: Participant) -> LocalProblem:
-        """Return the client's cavity and its pull.
-
-        Raises:
-            FederationError: there is nothing to have a site, or a parameter with a dual is frozen: the global value
-                would be pushed on for ever.
-        """
-        common, rule, kept = self._common(shared, client), self.rule, client.kept
-        cavity = quadratic = None
-        if not common.names and rule.pull is None:
-            raise FederationError(
-                "fusion='sites' federates a posterior, and the module has no Gaussian parameter that is federated: "
-                "make layers Bayesian, as by fb.bayesianize(module, last=1), train with fb.IVON, take "
-                "fusion='weighted_average', or leave pull= at its default, which is FedDyn"
-            )
-        if common.names:
-            part = rule.batch_part(self._round(shared, client)) if client.sees_batches else 1.0
-            cavity = Cavity(
-                common.base, *self._fields(common, shared.share, kept), (rule.prior_mean, rule.prior_std), rule.renyi,
-                part if self._measures(client) else None,
-            )
-        if rule.pull is not None and common.pulled:
-            quadratic = Quadratic(rule.pull, self._duals(shared, common, client), frozenset(common.pulled))
-        return LocalProblem(quadratic, cavity)
+        """Return the client's control variates and its share of the divergence from the global posterior."""
+        common, kept = self._common(shared), client.kept
+        share = self._weight(shared, client)
+        dtypes = {shared.posterior.mean[name].dtype for name in common.lengths}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
+        if kept:
+            slope = kept["gradient"].to(common.mean.device) - share * common.gradient
+            slope[common.rows] -= share * common.slope
+            strength = share * common.precision
+        else:
+            slope = torch.zeros_like(common.mean)
+            slope[common.rows] = -share * common.slope
+            strength = share * common.prior
+        slopes = self._split(common.lengths, slope.to(dtype), shared)
+        own = {name: common.lengths[name] for name in common.names}
+        prior = Quadratic(
+            self._split(own, strength.to(dtype), shared), {name: slopes[name] for name in own}, frozenset(own)
+        )
+        rest = {name: value / client.num_examples for name, value in slopes.items() if name not in own}
+        quadratic = Quadratic(slope=rest, names=frozenset(rest)) if kept and rest else None
+        return LocalProblem(quadratic, prior if own else None, measures=True)
 
     def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
-        """Return what a client sends, and its new site, whose change is that of what is sent, bit by bit.
+        """Return what the client has trained and measured, and its new site, bit by bit what the server adds up.
 
         Raises:
             FusionError: training has left the finite numbers.
         """
-        common, site, rule, posterior = self._common(shared, client), client.kept, self.rule, trained.posterior
-        kept = {}
-        if rule.pull is not None and common.pulled:
-            kept["dual"] = rule.pull * (common.start - _part(posterior, common.pulled).flatten()[0])
-            if "dual" in site:
-                kept["dual"] += site["dual"].to(common.start.device)
-        if not common.names:
-            return Report(posterior, kept)
-        mine, like, measured = _part(posterior, common.names), common.natural[0], trained.precisions
-        found = None if measured is None else torch.cat([
-            measured[name].flatten().to(like) if name in measured else like.new_full((value.numel(),), torch.nan)
-            for name, value in common.base.mean.items()
+        common, kept = self._common(shared), client.kept
+        like = common.mean
+        before = {
+            name: kept[name].to(like.device) if kept else torch.zeros_like(whole)
+            for name, whole in (("gradient", common.mean), ("precision", common.precision))
+        }
+        parts = dict(zip(common.lengths, before["gradient"].split([*common.lengths.values()])))
+        gradient = torch.cat([
+            trained.gradients[name].reshape(-1).to(like) if name in trained.gradients else part
+            for name, part in parts.items()
         ])
-        own = (site["precision"].to(like), site["shift"].to(like)) if "precision" in site else (None, None)
-        large = None if found is None else torch.cat(
-            [(1 / value.square().mean()).expand(value.numel()) for value in mine.mean.values()]
-        ).to(like)
-        share, round = shared.share, self._round(shared, client)
-
-        dtypes = {value.dtype for value in mine.mean.values()}
-
-        def sent(mean: Tensor, variance: Tensor) -> Natural:
-            """Return both as the server has them, in the precision of the network."""
-            if len(dtypes) > 1:
-                return mine.unflatten(mean, variance).flatten()
-            (dtype,) = dtypes
-            return mean.to(dtype).to(like), variance.to(dtype).to(like)
-
-        def halved(mean: Tensor, variance: Tensor, about: Natural, least: Tensor | float) -> Natural:
-            """Return the code of what travels, which leaves at least the precision ``least``."""
-            change, growth = coded((mean, variance), about)
-            beyond = 1 / sent(*decoded((change, growth), about))[1] < least
-            return change, torch.where(beyond, growth - 2.0**-10 * growth.abs(), growth)
-
-        def changed(
-            precision: Tensor, shift: Tensor, old: Tensor | None, old_shift: Tensor | None, mean: Tensor,
-            variance: Tensor, found: Tensor | None, large: Tensor | None, *about: Tensor,
-        ) -> tuple[Tensor, ...]:
-            solution, base = rule.natural(mean, variance), (precision, shift)
-            before = None if old is None or old_shift is None else (old, old_shift)
-            steps = rule.steps(share, 0.0 if old is None else old, precision)
-            start = None if large is None else torch.minimum(solution[0], large)
-            new = rule.changed(base, before, solution, steps, share, round, found, start)
-            moments, code = (new[1] / new[0], 1 / new[0]), ()
-            if rule.half:
-                least = precision - (0.0 if old is None else old) + rule.least_site(share)
-                code = halved(*moments, (about[0], about[1]), least)
-                moments = decoded(code, (about[0], about[1]))
-            mean, variance = sent(*moments)
-            site = [after - start for start, after in zip(base, rule.natural(mean, variance))]
-            return mean, variance, *(site if before is None else [part + own for part, own in zip(site, before)]), *code
-
-        flat = [vector.to(like.device) for vector in mine.flatten()]
-        vectors = *common.natural, *own, *flat, found, large, *common.about
-        mean, variance, *new = by_pieces(changed, *vectors, whole=len(dtypes) > 1)
-        if not bool(mean.isfinite().all()):
+        share = self._weight(shared, client)
+        old = dict(zip(common.names, before["precision"].split([common.lengths[name] for name in common.names])))
+        found = []
+        for name, part in old.items():
+            if name in trained.precisions:
+                found.append(trained.precisions[name].reshape(-1).to(like))
+            elif name in trained.gradients:  # its optimizer, or its source, has the posterior under the local prior
+                strength = share * (common.precision if kept else common.prior)
+                local = dict(zip(common.names, strength.split([len(each) for each in old.values()])))[name]
+                found.append((1 / trained.posterior.variance[name].reshape(-1).to(like) - local).clamp_min(0))
+            else:
+                found.append(part)
+        precision = torch.cat(found) if found else like[:0]
+        if kept:
+            gradient = torch.lerp(before["gradient"], gradient, 1 - MEMORY)
+            precision = torch.lerp(before["precision"], precision, 1 - MEMORY)
+        elif found:
+            precision = torch.lerp(shared.share * self._first(common, shared), precision, 1 - MEMORY)
+        counts = {"examples": like.new_tensor(float(client.num_examples)), "clients": like.new_ones(())}
+        changes, own = {}, {}
+        for name, new in {"gradient": gradient, "precision": precision, **counts}.items():
+            start = kept[name].to(like.device) if kept else torch.zeros_like(new)
+            changes[name] = (new - start).float()
+            own[name] = start + changes[name].double()
+        mean = trained.posterior.mean
+        if not all(bool(each.isfinite().all()) for each in (*mean.values(), *own.values())):
             raise FusionError(
                 f"client {client.number}: training has left the finite numbers; lower the learning rate, or clip "
                 "gradients (Trainer(gradient_clip_val=...))"
             )
-        proposal = mine.unflatten(mean, variance)
-        whole = GaussianPosterior({**posterior.mean, **proposal.mean}, {**posterior.variance, **proposal.variance})
-        kept |= zip(("precision", "shift"), new[:2], strict=True)
-        if rule.half:
-            codes = zip(*(code.split([value.numel() for value in mine.mean.values()]) for code in new[2:]))
-            whole = whole.travelling({
-                name: (change.view(like.shape), growth.view(like.shape))
-                for (name, like), (change, growth) in zip(mine.mean.items(), codes)
-            })
-        return Report(whole, kept)
-
-    def _common(self, shared: Shared, client: Participant) -> _Round:
-        """Return what all clients of the round have in common, computed for the first of them."""
-        if "sites" not in shared.notes:
-            base = self.rule.base(shared.posterior, {} if shared.is_new else {"begun": True})
-            names = tuple(name for name in base.names if name in client.gaussian)
-            pulled = () if self.rule.pull is None else tuple(name for name in base.names if name not in client.gaussian)
-            own = _part(base, names)
-            natural = self.rule.natural_of(own, own.flatten()[0])
-            about = _part(shared.posterior, names).flatten() if self.rule.half else ()
-            about = tuple(value.to(natural[0].device) for value in about)
-            shared.notes["sites"] = _Round(own, natural, names, pulled, _part(base, pulled).flatten()[0], about)
-        return shared.notes["sites"]
-
-    def _measures(self, client: Participant) -> bool:
-        """Return True if the precision of a client's site is measured along its training."""
-        rule = self.rule
-        return rule.precision == "measured" or (
-            rule.precision == "auto" and client.takes_gradients and rule.renyi is None
-        )
-
-    def _round(self, shared: Shared, client: Participant) -> int:
-        """Return the round; 0 where local training is without noise, so that the damping stays."""
-        return shared.round if self._measures(client) else 0
+        return Report(GaussianPosterior.point_mass(mean), own, changes)
 
     def check(self, shared: Shared, client: Participant) -> None:
         """See :meth:`Method.check`."""
-        common = self._common(shared, client)
-        gaussian = common.natural[0].numel()
-        lengths = {"precision": gaussian, "shift": gaussian, "dual": common.start.numel()}
-        for name, value in client.kept.items():
-            if value.numel() != lengths.get(name, 0):
+        common = self._common(shared)
+        lengths = {"gradient": len(common.mean), "precision": len(common.precision), "examples": 1, "clients": 1}
+        for name, length in lengths.items():
+            own = client.kept[name].numel() if name in client.kept else 0
+            if own != length:
                 raise FederationError(
-                    f"the site of client {client.number} is of {value.numel()} parameters ({name}), and the network "
-                    f"has {lengths.get(name, 0)}: go on with the network that it was trained with, or begin anew"
+                    f"the site of client {client.number} is of {own} parameters ({name}), and the network has "
+                    f"{length}: go on with the network that it was trained with, or begin anew"
                 )
 
-    def _fields(self, common: _Round, share: float, site: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return curvature, slope and step of the cavity of a client with this ``site``."""
-        own = [site[name].to(common.natural[0].device) if name in site else None for name in ("precision", "shift")]
+    # -- at the server -------------------------------------------------------------------------------------------------
 
-        def fields(
-            precision: Tensor, shift: Tensor, old: Tensor | None, old_shift: Tensor | None
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            if old is None or old_shift is None:
-                steps = self.rule.steps(share, 0.0, precision)
-                return steps * precision, torch.zeros_like(shift), steps
-            steps = self.rule.steps(share, old, precision)
-            return steps * precision - old, old_shift - old * (shift / precision), steps
+    def init(self, posterior: GaussianPosterior) -> Tensors:
+        """Return sums over all clients, 0: of gradients (P,), precisions (G,), examples and clients; and the trail.
 
-        curvature, slope, step = by_pieces(fields, *common.natural, *own)
-        return curvature, slope, step
+        "_marks" are the means after two earlier rounds, "_trail" the number of rounds and the Newton decrements there.
+        """
+        device = next(iter(posterior.mean.values())).device
+        count = sum(value.numel() for value in posterior.mean.values())
+        gaussian = sum(posterior.mean[name].numel() for name in gaussian_names(posterior))
+        sizes = {"gradient": (count,), "precision": (gaussian,), "examples": (), "clients": (),
+                 "_marks": (2, gaussian), "_trail": (3,)}
+        return {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
 
-    def _duals(self, shared: Shared, common: _Round, client: Participant) -> dict[str, Tensor]:
-        """Return a client's dual variables by name."""
-        if "dual" not in client.kept:
+    def fuse(
+        self, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
+    ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
+        """See :meth:`Method.fuse`; ``averages`` are the sums of the clients' changes."""
+        tensors = {name: value + averages.get(name, 0.0) for name, value in shared.tensors.items()}
+        names = gaussian_names(shared.posterior)
+        variance = {name: zeros_like(value) for name, value in fused.mean.items()}
+        lengths = {name: fused.mean[name].numel() for name in names}
+        precision = self._precision(shared, tensors)
+        for name, part in self._split(lengths, 1 / precision, shared).items():
+            variance[name] = part.to(fused.mean[name].dtype)
+        posterior = GaussianPosterior(fused.mean, variance)
+        after = Shared(posterior, tensors, shared.round, shared.share, False)
+        rounds, _, _ = trail = tensors["_trail"].tolist()
+        marks = tensors["_marks"]
+        trail[0] = rounds = rounds + 1
+        if names and int(rounds) & (int(rounds) - 1) == 0:  # a power of two
+            common = self._common(after)
+            marks = torch.stack([marks[1], common.mean[common.rows]])
+            trail[1:] = trail[2], float(self._decrement(common))
+        return posterior, {**tensors, "_marks": marks, "_trail": marks.new_tensor(trail)}
+
+    def figures(self, shared: Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return change and distance; nothing of a network without Gaussian parameters."""
+        common = self._common(Shared(posterior, tensors, shared.round, shared.share, False))
+        if not common.names:
             return {}
-        means = [shared.posterior.mean[name] for name in common.pulled]
-        parts = client.kept["dual"].to(common.start.device).split([mean.numel() for mean in means])
-        duals = {name: part.reshape(mean.shape) for name, part, mean in zip(common.pulled, parts, means, strict=True)}
-        for name in client.frozen & duals.keys():
-            if duals[name].any():
-                raise FederationError(
-                    f"'{name}' has been trained with pull={self.rule.pull:g} and is frozen now, while its dual "
-                    "variables still move the global value: keep it trainable, or begin anew"
+        flat, before = common.mean[common.rows], self._common(shared)
+        ratio = before.precision / common.precision
+        moved = before.precision * (flat - before.mean[before.rows]).square()
+        found = {"sites/change": float((ratio - 1 - ratio.log() + moved).mean() / 2)}
+        rounds, begun, _ = tensors["_trail"].tolist()
+        decrement = float(self._decrement(common))
+        if rounds >= 2 and begun / 2 >= decrement > 0:
+            left = (decrement / begun) ** 0.5
+            trend = float((common.precision * (flat - tensors["_marks"][0]).square()).mean()) / 2 / (1 / left - 1) ** 2
+            if max(decrement, trend) > found["sites/change"]:  # otherwise a round's noise is larger
+                found["sites/distance"] = max(decrement, trend)
+        return found
+
+    def check_late(self, posterior: GaussianPosterior) -> None:
+        """See :meth:`Method.check_late`: a site is about a client's data, whatever model it started from."""
+
+    def late(
+        self, sent: GaussianPosterior, started: Shared, now: Shared, staleness: int, how: Late
+    ) -> GaussianPosterior:
+        """Return the present means, moved as far as the client has moved those that it started from."""
+        if not staleness:
+            return sent
+        before, after = started.posterior.mean, now.posterior.mean
+        return GaussianPosterior.point_mass({n: mean - before[n] + after[n] for n, mean in sent.mean.items()})
+
+    def counted(self, posterior: GaussianPosterior) -> GaussianPosterior | None:
+        """See :meth:`Method.counted`: the prior, counted once."""
+        names = gaussian_names(posterior)
+        if not names:
+            return None
+        mean, variance = dict(posterior.mean), {n: zeros_like(value) for n, value in posterior.mean.items()}
+        for name in names:
+            centre, std = self.prior_of(name)
+            mean[name] = torch.full_like(mean[name], centre)
+            variance[name] = torch.full_like(mean[name], std**2)
+        return GaussianPosterior(mean, variance)
+
+    @staticmethod
+    def without(posterior: GaussianPosterior, kept: Mapping[str, Tensor]) -> GaussianPosterior | None:
+        r"""Return the posterior without a client's site: :math:`\Lambda' = \Lambda - \Lambda_k`, :math:`m + g_k /
+        \Lambda'`.
+
+        Exact where the model is conjugate; elsewhere the others' sites have been measured beside the one that goes.
+
+        Raises:
+            FusionError: the other sites give a parameter no positive precision.
+        """
+        names = gaussian_names(posterior)
+        lengths = [value.numel() for value in posterior.mean.values()]
+        if not {"gradient", "precision"} <= kept.keys() or not names:
+            return None
+        owned = [posterior.mean[name].numel() for name in names]
+        if (len(kept["gradient"]), len(kept["precision"])) != (sum(lengths), sum(owned)):
+            raise FusionError(
+                f"a site of {len(kept['gradient'])} parameters, but the posterior has {sum(lengths)}"
+            )
+        gradients = dict(zip(posterior.names, kept["gradient"].split(lengths)))
+        mean, variance = dict(posterior.mean), dict(posterior.variance)
+        for name, own in zip(names, kept["precision"].split(owned)):
+            old = variance[name].double()
+            left = 1 / old - own.view(old.shape).to(old)
+            wrong = int((left <= 0).sum())
+            if wrong:
+                raise FusionError(
+                    f"without that client {wrong} of {left.numel()} entries of '{name}' have no positive precision; "
+                    "train some rounds of the others from the posterior as it is"
                 )
-        return duals
+            mean[name] = (mean[name] + gradients[name].view(old.shape).to(old) / left).to(mean[name].dtype)
+            variance[name] = (1 / left).to(mean[name].dtype)
+        return GaussianPosterior(mean, variance)
+
+    # -- what both ends work out ---------------------------------------------------------------------------------------
+
+    def _common(self, shared: Shared) -> _Round:
+        """Return what all clients of a round have in common, computed for the first of them."""
+        if "sites" not in shared.notes:
+            posterior = shared.posterior
+            names = gaussian_names(posterior)
+            lengths = {name: value.numel() for name, value in posterior.mean.items()}
+            mean, variance = posterior.flatten()
+            rows = torch.cat([torch.full((n,), name in names, device=mean.device) for name, n in lengths.items()])
+            priors = [self.prior_of(name) for name in names]
+            numbers = torch.tensor([lengths[name] for name in names], dtype=torch.int64, device=mean.device)
+            centre, std = (
+                torch.tensor([prior[i] for prior in priors], dtype=torch.float64, device=mean.device)
+                .repeat_interleave(numbers) for i in range(2)
+            )
+            prior = std**-2
+            told = shared.tensors["gradient"].to(mean.device).float().double()  # as it travels
+            shared.notes["sites"] = _Round(
+                names, lengths, rows, mean, 1 / variance[rows] if names else mean[:0], prior,
+                prior * (mean[rows] - centre), self._scale(shared, shared.tensors) * told,
+            )
+        return shared.notes["sites"]
+
+    @staticmethod
+    def _scale(shared: Shared, tensors: Mapping[str, Tensor]) -> float:
+        """Return the number of clients over those that have been heard."""
+        heard = float(tensors["clients"])
+        return max(1.0, 1 / (shared.share * heard)) if heard else 1.0
+
+    @staticmethod
+    def _weight(shared: Shared, client: Participant) -> float:
+        """Return a client's part of all examples, as far as they are known."""
+        known, heard = (float(shared.tensors[name]) for name in ("examples", "clients"))
+        return shared.share * client.num_examples * heard / known if known > 0 else shared.share
+
+    def _precision(self, shared: Shared, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the global precision from the sums of all sites, shape (G,)."""
+        return self._common(shared).prior + self._scale(shared, tensors) * tensors["precision"].clamp_min(0)
+
+    @staticmethod
+    def _first(common: _Round, shared: Shared) -> Tensor:
+        """Return the precision of the start beyond the prior's, shape (G,)."""
+        own = [common.lengths[name] for name in common.names]
+        parts = zip(common.mean[common.rows].split(own), common.precision.split(own))
+        wide = torch.cat([precision.clamp_max(float(WIDTH**-2 / mean.square().mean())) for mean, precision in parts])
+        return (wide - common.prior).clamp_min(0)
+
+    @staticmethod
+    def _decrement(common: _Round) -> Tensor:
+        r"""Return the Newton decrement :math:`c^2 / 2\Lambda` per Gaussian parameter, in nats."""
+        slope = common.slope + common.gradient[common.rows]
+        return (slope.square() / common.precision).mean() / 2
+
+    @staticmethod
+    def _split(lengths: Mapping[str, int], flat: Tensor, shared: Shared) -> dict[str, Tensor]:
+        """Return a flat vector by name, in the parameters' shapes."""
+        return {
+            name: part.view(shared.posterior.mean[name].shape)
+            for name, part in zip(lengths, flat.split([*lengths.values()]))
+        }
 
 
-def _part(posterior: GaussianPosterior, names: Collection[str]) -> GaussianPosterior:
-    """Return the posterior of the parameters ``names`` alone."""
-    return GaussianPosterior(
-        {name: posterior.mean[name] for name in names}, {name: posterior.variance[name] for name in names}
-    )
-
-
-def without_site(posterior: GaussianPosterior, state: RuleState, site: Natural) -> GaussianPosterior:
-    r"""Return the posterior without a client's site, :math:`\lambda_0 + \sum_{j \ne k} \lambda_j`.
-
-    Exact where the model is conjugate; elsewhere the others' sites have been fitted beside the one that goes.
-
-    Args:
-        posterior: the global one.
-        state: the rule's.
-        site: of the client, shape (parameters that are no point masses,).
-
-    Raises:
-        FusionError: the other sites give a parameter no positive precision.
-    """
-    random = posterior.flatten()[1].to(state["precision"].device) > 0
-    precision, shift = (state[name].clone() for name in ("precision", "shift"))
-    if len(site[0]) != int(random.sum()):
-        raise FusionError(f"a site of {len(site[0])} parameters, but the posterior has {int(random.sum())}")
-    precision[random] -= site[0].to(precision.device)
-    shift[random] -= site[1].to(shift.device)
-    wrong = int((precision[random] <= 0).sum())
-    if wrong:
-        raise FusionError(
-            f"without that client {wrong} of {len(site[0])} parameters have no positive precision; train some rounds "
-            "of the others from the posterior as it is"
-        )
-    mean, variance = posterior.flatten()
-    precision = precision.where(random, 1.0)
-    return posterior.unflatten((shift / precision).where(random, mean), (1 / precision).where(random, variance))
+def gaussian_names(posterior: GaussianPosterior) -> tuple[str, ...]:
+    """Return the names of the tensors that have a variance."""
+    return tuple(name for name, value in posterior.variance.items() if not is_zero(value) and bool((value > 0).any()))

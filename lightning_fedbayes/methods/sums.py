@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import FederationError, listed
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.fusion.rule import RuleState
 from lightning_fedbayes.methods.late import Late
 from lightning_fedbayes.methods.method import LocalProblem, Method, Participant, Report, Shared, Trained
 
@@ -103,9 +102,7 @@ class Sums(Method):
         )
 
     @staticmethod
-    def without(
-        posterior: GaussianPosterior, state: RuleState, kept: Mapping[str, Tensor]
-    ) -> GaussianPosterior | None:
+    def without(posterior: GaussianPosterior, kept: Mapping[str, Tensor]) -> GaussianPosterior | None:
         """See :meth:`Method.without`; what a client keeps are its sums."""
         own = {name: value for name, value in kept.items() if name.startswith(CUMULATIVE)}
         if not own or not own.keys() <= posterior.mean.keys():

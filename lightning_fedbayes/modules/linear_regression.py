@@ -159,10 +159,11 @@ class BayesianLinearRegression:
 
     @cached_property
     def noise_variance(self) -> float:
-        """Variance σ² of the noise, given or estimated, in squared units of the targets.
+        r"""Variance σ² of the noise, given or estimated, in squared units of the targets.
 
         Raises:
-            FedBayesError: it cannot be estimated, because all targets are equal or the fit is exact.
+            FedBayesError: it cannot be estimated: all targets are equal, the fit is exact, or by evidence the weights
+                leave less than one degree of freedom, :math:`n - \gamma < 1`.
         """
         if not isinstance(self.noise, str):
             return float(self.noise)
@@ -173,11 +174,19 @@ class BayesianLinearRegression:
             variance = most_evident(self.gram, self.moment, self.squares, self.num_examples, self.prior_std)[1]
         if not variance > EXACT * mean_square:
             why = "they are all equal" if self.noise == "target" else "the line goes through them all"
-            raise FedBayesError(
-                f"noise='{self.noise}' finds no positive variance in the targets of {self.num_examples} examples: "
-                f"{why}. Give the variance of the noise as a number, or more examples"
-            )
-        return variance
+        elif self.noise == "evidence" and self.num_examples - self._determined(variance) < 1:
+            why = "the weights leave less than one of them for it"
+        else:
+            return variance
+        raise FedBayesError(
+            f"noise='{self.noise}' finds no variance of the noise in the targets of {self.num_examples} examples: "
+            f"{why}. Give the variance of the noise as a number, or more examples"
+        )
+
+    def _determined(self, variance: float) -> float:
+        r"""Return :math:`\gamma`, the number of weights that the data determine under this noise."""
+        eigenvalues = torch.linalg.eigvalsh(self.gram).clamp_min(0)
+        return float((eigenvalues / (eigenvalues + variance / self.prior_std**2)).sum())
 
     @cached_property
     def precision(self) -> Tensor:

@@ -18,7 +18,7 @@ from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.metrics import DeterminantSharpness, GaussianCRPS, GaussianNLL, IntervalCoverage
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
-from lightning_fedbayes.modules.networks import Init, hybrid
+from lightning_fedbayes.modules.networks import Init, hybrid, layers_to_convert
 from lightning_fedbayes.modules.predictive import Predictive, linear_moments
 
 
@@ -176,7 +176,9 @@ class HybridBayesianRegressor(Regressor):
 
     Args:
         network: maps inputs to means of shape (batch,) or (batch, targets).
-        bayesian_last: the last n linear or convolutional layers become Bayesian; None takes ``network`` as it is.
+        bayesian_last: the last n linear or convolutional layers become Bayesian; 0 takes ``network`` as it is. None is
+            1, or 0 where the network is Bayesian or drops out already, where ``noise`` is "residual" or "none", and
+            where ``predictive`` is not "layers".
         estimator, prior_std, prior, init, posterior_std: see :func:`~lightning_fedbayes.bayesianize`.
         noise: assumption about the observation noise. "learnt": σ is a deterministic parameter of the likelihood.
             "fixed": σ stays ``noise_std``. "residual": training minimises the squared error, as for a network without
@@ -225,6 +227,8 @@ class HybridBayesianRegressor(Regressor):
         check_choice("noise", noise, NOISES, error=FedBayesError)
         if targets is not None:
             check_at_least("targets", targets, 1, error=FedBayesError)
+        if noise in ("learnt", "fixed") and predictive == "layers":
+            bayesian_last = layers_to_convert(network, bayesian_last)
         super().__init__(
             hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std),
             samples=samples,

@@ -224,10 +224,11 @@ class FusionController(ModelController):
         def take(reply: FLModel) -> None:
             replies[reply.meta["client_name"]] = reply
 
+        sent = {key: tensor for key, tensor in model.items() if self._rounds.method.tells(key)}
         for client, site in sites.items():
             config = {**(request or {}), **self._rounds.config_for(client, server_round)}
             told = self._rounds.counted_for(client) if asked == "train" else None
-            task = model_of(asked, Question(client, config, model, told), self._num_rounds)
+            task = model_of(asked, Question(client, config, sent, told), self._num_rounds)
             self.send_model(TASKS[asked], task, [site], timeout=math.ceil(self._seconds), callback=take)
         while self.get_num_standing_tasks() and not self.is_aborted():
             time.sleep(POLL_SECONDS)

@@ -17,7 +17,7 @@ from lightning_fedbayes.core.posterior import MOST_AT_ONCE, PIECE, GaussianPoste
 from lightning_fedbayes.fusion import FusionAccumulator, FusionRule, RuleState, SumRule
 from lightning_fedbayes.fusion.accumulator import check_finite, check_structure
 from lightning_fedbayes.fusion.distributed import fuse_distributed
-from lightning_fedbayes.fusion.sites import known_weights
+from lightning_fedbayes.methods.method import PREFIX
 from lightning_fedbayes.server.buffers import BufferAverage
 from lightning_fedbayes.server.disagreement import Disagreement, merge_disagreement
 from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, MOST_MOVE, Guard, Limits
@@ -97,6 +97,7 @@ class Aggregation:
         collective: the processes, each of which adds clients of its own; with several, ``buffers`` must be given.
         guard: refuses impossible variances and, unless the rule is robust by itself, bounds what one client can do;
             None: neither.
+        adds: what clients send beside, under names that begin with "method/", is added up, not averaged.
     """
 
     def __init__(
@@ -108,12 +109,14 @@ class Aggregation:
         state: RuleState | None = None,
         collective: Collective = ALONE,
         guard: Guard | None = None,
+        adds: bool = False,
     ) -> None:
         check_kind("rule", rule, FusionRule, "give a rule object, such as get_rule('conflation')", error=FusionError)
         check_kind("previous", previous, GaussianPosterior, "give the global posterior", error=FusionError)
         check_mapping("buffers", {} if buffers is None else buffers, Tensor)
         self.rule = rule
         self.guard = guard
+        self._adds = adds
         self.state = rule.init() if state is None else state
         self.weighting = weighting
         self.previous = previous
@@ -134,7 +137,7 @@ class Aggregation:
         self._limits: Limits | None = None
         self._refused: dict[int, str] = {}
         self._num_judged, self._judge_at = 0, FEWEST  # clients that the limits know; that they are to know next
-        self._buffers = BufferAverage(buffers, collective.size > 1)
+        self._buffers = BufferAverage(buffers, collective.size > 1, PREFIX if adds else None)
         borrows = self._by_pieces and guard is not None and collective.size == 1
         self._disagreement = Disagreement(borrows)
 
@@ -162,10 +165,7 @@ class Aggregation:
         if self.guard is not None:
             self.guard.check(posterior, who)
         if self._streams:
-            weight = self._weight(update)
-            if self.guard is None and self.rule.keeps_sites:
-                known_weights(self.state, {update.client: weight})
-            self._weights[update.client] = weight
+            self._weights[update.client] = self._weight(update)
         if self._streams and not self._clips:
             self._fuse([(update, posterior, self._weights[update.client])])
         else:
@@ -280,7 +280,7 @@ class Aggregation:
         several = self.collective.size > 1
         total = sum(weights.values()) if several else self._accumulator.total
         self._accumulator.check_not_empty(total)
-        state = self.state if self.guard is None else self.guard.carried(self.state, weights)
+        state = self.state
         if isinstance(self.rule, SumRule) and not several:
             fused = self._accumulator.result(state, weights)
             shares = shares_of(weights, {})
@@ -318,7 +318,7 @@ class Aggregation:
         """Return what clients of all processes have to keep in place of what they sent."""
         if self.guard is None:
             return {}
-        counted = self.collective.all_gather(self.guard.counted) if self.rule.keeps_sites else [self.guard.counted]
+        counted = self.collective.all_gather(self.guard.counted) if self._adds else [self.guard.counted]
         return {client: kept for each in counted for client, kept in each.items()}
 
     def _fuse_held(self, weights: Mapping[int, float], everyone: Sequence[Admitted]) -> tuple[int, ...]:
@@ -345,13 +345,13 @@ class Aggregation:
             self.guard.remember(torch.minimum(sizes, limits), ordered, clients)
         ready = []
         for update in self._held:
-            posterior, weight, suspect = update.posterior, weights[update.client], update.client in bounds
+            weight, suspect, posterior = weights[update.client], update.client in bounds, update.posterior
             if suspect:
                 assert self.guard is not None
                 sizes = self._sizes[self._rows[update.client]]
-                mean, variance = self.guard.clip(update, bounds[update.client], sizes)
-                sums = isinstance(self.rule, SumRule)  # for which the vectors are enough
-                posterior = posterior.with_flat(mean, variance) if sums else posterior.unflatten(mean, variance)
+                update = self.guard.clipped(update, bounds[update.client], sizes)
+                posterior = update.posterior  # the vectors are enough for sums
+                posterior = posterior if isinstance(self.rule, SumRule) else posterior.owned()
             ready.append((update, posterior, weight))
             if suspect or len(ready) == FEWEST:  # few clipped vectors are held at once
                 self._fuse(ready)
@@ -425,12 +425,14 @@ class Aggregation:
         self, posterior: GaussianPosterior, shares: dict[int, float], disagreement: float
     ) -> dict[str, float]:
         """Return the diagnostics of a fusion, as they are logged."""
-        metrics = {"effective_clients": effective_clients(list(shares.values())), "disagreement": disagreement}
-        variances = [value.detach().flatten() for value in posterior.variance.values() if not is_zero(value)]
-        if variances:
-            flat = torch.cat([value.to(torch.float64) for value in variances])
-            metrics["posterior_variance"] = float(flat.mean())
-        return metrics
+        found = {"effective_clients": effective_clients(list(shares.values())), "disagreement": disagreement}
+        return found | mean_variance(posterior)
+
+
+def mean_variance(posterior: GaussianPosterior) -> dict[str, float]:
+    """Return the mean variance of the Gaussian parameters as it is logged; nothing of a point mass."""
+    variances = [value.detach().flatten() for value in posterior.variance.values() if not is_zero(value)]
+    return {"posterior_variance": float(torch.cat([each.double() for each in variances]).mean())} if variances else {}
 
 
 def _with(update: ClientUpdate, posterior: GaussianPosterior, buffers: dict[str, Tensor]) -> ClientUpdate:

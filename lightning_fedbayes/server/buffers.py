@@ -19,10 +19,12 @@ class BufferAverage:
     Args:
         before: the global buffers that the clients started from; None takes the first client's as the model of all.
         several: True if other processes have clients, too.
+        added: prefix of the names of tensors that are added up, not averaged; None: all are averaged.
     """
 
-    def __init__(self, before: Mapping[str, Tensor] | None, several: bool) -> None:
+    def __init__(self, before: Mapping[str, Tensor] | None, several: bool, added: str | None = None) -> None:
         self._before = before
+        self._added = added
         self._several = several
         self._sums: dict[str, Tensor] = {}
 
@@ -34,7 +36,10 @@ class BufferAverage:
         like = buffers if self._before is None else self._before
         if not like and not buffers:
             return
-        wrong = [name for name in sorted(like.keys() | buffers.keys()) if not _alike(like.get(name), buffers.get(name))]
+        wrong = [
+            name for name in sorted(like.keys() | buffers.keys())
+            if not _alike(like.get(name), buffers.get(name), self._adds(name))
+        ]
         if wrong:
             raise FusionError(
                 f"{who}: buffers {listed(wrong)} are not those of the clients before (names, shapes or dtypes "
@@ -52,10 +57,11 @@ class BufferAverage:
 
     def add(self, buffers: Mapping[str, Tensor], weight: float) -> None:
         """Add a client's buffers to the running sums."""
-        if weight == 0:
-            return
         for name, value in buffers.items():
-            term = value.to(torch.complex128 if value.is_complex() else torch.float64) * weight
+            factor = 1.0 if self._adds(name) else weight
+            if factor == 0:
+                continue
+            term = value.to(torch.complex128 if value.is_complex() else torch.float64) * factor
             self._sums[name] = self._sums[name] + term if name in self._sums else term
 
     def reduction(self) -> Reduction:
@@ -70,15 +76,22 @@ class BufferAverage:
     def averages(self, sums: Statistics, total: float) -> dict[str, Tensor]:
         """Return the averages, in the dtypes of the global buffers, from :meth:`reduction` and the sum of weights."""
         if not self._several:
-            return {name: self._cast(name, value / total) for name, value in sums.items()}
+            return {
+                name: self._cast(name, value if self._adds(name) else value / total) for name, value in sums.items()
+            }
         averaged, start = {}, 0
         for name, value in (self._before or {}).items():
             stop = start + value.numel() * (2 if value.is_complex() else 1)
             summed = sums["buffers"][start:stop] if "buffers" in sums else torch.zeros(stop - start)
             average = torch.view_as_complex(summed.view(-1, 2)) if value.is_complex() else summed
-            averaged[name] = self._cast(name, average.view(value.shape) / total).to(value.device)
+            average = average.view(value.shape) / (1.0 if self._adds(name) else total)
+            averaged[name] = self._cast(name, average).to(value.device)
             start = stop
         return averaged
+
+    def _adds(self, name: str) -> bool:
+        """Return True if a tensor is added up."""
+        return self._added is not None and name.startswith(self._added)
 
     def _cast(self, name: str, value: Tensor) -> Tensor:
         """Return an averaged buffer in its own dtype, integers rounded."""
@@ -100,8 +113,9 @@ def _as_real(buffer: Tensor) -> Tensor:
     return buffer.to("cpu", torch.float64)
 
 
-def _alike(first: Tensor | None, second: Tensor | None) -> bool:
-    """Return True if both tensors are there, dense, and agree in shape and dtype."""
+def _alike(first: Tensor | None, second: Tensor | None, floats: bool = False) -> bool:
+    """Return True if both tensors are there, dense, and agree in shape and dtype; of ``floats`` any type will do."""
     if first is None or second is None or second.is_meta or second.layout != torch.strided:
         return False
-    return (first.shape, first.dtype) == (second.shape, second.dtype)
+    alike = first.dtype == second.dtype or (floats and second.is_floating_point())
+    return alike and first.shape == second.shape

@@ -26,7 +26,6 @@ from torch import Tensor
 from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, flatten, is_zero
-from lightning_fedbayes.fusion.rule import RuleState
 
 MOST_CHANGE = 1e12
 """Factor by which a variance may change in one round: of σ a million. The most that honest clients did was
@@ -38,6 +37,8 @@ added to sums. Of small networks twice as many wait, or :data:`MOST_MEASURED` en
 together, which takes a fraction of the time."""
 FEW = 2.0
 """Factor by which the bound is wider where there are fewer."""
+RANKED = 3
+"""Least number of clients whose second largest says something of the largest."""
 DECAY = 0.9
 """Factor by which sizes of earlier rounds count less in every round, where there are few clients."""
 MOST_MOVE = 1e15
@@ -93,8 +94,6 @@ class Guard:
 
     num_lengths: ClassVar[int] = 2
     """Number of kinds of sizes that are lengths; they come first."""
-    fewest_ranked: ClassVar[int] = 3
-    """Least number of clients whose second largest says something of the largest."""
 
     def __init__(
         self, previous: GaussianPosterior, probabilistic: Collection[str], max_influence: float,
@@ -243,7 +242,7 @@ class Guard:
         weight = sum(weights) / len(weights)
         if len(sizes) < FEWEST:
             limits = torch.full_like(sizes[0], math.inf)
-            usual = self._usual(sizes) if len(sizes) >= self.fewest_ranked else limits.new_zeros(self.num_lengths)
+            usual = self._usual(sizes) if len(sizes) >= RANKED else limits.new_zeros(self.num_lengths)
             usual = torch.maximum(usual, self.memory.get("sizes", usual))
             if not self.is_alone:
                 bounds = torch.where(usual > 0, FEW * self.max_influence * usual, math.inf)
@@ -259,10 +258,6 @@ class Guard:
         shifts *= 1 + 2 / self._numels.sqrt()
         return Limits(self.max_influence * medians, weight)
 
-    def carried(self, state: RuleState, weights: Mapping[int, float]) -> RuleState:
-        """Return the rule's state for these weights of the clients, where it depends on them; by default as it is."""
-        return state
-
     def remember(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int]) -> None:
         """Let the sizes of a round's clients, as they count, be what is usual in later rounds of few clients."""
         usual = self._usual(sizes)
@@ -271,7 +266,11 @@ class Guard:
     def _usual(self, sizes: Tensor) -> Tensor:
         """Return the second largest lengths of whole updates over the clients; the largest where there are too few."""
         whole = torch.linalg.vector_norm(sizes[:, : self.num_lengths], dim=2)
-        return whole.topk(2, dim=0).values[1] if len(sizes) >= self.fewest_ranked else whole.amax(0)
+        return whole.topk(2, dim=0).values[1] if len(sizes) >= RANKED else whole.amax(0)
+
+    def clipped(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> ClientUpdate:
+        """Return the part of a client's update that counts, within its limits; arguments as for :meth:`clip`."""
+        return with_flat(update, *self.clip(update, limits, sizes))
 
     def clip(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance with every size within its limit; entries that are within stay as they are.
@@ -309,6 +308,14 @@ class Guard:
     def _parts(self, rows: Tensor) -> list[Tensor]:
         """Return each tensor's part of ``rows``, shape (clients, P); empty tensors have none."""
         return [part for part in rows.split(self._lengths, 1) if part.shape[1]]
+
+
+def with_flat(update: ClientUpdate, mean: Tensor, variance: Tensor) -> ClientUpdate:
+    """Return a checked update with other moments, which are not checked again."""
+    posterior = update.posterior.with_flat(mean, variance)
+    copy = object.__new__(ClientUpdate)
+    vars(copy).update(vars(update), posterior=posterior)
+    return copy
 
 
 def _rows(vectors: list[Tensor]) -> Tensor:

@@ -26,19 +26,16 @@ from lightning_fedbayes.fusion import FusionRule, RuleState
 from lightning_fedbayes.fusion.auto import AutoFusion, candidates
 from lightning_fedbayes.methods import Late, Method, Shared, get_method
 from lightning_fedbayes.methods.method import fused_by, joined, split
-from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation
+from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation, mean_variance
 from lightning_fedbayes.server.guard import Guard, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
-from lightning_fedbayes.server.site_guard import guard_of
+from lightning_fedbayes.server.site_guard import SiteGuard
 from lightning_fedbayes.server.versions import Versions, check_network, check_state, moved
 from lightning_fedbayes.server.weighting import CohortWeights, check_probabilistic, check_weighting
 
 HELD_OUT_LOSS = "held_out_loss/"
 """Prefix of the figures of a round that hold a candidate's loss on held-out data."""
-
-NO_BOUND = 1e30
-"""Multiple of the median client that bounds nothing: a guard that only works out what is counted of a late site."""
 
 Scorer = Callable[[Aggregate, "Sequence[Any]"], float]
 """Loss of a candidate on held-out data, of (its result, the notes of all processes)."""
@@ -220,15 +217,18 @@ class Server:
         self._outcomes, self._started = {}, {}
         self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
         previous, bound = self.posterior, self.safeguards.max_influence
-        if bound is None and self.versions is not None and self.method.takes_sites:
-            bound = NO_BOUND
+        if self.method.sends_means:
+            previous = GaussianPosterior.point_mass(previous.mean)
         if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else nobody needs it as one vector
             previous = previous.flattened()
         guard = None if bound is None or not self.method.bounded else self._guard(previous, bound, plan)
-        expected = self.buffers if self.method.sends else split(self.buffers)[0]
+        own, tensors = split(self.buffers)
+        sent = {name: tensors[name] for name in self.method.sent or tensors} if self.method.sends else {}
+        expected = joined(own, sent)
         self._aggregations = {
             name: Aggregation(
-                rule, self.weighting, previous, expected, self._rule_states[name], self.collective, guard
+                rule, self.weighting, previous, expected, self._rule_states[name], self.collective, guard,
+                self.method.adds,
             )
             for name, rule in self.rules.items()
         }
@@ -238,29 +238,16 @@ class Server:
         """Return what bounds the round's clients."""
         if self.is_new:
             self.sites, self.untold = {}, set()
-        rule, state = next(iter(self.rules.values())), next(iter(self._rule_states.values()))
-        counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
         part = 1.0 if self.versions is None else len(plan.cohort) * plan.share
-
-        def passes_of(client: int) -> float:
-            return max(1.0, part * (plan.round + 1 - self._started.get(client, plan.round)))
-
-        return guard_of(
-            rule, previous, state, self._probabilistic, bound, plan.share, counted_of, self._memory, part, passes_of
-        )
+        if self.method.adds:
+            counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
+            return SiteGuard(self.posterior, bound, counted_of, self._memory, plan.share == 1, part)
+        return Guard(previous, self._probabilistic, bound, self._memory, plan.share == 1, part)
 
     @property
     def is_new(self) -> bool:
         """True until a round has been fused by this method."""
-        alone = len(self.rules) == 1 and next(iter(self.rules.values())).keeps_sites
-        return not (self.rule_state if alone else self.accepted)
-
-    def begun(self, round: int) -> GaussianPosterior | None:
-        """Return the posterior that clients of ``round`` have started from; None if nobody waits for them any more."""
-        if round == (self.rounds if self._plan is None else self._plan.round):
-            return self.posterior
-        known = None if self.versions is None else self.versions.begun.get(round)
-        return None if known is None else known.posterior
+        return not self.accepted
 
     def admit(self, update: ClientUpdate | ClientFailure, started: int | None = None) -> ClientOutcome:
         """Take in what came of a client; an update that cannot be used is left out of the round.
@@ -409,19 +396,22 @@ class Server:
         buffers, averages = split(aggregate.buffers)
         heard = self._shared.share * sum(weight > 0 for weight in aggregate.weights.values())
         posterior, tensors = fused_by(self.method, self._shared, aggregate.posterior, averages, heard)
-        return replace(aggregate, posterior=posterior, buffers=joined(buffers, tensors))
+        own = self.method.figures(self._shared, posterior, tensors)
+        figures = {**aggregate.metrics, **mean_variance(posterior), **own}
+        return replace(aggregate, posterior=posterior, buffers=joined(buffers, tensors), metrics=figures)
 
     def _figures(
         self, outcomes: Sequence[ClientOutcome], valid: Sequence[ClientOutcome], excluded: int
     ) -> dict[str, float]:
         """Return counts, time and traffic of the round."""
+        told = {name: self._shared.tensors[name] for name in self.method.told or self._shared.tensors}
         figures = {
             "valid_clients": float(len(valid)),
             "failed_clients": float(len(outcomes) - len(valid)),
             "excluded_clients": float(excluded),
             "failed_rounds": float(self.failed_rounds),
             "seconds": time.perf_counter() - self._start,
-            "megabytes_down": (self.posterior.num_bytes + bytes_of(self._shared.tensors)) * len(outcomes) / 1e6,
+            "megabytes_down": (self.posterior.num_bytes + bytes_of(told)) * len(outcomes) / 1e6,
             "megabytes_up": sum(outcome.num_bytes for outcome in valid) / 1e6,
         }
         if self.collective.size > 1:

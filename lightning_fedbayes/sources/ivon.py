@@ -98,8 +98,8 @@ class IVON(Optimizer):
             return fb.IVON(self.parameters(), num_examples=50_000)
 
     Under :class:`~lightning_fedbayes.FederatedBayes` nothing else changes: the posteriors of the clients are fused as
-    those of Bayesian layers are, n is each client's number of examples, and the prior is what the rule makes of it (a
-    cavity, the global posterior). A client begins at the curvature of the global posterior. To predict, use
+    those of Bayesian layers are, n is each client's number of examples, and the prior is what the method makes of it (a
+    client's own, the global posterior). A client begins at the curvature of the global posterior. To predict, use
     :class:`~lightning_fedbayes.PosteriorPredictive`.
 
     When to use it: for a network that you will not rewrite. A parameter group with ``posterior=False`` has no
@@ -122,9 +122,8 @@ class IVON(Optimizer):
 
     State of a parameter: "precision" :math:`\Lambda`, "momentum" :math:`\bar g`, "square" v, "signal" P, "noise" Q,
     "step" t, "received" its value t − k at the start of a client's round, "examples" :math:`\lambda`; in a federation
-    also "prior_precision" A, "prior_shift" b and "prior_weight" :math:`\rho` of a prior that is
-    :math:`\exp(b\theta - \tfrac12 A \theta^2)` to the power of :math:`1 / \rho`. Then :math:`\Lambda` is
-    :math:`(\lambda c v + A) / \rho`, and :math:`A m - b` stands for A m.
+    also "prior_precision" A and "prior_shift" b of a prior :math:`\exp(b\theta - \tfrac12 A \theta^2)`, where
+    :math:`A m - b` stands for A m, and "fixed" where :math:`\Lambda` stays as it is.
 
     Raises:
         FederationError: an argument is out of range, or ``step`` has no gradient at a draw.
@@ -140,12 +139,12 @@ class IVON(Optimizer):
     """
 
     stacked_keys: ClassVar[frozenset[str]] = frozenset(
-        ("precision", "momentum", "square", "prior_precision", "prior_shift", "prior_weight")
+        ("precision", "momentum", "square", "prior_precision", "prior_shift")
     )
     """State of the parameter's shape."""
     sums: ClassVar[frozenset[str]] = frozenset(("signal", "noise"))
     """State that is one number, of a network's own; in a stack of networks always one for each, as ``counts``."""
-    counts: ClassVar[frozenset[str]] = frozenset(("step", "examples", "received"))
+    counts: ClassVar[frozenset[str]] = frozenset(("step", "examples", "received", "fixed"))
     """State that is one number; in a stack of networks one for each, of a shape that broadcasts with the parameter."""
 
     def __init__(
@@ -297,12 +296,11 @@ class IVON(Optimizer):
         steps, scale = (factors([state[name] for state in states], precisions) for name in ("step", "examples"))
         own = [state.get("prior_precision") for state in states]
         prior = self._prior(group) if own[0] is None else own
-        weights = [state.get("prior_weight") for state in states]
         if group["curvature"] == "squares":
-            newton = self._measure(group, states, sums, draws, steps, scale, prior, weights)
+            newton = self._measure(group, states, sums, draws, steps, scale, prior)
         else:
             newton = None
-            self._follow(group, states, sums, draws, scale, prior, weights)
+            self._follow(group, states, sums, draws, scale, prior)
         # the mean: λ g + A m - b
         gradients = [each.gradient for each in sums]
         if draws > 1:
@@ -318,8 +316,6 @@ class IVON(Optimizer):
         rate = float(group["lr"])
         if newton is None:  # over ρ Λ
             foreach.div_(move, precisions)
-            if weights[0] is not None:
-                foreach.div_(move, weights)
             foreach.add_(parameters, move, alpha=-rate * group["hessian_init"])
         elif rate:  # over λ √v / lr + (λ c v + A) / LONGEST
             divisors = foreach.sqrt([state["square"] for state in states])
@@ -332,15 +328,13 @@ class IVON(Optimizer):
 
     def _follow(
         self, group: dict[str, Any], states: list[dict[str, Any]], sums: list[Sum], draws: int, scale: Factors,
-        prior: float | list[Tensor], weights: list[Any],
+        prior: float | list[Tensor],
     ) -> None:
         """Update the precisions as Shen et al. do: every entry follows its own estimate."""
         precisions = [state["precision"] for state in states]
-        # the change of Λ, relative to Λ: (λ ĥ + A) / ρ Λ - 1, where ĥ / Λ is the mean of gradient times (θ - m)
+        # the change of Λ, relative to Λ: (λ ĥ + A) / Λ - 1, where ĥ / Λ is the mean of gradient times (θ - m)
         change = foreach.mul([each.product for each in sums], [each / draws for each in scale])
         foreach.add_(change, foreach.mul(foreach.reciprocal(precisions), prior))
-        if weights[0] is not None:
-            foreach.div_(change, weights)
         foreach.sub_(change, 1.0)
         foreach.mul_(change, 1 - group["betas"][1])
         factor = foreach.mul(change, 0.5)
@@ -351,7 +345,7 @@ class IVON(Optimizer):
 
     def _measure(
         self, group: dict[str, Any], states: list[dict[str, Any]], sums: list[Sum], draws: int, steps: Factors,
-        scale: Factors, prior: float | list[Tensor], weights: list[Any],
+        scale: Factors, prior: float | list[Tensor],
     ) -> list[Tensor]:
         """Update the precisions from squared gradients, in the unit in which each tensor's estimates agree with them.
 
@@ -376,10 +370,13 @@ class IVON(Optimizer):
         memories = [1 - SHARE / (each + START + SHARE) for each in steps]
         wanted = foreach.mul(squares, unit_of(states, signals, noises, memories, scale))
         foreach.add_(wanted, prior)
-        begun = factors([state["received"] for state in states], precisions)
-        kept = [1 - larger(EARLY / (each - start), FALL) for each, start in zip(steps, begun)]
-        foreach.mul_(precisions, kept[0] if isinstance(kept[0], float) and len({*kept}) == 1 else kept)
-        foreach.maximum_(precisions, wanted if weights[0] is None else foreach.div(wanted, weights))
+        moving = [i for i, state in enumerate(states) if "fixed" not in state]
+        if moving:
+            own = [precisions[i] for i in moving]
+            begun = factors([states[i]["received"] for i in moving], own)
+            kept = [1 - larger(EARLY / (steps[i] - start), FALL) for i, start in zip(moving, begun)]
+            foreach.mul_(own, kept[0] if isinstance(kept[0], float) and len({*kept}) == 1 else kept)
+            foreach.maximum_(own, [wanted[i] for i in moving])
         if not isinstance(prior, float) or not prior:  # which may be negative, or 0 where no gradient has been
             foreach.maximum_(wanted, foreach.mul(precisions, LEAST))
         return wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -108,8 +109,7 @@ def unit_of(
         for name, new in (("signal", signals), ("noise", noises))
     )
     noise.clamp_min_(TINY)
-    root = torch.hypot(signal, 2 * noise.sqrt())
-    unit = torch.where(signal > 0, (signal + root) / (2 * noise), 2 / (root - signal))
+    unit = _mode(signal, noise)
     for name, values in (("signal", signal), ("noise", noise)):
         for state, value in zip(states, values.unbind()):
             state[name] = value.view_as(state[name]).to(state[name].dtype) if is_stack else value
@@ -118,6 +118,12 @@ def unit_of(
     else:
         units = unit.tolist() if device.type == "cpu" else [*unit.unbind()]
     return [each * factor for each, factor in zip(units, scale)]
+
+
+def _mode(signal: Tensor, noise: Tensor) -> Tensor:
+    """Return c of :func:`unit_of` from P and Q."""
+    root = torch.hypot(signal, 2 * noise.sqrt())
+    return torch.where(signal > 0, (signal + root) / (2 * noise), 2 / (root - signal))
 
 
 def first_state(parameter: Tensor, group: dict[str, Any], num_examples: int) -> dict[str, Tensor]:
@@ -157,3 +163,13 @@ def believed(precision: Tensor, prior: Tensor | float, scale: Tensor) -> dict[st
     curvature = torch.maximum(precision - prior, 0.01 * precision) / scale.to(precision)
     belief = torch.full((), BELIEF, dtype=precision.dtype, device=precision.device)
     return {"square": curvature, "signal": belief, "noise": belief.clone()}
+
+
+def precision_of(state: Mapping[str, Any]) -> Tensor:
+    r"""Return a parameter's precision; where the width is fixed, the one that its curvature measures,
+    :math:`\lambda c v + A`."""
+    if "fixed" not in state:
+        return state["precision"]
+    like, unit = state["square"], _mode(state["signal"], state["noise"].clamp_min(TINY))
+    scale = unit.reshape(-1)[0].to(like) * state["examples"].reshape(-1)[0].to(like)
+    return scale * like + state["prior_precision"]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core import errors
-from lightning_fedbayes.core.changes import decoded
 from lightning_fedbayes.core.errors import (
     FedBayesError,
     FusionError,
@@ -33,10 +32,7 @@ COUNTED = "counted"
 """Name of what the server has counted of a client's site, where the client is to keep that."""
 MOST_TEXT = 500
 """Characters of what a failure says that are shown."""
-CHANGES = ("change", "growth")
-"""Kinds of arrays that a client sends in the place of mean and variance: :mod:`lightning_fedbayes.core.changes`."""
-MOMENTS = ("mean", "variance", *CHANGES)
-KINDS = (*MOMENTS, "buffer", "linearised", "frozen")
+KINDS = ("mean", "variance", "buffer", "linearised", "frozen")
 """Kinds of arrays; a key is the kind, a slash and the parameter's or buffer's name. The last two stand alone: they say
 of what kind the posterior is, and what the frozen parameters are that nobody sends."""
 SENT = (torch.float32, torch.float64)
@@ -47,57 +43,39 @@ def tensors_of(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> d
     """Return posterior and buffers as the tensors of a message: float64 and integers as they are, others in float32.
 
     Deterministic parameters send no variance. Keys are ``mean/<name>``, ``variance/<name>`` and ``buffer/<name>``, and
-    ``linearised/`` if the posterior is. Of a posterior that travels as its change
-    (:meth:`~lightning_fedbayes.GaussianPosterior.travelling`), ``change/<name>`` and ``growth/<name>``, float16, stand
-    for mean and variance.
+    ``linearised/`` if the posterior is.
 
     Args:
         posterior: means and variances, any floating dtype; bfloat16 is exact in float32.
         buffers: name → tensor.
     """
-    stored, changes = posterior.state_dict(), posterior.changes
-    parts = {kind: {n: v for n, v in stored[kind].items() if n not in changes} for kind in ("mean", "variance")}
-    parts["buffer"] = dict(buffers)
+    stored = posterior.state_dict()
+    parts = {"mean": stored["mean"], "variance": stored["variance"], "buffer": dict(buffers)}
     if posterior.linearised:
         parts["linearised"] = {"": torch.ones(1)}
-    sent = {f"{kind}/{name}": _sendable(value) for kind, part in parts.items() for name, value in part.items()}
-    coded = {f"{kind}/{name}": part for name, both in changes.items() for kind, part in zip(CHANGES, both)}
-    return sent | {key: part.detach().cpu() for key, part in coded.items()}
+    return {f"{kind}/{name}": _sendable(value) for kind, part in parts.items() for name, value in part.items()}
 
 
-def posterior_in(
-    tensors: Mapping[str, Tensor], who: str, about: GaussianPosterior | None = None
-) -> tuple[GaussianPosterior, dict[str, Tensor]]:
+def posterior_in(tensors: Mapping[str, Tensor], who: str) -> tuple[GaussianPosterior, dict[str, Tensor]]:
     """Return the posterior and buffers of :func:`tensors_of`, in the dtypes they were sent in.
 
     Args:
         tensors: of a message; nothing in it is trusted.
         who: whose they are, for messages.
-        about: what the sender started from, of which it may send the change; None: it may not.
 
     Raises:
         FusionError: a tensor of another kind, a mean or variance that is neither float32 nor float64, a negative
-            variance, a variance without a mean, or a change that is none of ``about``.
+            variance, or a variance without a mean.
     """
     parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
     for key, value in tensors.items():
         kind, _, name = key.partition("/")
         if kind not in parts:
             raise FusionError(f"{who}: array '{key}' is none of {', '.join(f'{known}/…' for known in KINDS)}")
-        if kind in CHANGES and value.dtype != torch.float16:
-            raise FusionError(f"{who}: array '{key}' is {value.dtype}; changes are numbers of float16")
-        if kind not in (*CHANGES, "buffer") and value.dtype not in SENT:
+        if kind != "buffer" and value.dtype not in SENT:
             why = "means and variances are floating-point numbers, in float32 or float64"
             raise FusionError(f"{who}: array '{key}' is {value.dtype}; {why}")
         parts[kind][name] = value
-    for name in {**parts["change"], **parts["growth"]}:
-        sent = {kind: parts[kind][name] for kind in MOMENTS if name in parts[kind]}
-        if tuple(sent) != CHANGES or about is None or name not in about.mean:
-            raise FusionError(
-                f"{who}: '{name}' comes as {' and '.join(sent)}; a change is that of what the client was sent, mean "
-                "and variance together, and nothing stands beside it"
-            )
-        parts["mean"][name], parts["variance"][name] = _after(sent, about.mean[name], about.variance[name], who, name)
     orphans = sorted(parts["variance"].keys() - parts["mean"].keys())
     if orphans:
         raise FusionError(f"{who}: variances without a mean: {listed(orphans)}")
@@ -108,20 +86,9 @@ def posterior_in(
     return posterior, parts["buffer"]
 
 
-def _after(
-    sent: Mapping[str, Tensor], mean: Tensor, variance: Tensor, who: str, name: str
-) -> tuple[Tensor, Tensor]:
-    """Return the moments of a parameter after the change of :data:`CHANGES` that was ``sent``."""
-    change, growth = sent.values()
-    if any(part.shape != mean.shape for part in (change, growth)):
-        raise FusionError(f"{who}: the change of '{name}' has another shape than its mean, {tuple(mean.shape)}")
-    after = decoded((change, growth), (mean.cpu().double(), variance.cpu().double()))
-    return after[0].to(mean.dtype), after[1].to(mean.dtype)
-
-
 def probabilistic_names(arrays: Mapping[str, Any]) -> set[str]:
-    """Return the names of the parameters that come with a variance, or with its change."""
-    return {key.partition("/")[2] for key in arrays if key.startswith(("variance/", "growth/"))}
+    """Return the names of the parameters that come with a variance."""
+    return {key.partition("/")[2] for key in arrays if key.startswith("variance/")}
 
 
 def digest_in(tensors: Iterable[str]) -> str:
@@ -211,13 +178,12 @@ def failure_in(config: Mapping[str, Any]) -> str:
     return f" in {stage}: {name} ({f'{meaning} {hint[0].upper()}{hint[1:]}.' if meaning else hint})"
 
 
-def read_update(message: Message, probabilistic: set[str], about: GaussianPosterior | None = None) -> ClientUpdate:
+def read_update(message: Message, probabilistic: set[str]) -> ClientUpdate:
     """Return the update in a client's message.
 
     Args:
         message: of the client.
         probabilistic: names of the parameters that must come with a variance, and no others.
-        about: the posterior that the client started from; None if it is not known any more.
 
     Raises:
         FusionError: it cannot be used. Values and shapes are checked by :class:`~lightning_fedbayes.Server`.
@@ -225,7 +191,7 @@ def read_update(message: Message, probabilistic: set[str], about: GaussianPoster
     who = f"client {message.client}"
     if not message.tensors:
         raise FusionError(f"{who}: its reply has no arrays")
-    posterior, buffers = posterior_in(message.tensors, who, about)
+    posterior, buffers = posterior_in(message.tensors, who)
     wrong = sorted(probabilistic_names(message.tensors) ^ probabilistic)
     if wrong:
         raise FusionError(

@@ -211,8 +211,7 @@ class Rounds:
             answer = answers.get(client, FusionError(f"client {client}: no reply within {self._timeout:g} s"))
             if isinstance(answer, FedBayesError):
                 raise answer
-            assert self.server is not None
-            return read_update(answer, self._probabilistic, self.server.begun(answer.round - 1))
+            return read_update(answer, set() if self.method.sends_means else self._probabilistic)
         except FedBayesError as refusal:
             return ClientFailure(client, refusal)
 

@@ -41,11 +41,10 @@ def test_the_pooled_posterior_is_where_the_elbo_is_stationary(few):
 
 def test_sites_come_near_the_pooled_posterior_and_averages_do_not(few):
     pooled, clients = logistic.pooled_posterior(few), fb.SizesPartition((50, 20, 10))
-    sites, average = (logistic.run(few, pooled, clients, 15, 0, fusion=rule) for rule in ("sites", "weighted_average"))
-    assert sites["kl"][-1] < 0.005 < 0.1 < average["kl"][-1]
+    sites, average = (logistic.run(few, pooled, clients, 60, 0, fusion=rule) for rule in ("sites", "weighted_average"))
+    assert sum(sites["kl"][-20:]) / 20 < 0.03 < 0.1 < min(average["kl"])  # six variances of noisy gradients
     assert sites["mean_error"][-1] < 0.1
-    assert sites["held_back"] == 0
-    assert reached(sites) < 15
+    assert reached(sites) < 60
     assert reached(average) == math.inf
 
 
@@ -70,13 +69,14 @@ def test_the_images_in_a_folder_are_trained_on_and_scored(rule, tmp_path, monkey
     result = result_of(Cell("fashion_mnist", "IID", rule, "fixed", 0), tmp_path)
     assert 0 <= result["accuracy"] <= 1
     assert (result["mutual_information"] > 0) == (rule == "sites")
-    parameters = 44_426 + 41_854 * (rule == "sites")  # of LeNet, and the variances of its last three layers
-    assert result["megabytes"] == pytest.approx(2 * 4e-6 * parameters)
+    parameters, gaussian = 44_426, 41_854  # of LeNet, and of its last three layers
+    numbers = 2 * parameters + gaussian + 2 if rule == "sites" else parameters
+    assert result["megabytes"] == pytest.approx(2 * 4e-6 * numbers)
 
 
 def test_bars_compare_with_the_best_rule_of_the_same_seed_and_clients():
     def cell(rule, nll, ece, accuracy, split="Dirichlet(0.1)"):
-        scores = {"nll": nll, "ece": ece, "accuracy": accuracy, "held_back": 0.0}
+        scores = {"nll": nll, "ece": ece, "accuracy": accuracy}
         return {Cell("fashion_mnist", split, rule, "fixed", 0): scores}
 
     results = {
@@ -86,13 +86,13 @@ def test_bars_compare_with_the_best_rule_of_the_same_seed_and_clients():
     line = fashion_mnist_bars(rows_of(results, "fashion_mnist")).splitlines()[-1]
     assert [each.strip() for each in line.strip("|").split("|")] == [
         "Dirichlet(0.1)", "0", "0.400", "0.450 (conflation, fixed)", "0.050", "0.020 (linear_pool, fixed)", "-0.6",
-        "yes", "**no**", "**no**", "0",
+        "yes", "**no**", "**no**",
     ]
 
 
 def test_cells_are_kept_and_a_page_takes_their_tables(tmp_path):
     cell = Cell("logistic", "IID", "sites", "fixed", 0)
-    result = {"kl": [0.1, 0.01], "mean_error": [0.5, 0.1], "variance_ratio": [1.0, 1.0], "held_back": 0.0}
+    result = {"kl": [0.1, 0.01], "mean_error": [0.5, 0.1], "variance_ratio": [1.0, 1.0]}
     keep(tmp_path / "cells.jsonl", cell, result)
     assert read(tmp_path / "cells.jsonl") == {cell: result}
     assert reached(result) == 2

@@ -30,9 +30,9 @@ VALIDATION = {"val/accuracy", "val/nll", "val/ece", "val/brier", "val/entropy", 
               "val/kwon_aleatoric", "val/kwon_epistemic",
               "val/client_accuracy", "val/worst_client_accuracy", "val/retained_area_entropy",
               "val/retained_area_kwon_aleatoric", "val/retained_area_kwon_epistemic", "val/retained_area_epistemic"}
-CONSTANT = {"federation/megabytes_down", "federation/failed_clients", "federation/failed_rounds",
-            "federation/excluded_clients"}
-FEDERATION = {"federation/seconds", "federation/megabytes_up", "federation/posterior_variance",
+CONSTANT = {"federation/failed_clients", "federation/failed_rounds", "federation/excluded_clients"}
+FEDERATION = {"federation/seconds", "federation/megabytes_up", "federation/megabytes_down",
+              "federation/posterior_variance",
               "federation/disagreement", "federation/effective_clients", "federation/train_loss"}
 OF_CLIENTS = {f"client_{figure}/{client}" for figure in ("accuracy", "train_loss") for client in range(CLIENTS)}
 TRAINING = {"train/nll", "train/kl", "train/kl_factor"}
@@ -43,7 +43,7 @@ IMAGES = {"federation/clients_by_class": 0, "val/calibration": ROUNDS, "val/accu
 CURVES = {"val/calibration_curve": [1, 2, 3], "val/retained_curve": [1, 2, 3],
           "test/calibration_curve": [ROUNDS], "test/retained_curve": [ROUNDS]}
 TEST = {f"test/{name.removeprefix('val/')}" for name in VALIDATION}
-SETTINGS = {"clients": CLIENTS, "fusion": "sites", "weighting": "train_size", "seed": 7,
+SETTINGS = {"clients": CLIENTS, "fusion": fb.Sites().described, "weighting": "train_size", "seed": 7,
             "local_epochs": 1, "fraction": 1.0, "engine": "vectorized", "buffers": "average",
             "keep": [], "min_clients": 1, "local_parameters": []}
 COLUMNS = ["client", "examples", "rounds", "failures", "weight", "train_loss", "accuracy", "seconds", "megabytes_up",
@@ -137,10 +137,13 @@ def test_the_rounds_have_the_figures_of_the_federation(logged):
         assert figures["federation/seconds"] > 0
         assert figures["federation/posterior_variance"] > 0
         assert 1 <= figures["federation/effective_clients"] <= CLIENTS
-        # mean and variance of each float32 parameter that is Gaussian, the mean of the others: once per client
-        parameters = (64 * 12 + 12) + 2 * (12 * 10 + 10)
-        assert figures["federation/megabytes_up"] == pytest.approx(CLIENTS * parameters * 4 / 1e6)
-        assert figures["federation/megabytes_down"] == pytest.approx(CLIENTS * parameters * 4 / 1e6)
+        # once per client: up mean and gradient of each parameter, precision of each Gaussian one, and two numbers, all
+        # float32; down mean and variance, and in float64 the sum of gradients and two numbers
+        gaussian = 12 * 10 + 10
+        parameters = 64 * 12 + 12 + gaussian
+        up, down = 4 * (2 * parameters + gaussian + 2), 4 * (parameters + gaussian) + 8 * (parameters + 2)
+        assert figures["federation/megabytes_up"] == pytest.approx(CLIENTS * up / 1e6)
+        assert figures["federation/megabytes_down"] == pytest.approx(CLIENTS * down / 1e6)
 
 
 # -- Weights & Biases --------------------------------------------------------------------------------------------------
@@ -411,14 +414,14 @@ class Failing(fb.HybridBayesianClassifier):
             raise RuntimeError("no power")
 
 
-def charts_of(clients, model=fb.HybridBayesianClassifier):
+def charts_of(clients, model=fb.HybridBayesianClassifier, fusion=None):
     """The rows of the rounds of a federation with ``clients``."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(200, 4), torch.randint(0, 2, (200,)))
-    charts = Charts()
+    charts, federation = Charts(), fb.FederatedBayes(fb.IIDPartition(clients), fusion=fusion)
     trainer = L.Trainer(
         max_epochs=3, accelerator="cpu", logger=charts, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, check_val_every_n_epoch=2, callbacks=[fb.FederatedBayes(fb.IIDPartition(clients))],
+        enable_model_summary=False, check_val_every_n_epoch=2, callbacks=[federation],
     )
     trainer.fit(model(mlp(4, 2), bayesian_last=1), DataLoader(data, 8), DataLoader(data, 200))
     return [row for row in charts.rows if "federation/seconds" in row]
@@ -435,7 +438,7 @@ def test_many_clients_are_a_band_of_quantiles():
 
 
 def test_counts_of_failures_are_drawn_from_the_first_failure_on():
-    rows = charts_of(5, Failing)
+    rows = charts_of(5, Failing, "reverse_kl_barycenter")  # whose clients send as much as they are sent
     assert [row.get("federation/failed_clients") for row in rows] == [None, 1, 0]
     assert [row.get("federation/failed_rounds") for row in rows] == [None, None, None]
     assert [row.get("federation/megabytes_down", 0) > row["federation/megabytes_up"] for row in rows] == [

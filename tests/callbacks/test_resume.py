@@ -155,7 +155,9 @@ def run(
 
 def state(module, fed, made) -> dict[str, torch.Tensor]:
     """All that a federation leaves behind."""
-    figures = {k: v for k, v in made.callback_metrics.items() if "seconds" not in k}
+    last = {f"federation/{name}" for name in fed.history[-1]}  # others are of earlier rounds
+    figures = {k: v for k, v in made.callback_metrics.items()
+               if "seconds" not in k and (k in last or not k.startswith("federation/sites/"))}
     variances = {f"variance/{n}": v for n, v in fed.posterior.variance.items()}
     return {**module.state_dict(), **figures, **variances}
 
@@ -348,7 +350,8 @@ def test_local_parameters_cannot_change_between_runs(tmp_path):
     ("changed", "told"),
     [
         ({}, None),
-        ({"fusion": "conflation"}, "fusion=conflation (was sites), weighting=none (was train_size)"),
+        ({"fusion": "conflation"},
+         f"fusion=conflation (was {fb.Sites().described}), weighting=none (was train_size)"),
         ({"fraction": 0.8, "weighting": "equal"}, "fraction=0.8 (was 0.6), weighting=equal (was train_size)"),
         ({"local_epochs": 2, "keep": ["optimizer"], "buffers": "frozen"},
          "local_epochs=2 (was 1), keep=['optimizer'] (was []), buffers=frozen (was average)"),

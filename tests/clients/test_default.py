@@ -10,25 +10,27 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients import default
-from lightning_fedbayes.fusion import Sites
 from lightning_fedbayes.layers import LinearReparameterization
+from lightning_fedbayes.layers.priors import ScaleMixturePrior
 from lightning_fedbayes.methods import averaging
 from tests.federations import Plain, bayesian, federate
 
 
-def unlike_priors() -> Plain:
-    layers = LinearReparameterization(6, 4, prior_std=0.5), LinearReparameterization(4, 3)
+def unlike_priors(**prior) -> Plain:
+    torch.manual_seed(0)
+    layers = LinearReparameterization(6, 4, prior_std=0.5), LinearReparameterization(4, 3, **prior)
     return Plain(torch.nn.Sequential(*layers))
 
 
 AVERAGES = {
     "weighting": (bayesian, {"weighting": "max_discrepancy"}, "weighting='max_discrepancy' is given"),
     "one client": (Plain, {"partition": fb.IIDPartition(1)}, "one client is ordinary training"),
-    "Laplace": (Plain, {"posterior": fb.Laplace()}, "neither of Bayesian layers nor of IVON"),
-    "published IVON": (partial(Plain, optimizer=partial(fb.IVON, curvature="ivon")), {}, "nor of IVON by squares"),
-    "no prior": (partial(Plain, optimizer=partial(fb.IVON, prior_std=float("inf"))), {}, "share one normal prior"),
-    "point masses": (Plain, {}, "no layer is Bayesian"),
-    "priors": (unlike_priors, {}, "not all parameters share one normal prior"),
+    "SWAG": (Plain, {"posterior": fb.SWAG()}, r"SWAG() has no width that follows the data"),
+    "published IVON": (partial(Plain, optimizer=partial(fb.IVON, curvature="ivon")), {},
+                       "IVON(curvature='ivon') has no width that follows the data"),
+    "no prior": (partial(Plain, optimizer=partial(fb.IVON, prior_std=float("inf"))), {}, "has no normal prior"),
+    "point masses": (Plain, {}, "no parameter has a posterior"),
+    "another prior": (partial(unlike_priors, prior=ScaleMixturePrior(0.5, 1.0, 0.1)), {}, "has no normal prior"),
 }
 
 
@@ -55,12 +57,18 @@ def test_more_than_the_memory_is_averaged(monkeypatch):
     assert made.described()["fusion"] == "reverse_kl_barycenter"
 
 
-@pytest.mark.parametrize("make", [
-    partial(bayesian, prior_std=0.5), partial(Plain, optimizer=partial(fb.IVON, prior_std=0.5)),
-], ids=["layers", "IVON"])
-def test_elsewhere_it_is_sites_with_the_prior_of_the_posterior(make, caplog):
+UNLIKE = {f"net.{i}.{name}": std for i, std in enumerate((0.5, 1.0)) for name in ("weight", "bias")}
+
+
+@pytest.mark.parametrize(("make", "options", "sites"), [
+    (partial(bayesian, prior_std=0.5), {}, fb.Sites(prior_std=0.5)),
+    (partial(Plain, optimizer=partial(fb.IVON, prior_std=0.5)), {}, fb.Sites(prior_std=0.5)),
+    (Plain, {"posterior": fb.Laplace(prior_std=0.5)}, fb.Sites(prior_std=0.5)),
+    (unlike_priors, {}, fb.Sites(prior_std=UNLIKE)),
+], ids=["layers", "IVON", "Laplace", "unlike priors"])
+def test_elsewhere_it_is_sites_with_the_priors_of_the_posterior(make, options, sites, caplog):
     modules = [make() for _ in range(2)]
-    federations = [fb.FederatedBayes(fb.IIDPartition(3), **each) for each in ({}, {"fusion": Sites(prior_std=0.5)})]
+    federations = [fb.FederatedBayes(fb.IIDPartition(3), **{**options, **each}) for each in ({}, {"fusion": sites})]
     with caplog.at_level(logging.INFO):
         for module, made in zip(modules, federations):
             federate(module, made, 2)
@@ -73,7 +81,7 @@ def test_elsewhere_it_is_sites_with_the_prior_of_the_posterior(make, caplog):
 def test_another_fit_chooses_anew():
     made = fb.FederatedBayes(fb.IIDPartition(3))
     federate(bayesian(), made, 1)
-    assert made.described()["fusion"] == "sites"
+    assert made.described()["fusion"].startswith("sites(")
     federate(Plain(), made, 1)
     assert made.described()["fusion"] == "reverse_kl_barycenter"
 

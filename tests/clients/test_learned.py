@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.learned import KEPT, natural_prior
-from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior
+from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior
 from lightning_fedbayes.sources.ivon_state import first_state
 from tests.federations import FEATURES, Plain, blobs, federate, loader, network, trainer
 
@@ -104,23 +104,20 @@ def pairs_of_draws(monkeypatch):
 
 
 @pytest.mark.usefixtures("pairs_of_draws")
-@pytest.mark.parametrize(("engine", "fusion"), [
-    ("sequential", fb.Sites(prior_std=0.2)), ("vectorized", fb.Sites(1.0, 0.3, prior_std=0.2)),
-])
-def test_sites_end_at_the_posterior_of_the_pooled_data(engine, fusion):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sites_end_at_the_posterior_of_the_pooled_data(engine):
     random = torch.Generator().manual_seed(0)
     sizes, centres = (30, 60, 120), (-1.0, 0.5, 2.0)
     parts = {f"c{k}": TensorDataset(centre + torch.randn(size, 2, generator=random))
              for k, (size, centre) in enumerate(zip(sizes, centres))}
     data = torch.cat([part.tensors[0] for part in parts.values()])
-    options = {"lr": 0.5, "curvature": "ivon"}  # whose estimate of a quadratic has no noise at such pairs of draws
-    module = Location(prior_std=0.2, betas=(0.0, 0.5), samples=2, **options)
-    federation = fb.FederatedBayes(fusion=fusion, local_epochs=12, engine=engine)
-    trainer(40, [federation]).fit(module, DataLoader(fb.ClientDatasets(parts), batch_size=200))
+    module = Location(prior_std=0.2, betas=(0.0, 0.9), samples=2, lr=0.2)
+    federation = fb.FederatedBayes(fusion=fb.Sites(prior_std=0.2), local_epochs=60, engine=engine)
+    trainer(20, [federation]).fit(module, DataLoader(fb.ClientDatasets(parts), batch_size=200))
     precision = len(data) + 0.2**-2
     found = federation.posterior
-    assert torch.allclose(found.variance["mean"], torch.full((2,), 1 / precision), rtol=1e-3)
-    assert ((found.mean["mean"] - data.sum(0) / precision).abs() < 1e-2 * precision**-0.5).all()
+    assert 0.5 < float(found.variance["mean"].mean()) * precision < 1.5  # its unit is an estimate
+    assert ((found.mean["mean"] - data.sum(0) / precision).abs() < 0.5 * precision**-0.5).all()
 
 
 def test_a_first_round_begins_at_the_optimizer_s_own_curvature_and_a_later_one_at_the_global_posterior():
@@ -158,18 +155,16 @@ def test_a_precision_falls_anew_in_every_round_of_a_client_that_keeps_its_state(
             torch.testing.assert_close(state["precision"], factor * precision)
 
 
-def test_a_cavity_and_a_prior_are_what_the_optimizer_reads():
+def test_a_local_problem_and_a_prior_are_what_the_optimizer_reads():
     like = torch.zeros(3)
     normal = natural_prior(NormalPrior(torch.full((3,), 2.0), torch.full((3,), 0.5)), like)
     assert torch.allclose(normal["prior_precision"], torch.full((3,), 4.0))
     assert torch.allclose(normal["prior_shift"], torch.full((3,), 8.0))
-    fields = [torch.rand(3) + i for i in range(5)]
-    cavity = CavityPrior(*fields)
-    found = natural_prior(cavity, like)
+    local = LocalPrior(*(torch.rand(3) + i for i in range(3)))
+    found = natural_prior(local, like)
     at = torch.randn(3, requires_grad=True)
-    (gradient,) = torch.autograd.grad(cavity.kl(at, torch.ones(3)), at)
+    (gradient,) = torch.autograd.grad(local.kl(at, torch.ones(3)), at)
     assert torch.allclose(found["prior_precision"] * at - found["prior_shift"], gradient, atol=1e-5)
-    assert torch.equal(found["prior_weight"], cavity.step)
 
 
 def test_what_never_leaves_a_client_keeps_its_variance():
@@ -273,7 +268,7 @@ class Two(Own):
     ("module", "settings", "options", "message"),
     [
         (Own, {}, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2 with fb.IVON"),
-        (Own, {"fusion": fb.Sites(renyi=0.5)}, {}, "renyi= needs Bayesian layers"),
+        (lambda: Own(curvature="ivon"), {"fusion": "sites"}, {}, "leave curvature= at 'squares'"),
         (Own, {"fusion": fb.Sites(prior_std=2.0)}, {}, "fb.Sites"),
         (lambda: Own(prior_std=float("inf")), {"fusion": "sites"}, {}, "no prior"),
         (Layers, {}, {}, "is a parameter of a Bayesian layer.*posterior=False"),
@@ -328,10 +323,10 @@ def test_the_module_s_hooks_and_predictions_work_after_training():
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_client_of_ivon_keeps_what_its_next_round_reads(engine):
-    """Not the precision, which is the global posterior's, nor the prior: 24 bytes per parameter with a site."""
+    """Not the precision, which is the global posterior's, nor the prior: with a site 24 bytes each, and two counts."""
     made = fb.FederatedBayes(fb.IIDPartition(3), fusion="sites", engine=engine)
     federate(Plain(optimizer=fb.IVON), made, 2)
     state = made.federation.engine.states.of(0)
     assert {key for entries in state.optimizers[0].values() for key in entries} <= {*KEPT}
     kept = [*state.kept.values(), *(v for each in state.optimizers[0].values() for v in each.values() if v.dim())]
-    assert sum(each.numel() * each.element_size() for each in kept) == 24 * made.posterior.num_parameters
+    assert sum(each.numel() * each.element_size() for each in kept) == 24 * made.posterior.num_parameters + 16

@@ -9,8 +9,6 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from tests.federations import Plain, bayesian, federate, loader
 
-from .test_sites import Exact, data, fit
-
 
 def federation(**options) -> fb.FederatedBayes:
     made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), keep=["posterior"], **options)
@@ -55,14 +53,17 @@ def test_between_the_ends_natural_parameters_are_interpolated():
         torch.testing.assert_close(personal.mean[name], shift / precision, rtol=1e-4, atol=1e-6)
 
 
-def test_with_sites_the_own_posterior_is_the_one_of_the_cavity_and_its_data():
-    """Not the site that is sent: for one client alone it is the posterior of all data, in the first round already."""
-    module = Exact("lbfgs")
-    made = fit(module, 1, fusion=fb.Sites(1.0, 1.0, "pvi"), keep=["posterior"], engine="sequential",
-               partition=fb.SizesPartition((60,)))
-    x, _ = data().tensors
-    precision = 1 + (x**2).sum(0) / 0.25
-    torch.testing.assert_close(1 / made.posterior_of(0).variance["layer.weight"][0], precision, rtol=1e-6, atol=0)
+def test_with_sites_the_own_posterior_is_that_of_the_local_problem():
+    """Not the means alone that are sent: those that it has trained, with the width of the global one it began with."""
+    module = bayesian()
+    before = fb.read_posterior(module)
+    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), keep=["posterior"], fusion="sites", engine="sequential")
+    federate(module, made, 1, loader())
+    own = made.posterior_of(0)
+    for name, variance in own.variance.items():
+        torch.testing.assert_close(variance, before.variance[name], rtol=1e-5, atol=0)
+        assert not torch.equal(own.mean[name], before.mean[name])
+        assert not torch.equal(own.mean[name], made.posterior.mean[name])
 
 
 @pytest.mark.parametrize("kind", [Plain, bayesian])

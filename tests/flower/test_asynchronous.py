@@ -58,7 +58,6 @@ CASES = {
     "sites": (hybrid, {"fusion": "sites"}, BY_TWO),
     "sites one by one": (hybrid, {"fusion": "sites", "local_epochs": 2}, fb.Asynchronous(buffer=1)),
     "sites of some": (Scheduled, {"fusion": "sites"}, fb.Asynchronous(concurrency=3, buffer=1)),
-    "sites in half precision": (hybrid, {"fusion": fb.Sites(half=True)}, fb.Asynchronous(buffer=1)),
     "sites of IVON": (Learned, {"fusion": "sites"}, fb.Asynchronous()),
     "an average": (hybrid, {"fusion": "reverse_kl_barycenter"}, fb.Asynchronous(buffer=3)),
     "an average by FedAsync": (hybrid, {"fusion": "linear_pool"}, LATE),

@@ -38,7 +38,7 @@ def test_only_what_trains_travels_and_it_is_what_one_process_has(make, options, 
     grid = LocalGrid(client_apps(make=make, state_folder=tmp_path, **options))
     result = run(grid, strategy, make=make)
     alone = in_process(make=make, **{**rule, **options}, seed=3)
-    assert {key.partition("/")[2] for key in result.arrays} == {*HEAD}
+    assert {key.partition("/")[2] for key in result.arrays if not key.startswith("buffer/method/")} == {*HEAD}
     for name in HEAD:
         assert torch.equal(strategy.server.posterior.mean[name], alone.posterior.mean[name])
         assert torch.equal(strategy.server.posterior.variance[name], alone.posterior.variance[name])

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -83,46 +82,36 @@ def noted(replies: list[Message], reply: Message) -> Message:
     return reply
 
 
-@pytest.mark.parametrize("make", [hybrid, ivon])
-def test_a_client_of_sites_sends_what_a_client_of_an_average_sends(tmp_path, monkeypatch, make):
-    """A mean and a variance per parameter, also when precisions are those of single examples; no site, no square."""
-    monkeypatch.setattr("lightning_fedbayes.fusion.sites.SETTLING", 1)
-    sent = {}
-    for fusion in ("rklb", "sites"):
-        replies: list[Message] = []
-        grid = LocalGrid(client_apps(make=make, fusion=fusion, state_folder=str(tmp_path / fusion)))
-        grid.change = dict.fromkeys(range(4), partial(noted, replies))
-        run(grid, FusionStrategy(fusion=fusion, wait_for=4), make=make)
-        sent[fusion] = [{name: list(record) for name, record in reply.content.items()} for reply in replies]
-        assert len(replies) == 12
-        assert not any(reply.has_error() for reply in replies)
-    assert sent["sites"] == sent["rklb"]
-    kinds = {key.partition("/")[0] for reply in sent["sites"] for key in reply["arrays"]}
-    assert kinds <= {"mean", "variance", "buffer"}
+@pytest.mark.parametrize("make", [hybrid, ivon, Plain])
+def test_a_client_of_sites_sends_means_and_changes_and_is_told_no_precisions_of_sites(tmp_path, make):
+    """Single precision: a mean and a gradient for each parameter, and a precision for each Gaussian one."""
+    asked, replies = [], []
+    grid = LocalGrid(client_apps(make=make, fusion="sites", state_folder=str(tmp_path)))
+    answer = grid._answer
 
+    def noted_both(message):
+        if message.metadata.message_type == "train":
+            asked.append(set(message.content["arrays"]))
+        return answer(message)
 
-@pytest.mark.parametrize("make", [hybrid, ivon])
-def test_changes_in_half_precision_are_all_that_stands_in_the_place_of_a_gaussian(tmp_path, make):
-    """The page on privacy lists them; of a Gaussian parameter nothing else travels, and of others no change."""
-    replies: list[Message] = []
-    fusion = fb.Sites(half=True)
-    grid = LocalGrid(client_apps(make=make, fusion=fusion, state_folder=str(tmp_path)))
+    grid._answer = noted_both
     grid.change = dict.fromkeys(range(4), partial(noted, replies))
-    strategy = FusionStrategy(fusion=fusion, wait_for=4)
+    strategy = FusionStrategy(fusion="sites", wait_for=4)
     run(grid, strategy, make=make)
-    assert "`arrays: change/*, growth/*`" in (Path(__file__).parents[2] / "docs" / "privacy.md").read_text()
     posterior = strategy.server.posterior
-    gaussian = {name for name, variance in posterior.variance.items() if variance.any()}
+    own = {f"buffer/{name}" for name, _ in make().named_buffers()}
+    means = {f"mean/{name}" for name in posterior.names}
+    gaussian = [name for name, variance in posterior.variance.items() if variance.any()]
+    entries = sum(posterior.mean[name].numel() for name in gaussian)
+    told = {f"buffer/method/{name}" for name in ("gradient", "examples", "clients")}
+    assert len(asked) == len(replies) == 12
+    assert all(arrays == means | own | told | {f"variance/{name}" for name in gaussian} for arrays in asked)
     for reply in replies:
-        assert not reply.has_error()
-        names = {kind: set() for kind in ("mean", "variance", "change", "growth", "buffer")}
-        for key, array in reply.content["arrays"].items():
-            kind, _, name = key.partition("/")
-            names[kind].add(name)
-            assert (array.numpy().dtype == "float16") == (kind in ("change", "growth"))
-        assert names["change"] == names["growth"] == gaussian
-        assert not names["variance"]
-        assert names["mean"] == set(posterior.names) - gaussian
+        arrays = {key: array.numpy() for key, array in reply.content["arrays"].items()}
+        sites = {key.removeprefix("buffer/method/"): arrays[key] for key in arrays.keys() - means - own}
+        sizes = {"gradient": posterior.num_parameters, "precision": entries, "examples": 1, "clients": 1}
+        assert {name: site.size for name, site in sites.items()} == sizes
+        assert all(arrays[key].dtype == "float32" for key in arrays.keys() - own)
 
 
 @pytest.mark.parametrize(("fusion", "beside"), [

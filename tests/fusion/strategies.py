@@ -12,9 +12,8 @@ from lightning_fedbayes.fusion import ServerOptimizer, SumRule, available_fusion
 RULES = [name for name in available_fusions() if name != "first_client"]
 WEIGHTED = [name for name in RULES if get_rule(name).uses_weights]
 UNWEIGHTED = [name for name in RULES if not get_rule(name).uses_weights]
-SITES = [name for name in RULES if get_rule(name).keeps_sites]
 STEPS = [name for name in RULES if isinstance(get_rule(name), ServerOptimizer)]
-CLOSED_FORMS = [name for name in RULES if isinstance(get_rule(name), SumRule) and name not in (*SITES, *STEPS)]
+CLOSED_FORMS = [name for name in RULES if isinstance(get_rule(name), SumRule) and name not in STEPS]
 UP_TO_FIVE = st.integers(1, 5)
 ATOMS = ("none", "tensors", "entries", "everything")
 SHAPES = ((), (1,), (3,), (2, 2), (1, 3, 2), (0,), (2, 0))

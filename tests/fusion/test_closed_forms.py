@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_fedbayes import GaussianPosterior, fuse
 from lightning_fedbayes.fusion import available_fusions, get_rule, rule_name
 
-from .strategies import ATOMS, CLOSED_FORMS, RULES, SITES, assert_same, cohorts
+from .strategies import ATOMS, CLOSED_FORMS, RULES, assert_same, cohorts
 
 ALIASES = {
     "weighted_average": ["nwa", "eaa", "fedavg", "centered_linear_pool"],
@@ -119,7 +119,7 @@ def test_dtype_and_shape_are_kept(rule, dtype):
     assert fused.names == clients[0].names
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in SITES])
+@pytest.mark.parametrize("rule", RULES)
 def test_half_precision_is_summed_in_double(rule):
     """A thousand clients whose sum of means would leave float16 far behind."""
     client = GaussianPosterior({"w": torch.tensor([100.0], dtype=torch.float16)},

@@ -236,6 +236,16 @@ def looped(number, num_examples, kept, problem, steps, rate, **shared):
     method.report(shared, client, fb.Trained(shared.posterior)).update(number, num_examples)
 
 
+def sited(gradients, precisions, **arguments):
+    """Take a round of sites in a loop of one's own."""
+    method, client = fb.Sites(**arguments), fb.Participant(0, 5)
+    server, shared = begun(fusion=method), fb.Shared(posterior(), method.init(posterior()))
+    method.problem(shared, client)
+    report = method.report(shared, client, fb.Trained(posterior(1.0), gradients, precisions))
+    server.admit(report.update(0, 5, {"running": torch.ones(2)}))
+    server.finish()
+
+
 class Plain(fb.BayesianModule):
     """A module of one's own."""
 
@@ -262,12 +272,6 @@ def rules():
         "NearestNeighbourMixing": {"then": "linear_pool", "byzantine": 0},
         "NormClipping": {"then": "linear_pool", "radius": 1.0},
         "Reliability": {"by": "ivar_vb", "then": "linear_pool"},
-        "BayesADMM": {"step": 0.1, "prior_mean": 0.0, "prior_std": 1.0, "pull": 0.1},
-        "PartitionedVI": {"damping": 0.3, "prior_mean": 0.0, "prior_std": 1.0},
-        "Sites": {
-            "step": 0.1, "damping": 0.5, "averaging": "admm", "prior_mean": 0.0, "prior_std": 1.0, "pull": 0.1,
-            "renyi": None,
-        },
         "TrimmedMean": {"trim": 0.1},
     }
     return {name: (partial(fused, getattr(fusion, name)), given) for name, given in arguments.items()}
@@ -280,9 +284,8 @@ def fused(kind, **arguments):
 def removed(**arguments):
     """The client of a federation by sites; None stands for a checkpoint of one."""
     posterior_state = {"mean": {"w": torch.zeros(1)}, "variance": {"w": torch.ones(1)}}
-    site = {"precision": torch.zeros(1).double(), "shift": torch.zeros(1).double()}
-    kept = {"sites": {"precision": torch.ones(1).double(), "shift": torch.zeros(1).double()}}
-    state = {"posterior": posterior_state, "rule_states": kept, "sites": {}, "clients": {0: {"kept": site}}}
+    site = {"gradient": torch.zeros(1).double(), "precision": torch.zeros(1).double()}
+    state = {"posterior": posterior_state, "rule_states": {}, "sites": {}, "clients": {0: {"kept": site}}}
     given = {"callbacks": {"FederatedBayes": state}} if arguments["federation"] is None else arguments["federation"]
     fb.remove_client(given, arguments["client"])
 
@@ -325,6 +328,9 @@ DOORS = {
     "FedNova": (fb.FedNova, {"rule": "linear_pool"}),
     "FedProx": (fb.FedProx, {"strength": 0.1, "rule": "linear_pool"}),
     "Scaffold": (fb.Scaffold, {"rule": "linear_pool"}),
+    "Sites": (sited, {
+        "prior_mean": 0.0, "prior_std": {"w": 1.0}, "gradients": {"w": torch.ones(1, 2), "b": torch.ones(1)},
+        "precisions": {"w": torch.ones(1, 2)}}),
     "register_method": (named, {"name": "a_method_of_a_test"}),
     "register_fusion": (registered, {"name": "a_rule_of_a_test", "aliases": ("its_other_name",)}),
     "available_fusions": (fb.available_fusions, {"aliases": True}),
@@ -396,12 +402,13 @@ DOORS = {
         "optimizer": {"momentum": torch.zeros(3), "square": torch.ones(3)}, "then": {}, "rounds": 1}),
     "Shared": (partial(looped, **CLIENT), SHARED),
     "Participant": (partial(looped, **SHARED), CLIENT),
-    "Trained": (fb.Trained, {"posterior": posterior(), "precisions": None}),
+    "Trained": (fb.Trained, {"posterior": posterior(), "gradients": {}, "precisions": {}}),
     "Quadratic": (
         lambda strength, slope, names, values, start: fb.Quadratic(strength, slope, names)(values, start),
         {"strength": 1.0, "slope": {"w": torch.ones(1, 2)}, "names": frozenset("wb"), "values": posterior(1.0).mean,
          "start": posterior().mean}),
-    "LocalProblem": (fb.LocalProblem, {"quadratic": fb.Quadratic(), "cavity": None, "start": posterior().mean}),
+    "LocalProblem": (fb.LocalProblem, {
+        "quadratic": fb.Quadratic(), "prior": None, "start": posterior().mean, "measures": False}),
     "Report": (
         lambda posterior, kept, sent, client, num_examples, buffers: begun().admit(
             fb.Report(posterior, kept, sent).update(client, num_examples, buffers)),

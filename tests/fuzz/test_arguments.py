@@ -28,7 +28,7 @@ NO_DOORS = {
     # base classes, which a user derives from: their subclasses are doors
     "Attack", "BayesianLayer", "FusionRule", "GramRule", "ImageDataModule", "InferredRule", "LearnedPosterior",
     "PosteriorSource", "Preaggregation", "Regressor", "ReliabilityRule", "ServerOptimizer", "SplitDataModule",
-    "StatefulSumRule", "SumRule", "TensorDataModule", "UpdateAttack",
+    "SumRule", "TensorDataModule", "UpdateAttack",
     # without arguments of their own
     "KwonAleatoric", "BrierScore", "CoordinateMedian", "DeterminantSharpness",
     "EnsembleCRPS", "KwonEpistemic", "GaussianCRPS", "GaussianFit", "GaussianNLL",

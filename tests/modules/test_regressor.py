@@ -63,7 +63,7 @@ def test_moments_of_a_prediction():
 def test_a_deterministic_network_has_no_epistemic_variance():
     network = mlp(6, 2)
     x = torch.randn(8, 6)
-    prediction = HybridBayesianRegressor(network, noise_std=NOISE_STD).predict_step(x)
+    prediction = HybridBayesianRegressor(network, bayesian_last=0, noise_std=NOISE_STD).predict_step(x)
     assert torch.equal(prediction.epistemic, torch.zeros(8, 2))
     assert torch.equal(prediction.mean, network(x))
     assert torch.allclose(prediction.variance, torch.full((8, 2), NOISE_STD**2))

@@ -170,12 +170,18 @@ def test_updates_of_several_threads_are_those_of_one(fusion):
     """Eight threads bring two thousand clients, who wait, stand out, are clipped: the same result but for rounding."""
     clients, random = 2000, torch.Generator().manual_seed(0)
     values = torch.randn(clients, generator=random).tolist()
+
+    def message(server, client):
+        sent = {f"method/{name}": torch.full_like(server.buffers[f"method/{name}"], abs(values[client])).float()
+                for name in server.method.sent}
+        return update(client, values[client], 0.0 if sent else 0.5, buffers=sent)
+
     results = []
     for threads in (1, 8):
         server = Server(START, fusion=fusion, weighting="equal")
         server.begin(RoundPlan(0, tuple(range(clients))))
         with ThreadPoolExecutor(threads) as pool:
-            outcomes = list(pool.map(lambda client, s=server: s.admit(update(client, values[client])), range(clients)))
+            outcomes = list(pool.map(lambda client, s=server: s.admit(message(s, client)), range(clients)))
         assert not [each.error for each in outcomes if each.error is not None]
         result = server.finish()
         assert result.figures["valid_clients"] == clients

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -142,6 +142,19 @@ class UpdateAttack(Attack):
                 f"parameter, shape {tuple(knowledge.previous.shape)}"
             )
         return GaussianPosterior(posterior.unflatten(mean, None).mean, posterior.variance)
+
+    def send_beside(self, tensors: Mapping[str, Tensor], knowledge: Knowledge) -> dict[str, Tensor]:
+        """Return what to send in place of a method's own ``tensors``: falsified as means are, about 0.
+
+        Single numbers stay, and so does everything where the attack waits for honest means.
+        """
+        found = dict(tensors)
+        for name, value in tensors.items() if not self.needs_honest else ():
+            if value.numel() > 1 and value.is_floating_point():
+                flat = value.flatten().double()
+                false = self.falsify(flat, replace(knowledge, previous=torch.zeros_like(flat)))
+                found[name] = false.view(value.shape).to(value.dtype)
+        return found
 
     @abstractmethod
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:

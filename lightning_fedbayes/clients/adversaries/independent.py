@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -195,7 +195,7 @@ class FalseVariance(UpdateAttack):
 
     When to use it: a client that claims to be sure (f < 1) owns a product of densities, and one that claims to know
     nothing (f > 1) spoils an average of variances. After another attack of the same client, for false means too. Point
-    masses stay as they are.
+    masses stay as they are. Under sites the change of the precision is divided by f.
 
     Args:
         clients: see :class:`~lightning_fedbayes.clients.adversaries.Attack`.
@@ -216,6 +216,10 @@ class FalseVariance(UpdateAttack):
         """Return the means as they are, with f σ² in place of σ²."""
         variances = {n: v if is_zero(v) else v * self.factor for n, v in posterior.variance.items()}
         return GaussianPosterior(posterior.mean, variances)
+
+    def send_beside(self, tensors: Mapping[str, Tensor], knowledge: Knowledge) -> dict[str, Tensor]:
+        """Return false precisions where a method sends such; by a factor of 0 infinite ones."""
+        return {name: value / self.factor if name == "precision" else value for name, value in tensors.items()}
 
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
         """Return the means as they are."""

@@ -158,7 +158,7 @@ class VectorizedEngine(Engine):
         return ClientStack(
             self.model, self.context.optimizers[0], self._step, clients, states,
             [each[0] if each else {} for each in begun], probed.stacked_keys, self._counts, probed.layouts,
-            self.cavities, problems, self.terms(clients, problems, stacked=True),
+            self.local, problems, self.terms(clients, problems, stacked=True),
         )
 
     def _prepare(self, batches: list[StackedBatch]) -> Any:
@@ -287,7 +287,8 @@ class VectorizedEngine(Engine):
             buffers, own = {}, {}
             try:
                 if slot not in self._failures:
-                    found = stack.precisions(slot, self.sizes[number], self.plan.local_epochs)
+                    client = self.client(self._positions[number])
+                    found = None if stack.measured is None else self.found(stack.measured, client, slot=slot)
                     posterior, buffers, own = self.sent_and_kept(number, posterior, stack.read_buffers(slot), found)
             except FusionError as unusable:
                 self._failures[slot] = unusable

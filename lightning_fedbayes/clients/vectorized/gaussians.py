@@ -1,4 +1,4 @@
-"""Gaussian parameters in a stack of clients: joint draws of the small ones, and cavities as their priors."""
+"""Gaussian parameters in a stack of clients: joint draws of the small ones, and the clients' own priors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_fedbayes.clients.cavities import RoundCavities, take_gradient
 from lightning_fedbayes.clients.model import Tensors
+from lightning_fedbayes.clients.problems import LocalPriors
 from lightning_fedbayes.clients.vectorized.schedule import Slots, take_rows
 from lightning_fedbayes.core.private_torch import (
     version_of,
@@ -19,7 +19,8 @@ from lightning_fedbayes.core.private_torch import (
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.kl import SMALL, JointDraw
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
-from lightning_fedbayes.layers.priors import CavityPrior, NormalPrior, Prior
+from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior, Prior
+from lightning_fedbayes.methods.method import Quadratic
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,15 @@ class JointDraws:
         gaussians: Gaussian parameters of the module.
         parameters: name → tensor of shape (clients, \\*).
         views: name → the same tensor as one client sees it.
-        cavities: the clients' cavities, if they are the priors.
+        local: the clients' own priors, if they have such.
     """
 
     def __init__(
         self, gaussians: GaussianParameters, parameters: Tensors, views: Mapping[str, Tensor],
-        cavities: StackedCavities | None = None,
+        local: StackedPriors | None = None,
     ) -> None:
         self._small = gaussians.small
-        self._cavities = cavities
+        self._local = local
         self._index: dict[tuple[int, int], int] = {}
         self._stacks: list[Tensor] = []
         names = gaussians.names
@@ -125,150 +126,150 @@ class JointDraws:
             return self._joint[-1] if same else None
         return self._prior.tallied(self._joint[-1], self._entries)
 
-    def cavity(self) -> CavityPrior | None:
-        """Return the joint cavity of the small parameters; None if they have other priors."""
-        return None if self._cavities is None else self._cavities.joint(self._small)
+    def local(self) -> LocalPrior | None:
+        """Return the clients' own joint prior of the small parameters; None if they have others."""
+        return None if self._local is None else self._local.joint(self._small)
 
-    def _joint_prior(self) -> tuple[float, float] | CavityPrior | None:
+    def _joint_prior(self) -> tuple[float, float] | LocalPrior | None:
         """Return the prior that the small parameters have in common; None if it has no closed form here."""
-        return shared_prior(self._small) if self._cavities is None else self.cavity()
+        return shared_prior(self._small) if self._local is None else self.local()
 
     def _changed(self) -> bool:
         """Return whether a parameter has been written into since the draw."""
         return [version_of(stack) for stack in self._stacks] != self._versions
 
 
-class StackedCavities:
-    """The cavities of the clients in a stack, as priors of the module's parameters.
+class StackedPriors:
+    """The own priors of the clients in a stack, as priors of the module's parameters.
 
     Args:
-        cavities: puts them into the network.
-        fields: curvature, slope and step of each client's, shape (clients, P).
+        local: puts them into the network.
+        own: each client's quadratic.
     """
 
-    def __init__(self, cavities: RoundCavities, fields: Sequence[Tensor]) -> None:
-        self._round = cavities
-        priors = cavities.priors(fields)
-        self._stacks = {name: priors[name] for name in cavities.parameters}
-        self._joint: CavityPrior | None = None
+    def __init__(self, local: LocalPriors, own: Sequence[Quadratic]) -> None:
+        self.local = local
+        priors = local.priors(own, stacked=True)
+        self._stacks = {name: priors[name] for name in local.layers}
+        self._joint: LocalPrior | None = None
         self._tally: Tensor | None = None
         self._installed: dict[tuple[int, str], Prior] = {}
-        self._chosen: dict[tuple[int, ...], StackedCavities] = {}
+        self._chosen: dict[tuple[int, ...], StackedPriors] = {}
 
-    def rows(self, slots: Slots) -> StackedCavities:
-        """Return the cavities of the clients in ``slots``, with a tally where precisions are measured."""
+    def rows(self, slots: Slots) -> StackedPriors:
+        """Return the priors of the clients in ``slots``, with tallies."""
         key = tuple(slots)
         if key not in self._chosen:
             chosen = copy.copy(self)
             first = next(iter(self._stacks.values())).curvature
-            chosen._tally = first.new_zeros(len(slots), requires_grad=True) if self._round.measures else None
+            chosen._tally = first.new_zeros(len(slots), requires_grad=True)
             chosen._joint = None if self._joint is None else _rows_of(self._joint, slots, chosen._tally)
             chosen._stacks = {
-                name: replace(_rows_of(stack, slots, chosen._tally), squares=self._squares(stack, len(slots)))
-                for name, stack in self._stacks.items()
+                name: replace(
+                    _rows_of(stack, slots, chosen._tally),
+                    squares=stack.curvature.new_zeros((len(slots), *stack.curvature.shape[1:]), requires_grad=True),
+                ) for name, stack in self._stacks.items()
             }
             self._chosen[key] = chosen
         return self._chosen[key]
 
-    def _squares(self, stack: CavityPrior, count: int) -> Tensor | None:
-        """Return the tallies of single examples of ``count`` clients; None if they are not asked for."""
-        if not self._round.measures or self._round.batch_part == 1:
-            return None
-        return stack.curvature.new_zeros((count, *stack.curvature.shape[1:]), requires_grad=True)
-
     def squares(self, name: str) -> Tensor | None:
         """Return the sums of squared gradients of single examples of a parameter, (clients, *); None if unknown."""
-        return take_gradient(self._stacks[name].squares)
+        return _taken(self._stacks[name].squares)
 
     def factors(self) -> Tensor | None:
         """Return the factor of each client's divergence in its loss, as the last backward pass has seen it, (clients,).
 
         None if it has seen none.
         """
-        if self._tally is None or self._tally.grad is None:
-            return None
-        factors, self._tally.grad = self._tally.grad / self._round.num_entries, None
-        return factors
+        found = _taken(self._tally)
+        return None if found is None else found / self.local.num_entries
 
     def of_means(self, name: str, means: Tensor) -> Tensor:
-        """Return the gradient of each client's divergence by the ``means`` of a parameter, shape (clients, *)."""
-        cavity = self._stacks[name]
-        return torch.addcmul(cavity.slope, means - cavity.mean, cavity.curvature)
+        """Return the gradient of each client's prior by the ``means`` of a parameter, shape (clients, *)."""
+        return self._stacks[name].gradients(means, means)[0]
 
     def join(self, gaussians: GaussianParameters) -> None:
-        """Lay the cavities of the small parameters side by side, for joint draws."""
-        names = {id(each.mean): name for name, each in self._round.parameters.items()}
+        """Lay the priors of the small parameters side by side, for joint draws."""
+        names = {id(each.mean): name for name, each in self.local.layers.items()}
         if gaussians.small and all(id(each.mean) in names for each in gaussians.small):
             parts = [self._stacks[names[id(each.mean)]] for each in gaussians.small]
             mean = torch.cat([part.mean.flatten() for part in parts])
-            std = torch.cat([part.std.flatten() for part in parts])
             own = [torch.cat([each.flatten(1) for each in field], 1) for field in zip(*map(_own, parts))]
-            self._joint = with_own(replace(parts[0], mean=mean, std=std), own)
+            self._joint = with_own(replace(parts[0], mean=mean), own)
 
     @contextmanager
-    def installed(self, as_seen: Callable[[CavityPrior], Prior]) -> Iterator[None]:
-        """Inside, every parameter has its cavity, ``as_seen`` by one client, as its prior."""
-        parameters = self._round.parameters
-        for name, each in parameters.items():
+    def installed(self, as_seen: Callable[[LocalPrior], Prior]) -> Iterator[None]:
+        """Inside, every parameter has its client's prior, ``as_seen`` by one client."""
+        layers = self.local.layers
+        for name, each in layers.items():
             prior = as_seen(self._stacks[name])
             each.replace_prior(prior)
             self._installed[id(each.layer), each.path] = prior
         try:
             yield
         finally:
-            for each in parameters.values():
+            for each in layers.values():
                 each.replace_prior(None)
 
     def stacks(self) -> list[Tensor]:
-        """Return what differs between clients, cavity by cavity in the order of :meth:`installed`."""
+        """Return what differs between clients, prior by prior in the order of :meth:`installed`."""
         return [each for stack in self._stacks.values() for each in seen(stack)]
 
-    def joint(self, small: Sequence[GaussianParameter]) -> CavityPrior | None:
-        """Return the joint cavity of the ``small`` parameters; None if one has another prior."""
+    def joint(self, small: Sequence[GaussianParameter]) -> LocalPrior | None:
+        """Return the joint prior of the ``small`` parameters; None if one has another."""
         mine = all(each.prior is self._installed.get((id(each.layer), each.path)) for each in small)
         return self._joint if mine else None
 
 
-class SeenCavity:
-    """The cavity of one client under vmap, made of a stack of them when it is asked for.
+class SeenPrior:
+    """The own prior of one client under vmap, made of a stack of them when it is asked for.
 
     Args:
-        stack: the clients' cavities.
+        stack: the clients' priors.
         view: makes of a stack what one client sees.
     """
 
-    def __init__(self, stack: CavityPrior, view: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, stack: LocalPrior, view: Callable[[Tensor], Tensor]) -> None:
         self._stack, self._view = stack, view
 
     @property
     def squares(self) -> Tensor | None:
-        """See :class:`~lightning_fedbayes.layers.priors.CavityPrior`."""
+        """See :class:`~lightning_fedbayes.layers.priors.LocalPrior`."""
         return None if self._stack.squares is None else self._view(self._stack.squares)
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
-        """See :meth:`~lightning_fedbayes.layers.priors.CavityPrior.kl`."""
+        """See :meth:`~lightning_fedbayes.layers.priors.LocalPrior.kl`."""
         return with_own(self._stack, map(self._view, seen(self._stack))).kl(mean, std)
 
 
-def _rows_of(cavity: CavityPrior, slots: Slots, tally: Tensor | None) -> CavityPrior:
-    return replace(with_own(cavity, (take_rows(each, slots) for each in _own(cavity))), tally=tally)
+def _taken(tally: Tensor | None) -> Tensor | None:
+    """Return the gradient of a tally, which has none then; None if there is none."""
+    if tally is None or tally.grad is None:
+        return None
+    gradient, tally.grad = tally.grad, None
+    return gradient
 
 
-def _own(cavity: CavityPrior) -> list[Tensor]:
+def _rows_of(prior: LocalPrior, slots: Slots, tally: Tensor | None) -> LocalPrior:
+    return replace(with_own(prior, (take_rows(each, slots) for each in _own(prior))), tally=tally)
+
+
+def _own(prior: LocalPrior) -> list[Tensor]:
     """Return what differs between clients."""
-    return [cavity.curvature, cavity.slope, cavity.step]
+    return [prior.curvature, prior.slope]
 
 
-def seen(cavity: CavityPrior) -> list[Tensor]:
+def seen(prior: LocalPrior) -> list[Tensor]:
     """Return what differs between clients, with the tallies that there are."""
-    return [*_own(cavity), *(each for each in (cavity.tally, cavity.squares) if each is not None)]
+    return [*_own(prior), *(each for each in (prior.tally, prior.squares) if each is not None)]
 
 
-def with_own(cavity: CavityPrior, own: Iterable[Tensor]) -> CavityPrior:
-    """Return ``cavity`` with other values of what differs between clients: curvature, slope, step, tallies if any."""
-    curvature, slope, step, *tallies = own
+def with_own(prior: LocalPrior, own: Iterable[Tensor]) -> LocalPrior:
+    """Return ``prior`` with other values of what differs between clients: curvature, slope, tallies if any."""
+    curvature, slope, *tallies = own
     tally, squares = [*tallies, None, None][:2]
-    return replace(cavity, curvature=curvature, slope=slope, step=step, tally=tally, squares=squares)
+    return replace(prior, curvature=curvature, slope=slope, tally=tally, squares=squares)
 
 
 def shared_prior(gaussians: Sequence[GaussianParameter]) -> tuple[float, float] | None:

@@ -296,7 +296,7 @@ def divergence(mode: StackedOperations, module: nn.Module) -> Tensor | None:
     joint = None
     if part.others is not None and stack_of(mode.gaussians.small[0].mean, mode.level) is not None:
         joint = mode.joint.divergence()
-        joint = cavity_divergence(mode) if joint is None else joint
+        joint = own_divergence(mode) if joint is None else joint
     with mode:
         if joint is None:
             return sum_kl(part.every)
@@ -304,9 +304,9 @@ def divergence(mode: StackedOperations, module: nn.Module) -> Tensor | None:
         return joint + sum_kl(part.others) if part.others else joint
 
 
-def cavity_divergence(mode: StackedOperations) -> Tensor | None:
-    """Return the divergence of every client's small parameters from its cavity, shape (clients,); None without one."""
-    prior = mode.joint.cavity()
+def own_divergence(mode: StackedOperations) -> Tensor | None:
+    """Return the divergence of every client's small parameters from its own prior, (clients,); None without one."""
+    prior = mode.joint.local()
     mus = [stack_of(each.mean, mode.level) for each in mode.gaussians.small]
     sigmas = [std_stack(mode, each.rho) for each in mode.gaussians.small]
     if prior is None or any(each is None for each in (*mus, *sigmas)):

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedbayes.clients.cavities import Pull, RoundCavities, SquaredGradients
 from lightning_fedbayes.clients.client import Client, ClientState, parameters_of
 from lightning_fedbayes.clients.context import TrainingContext
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.optimizers import OptimizerState
+from lightning_fedbayes.clients.problems import LocalPriors, Measured, Pull, price_weight
 from lightning_fedbayes.clients.snapshot import Snapshot, write
-from lightning_fedbayes.clients.vectorized.gaussians import StackedCavities
+from lightning_fedbayes.clients.vectorized.gaussians import StackedPriors
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
 from lightning_fedbayes.clients.vectorized.schedule import Disagreement, Slots, add_rows, put_rows, take_rows
 from lightning_fedbayes.clients.vectorized.step import Attributes, StackedStep
@@ -28,7 +28,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.private_torch import register_pytree_node, tree_leaves, tree_map, version_if_any
 from lightning_fedbayes.methods.method import LocalProblem
 
-Measured = Callable[[int, Tensors, Tensors, Mapping[int, Mapping[str, Tensor]]], Tensors]
+OfSlot = Callable[[int, Tensors, Tensors, Mapping[int, Mapping[str, Tensor]]], Tensors]
 
 Clip = Callable[[Sequence[Tensor]], None]
 
@@ -56,7 +56,7 @@ class ClientStack:
         starts: state of each one's optimizer at its start.
         stacked_keys, counts: see :class:`~lightning_fedbayes.clients.vectorized.optimizer.StackedOptimizer`.
         layouts: name of the parameter → layout of its stack.
-        cavities: puts priors of clients into the network; None where they have none.
+        local: puts priors of clients into the network; None where nothing is measured.
         problems: the clients'.
         terms: what the clients' losses gain.
     """
@@ -72,7 +72,7 @@ class ClientStack:
         stacked_keys: frozenset[str] = frozenset(),
         counts: frozenset[str] = frozenset(),
         layouts: Mapping[str, Layout | None] | None = None,
-        cavities: RoundCavities | None = None,
+        local: LocalPriors | None = None,
         problems: Sequence[LocalProblem] = (),
         terms: Sequence[Pull] = (),
     ) -> None:
@@ -98,17 +98,19 @@ class ClientStack:
         self.attributes = start_clients(step.module, clients, step.swap, everything)
         self.optimizer = StackedOptimizer(optimizer, rows, starts, stacked_keys, counts)
         self._variances: Tensors = {}
-        self._cavities, self._terms = None, terms
+        self._priors: StackedPriors | None = None
+        self._terms = terms
         for term in terms:
             term.lay_out(dict(zip(self.names, rows)))
-        self._squares: SquaredGradients | None = None
-        self._means: dict[str, str] = {}
-        if cavities is not None and cavities.parameters:
-            self._cavities = step.cavities(cavities, [each.cavity for each in problems if each.cavity is not None])
-            self._means = {name: names[id(each.mean)] for name, each in cavities.parameters.items()}
-            if cavities.measures:
-                zeros = {name: torch.zeros_like(everything[mean]) for name, mean in self._means.items()}
-                self._squares = SquaredGradients(zeros, len(clients), batch_part=cavities.batch_part)
+        self._local, self.measured = local, None
+        if local is not None:
+            if local.layers:
+                self._priors = step.priors(local, [each.prior for each in problems if each.prior is not None])
+            self._paths = {**local.paths, **local.others}
+            like = {name: everything[path] for name, path in self._paths.items() if path in self.names}
+            self.measured = Measured(like, local.layers, len(clients))
+            self._rhos = {name: names[id(each.rho)] for name, each in local.layers.items()}
+            self._weights = {name: price_weight(each.std.detach()) for name, each in local.layers.items()}
 
     def forward_backward(
         self, slots: Slots, batch: Any, batch_idx: int, *, clip: Clip | None = None
@@ -163,11 +165,11 @@ class ClientStack:
         stacked = self.attributes.stacked
         if stacked:
             stacked = tree_map(lambda value: take_rows(value, slots), stacked)
-        cavities = None if self._cavities is None else self._cavities.rows(slots)
+        local = None if self._priors is None else self._priors.rows(slots)
         try:
             output = self.step(
                 parameters, buffers, Attributes(stacked, self.attributes.shared), batch, batch_idx,
-                cavities, {name: value for name, (value, *_) in self.shared.items()},
+                local, {name: value for name, (value, *_) in self.shared.items()},
             )
             losses = output.losses
             if losses is not None:
@@ -176,8 +178,8 @@ class ClientStack:
                 for parameter in optimizer.parameters:
                     parameter.grad = None
                 losses.backward(torch.ones_like(losses))  # the clients share no parameter
-                if cavities is not None and self._squares is not None:
-                    self._measure(cavities, self._squares, slots, parameters)
+                if self.measured is not None:
+                    self._measure(local, self.measured, slots, parameters)
                 if clip is not None:
                     clip([p.grad for p in optimizer.parameters if p.grad is not None])
         except Exception:
@@ -191,26 +193,43 @@ class ClientStack:
 
     @torch.no_grad()
     def _measure(
-        self, cavities: StackedCavities, squares: SquaredGradients, slots: Slots, parameters: Mapping[str, Tensor]
+        self, local: StackedPriors | None, measured: Measured, slots: Slots, parameters: Mapping[str, Tensor]
     ) -> None:
-        """Add what the gradients of the clients in ``slots`` say of their precisions."""
-        factors = cavities.factors()
-        if factors is None:
-            return
-        add_rows(squares.factor, slots, factors)
-        for name, mean in self._means.items():
-            parameter = parameters[mean]
-            if parameter.grad is not None:
+        """Add what the gradients of the clients in ``slots`` say of their data, and keep widths as they are."""
+        factors = None if local is None else local.factors()
+        if factors is not None:
+            add_rows(measured.factor, slots, factors.double())
+        for name, total in measured.gradients.items():
+            path = self._paths[name]
+            parameter = parameters.get(path)
+            if parameter is None or parameter.grad is None:
+                continue
+            gradient = parameter.grad
+            if name not in measured.squares:
+                for term in self._terms:
+                    added = term.gradient(path, parameter, lambda stack: take_rows(stack, slots))
+                    gradient = gradient if added is None else gradient - added.to(gradient)
+            elif factors is not None and local is not None:
                 scale = factors.view(-1, *[1] * (parameter.dim() - 1))
-                gradient = parameter.grad - scale * cavities.of_means(name, parameter)
-                add_rows(squares.squares[name], slots, squares.of_batch(gradient, cavities.squares(name)))
-                add_rows(squares.steps[name], slots, 1.0)
+                gradient = torch.addcmul(gradient, local.of_means(name, parameter).to(gradient), scale, value=-1)
+                single = local.squares(name)
+                add_rows(measured.squares[name], slots, gradient.square() if single is None else single)
+                add_rows(measured.traces[name], slots, self._trace(name, parameters[self._rhos[name]]))
+            else:
+                continue
+            add_rows(total, slots, gradient)
+            add_rows(measured.steps[name], slots, 1.0)
+        for path in {} if self._local is None else self._rhos.values():
+            parameters[path].grad = None
 
-    def precisions(self, slot: int, num_examples: int, local_epochs: int) -> Tensors | None:
-        """Return what :meth:`SquaredGradients.precisions` has found of a client; None if it is not measured."""
-        return None if self._squares is None else self._squares.precisions(num_examples, local_epochs, slot)
+    def _trace(self, name: str, rho: Tensor) -> Tensor | float:
+        """Return what Price's trace gains for each client, and its square, shape (clients, 2)."""
+        if rho.grad is None:
+            return 0.0
+        trace = (rho.grad.double() * self._weights[name]).reshape(len(rho), -1).sum(1)
+        return torch.stack([trace, trace.square()], 1)
 
-    def read_posteriors(self, measured: Measured | None = None) -> Iterator[GaussianPosterior]:
+    def read_posteriors(self, measured: OfSlot | None = None) -> Iterator[GaussianPosterior]:
         """Return the posterior that each client sends, slot by slot: views of the stack.
 
         Args:

@@ -13,15 +13,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
-from lightning_fedbayes.clients.cavities import RoundCavities
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.clients.model import Tensors
+from lightning_fedbayes.clients.problems import LocalPriors
 from lightning_fedbayes.clients.snapshot import Modes
 from lightning_fedbayes.clients.vectorized.gaussians import (
     GaussianParameters,
     JointDraws,
-    SeenCavity,
-    StackedCavities,
+    SeenPrior,
+    StackedPriors,
     seen,
     with_own,
 )
@@ -39,7 +39,7 @@ from lightning_fedbayes.core.private_torch import (
     tree_unflatten,
     vmap_level,
 )
-from lightning_fedbayes.methods.method import Cavity
+from lightning_fedbayes.methods.method import Quadratic
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class StackedStep:
 
     def __call__(
         self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
-        cavities: StackedCavities | None = None, shared: Tensors | None = None,
+        local: StackedPriors | None = None, shared: Tensors | None = None,
     ) -> StepOutput:
         """Take the forward pass.
 
@@ -153,24 +153,23 @@ class StackedStep:
             attributes: set on the module during the step.
             batch: the clients' batches, tensors of shape (clients, batch, *).
             batch_idx: the argument of ``training_step``.
-            cavities: the clients' priors; None: the layers' own.
+            local: the clients' own priors; None: the layers'.
             shared: buffers that are one for all clients.
         """
         self.log.begin_step()
         with self._context():
-            stacks, assemble = self._take(parameters, buffers, attributes, batch, batch_idx, cavities, shared or {})
+            stacks, assemble = self._take(parameters, buffers, attributes, batch, batch_idx, local, shared or {})
         return assemble(stacks)
 
-    def cavities(self, cavities: RoundCavities, own: Sequence[Cavity]) -> StackedCavities:
-        """Return the cavities of clients, side by side."""
-        fields = zip(*((each.curvature, each.slope, each.step) for each in own))
-        stacked = StackedCavities(cavities, [torch.stack(field) for field in fields])
+    def priors(self, local: LocalPriors, own: Sequence[Quadratic]) -> StackedPriors:
+        """Return the own priors of clients, side by side."""
+        stacked = StackedPriors(local, own)
         stacked.join(self._gaussians)
         return stacked
 
     def _with_primitives(
         self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
-        cavities: StackedCavities | None, shared: Tensors,
+        local: StackedPriors | None, shared: Tensors,
     ) -> tuple[Sequence[Tensor], Assemble]:
         tensors = {**parameters, **buffers}
         count = len(next(iter(tensors.values())))
@@ -183,9 +182,9 @@ class StackedStep:
             held = {**attributes.shared, **{name: view(value) for name, value in attributes.stacked.items()}}
             if not self.shares_batch:
                 batch = [to_client_view(each, level) for each in batch] if is_list_of_tensors(batch) else view(batch)
-            joint = JointDraws(self._gaussians, parameters, views, cavities)
+            joint = JointDraws(self._gaussians, parameters, views, local)
             operations = StackedOperations(level, self._gaussians, joint, not self.shares_batch)
-            with nullcontext() if cavities is None else cavities.installed(lambda stack: SeenCavity(stack, view)):
+            with nullcontext() if local is None else local.installed(lambda stack: SeenPrior(stack, view)):
                 outputs, assemble = self._of_client(
                     {**views, **shared}, [*buffers, *shared], held, batch, batch_idx, operations
                 )
@@ -194,13 +193,13 @@ class StackedStep:
 
     def _with_public_vmap(
         self, parameters: Tensors, buffers: Tensors, attributes: Attributes, batch: Any, batch_idx: int,
-        cavities: StackedCavities | None, shared: Tensors,
+        local: StackedPriors | None, shared: Tensors,
     ) -> tuple[Sequence[Tensor], Assemble]:
         assembles: list[Assemble] = []
 
         def step(views: Tensors, stacked: dict[str, Any], batch: Any, fields: list[Tensor]) -> list[Tensor]:
             held, given = {**attributes.shared, **stacked}, iter(fields)
-            with nullcontext() if cavities is None else cavities.installed(
+            with nullcontext() if local is None else local.installed(
                 lambda stack: with_own(stack, islice(given, len(seen(stack))))
             ):
                 operations = ClientOperations(not self.shares_batch)
@@ -212,7 +211,7 @@ class StackedStep:
             return outputs
 
         vmapped = torch.func.vmap(step, (0, 0, None if self.shares_batch else 0, 0), randomness="different")
-        fields = [] if cavities is None else cavities.stacks()
+        fields = [] if local is None else local.stacks()
         return vmapped({**parameters, **buffers}, attributes.stacked, batch, fields), assembles[0]
 
     def _of_client(

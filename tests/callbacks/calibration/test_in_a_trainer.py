@@ -149,7 +149,7 @@ def test_predictions_scaled_otherwise_than_the_thresholds_are_refused():
 
 def test_intervals_of_a_regressor():
     conformal, held_out = fb.FederatedConformal(0.8, kind="interval"), regression(32, 40)
-    module = regressor(None)
+    module = regressor(0)
     federate(module, fb.FederatedBayes(), 2, loader(regression(40, 30)), batches(held_out), callbacks=[conformal])
     alone = fb.FederatedConformal(0.8, kind="interval").fit_from(module, held_out, batch_size=8)
     assert conformal.threshold == alone.threshold

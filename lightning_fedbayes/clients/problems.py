@@ -1,0 +1,415 @@
+"""Local problems in a network: terms in the loss, quadratics as priors, and what is measured along training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest
+from lightning_fedbayes.clients.model import ResidentModel, Tensors
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.layers import set_prior
+from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
+from lightning_fedbayes.layers.posterior_view import gaussian_parameters
+from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior
+from lightning_fedbayes.methods.method import LocalProblem, Method, Quadratic
+
+
+class Pull:
+    r"""The term of FedDyn, without duals of FedProx, in the loss of a client, or of each client in a stack.
+
+    .. math:: \tfrac{\mu}{2} \|\theta - \theta_g\|^2 - \langle v, \theta - \theta_g \rangle
+
+    It is a part of the loss, not a change of gradients, so it is counted once however many batches are accumulated,
+    scaled with the loss, clipped with the gradient, and seen by an optimizer that evaluates the loss itself. The figure
+    "train_loss" contains it.
+
+    Args:
+        strength: :math:`\mu`, or name → a value for every entry, as of a Gaussian prior.
+        centre: name → global value of a deterministic parameter.
+        duals: name → v, of the parameter's shape; in a stack (clients, *). None: :math:`v = 0`.
+    """
+
+    def __init__(self, strength: float | Tensors, centre: Tensors, duals: Tensors | None = None) -> None:
+        self.strength = dict(strength) if isinstance(strength, dict) else strength
+        self.centre = dict(centre)
+        self.duals = {} if duals is None else duals
+
+    def __call__(self, parameters: Mapping[str, Tensor], stack: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return the term.
+
+        Args:
+            parameters: name → parameter; those that are missing do not train.
+            stack: takes the rows of the clients of a step out of a stack; None: there is one client.
+
+        Returns: a scalar; in a stack of shape (clients,).
+        """
+        term = torch.zeros((), device=next(iter(self.centre.values())).device)
+        for name, centre in self.centre.items():
+            if name in parameters:
+                move, dual = parameters[name].to(centre.dtype) - centre, self.duals.get(name)
+                strength: Any = self.strength if isinstance(self.strength, float | int) else self.strength[name]
+                if stack is not None:
+                    dual, strength = (stack(v) if isinstance(v, Tensor) else v for v in (dual, strength))
+                slope = strength / 2 * move
+                each = move * (slope if dual is None else slope - dual)
+                term = term + (each.sum() if stack is None else each.reshape(len(each), -1).sum(1))
+        return term
+
+    def gradient(
+        self, name: str, value: Tensor, stack: Callable[[Tensor], Tensor] = lambda whole: whole
+    ) -> Tensor | None:
+        """Return the gradient of the term by a parameter at its ``value``; None if it has no part in it."""
+        if name not in self.centre:
+            return None
+        strength: Any = self.strength if isinstance(self.strength, float | int) else self.strength[name]
+        strength = stack(strength) if isinstance(strength, Tensor) else strength
+        found = strength * (value.to(self.centre[name].dtype) - self.centre[name])
+        return found if name not in self.duals else found - stack(self.duals[name])
+
+    def lay_out(self, stacks: Mapping[str, Tensor]) -> None:
+        """Lay the values out in memory as the parameters ``stacks``; operations on unlike layouts take much longer."""
+        for name in self.centre.keys() & stacks.keys():
+            like, centre = stacks[name], self.centre[name]
+            self.centre[name] = torch.empty_like(like[0], dtype=centre.dtype).copy_(centre)
+            for values in (self.duals, self.strength):
+                if isinstance(values, dict) and name in values:
+                    values[name] = torch.empty_like(like, dtype=values[name].dtype).copy_(values[name])
+
+    @contextmanager
+    def added(self, module: L.LightningModule, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, ``module.training_step`` returns the loss with the term at ``parameters``."""
+        own, mine = vars(module), "training_step" in vars(module)
+        step = module.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            loss, rest = (None, {}) if output is None else loss_and_rest(output)
+            if loss is None or not loss.requires_grad:
+                return output
+            loss = loss + self(parameters).to(loss)
+            return {"loss": loss, **rest} if rest else loss
+
+        own["training_step"] = training_step
+        try:
+            yield
+        finally:
+            own.pop("training_step")
+            if mine:
+                own["training_step"] = step
+
+
+def pull_of(quadratics: Sequence[Quadratic | None], model: ResidentModel, *, stacked: bool = False) -> Pull:
+    """Return the term of one client's loss, or of each client in a stack, about the global values.
+
+    Args:
+        quadratics: of the clients; None for one that has none.
+        model: the resident network.
+        stacked: True for a stack, also of one client.
+    """
+    given = [one or Quadratic(names=frozenset()) for one in quadratics]
+    slopes = [model.parameter_names(one.slope) for one in given]
+    strengths: list[Any] = [one.strength for one in given]
+    named = {name for slope in slopes for name in slope}
+    anchor = model.anchor()
+    for one in given:
+        moves = not isinstance(one.strength, float | int) or bool(one.strength)
+        named |= {name for name in anchor if moves and (one.names is None or name in one.names)}
+    centre = {name: value for name, value in anchor.items() if name in named}
+    duals: Tensors = {}
+    for name, like in ((name, centre[name]) for name in {name for slope in slopes for name in slope}):
+        rows = [slope[name].to(like) if name in slope else torch.zeros_like(like) for slope in slopes]
+        duals[name] = torch.stack(rows) if stacked else rows[0]
+    if all(isinstance(each, float | int) and each == strengths[0] for each in strengths):
+        return Pull(strengths[0], centre, duals)
+    by_name = [
+        model.parameter_names(each) if isinstance(each, Mapping) else dict.fromkeys(centre, each) for each in strengths
+    ]
+    rows = {
+        name: torch.stack([torch.as_tensor(each.get(name, 0.0)).to(like).expand_as(like) for each in by_name])
+        for name, like in centre.items()
+    }
+    return Pull(rows if stacked else {name: row[0] for name, row in rows.items()}, centre, duals)
+
+
+class LocalPriors:
+    """Puts the clients' own quadratics of one round into the network, as priors of its Gaussian parameters.
+
+    Args:
+        like: the problem of any client of the round; all have quadratics of the same names.
+        names: of the tensors that are federated.
+        model: the resident network, whose Gaussian parameters hold their own priors.
+
+    Attributes:
+        layers: the Gaussian parameters of layers, by name.
+        others: the names of the parameters in the module of all the rest that trains, by name in the posterior.
+        learned: the names of Gaussian parameters outside of layers.
+        num_entries: of the Gaussian parameters of layers.
+    """
+
+    def __init__(self, like: LocalProblem, names: Collection[str], model: ResidentModel) -> None:
+        self.module = module = model.module
+        found, learned = gaussian_parameters(module), model.learned
+        self._source = learned
+        own = () if like.prior is None or like.prior.names is None else like.prior.names
+        self.layers = {name: found[name] for name in names if name in found and name in own}
+        self.learned = [name for name in names if learned is not None and name in learned.variances and name in own]
+        self.others = {name: name for name in names if name not in found and name in model.parameters}
+        self.num_entries = sum(each.mean.numel() for each in self.layers.values())
+        anchor = model.anchor()
+        paths = model.parameter_names({name: torch.empty(0) for name in self.layers})
+        self.paths = dict(zip(self.layers, paths))
+        self._centre = {name: anchor[path] for name, path in (*self.paths.items(), *((n, n) for n in self.learned))}
+
+    def check(self, method: Method, context: TrainingContext) -> None:
+        """Raise FederationError if gradients cannot be read, or a prior is not the one that the method counts."""
+        if not context.takes_gradient_steps:
+            raise FederationError(
+                f"precision='16-mixed' with fusion='{method.name}', which reads clients' gradients: they are scaled "
+                "there. Use 'bf16-mixed'"
+            )
+        own = {} if self._source is None else {name: self._source.prior(name) for name in self.learned}
+        check_priors(method.prior_of, self.layers, own)
+
+    def priors(self, own: Sequence[Quadratic], *, stacked: bool = False) -> dict[str, LocalPrior]:
+        """Return the prior of each Gaussian parameter, of one client, or of a stack of them, fields (clients, *)."""
+        found = {}
+        for name, centre in self._centre.items():
+            fields = [
+                torch.stack([field.to(centre) for field in each]) if stacked else next(iter(each)).to(centre)
+                for each in ([_strength(one)[name] for one in own], [-one.slope[name] for one in own])
+            ]
+            found[name] = LocalPrior(centre, *fields)
+        return found
+
+    def remove(self) -> None:
+        """Give the layers their own priors back."""
+        set_prior(self.module, None)
+
+
+def _strength(quadratic: Quadratic) -> Mapping[str, Tensor]:
+    assert isinstance(quadratic.strength, Mapping)
+    return quadratic.strength
+
+
+class Measured:
+    r"""Sums along local training, of one client or of each client in a stack: gradients, their squares, Price's traces.
+
+    The factor :math:`\tau / n` of the divergence is seen in training, as the gradient of a zero that stands beside it,
+    the ``tally``: losses with any KL weight or warm-up are measured right.
+
+    Args:
+        like: name → tensor of a parameter's shape; in a stack (clients, \*).
+        layers: the names among them of Gaussian parameters of layers.
+        clients: in the stack; None: one.
+        parts: micro-batches that make one step; each loss is divided by it.
+    """
+
+    def __init__(
+        self, like: Tensors, layers: Collection[str], clients: int | None = None, parts: int = 1
+    ) -> None:
+        shape = () if clients is None else (clients,)
+        device = next(iter(like.values())).device
+        self.gradients = {name: torch.zeros_like(each) for name, each in like.items()}
+        self.squares = {name: torch.zeros_like(like[name]) for name in layers}
+        self.traces = {name: torch.zeros((*shape, 2), device=device, dtype=torch.float64) for name in layers}
+        self.steps = {name: torch.zeros(shape) for name in like}
+        self.factor = torch.zeros(shape, device=device, dtype=torch.float64)
+        self.parts = parts
+
+    def found(
+        self, num_examples: float, local_epochs: int, variances: Mapping[str, Tensor], scales: Mapping[str, float],
+        slot: int | None = None,
+    ) -> tuple[Tensors, Tensors]:
+        """Return gradients and curvatures of the data of a client; nothing of a parameter without a gradient.
+
+        Args:
+            num_examples: of the client.
+            local_epochs: passes over its examples.
+            variances: name → the variances of the draws, of layers.
+            scales: name → the factor of the loss per example, of others.
+            slot: of the client in the stack.
+        """
+        row = (lambda value: value) if slot is None else (lambda value: value[slot])
+        gradients, precisions = {}, {}
+        factor = float(row(self.factor))
+        for name, total in self.gradients.items():
+            steps = float(row(self.steps[name]))
+            if not steps or (name in self.squares and factor <= 0):
+                continue
+            if name not in self.squares:
+                gradients[name] = row(total) * (scales[name] * self.parts / steps)
+                continue
+            gradients[name] = row(total) / factor
+            batch = num_examples * local_epochs / steps
+            shape = row(self.squares[name]).double() * (self.parts * batch / factor)
+            unit = factor * float((shape * variances[name].to(shape)).sum())
+            trace, scatter = row(self.traces[name]).tolist()
+            precisions[name] = shape * (factor_of(trace / unit, scatter / unit**2, steps) if unit > 0 else 1.0)
+        return gradients, precisions
+
+
+def factor_of(ratio: float, scatter: float, steps: float) -> float:
+    r"""Return the factor r between the curvature and the squared gradients of a tensor.
+
+    .. math:: r^2 - (\hat r - v)\,r - v = 0
+
+    It is the mode over :math:`\log r` under the likelihood :math:`N(\hat r; r, v)` and the prior :math:`e^{-r}`, whose
+    mean is the factor of a true model, 1: positive, near the ratio where that is known, and near 1 where it is not.
+
+    Args:
+        ratio: :math:`\hat r`, Price's trace over that of the squares, a sum over the steps.
+        scatter: the sum of the squares of its terms; :math:`v` is the variance of the sum that they tell.
+        steps: their number m; the variance counts (m + 1) / (m − 1) times as much, since it is estimated.
+
+    >>> factor_of(1.5, 1.5**2 / 100, 100), round(factor_of(-3.0, 1e6, 100), 2)
+    (1.5, 1.0)
+    """
+    if steps < 2:
+        return 1.0
+    variance = max(scatter - ratio**2 / steps, 0.0) * steps * (steps + 1) / (steps - 1) ** 2
+    pull = ratio - variance
+    return (pull + math.hypot(pull, 2 * math.sqrt(variance))) / 2
+
+
+def price_weight(std: Tensor) -> Tensor:
+    r"""Return :math:`\sigma / (d\sigma / d\rho)`, which makes of gradients by ρ terms of Price's trace.
+
+    .. math:: \sum \frac{H}{\Lambda} = \sum \sigma \frac{\partial \ell}{\partial \sigma}
+    """
+    return std / -torch.expm1(-std)
+
+
+class Watch:
+    """Measures along the local training of one client in the module itself, and keeps widths as they are.
+
+    Gradients are read when they have been computed, before they are clipped. Those by ρ are taken away, so that no
+    optimizer moves it, by weight decay neither. Of an optimizer that evaluates the loss several times in a step, the
+    last counts.
+
+    Args:
+        local: of the round.
+        own: the client's quadratic; None: it has none.
+        terms: of the client's loss.
+        parameters: of the module, by their own names.
+        parts: batches between two steps of the optimizer.
+    """
+
+    def __init__(
+        self, local: LocalPriors, own: Quadratic | None, terms: Sequence[Pull], parameters: Mapping[str, Tensor],
+        parts: int,
+    ) -> None:
+        self._local, self._terms, self._parts = local, terms, parts
+        self._priors = {} if own is None else local.priors([own])
+        self._seen: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._squares: Tensors = {}
+        self._factor: Tensor | None = None
+        self._handles = []
+        like = {name: each.mean.detach() for name, each in local.layers.items()}
+        like |= {name: parameters[path].detach() for name, path in local.others.items()}
+        self.measured = Measured(like, local.layers, parts=parts)
+        tally = None
+        if local.layers:
+            tally = next(iter(like.values())).new_zeros((), requires_grad=True)
+            self._handles.append(tally.register_hook(partial(setattr, self, "_factor")))
+        for name, each in local.layers.items():
+            squares = torch.zeros_like(each.mean, requires_grad=True)
+            squares.register_hook(partial(self._squares.__setitem__, name))
+            prior = replace(self._priors[name], tally=tally, squares=squares)
+            each.replace_prior(prior)
+            self._take(name, each.mean, partial(_term_of_prior, prior))
+            if each.rho.requires_grad:
+                weight = price_weight(each.std.detach())
+                self._handles.append(each.rho.register_post_accumulate_grad_hook(partial(self._hold, name, weight)))
+        for name, path in local.others.items():
+            self._take(name, parameters[path], partial(self._of_terms, path))
+        self._traces: dict[str, Tensor] = {}
+
+    def _take(self, name: str, parameter: Tensor, term: Callable[[Tensor], Tensor | None]) -> None:
+        if parameter.requires_grad:
+            self._handles.append(parameter.register_hook(partial(self._note, name, parameter, term)))
+
+    def _note(self, name: str, parameter: Tensor, term: Callable[[Tensor], Tensor | None], gradient: Tensor) -> None:
+        """Note a gradient, and what the method has added to it."""
+        with torch.no_grad():
+            self._seen[name] = gradient.detach().clone(), term(parameter.detach())
+
+    def _of_terms(self, path: str, value: Tensor) -> Tensor | None:
+        found = [each for term in self._terms if (each := term.gradient(path, value)) is not None]
+        return sum(found[1:], found[0]) if found else None
+
+    def _hold(self, name: str, weight: Tensor, rho: Tensor) -> None:
+        """Add the gradient by ρ to Price's trace, and take it away."""
+        assert rho.grad is not None
+        self._traces[name] = (rho.grad.double() * weight).sum()
+        rho.grad = None
+
+    @torch.no_grad()
+    def observe(self) -> None:
+        """Add what the last backward pass has given."""
+        measured = self.measured
+        factor = None if self._factor is None else self._factor / self._local.num_entries
+        for name, (gradient, term) in self._seen.items():
+            is_layer = name in self._local.layers
+            scale = factor if is_layer else 1 / self._parts
+            if scale is None:
+                continue
+            own = gradient if term is None else gradient - term.to(gradient) * scale
+            measured.gradients[name] += own
+            measured.steps[name] += 1
+            if is_layer:
+                measured.squares[name] += self._squares.get(name, own * own)
+                if name in self._traces:
+                    measured.traces[name] += torch.stack([self._traces[name], self._traces[name].square()])
+        if factor is not None:
+            measured.factor += factor
+        self._seen, self._factor, self._traces = {}, None, {}
+        self._squares.clear()
+
+    def close(self) -> None:
+        """Stop reading gradients."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _term_of_prior(prior: LocalPrior, mean: Tensor) -> Tensor:
+    return prior.gradients(mean, mean)[0]
+
+
+def check_priors(
+    prior_of: Callable[[str], tuple[float, float] | None], layers: Mapping[str, GaussianParameter],
+    learned: Mapping[str, NormalPrior],
+) -> None:
+    """Raise FederationError unless all Gaussian parameters have the normal priors that the method counts once.
+
+    Args:
+        prior_of: returns mean and standard deviation of a tensor's prior; None: the method counts none.
+        layers: Gaussian parameters of layers.
+        learned: the priors of others.
+    """
+    priors: dict[str, Any] = dict(learned)
+    for name, parameter in layers.items():
+        if not isinstance(parameter.layer, BayesianLayer):
+            raise FederationError(
+                f"fusion='sites': '{name}' is of {type(parameter.layer).__module__}, which takes proper priors alone. "
+                "Use a layer of this package, such as fb.bayesianize makes"
+            )
+        priors[name] = parameter.layer.priors[parameter.path]
+    for name, own in priors.items():
+        counted = prior_of(name)
+        if counted is None:
+            continue
+        wanted = NormalPrior(*counted)
+        if not isinstance(own, NormalPrior) or (own.mean, own.std) != (wanted.mean, wanted.std):
+            raise FederationError(
+                f"fusion='sites': '{name}' has the prior {own}, and the rule counts {wanted}; give the rule the "
+                "network's: fb.Sites(prior_mean=..., prior_std=...), a number, or one for each tensor by name"
+            )
