@@ -112,7 +112,7 @@ def available_fusions(aliases: bool = False) -> list[str]:
     """Return the names of all registered rules, sorted; with ``aliases``, their other names too.
 
     >>> available_fusions()[:2]
-    ['alpha_barycenter', 'bayes_admm']
+    ['alpha_barycenter', 'conflation']
     """
     check_flag("aliases", aliases, error=FusionError)
     return sorted([*_RULES, *_ALIASES] if aliases else _RULES)

@@ -100,9 +100,9 @@ class SiteGuard(Guard):
         return torch.stack([*rows, torch.cat([sums, sums.sum()[None]]), torch.full_like(rows[0], examples)])
 
     def absurd(self, updates: Sequence[ClientUpdate], sizes: Tensor) -> Tensor:
-        """See :meth:`Guard.absurd`; sizes are in units of widths, which may be tiny."""
+        """See :meth:`Guard.absurd`; moves are in units of widths, which may be tiny."""
         largest = torch.stack([update.posterior.flatten()[0].abs().amax() for update in updates])
-        return largest.cpu() > MOST_MOVE * (1 + self._largest)
+        return (largest.cpu() > MOST_MOVE * (1 + self._largest)) | (sizes[:, 1:3] > MOST_MOVE).flatten(1).any(1)
 
     def _rows(self, vector: Tensor) -> list[Tensor]:
         """Return each tensor's part of a flat vector; empty tensors have none."""

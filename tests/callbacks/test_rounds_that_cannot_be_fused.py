@@ -27,6 +27,9 @@ class OnlyOnce(UpdateAttack):
     clients: object
     value: float = float("nan")
 
+    def send_beside(self, tensors, knowledge):
+        return dict(tensors)
+
     def falsify(self, mean, knowledge):
         OnlyOnce.rounds += 1
         return mean * 0 + self.value if OnlyOnce.rounds == 2 else mean

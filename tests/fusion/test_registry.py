@@ -15,6 +15,7 @@ from lightning_fedbayes.fusion import (
     rule_name,
     unregister_fusion,
 )
+from lightning_fedbayes.methods import available_methods
 
 from .strategies import RULES, posterior
 
@@ -153,4 +154,4 @@ def test_algorithms_that_are_no_rules_get_the_sentence_that_helps(name):
         fuse(name, [])
     assert "did you mean" not in str(caught.value)
     advised = set(re.findall(r"'(\w+)'", str(caught.value)))
-    assert advised & set(available_fusions(aliases=True)), "the sentence names a rule that exists"
+    assert advised & set(available_methods()), "the sentence names a rule or method that exists"
