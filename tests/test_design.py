@@ -1,5 +1,6 @@
 """The page on the design names the types that a round passes, and no other."""
 
+import gc
 import re
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ def types_of_a_round():
         if package == "lightning_fedbayes" and not room.startswith(ELSEWHERE):
             seen.add(owner.__name__)
 
+    gc.collect()  # what other tests have left would be finalised in between
     sys.setprofile(note)
     try:
         federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3), fusion="weighted_average", engine="sequential"), 2)
