@@ -375,16 +375,20 @@ def bounds(done: Results) -> str:
 
 
 def estimates(done: Results) -> str:
-    """Return the estimated distance of sites beside the true ones, means over the seeds."""
+    """Return the estimated distance of sites beside the true ones: means over the seeds, or over those that have it."""
     rows = []
     sites = [(cell.problem, found["distances"]) for cell, found in done.items() if "distances" in found]
     for problem, group in groupby(sites, key=lambda each: each[0]):
         seeds = [found for _, found in group]
         for number in seeds[0]:
             means = {key: statistics.fmean(each[number][key] for each in seeds) for key in seeds[0][number]}
+            told = [each[number]["estimated"] for each in seeds if not math.isnan(each[number]["estimated"])]
+            estimated = f"{statistics.fmean(told):.2g}" if told else "–"
+            if len(told) < len(seeds):
+                estimated += f" ({len(told)} of {len(seeds)})"
             least = min(each[number]["width"] for each in seeds)
-            rows.append([problem, number, len(seeds), *(f"{means[key]:.2g}" for key in (
-                "estimated", "to_end", "to_mean_field")), f"{means['width']:.2f} ({least:.2f})"])
+            rows.append([problem, number, len(seeds), estimated, *(f"{means[key]:.2g}" for key in (
+                "to_end", "to_mean_field")), f"{means['width']:.2f} ({least:.2f})"])
     heads = ["problem", "round", "seeds", "estimated", f"KL to round {LOOKS[-1]}", "KL to mean field, pooled",
              "median σ over mean field's (smallest)"]
     return markdown_table(heads, rows)

@@ -13,7 +13,7 @@ import csv
 import itertools
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,14 @@ class FlippedAtTimes(Phased):
 
 @dataclass(frozen=True)
 class Stale(Phased):
-    """The posterior of the first round, again and again."""
+    """The message of the first round, again and again."""
 
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
         return self.calls.setdefault("first", mean.clone())
+
+    def send_beside(self, tensors: Mapping[str, Tensor], knowledge: Knowledge) -> dict[str, Tensor]:
+        first = self.calls.setdefault("beside", dict(tensors))
+        return {name: first[name] if value.numel() > 1 else value for name, value in tensors.items()}
 
 
 @dataclass(frozen=True)

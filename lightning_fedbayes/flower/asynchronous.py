@@ -122,9 +122,8 @@ class Course:
         together, buffer = self.schedule.together(len(nodes))
         if not round and together >= FEWEST and self.server.safeguards.max_influence is not None:
             buffer = max(buffer, FEWEST)  # fewer cannot be compared
-        fused = sum(int(figures["valid_clients"]) for figures in self.server.history)
-        turn = Turn((), (), frozenset(), (), 0.0, fused // len(nodes), len(nodes)) if replay is None else replay
-        told = {"share": 1 / max(1, turn.clients), "phase": turn.phase, "begun": not self.server.is_new}
+        turn = Turn((), (), frozenset(), (), 0.0, len(nodes)) if replay is None else replay
+        told = {"share": 1 / max(1, turn.clients), "begun": not self.server.is_new}
         self._buffers[round] = self.server.buffers
         starts, refused = set[int](), set[int]()
         while True:
@@ -175,7 +174,7 @@ class Course:
         arrived = tuple((client, heard.pop(client)) for client in good)
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-            fusion = Fusion(turn.clients, turn.phase, turn.starts, arrived, tuple(sorted(heard)))
+            fusion = Fusion(turn.clients, turn.starts, arrived, tuple(sorted(heard)))
             with self._log.open("a") as file:
                 file.write(fusion.line(server.rounds))
         self._heard = {client: each for client, each in self._heard.items() if client not in {*good, *heard}}
@@ -212,7 +211,7 @@ class Course:
             elif client in self.clients.nodes:
                 del self._resumed[client]
                 shared = self.server.versions.begun[started]
-                told = {"share": shared.share, "phase": shared.round, "begun": not shared.is_new}
+                told = {"share": shared.share, "begun": not shared.is_new}
                 self._start(grid, client, started, to_arrays(shared.posterior, self._buffers[started]), told)
 
     def _ready(self, round: int, together: int) -> list[int]:

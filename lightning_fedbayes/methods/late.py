@@ -122,3 +122,10 @@ class FedAsync(Late):
             for ours, theirs in ((now.mean, sent.mean), (now.variance, sent.variance))
         )
         return GaussianPosterior(mean, variance, sent.linearised)
+
+
+def moved(sent: GaussianPosterior, start: GaussianPosterior, now: GaussianPosterior) -> GaussianPosterior:
+    """Return the present means, moved as far as a client has moved those that it started from."""
+    return GaussianPosterior.point_mass({
+        name: mean - start.mean[name] + now.mean[name] for name, mean in sent.mean.items()
+    })

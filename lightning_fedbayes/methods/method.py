@@ -41,7 +41,6 @@ class Shared:
     Args:
         posterior: the global posterior, from which clients start; of a network without variances a point mass.
         tensors: the method's own, name → tensor: of :meth:`Method.init`, or of the last :meth:`Method.fuse`.
-        round: how often each client has been heard before, on average: its number, from 0, where all take part.
         share: of one client among all, 1 / K.
         is_new: True until the server has fused a round.
         notes: what a method works out once for all clients of the round, such as sums over parameters.
@@ -49,7 +48,6 @@ class Shared:
 
     posterior: GaussianPosterior
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    round: int = 0
     share: float = 1.0
     is_new: bool = True
     notes: dict[str, Any] = field(default_factory=dict, compare=False)
@@ -57,7 +55,6 @@ class Shared:
     def __post_init__(self) -> None:
         check_kind("posterior", self.posterior, GaussianPosterior, "give the global GaussianPosterior")
         check_mapping("tensors", self.tensors, Tensor)
-        check_at_least("round", self.round, 0)
         check_number("share", self.share, "(0, 1]")
         check_flag("is_new", self.is_new)
 

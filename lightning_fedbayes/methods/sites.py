@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import FederationError, FusionError, check_number, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero, zeros_like
-from lightning_fedbayes.methods.late import Late
+from lightning_fedbayes.methods.late import Late, moved
 from lightning_fedbayes.methods.method import (
     LocalProblem,
     Method,
@@ -274,7 +274,7 @@ class Sites(Method):
         for name, part in self._split(lengths, 1 / precision, shared).items():
             variance[name] = part.to(fused.mean[name].dtype)
         posterior = GaussianPosterior(fused.mean, variance)
-        after = Shared(posterior, tensors, shared.round, shared.share, False)
+        after = Shared(posterior, tensors, shared.share, False)
         rounds, _, _ = trail = tensors["_trail"].tolist()
         marks = tensors["_marks"]
         trail[0] = rounds = rounds + 1
@@ -286,7 +286,7 @@ class Sites(Method):
 
     def figures(self, shared: Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """Return change and distance; nothing of a network without Gaussian parameters."""
-        common = self._common(Shared(posterior, tensors, shared.round, shared.share, False))
+        common = self._common(Shared(posterior, tensors, shared.share, False))
         if not common.names:
             return {}
         flat, before = common.mean[common.rows], self._common(shared)
@@ -309,10 +309,7 @@ class Sites(Method):
         self, sent: GaussianPosterior, started: Shared, now: Shared, staleness: int, how: Late
     ) -> GaussianPosterior:
         """Return the present means, moved as far as the client has moved those that it started from."""
-        if not staleness:
-            return sent
-        before, after = started.posterior.mean, now.posterior.mean
-        return GaussianPosterior.point_mass({n: mean - before[n] + after[n] for n, mean in sent.mean.items()})
+        return moved(sent, started.posterior, now.posterior) if staleness else sent
 
     def counted(self, posterior: GaussianPosterior) -> GaussianPosterior | None:
         """See :meth:`Method.counted`: the prior, counted once."""

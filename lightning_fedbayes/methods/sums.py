@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import FederationError, listed
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.methods.late import Late
+from lightning_fedbayes.methods.late import Late, moved
 from lightning_fedbayes.methods.method import LocalProblem, Method, Participant, Report, Shared, Trained
 
 CUMULATIVE = "sums."
@@ -94,12 +94,7 @@ class Sums(Method):
         self, sent: GaussianPosterior, started: Shared, now: Shared, staleness: int, how: Late
     ) -> GaussianPosterior:
         """Return the present sums with the client's change added."""
-        if not staleness:
-            return sent
-        before, after = started.posterior.mean, now.posterior.mean
-        return GaussianPosterior.point_mass(
-            {name: value - before[name] + after[name] for name, value in sent.mean.items()}
-        )
+        return moved(sent, started.posterior, now.posterior) if staleness else sent
 
     @staticmethod
     def without(posterior: GaussianPosterior, kept: Mapping[str, Tensor]) -> GaussianPosterior | None:

@@ -27,8 +27,8 @@ class ExampleMean(Metric):
     batches and processes of any size combine exactly.
 
     Args:
-        name: name of the state, unique to what the metric computes: a MetricCollection takes two metrics for the same
-            one if their states have equal names and, after the first batch, equal values.
+        name: name of the state, unique to what the metric computes, by default that of the class: a MetricCollection
+            takes two metrics for one if their states have equal names and, after the first batch, equal values.
         kwargs: arguments of :class:`torchmetrics.Metric`.
     """
 
@@ -37,9 +37,9 @@ class ExampleMean(Metric):
 
     count: Tensor
 
-    def __init__(self, name: str, **kwargs: Any) -> None:
+    def __init__(self, name: str = "", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.total_name = f"{name}_total"
+        self.total_name = f"{name or type(self).__name__}_total"
         self.add_state(self.total_name, torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
@@ -60,17 +60,11 @@ class ExampleMean(Metric):
 class BrierScore(ExampleMean):
     """Mean of :func:`~lightning_fedbayes.metrics.functional.brier_score`, from 0 (best) to 2.
 
-    Args:
-        kwargs: arguments of :class:`torchmetrics.Metric`.
-
     >>> BrierScore()(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([0, 1]))
     tensor(1.2500)
     """
 
     higher_is_better = False
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__("brier_score", **kwargs)
 
     def update(self, probs: Tensor, target: Tensor) -> None:
         """Add mean predictives, shape (batch, classes), and classes, shape (batch,)."""
@@ -80,17 +74,11 @@ class BrierScore(ExampleMean):
 class NegativeLogLikelihood(ExampleMean):
     """Mean of :func:`~lightning_fedbayes.metrics.functional.negative_log_likelihood`, in nats.
 
-    Args:
-        kwargs: arguments of :class:`torchmetrics.Metric`.
-
     >>> NegativeLogLikelihood()(torch.full((3, 10), 0.1), torch.tensor([0, 4, 9]))
     tensor(2.3026)
     """
 
     higher_is_better = False
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__("negative_log_likelihood", **kwargs)
 
     def update(self, probs: Tensor, target: Tensor) -> None:
         """Add mean predictives, shape (batch, classes), and classes, shape (batch,)."""
@@ -100,17 +88,11 @@ class NegativeLogLikelihood(ExampleMean):
 class GaussianNLL(ExampleMean):
     """Mean of :func:`~lightning_fedbayes.metrics.functional.gaussian_nll`, in nats.
 
-    Args:
-        kwargs: arguments of :class:`torchmetrics.Metric`.
-
     >>> GaussianNLL()(torch.zeros(4), torch.ones(4), torch.zeros(4))  # log √2π
     tensor(0.9189)
     """
 
     higher_is_better = False
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__("gaussian_nll", **kwargs)
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
         """Add predictive means, variances (noise included) and targets, all of one shape."""
@@ -118,16 +100,9 @@ class GaussianNLL(ExampleMean):
 
 
 class GaussianCRPS(ExampleMean):
-    """Mean of :func:`~lightning_fedbayes.metrics.functional.gaussian_crps`, in the units of the target.
-
-    Args:
-        kwargs: arguments of :class:`torchmetrics.Metric`.
-    """
+    """Mean of :func:`~lightning_fedbayes.metrics.functional.gaussian_crps`, in the units of the target."""
 
     higher_is_better = False
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__("gaussian_crps", **kwargs)
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
         """Add predictive means, variances (noise included) and targets, all of one shape."""
@@ -135,16 +110,9 @@ class GaussianCRPS(ExampleMean):
 
 
 class EnsembleCRPS(ExampleMean):
-    """Mean of the fair :func:`~lightning_fedbayes.metrics.functional.ensemble_crps`, in the units of the target.
-
-    Args:
-        kwargs: arguments of :class:`torchmetrics.Metric`.
-    """
+    """Mean of the fair :func:`~lightning_fedbayes.metrics.functional.ensemble_crps`, in the units of the target."""
 
     higher_is_better = False
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__("ensemble_crps", **kwargs)
 
     def update(self, samples: Tensor, target: Tensor) -> None:
         """Add draws from the predictive distribution, shape (samples, *), and targets, shape (*)."""
@@ -172,16 +140,9 @@ class IntervalCoverage(ExampleMean):
 
 
 class DeterminantSharpness(ExampleMean):
-    """Mean of :func:`~lightning_fedbayes.metrics.functional.determinant_sharpness`, in the units of the targets.
-
-    Args:
-        kwargs: arguments of :class:`torchmetrics.Metric`.
-    """
+    """Mean of :func:`~lightning_fedbayes.metrics.functional.determinant_sharpness`, in the units of the targets."""
 
     higher_is_better = False
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__("determinant_sharpness", **kwargs)
 
     def update(self, covariance: Tensor) -> None:
         """Add predictive covariances, shape (*, d, d)."""

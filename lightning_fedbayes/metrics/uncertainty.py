@@ -49,14 +49,7 @@ class PredictiveEntropy(ExampleMean):
 
 
 class KwonAleatoric(ExampleMean):
-    """Mean of :func:`~lightning_fedbayes.metrics.functional.kwon_aleatoric`: noise in the labels.
-
-    Args:
-        kwargs: arguments of :class:`torchmetrics.Metric`.
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__("kwon_aleatoric", **kwargs)
+    """Mean of :func:`~lightning_fedbayes.metrics.functional.kwon_aleatoric`: noise in the labels."""
 
     def update(self, probs: Tensor) -> None:
         """Add class probabilities of each posterior sample, shape (samples, batch, classes)."""
@@ -64,14 +57,7 @@ class KwonAleatoric(ExampleMean):
 
 
 class KwonEpistemic(ExampleMean):
-    """Mean of :func:`~lightning_fedbayes.metrics.functional.kwon_epistemic`: disagreement of the samples.
-
-    Args:
-        kwargs: arguments of :class:`torchmetrics.Metric`.
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__("kwon_epistemic", **kwargs)
+    """Mean of :func:`~lightning_fedbayes.metrics.functional.kwon_epistemic`: disagreement of the samples."""
 
     def update(self, probs: Tensor) -> None:
         """Add class probabilities of each posterior sample, shape (samples, batch, classes)."""
@@ -79,14 +65,7 @@ class KwonEpistemic(ExampleMean):
 
 
 class MutualInformation(ExampleMean):
-    """Mean of :func:`~lightning_fedbayes.metrics.functional.mutual_information` between label and parameters.
-
-    Args:
-        kwargs: arguments of :class:`torchmetrics.Metric`.
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__("mutual_information", **kwargs)
+    """Mean of :func:`~lightning_fedbayes.metrics.functional.mutual_information` between label and parameters."""
 
     def update(self, probs: Tensor) -> None:
         """Add class probabilities of each posterior sample, shape (samples, batch, classes)."""

@@ -20,7 +20,7 @@ from lightning_fedbayes.fusion.distributed import fuse_distributed
 from lightning_fedbayes.methods.method import PREFIX
 from lightning_fedbayes.server.buffers import BufferAverage
 from lightning_fedbayes.server.disagreement import Disagreement, merge_disagreement
-from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, MOST_MOVE, Guard, Limits
+from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, MOST_MOVE, Guard, Limits, changed
 from lightning_fedbayes.server.weighting import (
     PER_CLIENT,
     ClientFacts,
@@ -171,7 +171,7 @@ class Aggregation:
         else:
             posterior = posterior if self._streams else posterior.clone()
             buffers = {name: value.clone() for name, value in update.buffers.items()}
-            self._held.append(_with(update, posterior, buffers))
+            self._held.append(changed(update, posterior=posterior, buffers=buffers))
             self._unmeasured += 1
         is_large = not self._is_small
         at_once = is_large and (self._limits is not None or not self._by_pieces)
@@ -238,7 +238,7 @@ class Aggregation:
             if suspect:
                 # memory of its own: until now it was a row of a stack of many clients
                 own = update.posterior.owned() if self._is_small else update.posterior
-                self._held.append(_with(update, own, dict(update.buffers)))
+                self._held.append(changed(update, posterior=own, buffers=dict(update.buffers)))
             else:
                 ready.append((update, update.posterior, self._weights[update.client]))
         self._fuse(ready)
@@ -433,13 +433,6 @@ def mean_variance(posterior: GaussianPosterior) -> dict[str, float]:
     """Return the mean variance of the Gaussian parameters as it is logged; nothing of a point mass."""
     variances = [value.detach().flatten() for value in posterior.variance.values() if not is_zero(value)]
     return {"posterior_variance": float(torch.cat([each.double() for each in variances]).mean())} if variances else {}
-
-
-def _with(update: ClientUpdate, posterior: GaussianPosterior, buffers: dict[str, Tensor]) -> ClientUpdate:
-    """Return a checked update with other tensors of the same structure; it is not checked again."""
-    copy = object.__new__(ClientUpdate)
-    vars(copy).update(vars(update), posterior=posterior, buffers=buffers)
-    return copy
 
 
 def shares_of(weights: Mapping[int, float], reliability: Mapping[int, float]) -> dict[int, float]:

@@ -14,7 +14,6 @@ class Fusion(NamedTuple):
 
     Args:
         clients: number of clients that were connected, of whom each has the share 1 / clients.
-        phase: the round as methods count it that settle over rounds.
         began: clients that began from the global posterior before it.
         arrived: (client, version) of the messages that were admitted, in their order; version v is the global posterior
             after v fusions.
@@ -22,7 +21,6 @@ class Fusion(NamedTuple):
     """
 
     clients: int
-    phase: int
     began: tuple[int, ...]
     arrived: tuple[tuple[int, int], ...]
     refused: tuple[int, ...] = ()
@@ -54,11 +52,11 @@ def _fusion(line: dict[str, Any], number: int) -> Fusion:
     """Return the fusion of a line; raise ValueError for what it cannot be."""
     arrived = tuple((client, version) for client, version in line["arrived"])
     began, refused = tuple(line["began"]), tuple(line["refused"])
-    numbers = (line["clients"], line["phase"], *began, *refused, *(each for pair in arrived for each in pair))
+    numbers = (line["clients"], *began, *refused, *(each for pair in arrived for each in pair))
     late = all(version < number for _, version in arrived)
     if line["fusion"] != number or not late or not all(is_whole(each) and each >= 0 for each in numbers):
         raise ValueError(f"line {number} is no fusion {number}")
-    return Fusion(line["clients"], line["phase"], began, arrived, refused)
+    return Fusion(line["clients"], began, arrived, refused)
 
 
 def _check_possible(fusions: list[Fusion]) -> None:

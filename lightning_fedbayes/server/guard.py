@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -270,7 +270,7 @@ class Guard:
 
     def clipped(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> ClientUpdate:
         """Return the part of a client's update that counts, within its limits; arguments as for :meth:`clip`."""
-        return with_flat(update, *self.clip(update, limits, sizes))
+        return changed(update, posterior=update.posterior.with_flat(*self.clip(update, limits, sizes)))
 
     def clip(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance with every size within its limit; entries that are within stay as they are.
@@ -310,11 +310,10 @@ class Guard:
         return [part for part in rows.split(self._lengths, 1) if part.shape[1]]
 
 
-def with_flat(update: ClientUpdate, mean: Tensor, variance: Tensor) -> ClientUpdate:
-    """Return a checked update with other moments, which are not checked again."""
-    posterior = update.posterior.with_flat(mean, variance)
+def changed(update: ClientUpdate, **parts: Any) -> ClientUpdate:
+    """Return a checked update with other parts of the same structure; it is not checked again."""
     copy = object.__new__(ClientUpdate)
-    vars(copy).update(vars(update), posterior=posterior)
+    vars(copy).update(vars(update), **parts)
     return copy
 
 

@@ -110,13 +110,6 @@ class RoundPlan:
         return self.turn is ENDED
 
     @property
-    def phase(self) -> int:
-        """The round as methods count it that settle over rounds: how often each client has been heard, on average."""
-        if self.turn is not None:
-            return self.turn.phase
-        return self.round * len(self.heard.cohort) // self.clients if self.clients else self.round
-
-    @property
     def num_batches(self) -> int:
         """Batches of the whole round."""
         return self.starts[-1]

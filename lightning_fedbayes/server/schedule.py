@@ -214,7 +214,6 @@ class Turn(NamedTuple):
         refused: clients of them whose messages are too late.
         waiting: messages that are under way at its end, the next one first.
         time: virtual time at its end.
-        phase: the round as methods count it that settle over rounds: how often each client has been heard, on average.
         clients: number of clients in the federation then; 0: all that there are.
     """
 
@@ -223,7 +222,6 @@ class Turn(NamedTuple):
     refused: frozenset[int]
     waiting: tuple[Arrival, ...]
     time: float
-    phase: int
     clients: int = 0
 
     def figures(self, round: int) -> dict[str, float]:
@@ -238,7 +236,7 @@ class Turn(NamedTuple):
         }
 
 
-ENDED = Turn((), (), frozenset(), (), math.inf, 0)
+ENDED = Turn((), (), frozenset(), (), math.inf)
 """Turn after the last one of a log; no round can begin with it."""
 
 
@@ -262,7 +260,7 @@ def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn
     return [
         Turn(
             tuple(sorted(begin)), tuple(Arrival(float(i), *each) for i, each in enumerate(fusion.arrived)), frozenset(),
-            (), float(number), fusion.phase, fusion.clients,
+            (), float(number), fusion.clients,
         ) for number, (begin, fusion) in enumerate(zip(starts, fusions))
     ]
 
@@ -312,7 +310,7 @@ class Timeline:
         self._begin()
 
     def _begin(self) -> None:
-        self._round, self._last, self._time, self._heard = 0, None, 0.0, 0
+        self._round, self._last, self._time = 0, None, 0.0
         self._under_way: list[Arrival] = []  # a heap
         self._busy: dict[int, int] = {}  # client that trains or sends → the version that it started from
         self._jobs = [0] * len(self._sizes)
@@ -356,9 +354,7 @@ class Timeline:
                 break
         never = {each.client for each in self._under_way if math.isinf(each.time)}
         waiting = tuple(sorted(self._under_way))
-        phase = self._heard // len(self._sizes)
-        self._heard += len(heard)
-        return Turn(tuple(sorted(starts - never)), tuple(arrivals), frozenset(refused), waiting, self._time, phase)
+        return Turn(tuple(sorted(starts - never)), tuple(arrivals), frozenset(refused), waiting, self._time)
 
     def _fill(self, round: int, heard: set[int]) -> set[int]:
         """Let free clients start until enough train at once, without those ``heard``; return who starts.

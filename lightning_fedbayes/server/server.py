@@ -211,7 +211,7 @@ class Server:
         """
         check_kind("plan", plan, RoundPlan, "give a RoundPlan(round, cohort)")
         self._plan = plan
-        self._shared = Shared(self.posterior, split(self.buffers)[1], plan.phase, plan.share, self.is_new)
+        self._shared = Shared(self.posterior, split(self.buffers)[1], plan.share, self.is_new)
         if self.versions is not None:
             self.versions.begun[plan.round] = self._shared
         self._outcomes, self._started = {}, {}

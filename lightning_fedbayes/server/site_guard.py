@@ -30,7 +30,7 @@ from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.methods.sites import gaussian_names
-from lightning_fedbayes.server.guard import DECAY, FEW, FEWEST, MOST_MOVE, Guard, Limits
+from lightning_fedbayes.server.guard import DECAY, FEW, FEWEST, MOST_MOVE, Guard, Limits, changed
 
 Tensors = Mapping[str, Tensor]
 
@@ -100,9 +100,13 @@ class SiteGuard(Guard):
         return torch.stack([*rows, torch.cat([sums, sums.sum()[None]]), torch.full_like(rows[0], examples)])
 
     def absurd(self, updates: Sequence[ClientUpdate], sizes: Tensor) -> Tensor:
-        """See :meth:`Guard.absurd`; moves are in units of widths, which may be tiny."""
-        largest = torch.stack([update.posterior.flatten()[0].abs().amax() for update in updates])
-        return (largest.cpu() > MOST_MOVE * (1 + self._largest)) | (sizes[:, 1:3] > MOST_MOVE).flatten(1).any(1)
+        """See :meth:`Guard.absurd`; a site is of one client, and of as many examples as its message."""
+        largest = torch.stack([update.posterior.flatten()[0].abs().amax() for update in updates]).cpu()
+        sites = [self._site(update) for update in updates]
+        told = torch.tensor([[float(site["clients"]), float(site["examples"])] for site in sites])
+        true = torch.tensor([[1.0, float(update.num_examples)] for update in updates])
+        wrong = ~((told - true).abs() <= 1e-6 * true).all(1) | (largest > MOST_MOVE * (1 + self._largest))
+        return wrong | (sizes[:, 1:3] > MOST_MOVE).flatten(1).any(1)
 
     def _rows(self, vector: Tensor) -> list[Tensor]:
         """Return each tensor's part of a flat vector; empty tensors have none."""
@@ -185,14 +189,7 @@ class SiteGuard(Guard):
         mean = update.posterior.flatten()[0]
         posterior = update.posterior.unflatten(self._start + move * (mean - self._start), None)
         own, _ = split(update.buffers)
-        return with_parts(update, posterior, joined(own, changes))
-
-
-def with_parts(update: ClientUpdate, posterior: GaussianPosterior, buffers: Tensors) -> ClientUpdate:
-    """Return a checked update with other tensors of the same structure; it is not checked again."""
-    copy = object.__new__(ClientUpdate)
-    vars(copy).update(vars(update), posterior=posterior, buffers=buffers)
-    return copy
+        return changed(update, posterior=posterior, buffers=joined(own, changes))
 
 
 def _median(sizes: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class Versions:
     def state_dict(self) -> dict[int, dict[str, Any]]:
         """Return the rounds."""
         return {
-            round: {"posterior": each.posterior.state_dict(), "tensors": dict(each.tensors), "phase": each.round,
+            round: {"posterior": each.posterior.state_dict(), "tensors": dict(each.tensors),
                     "share": each.share, "is_new": each.is_new} for round, each in self.begun.items()
         }
 
@@ -82,7 +82,7 @@ class Versions:
         self.begun = {
             round: Shared(
                 GaussianPosterior.from_state_dict(each["posterior"]).to(device), moved(dict(each["tensors"]), device),
-                each["phase"], each["share"], each["is_new"],
+                each["share"], each["is_new"],
             ) for round, each in state.items()
         }
 

@@ -51,13 +51,13 @@ LOG = logging.getLogger(__name__)
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Options of a client's Trainer, unless others are given: a client writes no files and says nothing."""
 
-CONFIG_KEYS = ("server-round", "phase", "seed", "federation", "accepted", "begun", "share", "method", "frozen")
+CONFIG_KEYS = ("server-round", "seed", "federation", "accepted", "begun", "share", "method", "frozen")
 """Keys of a question's configuration that the server sets.
 
-"server-round" is the round, or the version of the global posterior that comes with it, from 1, and "phase" the round as
-methods count it that settle over rounds, from 0. For "federation" and "accepted" see :class:`StateFile`; "begun" is
-False until a round has been fused; "share" is that of a client among all; "method" is
-:meth:`~lightning_fedbayes.Method.agreement`; "frozen" is the digest of the parameters that nobody sends, "" for none.
+"server-round" is the round, or the version of the global posterior that comes with it, from 1. For "federation" and
+"accepted" see :class:`StateFile`; "begun" is False until a round has been fused; "share" is that of a client among all;
+"method" is :meth:`~lightning_fedbayes.Method.agreement`; "frozen" is the digest of the parameters that nobody sends, ""
+for none.
 """
 
 Asked = Literal["train", "evaluate", "calibrate", "once"]
@@ -100,7 +100,7 @@ class Question:
         config = self.config
         return Task(
             self.client, config["server-round"] - 1, config["seed"], posterior, buffers, kept, config["begun"],
-            config["share"], config["frozen"], config["phase"],
+            config["share"], config["frozen"],
         )
 
 

@@ -88,7 +88,7 @@ class Rounds:
         self.best: dict[str, Any] = {}
         self._federation = ""
         self._timeout = 3600.0
-        self._at_hand, self._phase = 1, 0
+        self._at_hand = 1
         self._frozen = ""
         self._probabilistic: set[str] = set()
 
@@ -148,14 +148,14 @@ class Rounds:
         at_hand, self._at_hand = sorted(clients), len(clients)
         chosen = choose_cohort(server_round - 1, len(at_hand), self.fraction, self.seed)
         asked = tuple(sorted(at_hand[position] for position in chosen))
-        self._phase = self.server.begin(RoundPlan(server_round - 1, asked, clients=len(at_hand))).round
+        self.server.begin(RoundPlan(server_round - 1, asked, clients=len(at_hand)))
         return asked
 
     def config_for(self, client: int, server_round: int) -> dict[str, Any]:
         """Return what every question to a client says (:data:`~lightning_fedbayes.transport.client.CONFIG_KEYS`)."""
         assert self.server is not None
         return {
-            "server-round": server_round, "phase": self._phase, "seed": self.seed, "federation": self._federation,
+            "server-round": server_round, "seed": self.seed, "federation": self._federation,
             "begun": not self.server.is_new, "method": self.method.agreement(), "frozen": self._frozen,
             "share": 1 / max(1, self._at_hand), "accepted": self.server.accepted.get(client, 0),
         }

@@ -45,7 +45,6 @@ class Task:
         begun: True if the server has fused a round.
         share: the client's share of all clients.
         frozen: digest of the parameters that nobody sends.
-        phase: the round as methods count it that settle over rounds.
     """
 
     client: int
@@ -57,7 +56,6 @@ class Task:
     begun: bool = False
     share: float = 1.0
     frozen: str = ""
-    phase: int = 0
 
 
 def own_clients(dataset: Dataset, partition: Partition | None, client: int, seed: int) -> Clients:
@@ -278,7 +276,7 @@ class ClientTraining(L.Callback):
         self._engine.states.load_state_dict(task.kept)
         tensors = {name: value.to(pl_module.device) for name, value in split(task.buffers)[1].items()}
         self._engine.begin_method(
-            Shared(task.posterior.to(pl_module.device), tensors, task.phase, task.share, not task.begun)
+            Shared(task.posterior.to(pl_module.device), tensors, task.share, not task.begun)
         )
         self._loop.install(self._engine, self._engine.begin_batch, self._end_batch)
         start = getattr(pl_module, "on_federation_start", None)

@@ -45,14 +45,14 @@ def again(folder, late=None, **options):
     return fb.Asynchronous(replay=folder / "server.jsonl", late=late or fb.FedBuff(), **options)
 
 
-class Phased(fb.Averaging):
-    """Clients are held closer to the global values from round to round."""
+class Held(fb.Averaging):
+    """Clients are held to the global values, the fewer they are the closer."""
 
     def problem(self, shared, client):
-        return LocalProblem(fb.Quadratic(0.5 * shared.round + shared.share))
+        return LocalProblem(fb.Quadratic(shared.share))
 
 
-PHASED = Phased("linear_pool")
+HELD = Held("linear_pool")
 LATE = fb.Asynchronous(buffer=1, late=fb.FedAsync(mixing=0.4))
 CASES = {
     "sites": (hybrid, {"fusion": "sites"}, BY_TWO),
@@ -61,7 +61,7 @@ CASES = {
     "sites of IVON": (Learned, {"fusion": "sites"}, fb.Asynchronous()),
     "an average": (hybrid, {"fusion": "reverse_kl_barycenter"}, fb.Asynchronous(buffer=3)),
     "an average by FedAsync": (hybrid, {"fusion": "linear_pool"}, LATE),
-    "a method that counts rounds": (hybrid, {"fusion": PHASED}, fb.Asynchronous(buffer=1)),
+    "a method that knows its share": (hybrid, {"fusion": HELD}, fb.Asynchronous(buffer=1)),
     "kept optimizers": (Scheduled, {"fusion": "weighted_average", "keep": ["optimizer"]}, fb.Asynchronous(buffer=1)),
 }
 
@@ -93,7 +93,7 @@ class Killed(Exception):
     """SIGKILL of the server."""
 
 
-@pytest.mark.parametrize("fusion", ["sites", PHASED], ids=str)
+@pytest.mark.parametrize("fusion", ["sites", HELD], ids=str)
 @pytest.mark.parametrize("where", ["before the log", "before the checkpoint", "after it"])
 def test_a_server_that_is_killed_goes_on_and_its_log_repeats_the_whole(where, fusion, tmp_path, monkeypatch):
     """What was under way is asked again from the version that it began with. One client of four is away."""
@@ -336,7 +336,7 @@ def test_a_replay_that_cannot_be_repeated_says_why(tmp_path):
         Timeline(again(tmp_path), (5, 5), seed=0)
 
 
-GOOD = {"fusion": 1, "clients": 2, "phase": 0, "began": [0], "arrived": [[0, 0]], "refused": []}
+GOOD = {"fusion": 1, "clients": 2, "began": [0], "arrived": [[0, 0]], "refused": []}
 SECOND = {**GOOD, "fusion": 2}
 BROKEN = {
     "another number": [SECOND], "of the future": [{**GOOD, "arrived": [[0, 1]]}], "a text": [{**GOOD, "clients": "2"}],

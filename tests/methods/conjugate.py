@@ -104,7 +104,7 @@ class Conjugate:
         result = server.finish()
         assert result.success
         told = server.untold.union(lies or ())
-        self.kept |= {client: dict(server.sites[client]) for client in cohort if client in told}
+        self.kept |= {client: dict(server.sites[client]) for client in told.intersection(cohort, server.sites)}
         return result.figures
 
     def totals(self) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ def by_hand(clients: Conjugate, method: fb.Method, cohorts, rounds: int) -> fb.S
         })
         sums = {name: sum(report.sent[name].double() for report in reports.values()) for name in method.sent}
         posterior, tensors = method.fuse(shared, fused, sums, len(reports) * shared.share)
-        shared = fb.Shared(posterior, tensors, number + 1, shared.share, is_new=False)
+        shared = fb.Shared(posterior, tensors, shared.share, is_new=False)
     return shared
 
 
@@ -86,7 +86,7 @@ def test_nothing_moves_at_the_pooled_posterior():
             "precision": clients.curvatures[client, :clients.size],
             "examples": torch.tensor(float(count)).double(), "clients": torch.ones(()).double(),
         }
-    shared = fb.Shared(posterior, {**method.init(posterior), **clients.totals()}, 5, 1 / len(SIZES), is_new=False)
+    shared = fb.Shared(posterior, {**method.init(posterior), **clients.totals()}, 1 / len(SIZES), is_new=False)
     slope, moved = torch.zeros_like(mean[: clients.size]), []
     for client in range(len(SIZES)):
         participant = fb.Participant(client, SIZES[client], clients.kept[client])
@@ -249,7 +249,7 @@ def test_a_network_without_a_posterior_has_no_prior_and_no_figures():
     posterior = fb.GaussianPosterior.point_mass({POINT: torch.zeros(3)})
     server = fb.Server(posterior, fusion="sites")
     server.begin(fb.RoundPlan(0, (0,)))
-    counts = {name: torch.ones(()) for name in ("examples", "clients")}
+    counts = {"examples": torch.tensor(10.0), "clients": torch.ones(())}
     report = fb.Report(fb.GaussianPosterior.point_mass({POINT: torch.ones(3)}), {},
                        {"gradient": torch.ones(3), "precision": torch.zeros(0), **counts})
     assert server.admit(report.update(0, 10)).error is None
@@ -416,7 +416,7 @@ def test_engines_measure_the_same_without_noise(kind, trainer):
         method = Remembers()
         module = KINDS[kind](optimizer=partial(torch.optim.Adam, lr=0.03))
         fit(module, method, clients_of(logistic_data(dims=kind == "conv")), 3, trainer, engine=engine, local_epochs=2)
-        seen.append(sorted(method.seen, key=lambda each: (each[0].round, each[1].number)))
+        seen.append(sorted(method.seen, key=lambda each: (len(each[0].notes), each[1].number)))
     assert len(seen[0]) == 9
     for (_, _, one), (_, _, other) in zip(*seen, strict=True):
         for part in ("gradients", "precisions"):

@@ -174,6 +174,8 @@ def test_updates_of_several_threads_are_those_of_one(fusion):
     def message(server, client):
         sent = {f"method/{name}": torch.full_like(server.buffers[f"method/{name}"], abs(values[client])).float()
                 for name in server.method.sent}
+        if sent:
+            sent |= {"method/examples": torch.tensor(10.0), "method/clients": torch.tensor(1.0)}
         return update(client, values[client], 0.0 if sent else 0.5, buffers=sent)
 
     results = []

@@ -100,6 +100,21 @@ def test_a_liar_is_scaled_back_and_both_ends_count_the_same(told):
     assert distance(server.posterior, clients.pooled()) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["examples", "clients"])
+@pytest.mark.parametrize("claim", [0.0, 2.0, 1e9, -1.0])
+def test_a_site_is_of_one_client_and_of_its_message_s_examples(name, claim):
+    """Both count at the server: how much is extrapolated to clients not heard, and each client's share."""
+    clients = clients_of()
+    server = served(clients)
+    for _ in range(3):
+        figures = clients.round(server, lies={0: lambda report, shared: fb.Report(
+            report.posterior, report.kept, {**report.sent, name: torch.tensor(claim)})})
+        assert figures["valid_clients"] == COUNT - 1
+    tensors = split(server.buffers)[1]
+    assert float(tensors["clients"]) == COUNT - 1
+    assert float(tensors["examples"]) == sum(clients.examples[1:])
+
+
 @pytest.mark.parametrize("factor", [10.0, 1000.0])
 def test_the_size_of_what_counts_is_what_the_page_says(factor):
     """The bound of all tensors together is twice the median client's, of precisions FEW times that. A precision is
