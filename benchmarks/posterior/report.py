@@ -193,7 +193,7 @@ def curves(results: Results, file: Path) -> None:
                           linewidth=2.4 if rule == "sites" else 1.3)
         axes.axhline(KL_BAR, color="#777777", linewidth=0.8)
         axes.set(title=split, xlabel="round")
-    grid[0].set(ylabel="KL per parameter, nats", yscale="log", ylim=(5e-7, 30))
+    grid[0].set(ylabel="KL per parameter, nats", yscale="log", ylim=(2e-3, 100))
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=7)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=90)

@@ -235,7 +235,9 @@ def tables(cells: dict[Cell, list[tuple[float, float]]]) -> list[str]:
                 if any(found):
                     rows.append([title + suffix, *map(shown, found)])
         heads = [f"{split}, {rounds} rounds" for split, rounds in columns]
-        text.append(f"`{rule}`, one of ten clients attacks, or three; accuracy / NLL:\n\n"
+        counts = {len(found) for cell, found in cells.items() if cell[0] == rule}
+        seeds = "seed 0" if counts == {1} else f"means over {' or '.join(map(str, sorted(counts)))} seeds"
+        text.append(f"`{rule}`, one of ten clients attacks, or three; accuracy / NLL; {seeds}:\n\n"
                     + markdown_table(["attack", *heads], rows))
         rows = [[title, *(shown(cells.get((rule, split, ROUNDS[0] + AFTER, title), [])) for split in SPLITS)]
                 for title in (LATER, STOPS, REMOVED)]
@@ -267,8 +269,7 @@ def main() -> None:
     settings = (
         f"Handwritten digits of scikit-learn, {CLIENTS} clients, of whom the first attacks, or three; network "
         f"64-50-10 with two Bayesian layers (flipout, Adam, rate {RATE}, KL weight {KL_WEIGHT}), or fb.IVON with its "
-        f"defaults; {LOCAL_EPOCHS} local epochs; seeds 0 to {arguments.seeds - 1}. Means over the seeds. Rules and the "
-        "guard (`max_influence`) have their defaults."
+        f"defaults; {LOCAL_EPOCHS} local epochs. Rules and the guard (`max_influence`) have their defaults."
     )
     write(arguments.out, "sites", settings, tables(cells), None, over_seeds=False)
 
