@@ -28,7 +28,7 @@ from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.metrics.functional import gaussian_crps, gaussian_nll, interval_coverage
-from lightning_fedbayes.modules import RegressionPrediction, Regressor, mlp
+from lightning_fedbayes.modules import LikelihoodModule, RegressionPrediction, mlp
 
 Predict = Callable[[Tensor], RegressionPrediction]
 
@@ -40,7 +40,7 @@ SHOWN = "mean-field VI, reverse KL barycenter"
 
 
 def federate(
-    model: Regressor, train: TensorDataset, fusion: str, rounds: int, epochs: int, batch_size: int, seed: int
+    model: LikelihoodModule, train: TensorDataset, fusion: str, rounds: int, epochs: int, batch_size: int, seed: int
 ) -> Predict:
     """Train some rounds and return the prediction of the global model."""
     trainer = L.Trainer(

@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         register_fusion,
     )
     from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior, with_mc_dropout
+    from lightning_fedbayes.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
     from lightning_fedbayes.methods import (
         Averaging,
         Ditto,
@@ -111,7 +112,9 @@ __all__ = [
     "BayesianHead",
     "BayesianLinearRegression",
     "BayesianModule",
+    "Bernoulli",
     "CIFAR10DataModule",
+    "Categorical",
     "ClassPartition",
     "ClientDatasets",
     "ClientFailure",
@@ -141,6 +144,7 @@ __all__ = [
     "FederationError",
     "FederationSettings",
     "FusionError",
+    "Gaussian",
     "GaussianPosterior",
     "GaussianVector",
     "HeadFit",
@@ -158,6 +162,7 @@ __all__ = [
     "LabelFlip",
     "Laplace",
     "LearnedPosterior",
+    "Likelihood",
     "LinearStatistics",
     "LocalProblem",
     "MNISTDataModule",

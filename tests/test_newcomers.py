@@ -198,7 +198,7 @@ TIME_SERIES = """
 - trainer = L.Trainer(max_epochs=2, **quiet)
 + trainer = L.Trainer(max_epochs=2, callbacks=[fed := fb.FederatedBayes(fb.IIDPartition(2))], **quiet)
   trainer.fit(module, loader)
-+ predictions = trainer.predict(fb.PosteriorPredictive(module, fed.posterior, task="regression"), loader)
++ predictions = trainer.predict(fb.PosteriorPredictive(module, fed.posterior, likelihood=fb.Gaussian(1.0)), loader)
 """
 PANDAS = """
   import pandas as pd

@@ -15,6 +15,7 @@ from lightning_fedbayes.clients.evaluation import ClientScores, evaluate_clients
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.data import ClientDatasets
+from lightning_fedbayes.likelihoods import examples_in
 
 
 class KeepsPosteriors(Protocol):
@@ -91,7 +92,7 @@ class ClientReport(Reader):
             return
         try:
             found = evaluator.predictions(trainer, module)
-            sizes = {name: len(each["target"]) for name, each in found.items()}
+            sizes = {name: examples_in(each) for name, each in found.items()}
             scores = ClientScores.of(sizes, {name: figures_of(each) for name, each in found.items()})
         except FedBayesError as error:
             self._is_silent = True

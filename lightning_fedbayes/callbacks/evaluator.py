@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, ConcatDataset, Dataset, SequentialSampler, default_collate
 
 from lightning_fedbayes.clients.evaluation import (
+    OF_DRAWS,
     REMEDY,
     Collate,
     Predicted,
@@ -21,14 +22,22 @@ from lightning_fedbayes.clients.evaluation import (
     joined,
     mean_probs,
     means_of,
-    outputs_of,
     predict_data,
     predicted,
+    rows_by_outputs,
 )
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data import ClientDatasets
+from lightning_fedbayes.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    RegressionPrediction,
+    examples_in,
+    said_by,
+)
 from lightning_fedbayes.modules.posterior_predictive import OUTPUT_DRAWS, PosteriorPredictive
 
 Datasets = ClientDatasets | Mapping[str, Dataset]
@@ -84,11 +93,12 @@ class Reader(L.Callback):
 class Evaluator:
     r"""Collects what a module predicts in one validation or test, for every :class:`Reader` of the Trainer.
 
-    Predictions are what ``validation_step`` (``test_step``) returns: a dict with "target", classes (batch,), and
-    "probs", class probabilities (samples, batch, classes) or (batch, classes), or with "mean", "variance" and "target",
-    (batch, targets) each; "logits", of the shape of "probs", beside them where they are to be scaled. A module whose
-    steps return none predicts once more, batch by batch, if a reader asks: by draws from the federation's posterior, by
-    its ``sample`` or ``predict_step``, or by its ``forward``. These draws are seeded by the batch, and leave the global
+    Predictions are what ``validation_step`` (``test_step``) returns: a dict with "target", (batch, \*positions), and
+    "probs" in the form of the outputs, (batch, classes, \*positions), of one logit those of 1, perhaps with draws
+    first, (samples, batch, \*); or with "mean", "variance" and "target", (batch, targets) each; "logits", of the shape
+    of "probs", beside them where they are to be scaled. A module whose steps return none predicts once more, batch by
+    batch, if a reader asks: by draws from the federation's posterior, by its ``sample`` or ``predict_step``, or by its
+    ``forward``, and its likelihood says what they mean. These draws are seeded by the batch, and leave the global
     generators alone.
 
     Whose an example is follows from its position, where a loader gives all examples in their order. Elsewhere
@@ -154,7 +164,7 @@ class Evaluator:
         if not readers or self._last == (loader, number):
             return
         self._last = loader, number
-        found = returned(outputs)
+        found = returned(outputs, module)
         lacks = found is None or (self._needs_logits and "probs" in found and "logits" not in found)
         if lacks and self._asks and (self._in_order or not self._keeps):
             try:
@@ -189,26 +199,29 @@ class Evaluator:
         if self._posterior is not None:
             predictive = self.predictive(module, self._posterior)
             return self._draw(predictive, *inputs_and_targets(predictive, batch))
-        inputs, target = inputs_and_targets(module, batch)
-        if has_predict_step(module) and (target.is_floating_point() or not self._needs_logits):
+        target, known = inputs_and_targets(module, batch)[1], said_by(module)
+        are_numbers = target.is_floating_point() if known is None else not known.of_classes
+        if has_predict_step(module) and (are_numbers or not self._needs_logits):
             try:
                 return predicted(module, batch)
             except FedBayesError:  # of a user's own predictions; a calibration can do with logits
                 if not self._calibrates:
                     raise
         try:
-            return _of_logits(outputs_of(module, inputs), target)
+            return rows_by_outputs(module, batch)
         except NotImplementedError:
             raise FedBayesError(f"{type(module).__name__} has no forward that gives logits: {REMEDY}") from None
 
     def _draw(self, predictive: PosteriorPredictive, inputs: Any, target: Tensor) -> Predicted:
         """Return predictions by draws: as many as a report says, and :data:`DRAWS` logits for a calibration."""
         if predictive.is_linearised or not self._calibrates:
-            return _of_logits(predictive.sample(inputs, OUTPUT_DRAWS if self._calibrates else None), target)
-        logits = predictive.sample(inputs, DRAWS)
+            draws = predictive.sample(inputs, OUTPUT_DRAWS if self._calibrates else None)
+            return predictive.likelihood_for(draws[0], target).rows(draws, target)
+        draws = predictive.sample(inputs, DRAWS)
+        known = predictive.likelihood_for(draws[0], target)
         more = [predictive.sample(inputs, self._samples - DRAWS)] if self._samples > DRAWS else []
-        found = _of_logits(torch.cat([logits, *more])[: self._samples], target)
-        return {**found, "logits": logits}
+        found, first = known.rows(torch.cat([draws, *more])[: self._samples], target), known.rows(draws, target)
+        return found | {name: first[name] for name in ("logits",) if name in first}
 
     def predictive(self, module: L.LightningModule, posterior: GaussianPosterior) -> PosteriorPredictive:
         """Return the predictions of a module by ``posterior``; one object, which warns once."""
@@ -266,7 +279,7 @@ class Evaluator:
         whole = [joined(self._kept[loader]) for loader in sorted(self._kept)]
         parts = whole if len(self.loaders) > 1 else [p for each in whole for p in _parts(each, list(sizes.values()))]
         self._kept.clear()
-        if [len(each["target"]) for each in parts] == list(sizes.values()):
+        if [examples_in(each) for each in parts] == list(sizes.values()):
             return dict(zip(named, parts))
         if not self._asks:
             raise FedBayesError(
@@ -296,31 +309,31 @@ def evaluator_of(trainer: L.Trainer) -> Evaluator:
     return vars(trainer).setdefault("fedbayes_evaluator", Evaluator())
 
 
-def returned(outputs: Any) -> Predicted | None:
-    """Return the predictions that a module's step has returned, draws of probabilities among them; None if none."""
+def returned(outputs: Any, module: L.LightningModule) -> Predicted | None:
+    """Return what is scored of the predictions that a module's step has returned; None if it has returned none."""
     if not isinstance(outputs, dict):
         return None
+    if isinstance(outputs.get("counts"), Tensor):  # rows, of a module of this package
+        return outputs
     target, probs, logits = (outputs.get(name) for name in ("target", "probs", "logits"))
-    if are_class_predictions(probs, target):
-        found: Predicted = {"probs": probs, "target": target}  # pyright: ignore[reportAssignmentType]
-        if isinstance(logits, Tensor) and logits.shape == found["probs"].shape:
-            found["logits"] = logits
-        return {n: each.unsqueeze(0) if n != "target" and each.ndim == 2 else each for n, each in found.items()}
-    moments = {name: outputs.get(name) for name in ("mean", "variance", "target")}
-    shapes = {each.shape if isinstance(each, Tensor) else None for each in moments.values()}
-    return moments if len(shapes) == 1 and None not in shapes else None  # pyright: ignore[reportReturnType]
-
-
-def are_class_predictions(probs: Any, target: Any) -> bool:
-    """Return True for class probabilities (samples, batch, classes) or (batch, classes), and classes (batch,)."""
-    return (
-        isinstance(probs, Tensor)
-        and isinstance(target, Tensor)
-        and probs.ndim in (2, 3)
-        and target.ndim == 1
-        and not target.is_floating_point()
-        and probs.shape[-2] == len(target)
-    )
+    if isinstance(probs, Tensor) and isinstance(target, Tensor) and not target.is_floating_point():
+        known = said_by(module) or next(
+            (each for each in (Categorical(), Bernoulli(), Categorical(channels=-1))
+             for draws in (probs, probs[:1].squeeze(0)) if draws.ndim and not each.unfit(draws, target)), None)
+        if isinstance(known, Categorical | Bernoulli):
+            draws = probs if not known.unfit(probs[0], target) else probs.unsqueeze(0)
+            found = known.rows_of_probs(draws, target)
+            if isinstance(logits, Tensor) and logits.shape == probs.shape:
+                found["logits"] = known.rows(logits if draws is probs else logits.unsqueeze(0), target)["logits"]
+            return found
+    mean, variance = outputs.get("mean"), outputs.get("variance")
+    if not (isinstance(mean, Tensor) and isinstance(variance, Tensor) and isinstance(target, Tensor)):
+        return None
+    if not mean.numel() == variance.numel() == target.numel():
+        return None
+    mean = mean.unsqueeze(-1) if mean.ndim == 1 else mean
+    found = RegressionPrediction(mean, variance.reshape(mean.shape), *3 * [mean.new_zeros(())])
+    return Gaussian(0.0).rows_of(found, target)
 
 
 def gives_all(loader: Any, batches: float, *, together: bool) -> bool:
@@ -369,16 +382,13 @@ def _posterior_of(federation: Any) -> GaussianPosterior | None:
         return None
 
 
-def _of_logits(logits: Tensor, target: Tensor) -> Predicted:
-    """Return predictions of logits (samples, batch, classes) or (batch, classes); with probabilities if of classes."""
-    draws = logits.unsqueeze(0) if logits.ndim == 2 else logits
-    probs = {"probs": draws.softmax(-1)} if are_class_predictions(logits, target) else {}
-    return {"logits": draws, "target": target, **probs}
-
-
 def _parts(whole: Predicted, sizes: list[int]) -> list[Predicted]:
     """Return the predictions of each client, whose examples follow one another; none if there are more or fewer."""
-    if not whole or len(whole["target"]) != sum(sizes):
+    if not whole or examples_in(whole) != sum(sizes):
         return []
-    pieces = {name: value.split(sizes, -2 if name == "logits" else 0) for name, value in whole.items()}
+    rows = [int(each.sum()) for each in whole["counts"].split(sizes)]
+    pieces = {
+        name: value.split(sizes if name == "counts" else rows, -2 if name in OF_DRAWS else 0)
+        for name, value in whole.items()
+    }
     return [{name: piece[number] for name, piece in pieces.items()} for number in range(len(sizes))]

@@ -34,6 +34,17 @@ from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.core.tables import Row, badness_of, html_table, markdown_table, texts, worst_rows
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.layers import evaluation_mode
+from lightning_fedbayes.likelihoods import (
+    Bernoulli,
+    Categorical,
+    ClassPrediction,
+    Gaussian,
+    Likelihood,
+    RegressionPrediction,
+    Rows,
+    likelihood_of,
+    said_by,
+)
 from lightning_fedbayes.metrics.functional import (
     calibration_diagram,
     gaussian_nll,
@@ -43,11 +54,10 @@ from lightning_fedbayes.metrics.functional import (
     worst_fraction_accuracy,
 )
 from lightning_fedbayes.modules import PosteriorPredictive
-from lightning_fedbayes.modules.classifier import ClassPrediction
-from lightning_fedbayes.modules.regressor import RegressionPrediction, shaped_like
 
-Predicted = dict[str, Tensor]
-"""Predictions of some examples: "target" and "probs", or "target", "mean" and "variance"; perhaps "logits"."""
+Predicted = Rows
+OF_DRAWS = ("logits", "probs")
+"""Rows are their last dimension but one."""
 Collate = Callable[[list[Any]], Any]
 """List of examples → batch."""
 Predictors = L.LightningModule | Mapping[str, L.LightningModule]
@@ -302,7 +312,7 @@ def drawing(device: torch.device, seed: int) -> Iterator[None]:
 def joined(parts: Sequence[Predicted]) -> Predicted:
     """Return the predictions of several batches as one."""
     names = parts[0] if parts else ()
-    return {name: torch.cat([each[name] for each in parts], -2 if name == "logits" else 0) for name in names}
+    return {name: torch.cat([each[name] for each in parts], -2 if name in OF_DRAWS else 0) for name in names}
 
 
 def has_predict_step(module: L.LightningModule) -> bool:
@@ -311,41 +321,57 @@ def has_predict_step(module: L.LightningModule) -> bool:
 
 
 def predicted(module: L.LightningModule, batch: Any) -> Predicted:
-    """Return the predictions of a module's ``predict_step``, "probs" as one draw.
+    """Return what is scored of a module's ``predict_step``, "probs" as one draw.
 
     Raises:
         FedBayesError: they are not those of this package.
     """
     target = inputs_and_targets(module, batch)[1]
     prediction: Any = module.predict_step(batch, 0)
-    if isinstance(prediction, ClassPrediction):
-        return {"probs": prediction.probs.unsqueeze(0), "target": target}
+    if not isinstance(prediction, ClassPrediction | RegressionPrediction):
+        raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(prediction)}: {REMEDY}")
+    return (said_by(module) or likelihood_by(prediction)).rows_of(prediction, target)
+
+
+def likelihood_by(prediction: ClassPrediction | RegressionPrediction) -> Likelihood:
+    """Return the likelihood that the shapes of a prediction tell."""
     if isinstance(prediction, RegressionPrediction):
-        mean = prediction.mean
-        return {"mean": mean, "variance": prediction.variance, "target": shaped_like(target, mean)}
-    raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(prediction)}: {REMEDY}")
+        return Gaussian(0.0)
+    probs, label = prediction.probs, prediction.label
+    if probs.shape == label.shape:
+        return Bernoulli()
+    return Categorical(channels=1 if probs.movedim(1, -1).shape[:-1] == label.shape else -1)
 
 
 def means_of(found: Predicted) -> Predicted:
     """Return the mean predictive of draws, as :func:`figures_of` takes it."""
-    kept = {name: found[name] for name in ("target", "mean", "variance") if name in found}
+    kept = {name: found[name] for name in ("target", "mean", "variance", "nll", "counts") if name in found}
     return {**kept, "probs": found["probs"].mean(0)} if "probs" in found else kept
 
 
 def outputs_of(predictive: nn.Module, inputs: Any) -> Tensor:
-    """Return draws of the network's output if the module can draw, otherwise its output; shape (*, batch, classes).
+    """Return draws of the network's output if the module can draw, otherwise its output; shape (samples, batch, *).
 
     Raises:
         FedBayesError: the output has no such shape.
     """
     sample: Any = getattr(predictive, "sample", None)
-    outputs: Any = sample(inputs) if callable(sample) else output_of(predictive, inputs)
+    outputs: Any = sample(inputs) if callable(sample) else output_of(predictive, inputs).unsqueeze(0)
     if not isinstance(outputs, Tensor) or outputs.ndim < 2:
         raise FedBayesError(
-            f"{type(predictive).__name__} gives {shown(outputs)}; logits of shape (batch, classes), or "
-            "draws of them, are needed. A regressor is calibrated by FederatedConformal(kind='interval')"
+            f"{type(predictive).__name__} gives {shown(outputs)}; outputs of shape (batch, *), or draws of them, are "
+            "needed"
         )
     return outputs
+
+
+def rows_by_outputs(predictive: nn.Module, batch: Any) -> Rows:
+    """Return what is scored of a batch by :func:`outputs_of`, and the likelihood of the module."""
+    inputs, targets = inputs_and_targets(predictive, batch)
+    outputs = outputs_of(predictive, inputs)
+    known = predictive.likelihood_for(outputs[0], targets) if isinstance(predictive, PosteriorPredictive) else (
+        likelihood_of(predictive, outputs[0], targets))
+    return known.rows(outputs, targets)
 
 
 def mean_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -373,9 +399,19 @@ def figures_of(found: Predicted) -> dict[str, float]:
     target = target.to(mean)
     return {
         "rmse": float((mean - target).square().mean().sqrt()),
-        "nll": float(gaussian_nll(mean, variance, target).mean()),
+        "nll": float(nll_of(found).mean()) / (1 if "nll" in found else mean.shape[1]),
         "coverage": float(interval_coverage(mean, variance, target, level=0.9).float().mean()),
     }
+
+
+def nll_of(found: Predicted) -> Tensor:
+    """Return the NLL of each row in nats, summed over targets; of "probs" that of their mean over draws."""
+    if "nll" in found:
+        return found["nll"]
+    if "mean" in found:
+        return gaussian_nll(found["mean"], found["variance"], found["target"].to(found["mean"])).sum(1)
+    probs = found["probs"] if found["probs"].ndim == 2 else found["probs"].mean(0)
+    return negative_log_likelihood(probs, found["target"])
 
 
 def class_figures(probs: Tensor, target: Tensor) -> dict[str, float]:
@@ -414,7 +450,7 @@ def choose_personal_weight(
         held_out: data of the client, inputs and targets.
         weights: to choose from, each in [0, 1].
         batch_size, seed: see :func:`evaluate_clients`.
-        options: of :class:`~lightning_fedbayes.PosteriorPredictive`, such as ``samples=20, task="regression"``.
+        options: of :class:`~lightning_fedbayes.PosteriorPredictive`, such as ``samples=20, likelihood="bernoulli"``.
 
     Returns: the weight, and the NLL of each weight in nats per example.
 

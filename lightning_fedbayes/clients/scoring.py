@@ -13,13 +13,13 @@ import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
+from lightning_fedbayes.clients.evaluation import nll_of, predicted
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.fusion.auto import AutoFusion, Score
 from lightning_fedbayes.layers import evaluation_mode
-from lightning_fedbayes.metrics.functional import gaussian_nll
-from lightning_fedbayes.modules import BayesianModule, ClassPrediction, RegressionPrediction
-from lightning_fedbayes.modules.regressor import shaped_like
+from lightning_fedbayes.likelihoods import examples_in
+from lightning_fedbayes.modules import BayesianModule
 
 
 def check_score(auto: AutoFusion, module: L.LightningModule) -> None:
@@ -62,15 +62,8 @@ def evaluation(module: L.LightningModule) -> Iterator[None]:
 
 def predictive_nll(module: L.LightningModule, batch: Any) -> Tensor:
     """Return the negative log-likelihood, per example in nats, of the module's ``predict_step`` on a batch."""
-    assert isinstance(module, BayesianModule)
-    inputs, targets = module.unpack(batch)
-    prediction = module.predict_step(inputs)
-    if isinstance(prediction, ClassPrediction):
-        probability = prediction.probs.gather(1, targets[:, None])
-        return -probability.clamp_min(torch.finfo(probability.dtype).tiny).log().mean()
-    assert isinstance(prediction, RegressionPrediction)
-    targets = shaped_like(targets, prediction.mean)
-    return gaussian_nll(prediction.mean, prediction.variance, targets).sum(-1).mean()
+    rows = predicted(module, batch)
+    return nll_of(rows).sum() / examples_in(rows)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """LightningModules with Bayesian layers, and ready networks."""
 
+from lightning_fedbayes.likelihoods import ClassPrediction, RegressionPrediction
 from lightning_fedbayes.modules.added_kl import with_kl
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
-from lightning_fedbayes.modules.classifier import ClassPrediction, HybridBayesianClassifier
+from lightning_fedbayes.modules.classifier import HybridBayesianClassifier
 from lightning_fedbayes.modules.deep_ensemble import DeepEnsembleRegressor
 from lightning_fedbayes.modules.export import mean_network
 from lightning_fedbayes.modules.head import BayesianHead, HeadFit, HeadModule, HeadSlopes
@@ -11,7 +12,7 @@ from lightning_fedbayes.modules.linear_regression import BayesianLinearRegressio
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
 from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
 from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive
-from lightning_fedbayes.modules.regressor import HybridBayesianRegressor, RegressionPrediction, Regressor
+from lightning_fedbayes.modules.regressor import HybridBayesianRegressor
 from lightning_fedbayes.modules.sampling import (
     draws_from_clients,
     draws_from_posterior,
@@ -19,6 +20,7 @@ from lightning_fedbayes.modules.sampling import (
     outputs_with,
     sample_outputs,
 )
+from lightning_fedbayes.modules.scored import LikelihoodModule
 from lightning_fedbayes.modules.survival import CoxRegressor, SurvivalPrediction, cox_loss
 
 __all__ = [
@@ -35,10 +37,10 @@ __all__ = [
     "HierarchicalLinearRegression",
     "HybridBayesianClassifier",
     "HybridBayesianRegressor",
+    "LikelihoodModule",
     "LinearStatistics",
     "PosteriorPredictive",
     "RegressionPrediction",
-    "Regressor",
     "SurvivalPrediction",
     "cox_loss",
     "draws_from_clients",

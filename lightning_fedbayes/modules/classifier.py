@@ -3,102 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torchmetrics import MetricCollection
 
 from lightning_fedbayes.core.errors import FedBayesError, check_number
 from lightning_fedbayes.layers import Estimator, Prior
-from lightning_fedbayes.metrics import (
-    BrierScore,
-    CalibrationDiagram,
-    KwonAleatoric,
-    KwonEpistemic,
-    MutualInformation,
-    NegativeLogLikelihood,
-    PredictiveEntropy,
-)
-from lightning_fedbayes.metrics.functional import (
-    kwon_aleatoric,
-    kwon_epistemic,
-    mutual_information,
-    predictive_entropy,
-)
-from lightning_fedbayes.modules.bayesian_module import BayesianModule
+from lightning_fedbayes.likelihoods import Categorical, Likelihood
 from lightning_fedbayes.modules.networks import Init, hybrid, layers_to_convert
 from lightning_fedbayes.modules.predictive import Predictive
-
-
-class ClassPrediction(NamedTuple):
-    """Prediction of a Bayesian classifier for a batch.
-
-    Attributes:
-        probs: mean predictive probabilities, shape (batch, classes).
-        label: most probable class, shape (batch,).
-        entropy: normalised predictive entropy in [0, 1], the total uncertainty, shape (batch,).
-        epistemic: mutual information between label and parameters, in nats, shape (batch,).
-        kwon_aleatoric: trace of Kwon's aleatoric covariance, shape (batch,).
-        kwon_epistemic: trace of Kwon's epistemic covariance, shape (batch,).
-    """
-
-    probs: Tensor
-    label: Tensor
-    entropy: Tensor
-    epistemic: Tensor
-    kwon_aleatoric: Tensor
-    kwon_epistemic: Tensor
-
-
-class ClassScores(nn.Module):
-    """Scores of a classifier: accuracy, NLL, ECE (15 bins), Brier score; and its uncertainty.
-
-    That is the entropy, the mutual information as "epistemic", and the traces of Kwon's two covariances.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.predictive = MetricCollection(
-            {"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}, compute_groups=False
-        )
-        self.sampled = MetricCollection(
-            {"entropy": PredictiveEntropy(), "epistemic": MutualInformation(),
-             "kwon_aleatoric": KwonAleatoric(), "kwon_epistemic": KwonEpistemic()},
-            compute_groups=False,
-        )
-
-    def update(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Add sampled logits (samples, batch, classes) and targets (batch,). Returns both, and "probs", by name."""
-        probs = logits.softmax(-1)
-        self.predictive.update(probs.mean(0), targets)
-        self.sampled.update(probs)
-        return {"probs": probs, "logits": logits, "target": targets}
-
-    def take(self, stage: str) -> dict[str, Tensor]:
-        """Return the scores since the last call, with names that begin with ``stage``."""
-        scores = {**self.predictive.compute(), **self.sampled.compute()}
-        calibration = scores["ece"]
-        scores["ece"] = calibration.ece
-        scores["accuracy"] = (calibration.accuracy * calibration.counts).nansum() / calibration.counts.sum()
-        self.predictive.reset()
-        self.sampled.reset()
-        return {f"{stage}/{name}": score for name, score in scores.items()}
-
-
-def class_prediction(probs: Tensor) -> ClassPrediction:
-    """Return the prediction of sampled probabilities, shape (samples, batch, classes)."""
-    mean = probs.mean(0)
-    return ClassPrediction(
-        mean,
-        mean.argmax(-1),
-        predictive_entropy(probs),
-        mutual_information(probs),
-        kwon_aleatoric(probs),
-        kwon_epistemic(probs),
-    )
+from lightning_fedbayes.modules.scored import LikelihoodModule
 
 
 def generalized_cross_entropy(logits: Tensor, target: Tensor, exponent: float) -> Tensor:
@@ -123,7 +39,7 @@ def generalized_cross_entropy(logits: Tensor, target: Tensor, exponent: float) -
     return -torch.expm1(-exponent * nll) / exponent if exponent else nll
 
 
-class HybridBayesianClassifier(BayesianModule):
+class HybridBayesianClassifier(LikelihoodModule):
     r"""Classifies with a network whose last layers are Bayesian.
 
     Validation and test score the mean predictive :math:`\bar p = \frac1S\sum_s \mathrm{softmax}(f(x;\theta_s))`:
@@ -174,12 +90,14 @@ class HybridBayesianClassifier(BayesianModule):
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
         predictive: Predictive = "layers",
         robustness: float = 0.0,
+        likelihood: Likelihood | str = "categorical",
     ) -> None:
         check_number("robustness", robustness, "[0, 1]", error=FedBayesError, why="0 is the cross-entropy")
         super().__init__(
             hybrid(
                 network, layers_to_convert(network, bayesian_last), estimator, prior_std, prior, init, posterior_std
             ),
+            likelihood,
             samples=samples,
             kl_weight=kl_weight,
             warmup_rounds=warmup_rounds,
@@ -187,13 +105,15 @@ class HybridBayesianClassifier(BayesianModule):
             optimizer=optimizer,
             predictive=predictive,
         )
+        if not self.likelihood.of_classes:
+            raise FedBayesError(
+                f"likelihood '{self.likelihood.name}' is not of classes: give 'categorical' or 'bernoulli', or take a "
+                "HybridBayesianRegressor"
+            )
+        if robustness and self.likelihood != Categorical():
+            raise FedBayesError(f"robustness={robustness} is of one class per example: take likelihood='categorical'")
         self.robustness = robustness
-        self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
-        self._scores = ClassScores()
-
-    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy of logits (batch, classes) and classes (batch,), in nats."""
-        return F.cross_entropy(outputs, targets)
+        self.save_hyperparameters(ignore=["network", "prior", "optimizer", "likelihood"])
 
     def loss_and_nll(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`BayesianModule.loss_and_nll`, with the generalised cross-entropy if ``robustness`` is above 0."""
@@ -203,28 +123,3 @@ class HybridBayesianClassifier(BayesianModule):
     def sample_probs(self, inputs: Tensor, samples: int | None = None) -> Tensor:
         """Class probabilities of each draw of the parameters, shape (samples, batch, classes)."""
         return self.sample(inputs, samples).softmax(-1)
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Score a batch. Returns sampled probabilities and logits (samples, batch, classes) and targets (batch,)."""
-        return self._score(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the scores over all batches."""
-        self.log_dict(self._scores.take("val"))  # at once: a call costs as much as the forward pass of a small network
-
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """As :meth:`validation_step`."""
-        return self._score(batch)
-
-    def on_test_epoch_end(self) -> None:
-        """As :meth:`on_validation_epoch_end`."""
-        self.log_dict(self._scores.take("test"))
-
-    def _score(self, batch: Any) -> dict[str, Tensor]:
-        inputs, targets = self.unpack(batch)
-        return self._scores.update(self.sample(inputs), targets)
-
-    def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> ClassPrediction:
-        """Mean prediction and decomposed uncertainty of a batch: a tensor of inputs, or (inputs, targets)."""
-        inputs = batch if isinstance(batch, Tensor) else self.unpack(batch)[0]
-        return class_prediction(self.sample_probs(inputs))

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lightning_fedbayes.core.errors import FedBayesError, check_kind
-from lightning_fedbayes.modules.regressor import RegressionPrediction, Regressor
+from lightning_fedbayes.likelihoods import Gaussian, RegressionPrediction
+from lightning_fedbayes.modules.scored import LikelihoodModule
 
 MIN_VARIANCE = 1e-6
 """Least variance that a member predicts, in squared units of the targets it is trained on."""
@@ -34,7 +35,7 @@ class Ensemble(nn.Module):
         return torch.stack([member(inputs) for member in self.members], 1)
 
 
-class DeepEnsembleRegressor(Regressor):
+class DeepEnsembleRegressor(LikelihoodModule):
     r"""Regresses with the mixture of several networks, each of which predicts a mean and a variance.
 
     Member m sees every example and minimises its own Gaussian NLL; the loss is their sum, so that all train at once and
@@ -91,7 +92,7 @@ class DeepEnsembleRegressor(Regressor):
                     f"networks {twins[0]} and {number} have equal parameters, and would learn the same: build each "
                     "anew, as in [mlp(3, 2) for _ in range(5)]"
                 )
-        super().__init__(Ensemble(networks), learning_rate=learning_rate, optimizer=optimizer)
+        super().__init__(Ensemble(networks), Gaussian(), learning_rate=learning_rate, optimizer=optimizer)
         self.save_hyperparameters(ignore=["networks", "optimizer"])
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:

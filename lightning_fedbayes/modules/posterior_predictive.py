@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 import lightning as L
@@ -16,15 +17,22 @@ from lightning_fedbayes.core.errors import (
     check_at_least,
     check_choice,
     check_kind,
-    check_number,
     raised_as,
 )
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior
 from lightning_fedbayes.layers.posterior_view import parameter_paths
+from lightning_fedbayes.likelihoods import (
+    Categorical,
+    Gaussian,
+    Likelihood,
+    Rows,
+    get_likelihood,
+    likelihood_of,
+    said_by,
+)
 from lightning_fedbayes.modules.bayesian_module import BayesianModule
-from lightning_fedbayes.modules.classifier import ClassPrediction, ClassScores, class_prediction
-from lightning_fedbayes.modules.regressor import GaussianScores, RegressionPrediction, regression_prediction
 from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with
+from lightning_fedbayes.modules.scored import ClassScores, GaussianScores
 from lightning_fedbayes.sources.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
 
 T = TypeVar("T")
@@ -73,9 +81,10 @@ class PosteriorPredictive(L.LightningModule):
             LightningModule without a ``forward`` of its own gives them by its ``predict_step``.
         posterior: of its parameters; those that it does not name keep their value.
         samples: number of draws S; of linearised outputs at least 256, which are nearly free.
-        task: "classification" or "regression".
-        noise_std: standard deviation of the observation noise, for regression. Mean and variance of a linearised
-            regression are exact: :math:`f(x; \mu)` and the diagonal of :math:`J \Sigma J^\top`.
+        likelihood: of the outputs, or its name; None: the module's attribute ``likelihood``, or what the first batch of
+            inputs and targets leaves as the one answer (:func:`~lightning_fedbayes.likelihoods.likelihood_of`); of
+            inputs alone, classes. Mean and variance of a linearised Gaussian are exact: :math:`f(x; \mu)` and the
+            diagonal of :math:`J \Sigma J^\top`.
         predictive: "draws" of the parameters, or "linearised"; None: what suits the posterior, "linearised" if it comes
             from a Laplace approximation and "draws" otherwise.
         unpack: batch → (inputs, targets). Not needed for a tensor of inputs; a sequence that begins with inputs and
@@ -98,7 +107,7 @@ class PosteriorPredictive(L.LightningModule):
 
     def __init__(
         self, module: nn.Module, posterior: GaussianPosterior | KroneckerPosterior | None = None, samples: int = 10,
-        task: Literal["classification", "regression"] = "classification", noise_std: float = 0.0,
+        likelihood: Likelihood | str | None = None,
         predictive: Literal["draws", "linearised"] | None = None, unpack: Unpack | None = None,
     ) -> None:
         super().__init__()
@@ -106,19 +115,16 @@ class PosteriorPredictive(L.LightningModule):
         if isinstance(module, PosteriorPredictive):
             raise FedBayesError("module predicts from a posterior already: give its network, module.network")
         check_at_least("samples", samples, 1, error=FedBayesError)
-        check_choice("task", task, ("classification", "regression"), error=FedBayesError)
-        check_number("noise_std", noise_std, "[0, inf)", error=FedBayesError, why="it is a standard deviation")
         if predictive is not None:
             check_choice("predictive", predictive, ("draws", "linearised"), error=FedBayesError)
         check_unpack(unpack)
         self.network = module
         self.posterior = posterior
         self.samples = samples
-        self.task = task
-        self.noise_std = noise_std
+        self.likelihood = None if likelihood is None else get_likelihood(likelihood)
         self.predictive = predictive
         self._unpack = unpack
-        self._scores = ClassScores() if task == "classification" else GaussianScores()
+        self._scores: ClassScores | GaussianScores | None = None
         self._one_by_one = False
         self._compared: GaussianPosterior | KroneckerPosterior | None = None
         self._has_said = False
@@ -220,7 +226,9 @@ class PosteriorPredictive(L.LightningModule):
             draws: logits, shape (samples, batch, classes).
             mean: returns the logits at the mean, shape (batch, classes).
         """
-        if self.task != "classification" or draws.ndim != 3 or self._has_said or self._compared is self.posterior:
+        known = said_by(self)
+        if not (known is None or known.of_classes) or draws.ndim != 3 or draws.shape[2] < 2 or self._has_said or (
+                self._compared is self.posterior):
             return
         self._compared = self.posterior
         lost = accuracy_lost(mean(), draws)
@@ -233,42 +241,75 @@ class PosteriorPredictive(L.LightningModule):
                 f"posterior is too wide. A smaller prior_std or temperature makes it narrower{closer}."
             )
 
-    def predict_step(
-        self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0
-    ) -> ClassPrediction | RegressionPrediction:
+    def likelihood_for(self, outputs: Tensor, targets: Any = None) -> Likelihood:
+        """Return the likelihood, which the first batch of outputs and targets may tell.
+
+        Args:
+            outputs: of a batch, without draws.
+            targets: of the batch; None: there are none.
+
+        Raises:
+            FedBayesError: there is none, or several are possible.
+        """
+        found = said_by(self)
+        if found is None and isinstance(targets, Tensor):
+            self.likelihood = found = likelihood_of(self.network, outputs, targets)
+        if found is None and (outputs.ndim < 2 or outputs.shape[1] < 2):
+            raise FedBayesError(
+                f"{type(self.network).__name__} has one output per example, a logit or a number: give likelihood="
+                "'bernoulli' or likelihood=fb.Gaussian(noise=...)"
+            )
+        return found or Categorical()
+
+    def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
         """Return mean prediction and decomposed uncertainty of a batch: inputs, with or without targets."""
-        return self._predict(self.unpack(batch)[0])
+        return self._predict(*self.unpack(batch))
 
-    def _predict(self, inputs: Any) -> ClassPrediction | RegressionPrediction:
-        if self.task == "classification":
-            return class_prediction(self.sample(inputs).softmax(-1))
-        moments = None
-        if self.is_linearised:
+    def _predict(self, inputs: Any, targets: Any = None) -> Any:
+        if self.is_linearised and isinstance(said_by(self), Gaussian):
             mean, covariance = self._linearised(inputs)
-            outputs, mean = self._draws(mean, covariance), mean.reshape(len(mean), -1)
-            moments = mean, covariance.diagonal(dim1=1, dim2=2)
-        else:
-            outputs = self.sample(inputs)
-        return regression_prediction(outputs, outputs.new_tensor(self.noise_std**2), moments)
+            known = said_by(self)  # a head knows its noise now
+            assert isinstance(known, Gaussian)
+            if known.in_outputs:
+                return known.predict(self._draws(mean, covariance))
+            mean = mean.unsqueeze(-1) if mean.ndim == 1 else mean
+            moments = mean, covariance.diagonal(dim1=1, dim2=2).reshape(mean.shape)
+            return known.predict(self._draws(mean, covariance), moments)
+        outputs = self.sample(inputs)
+        if not isinstance(targets, Tensor) or not targets.is_floating_point():
+            with suppress(FedBayesError):  # predictions need no classes that are right
+                return self.likelihood_for(outputs[0], targets).predict(outputs)
+            targets = None
+        return self.likelihood_for(outputs[0], targets).predict(outputs)
 
-    def validation_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> dict[str, Tensor]:
+    def validation_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Rows:
         """Score a batch of inputs and targets; what it returns is what a Bayesian module's step returns."""
         inputs, targets = unpacked(batch, self, needs_targets=True)
-        if isinstance(self._scores, ClassScores):
-            return self._scores.update(self.sample(inputs), targets)
-        prediction = self._predict(inputs)
-        assert isinstance(prediction, RegressionPrediction)
-        return self._scores.update(prediction, targets)
+        known = said_by(self)
+        if known is None or known.of_classes:
+            draws = self.sample(inputs)
+            known = self.likelihood_for(draws[0], targets)
+            rows = known.rows(draws, targets)
+        else:
+            rows = known.rows_of(self._predict(inputs, targets), targets)
+        if self._scores is None:
+            self._scores = (ClassScores() if known.of_classes else GaussianScores()).to(self.device)
+        self._scores.update(rows)
+        return rows
 
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
         """Log the scores over all batches."""
-        self.log_dict(self._scores.take("val"))
+        self._log_scores("val")
 
     def on_test_epoch_end(self) -> None:
         """Log the scores over all batches."""
-        self.log_dict(self._scores.take("test"))
+        self._log_scores("test")
+
+    def _log_scores(self, stage: str) -> None:
+        if self._scores is not None:
+            self.log_dict(self._scores.take(stage))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -3,161 +3,20 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from statistics import NormalDist
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import MeanSquaredError, MetricCollection
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_number
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
-from lightning_fedbayes.metrics import DeterminantSharpness, GaussianCRPS, GaussianNLL, IntervalCoverage
-from lightning_fedbayes.modules.bayesian_module import BayesianModule
+from lightning_fedbayes.likelihoods import Gaussian, RegressionPrediction, shaped_like
 from lightning_fedbayes.modules.networks import Init, hybrid, layers_to_convert
 from lightning_fedbayes.modules.predictive import Predictive, linear_moments
-
-
-class RegressionPrediction(NamedTuple):
-    """Prediction of a Bayesian regressor for a batch, in the units of the targets it was trained on.
-
-    Attributes:
-        mean: predictive mean, shape (batch, targets).
-        variance: predictive variance, aleatoric + epistemic, shape (batch, targets).
-        aleatoric: variance of the observation noise, shape (batch, targets).
-        epistemic: variance of the mean over draws of the parameters, shape (batch, targets).
-        samples: the mean under each draw of the parameters, shape (draws, batch, targets).
-    """
-
-    mean: Tensor
-    variance: Tensor
-    aleatoric: Tensor
-    epistemic: Tensor
-    samples: Tensor
-
-    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Ends of the central interval with probability ``level`` of a Gaussian with this mean and variance.
-
-        Args:
-            level: probability of the interval, strictly between 0 and 1.
-
-        Returns: lower and upper end, shape (batch, targets) each.
-
-        Raises:
-            FedBayesError: ``level`` is not strictly between 0 and 1.
-        """
-        if not 0 < level < 1:
-            raise FedBayesError(f"level={level}: the part of the distribution in an interval lies in (0, 1)")
-        half = NormalDist().inv_cdf((1 + level) / 2) * self.variance.sqrt()
-        return self.mean - half, self.mean + half
-
-
-class GaussianScores(nn.Module):
-    """RMSE, NLL, CRPS, coverage of the 90 % interval and sharpness of a regressor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gaussian = MetricCollection(
-            {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)},
-            compute_groups=False,
-        )
-        self.sharpness = DeterminantSharpness()
-        self.squared_error = MeanSquaredError(squared=False)
-
-    def update(self, prediction: RegressionPrediction, targets: Tensor) -> dict[str, Tensor]:
-        """Add a prediction and its targets. Returns mean and variance and the targets, each (batch, targets)."""
-        mean, variance = prediction.mean, prediction.variance
-        targets = shaped_like(targets, mean)
-        self.gaussian.update(mean, variance, targets)
-        self.sharpness.update(torch.diag_embed(variance))
-        self.squared_error.update(mean.contiguous(), targets.contiguous())
-        return {"mean": mean, "variance": variance, "target": targets}
-
-    def take(self, stage: str) -> dict[str, Tensor]:
-        """Return the scores since the last call, with names that begin with ``stage``."""
-        scores = self.gaussian.compute()
-        scores |= {"sharpness": self.sharpness.compute(), "rmse": self.squared_error.compute()}
-        for metric in (self.gaussian, self.sharpness, self.squared_error):
-            metric.reset()
-        return {f"{stage}/{name}": score for name, score in scores.items()}
-
-
-class Regressor(BayesianModule):
-    """A :class:`BayesianModule` that makes and scores a :class:`RegressionPrediction`.
-
-    Validation and test log RMSE, NLL, CRPS, coverage of the 90 % interval and sharpness. Subclass it: implement
-    :meth:`negative_log_likelihood` and :meth:`predict_step`.
-
-    Args:
-        network, options: see :class:`BayesianModule`.
-    """
-
-    def __init__(self, network: nn.Module, **options: Any) -> None:
-        super().__init__(network, **options)
-        self._scores = GaussianScores()
-
-    @abstractmethod
-    def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> RegressionPrediction:
-        """Mean prediction and decomposed variance of a batch: a tensor of inputs, or (inputs, targets)."""
-
-    def inputs_of(self, batch: Any) -> Tensor:
-        """The inputs of a batch: a tensor of inputs, or (inputs, targets)."""
-        return batch if isinstance(batch, Tensor) else self.unpack(batch)[0]
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Score a batch. Returns predictive mean and variance and the targets, each (batch, targets)."""
-        return self._score(batch)
-
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """As :meth:`validation_step`."""
-        return self._score(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the scores over all batches."""
-        self.log_dict(self._scores.take("val"))
-
-    def on_test_epoch_end(self) -> None:
-        """As :meth:`on_validation_epoch_end`."""
-        self.log_dict(self._scores.take("test"))
-
-    def _score(self, batch: Any) -> dict[str, Tensor]:
-        inputs, targets = self.unpack(batch)
-        return self._scores.update(self.predict_step(inputs), targets)
-
-
-def regression_prediction(
-    draws: Tensor, noise_variance: Tensor, moments: tuple[Tensor, Tensor] | None = None
-) -> RegressionPrediction:
-    """Return the prediction of draws of the mean.
-
-    Args:
-        draws: shape (draws, batch) or (draws, batch, targets).
-        noise_variance: of the observations, a scalar or shape (targets,).
-        moments: mean and variance over the parameters, shape (batch, targets), where they have a closed form.
-    """
-    draws = draws.unsqueeze(-1) if draws.ndim == 2 else draws
-    mean, epistemic = (draws.mean(0), draws.var(0, correction=0)) if moments is None else moments
-    aleatoric = noise_variance.expand_as(epistemic)
-    return RegressionPrediction(mean, aleatoric + epistemic, aleatoric, epistemic, draws)
-
-
-def shaped_like(targets: Tensor, outputs: Tensor) -> Tensor:
-    """Return ``targets`` in the shape of ``outputs``, (batch, *), so that (batch,) and (batch, 1) are the same.
-
-    Raises:
-        FedBayesError: they have different numbers of entries.
-    """
-    if targets.numel() != outputs.numel():
-        raise FedBayesError(
-            f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}: give the "
-            "network one output per target"
-        )
-    return targets.reshape(outputs.shape)
-
+from lightning_fedbayes.modules.scored import LikelihoodModule
 
 Noise = Literal["learnt", "fixed", "residual", "none"]
 NOISES: tuple[Noise, ...] = ("learnt", "fixed", "residual", "none")
@@ -166,7 +25,7 @@ RESIDUAL_DECAY = 0.99
 """Factor by which the weight of a squared error in the residual variance shrinks with each example after it."""
 
 
-class HybridBayesianRegressor(Regressor):
+class HybridBayesianRegressor(LikelihoodModule):
     r"""Regresses with a network whose last layers are Bayesian, under Gaussian observation noise.
 
     .. math:: y = f(x;\theta) + \varepsilon, \quad \varepsilon \sim N(0, \sigma^2), \qquad
@@ -231,6 +90,7 @@ class HybridBayesianRegressor(Regressor):
             bayesian_last = layers_to_convert(network, bayesian_last)
         super().__init__(
             hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std),
+            Gaussian(),
             samples=samples,
             kl_weight=kl_weight,
             warmup_rounds=warmup_rounds,
@@ -289,4 +149,6 @@ class HybridBayesianRegressor(Regressor):
         moments = None
         if self.predictive == "closed_form" and posterior is not None:
             moments = linear_moments(self.network, posterior, inputs)
-        return regression_prediction(draws, self.noise_variance, moments)
+        known = self._known()
+        assert isinstance(known, Gaussian)
+        return known.predict(draws, moments)

@@ -259,7 +259,7 @@ def test_calibration_from_data_sets_of_dicts():
     )
     line = nn.Linear(6, 1)
     regressor = fb.PosteriorPredictive(
-        line, posterior(line), task="regression", noise_std=1.0, unpack=lambda b: (b["x"], b["labels"].float())
+        line, posterior(line), likelihood=fb.Gaussian(1.0), unpack=lambda b: (b["x"], b["labels"].float())
     )
     assert moments_of(regressor, rows)["north"][0].shape == (20,)
 

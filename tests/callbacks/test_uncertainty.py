@@ -277,15 +277,15 @@ def test_without_a_logger_nothing_is_drawn(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("probs", "target"),
     [
-        (torch.rand(4, 3, 5, 5), torch.zeros(4, 5, 5, dtype=torch.int64)),
-        (torch.rand(4), torch.zeros(4, dtype=torch.int64)),
+        (torch.rand(4, 3, 5, 5), torch.zeros(4, 5, dtype=torch.int64)),
+        (torch.rand(4), torch.zeros(3, dtype=torch.int64)),
         (torch.rand(4, 3), torch.rand(4, 3)),
         (torch.rand(4, 3), torch.rand(4)),
         ([0.1, 0.9], None),
     ],
 )
 def test_predictions_of_another_shape_are_left_alone(probs, target):
-    assert returned({"probs": probs, "target": target}) is None
+    assert returned({"probs": probs, "target": target}, Own(torch.zeros(1))) is None
 
 
 def test_the_log_likelihood_is_the_mean_over_samples_of_logarithms():

@@ -47,7 +47,7 @@ def test_a_regressor_is_scored_in_root_mean_squares_nats_and_coverage():
     x = torch.randn(4000, FEATURES, generator=torch.Generator().manual_seed(0))
     y = layer(x).detach() + 0.5 * torch.randn(4000, 1, generator=torch.Generator().manual_seed(1))
     data = fb.ClientDatasets({"a": TensorDataset(x[:1000], y[:1000, 0]), "b": TensorDataset(x[1000:], y[1000:, 0])})
-    predictive = fb.PosteriorPredictive(layer, point(layer), task="regression", noise_std=0.5)
+    predictive = fb.PosteriorPredictive(layer, point(layer), likelihood=fb.Gaussian(0.5))
     scores = fb.evaluate_clients(predictive, data)
     assert scores.mean("rmse") == pytest.approx(0.5, abs=0.02)
     assert scores.mean("coverage") == pytest.approx(0.9, abs=0.015)
@@ -126,7 +126,7 @@ def test_the_weight_is_the_one_of_the_lowest_held_out_nll_and_a_tie_goes_to_the_
     def posterior_of(weight: float) -> GaussianPosterior:
         return GaussianPosterior.point_mass({"weight": torch.full((1, 1), weight)})
 
-    options = {"task": "regression", "noise_std": 1.0}
+    options = {"likelihood": fb.Gaussian(1.0)}
     weight, scores = fb.choose_personal_weight(posterior_of, layer, TensorDataset(x, 0.5 * x), **options)
     assert weight == 0.5
     assert scores[0.25] < scores[0.0] == pytest.approx(scores[1.0])
@@ -161,7 +161,7 @@ def test_a_personal_weight_without_a_finite_score_is_not_chosen():
     x = torch.ones(4, 1)
     weight, scores = fb.choose_personal_weight(
         lambda weight: GaussianPosterior.point_mass({"weight": torch.tensor([[posteriors[weight]]])}),
-        nn.Linear(1, 1, bias=False), TensorDataset(x, x), (0.0, 0.5, 1.0), task="regression", noise_std=1.0,
+        nn.Linear(1, 1, bias=False), TensorDataset(x, x), (0.0, 0.5, 1.0), likelihood=fb.Gaussian(1.0),
     )
     assert weight == 1.0
     assert math.isnan(scores[0.0])
@@ -180,7 +180,9 @@ def test_a_personal_weight_without_a_finite_score_is_not_chosen():
     (lambda: fb.ClientScores(("a",), (1,), {"nll": torch.ones(1)}).mean("mll"), "did you mean 'nll'"),
     (lambda: fb.choose_personal_weight(lambda w: None, Plain(), TensorDataset(torch.zeros(0))), "held_out has no"),
     (lambda: fb.choose_personal_weight(lambda w: None, Plain(), blobs(), ()), "weights is empty"),
-    (lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, task="regression"), "not finite by every"),
+    (lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian()),
+     "the noise is not known"),
+    (lambda: fb.choose_personal_weight(lambda w: point(LINE), LINE, NAN, likelihood=fb.Gaussian(1)), "not finite by e"),
 ])
 def test_what_cannot_be_scored_is_refused(call, says):
     with pytest.raises(FedBayesError, match=says):

@@ -161,7 +161,7 @@ CLIENTS = {"clients": [0]}
 LINEAR = nn.Linear(2, 3)
 CLASSES = TensorDataset(torch.randn(9, 2), torch.arange(9) % 3)
 SKETCH = calibration.ScoreSketch.of(torch.linspace(0, 1, 20))
-REGRESSION = fb.Laplace("regression").posterior(LINEAR, [(X, torch.zeros(8, 3))])
+REGRESSION = fb.Laplace(fb.Gaussian(1.0)).posterior(LINEAR, [(X, torch.zeros(8, 3))])
 HALVES = torch.arange(8) % 2
 FIT = fb.BayesianHead(2).fit(fb.BayesianHead(2).sums(X, HALVES))
 DONE_HEAD = fb.BayesianHead(2, inference="laplace")
@@ -222,7 +222,7 @@ def given_state(optimizer, then, rounds):
 
 
 SHARED = {
-    "posterior": posterior(), "tensors": {"w": torch.zeros(1, 2), "b": torch.zeros(1)}, "round": 0, "share": 0.5,
+    "posterior": posterior(), "tensors": {"w": torch.zeros(1, 2), "b": torch.zeros(1)}, "share": 0.5,
     "is_new": False,
 }
 CLIENT = {"number": 0, "num_examples": 5, "kept": {}, "problem": 0, "steps": 3, "rate": 0.1}
@@ -568,21 +568,26 @@ DOORS = {
         {"inputs": X, "targets": torch.arange(8) % 3}),
     "KroneckerLaplace.fuse": (fb.KroneckerLaplace().fuse, {"sites": [SITE]}),
     **{f"PosteriorPredictive.{name} {task} {predictive}": (
-        partial(step, name, task=task, predictive=predictive),
-        {"batch": [X, torch.arange(8) % 3 if task == "classification" else torch.zeros(8, 3)]},
-    ) for name in ("predict_step", "validation_step", "test_step") for task in ("classification", "regression")
+        partial(step, name, likelihood=task, predictive=predictive),
+        {"batch": [X, torch.arange(8) % 3 if task == "categorical" else torch.zeros(8, 3)]},
+    ) for name in ("predict_step", "validation_step", "test_step") for task in ("categorical", "bernoulli")
       for predictive in ("draws", "linearised")},
     "PosteriorPredictive.sample": (PREDICTIVE.sample, {"inputs": X, "samples": 2}),
     **{f"CoxRegressor.{name}": (
         partial(cox, name), {"targets": torch.stack([torch.ones(8), torch.arange(8.0)], 1)}
     ) for name in ("training_step", "validation_step", "test_step")},
-    "Laplace": (fb.Laplace, {"task": "classification", "curvature": "ggn", "prior_std": 1.0, "noise_std": 1.0,
+    "Categorical": (fb.Categorical, {"ignore_index": -100, "channels": 1}),
+    "Gaussian": (fb.Gaussian, {"noise": 0.5}),
+    "Categorical.rows": (fb.Categorical().rows, {"draws": X.new_zeros(2, 8, 3), "targets": torch.arange(8) % 3}),
+    "Bernoulli.rows": (fb.Bernoulli().rows, {"draws": X.new_zeros(2, 8, 3), "targets": torch.zeros(8, 3)}),
+    "Gaussian.rows": (fb.Gaussian(1.0).rows, {"draws": X.new_zeros(2, 8, 3), "targets": torch.zeros(8, 3)}),
+    "Laplace": (fb.Laplace, {"likelihood": "categorical", "curvature": "ggn", "prior_std": 1.0,
                              "temperature": 1.0, "parameters": ("*",), "unpack": None}),
     "KroneckerLaplace": (fb.KroneckerLaplace, {"curvature": fb.Laplace(), "damping": 0.1}),
     "SWAG": (fb.SWAG, {"start": 0.5, "scale": 1.0, "min_std": 1e-3, "parameters": ("*",)}),
     "PosteriorPredictive": (
         fb.PosteriorPredictive, {"module": network(), "posterior": fb.read_posterior(network()), "samples": 2,
-                                 "task": "regression", "noise_std": 0.1, "predictive": "draws", "unpack": None}),
+                                 "likelihood": "categorical", "predictive": "draws", "unpack": None}),
     "BayesianModule": (Plain, {"network": network(), **OF_MODULE}),
     "HybridBayesianClassifier": (
         fb.HybridBayesianClassifier, {"network": network(), **OF_HYBRID, "robustness": 0.0}),

@@ -27,10 +27,10 @@ NO_DOORS = {
     "RuleState", "Statistics", "SurvivalPrediction", "gram_of", "outputs_with",
     # base classes, which a user derives from: their subclasses are doors
     "Attack", "BayesianLayer", "FusionRule", "GramRule", "ImageDataModule", "InferredRule", "LearnedPosterior",
-    "PosteriorSource", "Preaggregation", "Regressor", "ReliabilityRule", "ServerOptimizer", "SplitDataModule",
-    "SumRule", "TensorDataModule", "UpdateAttack",
+    "Likelihood", "LikelihoodModule", "PosteriorSource", "Preaggregation", "ReliabilityRule", "ServerOptimizer",
+    "SplitDataModule", "SumRule", "TensorDataModule", "UpdateAttack",
     # without arguments of their own
-    "KwonAleatoric", "BrierScore", "CoordinateMedian", "DeterminantSharpness",
+    "Bernoulli", "KwonAleatoric", "BrierScore", "CoordinateMedian", "DeterminantSharpness",
     "EnsembleCRPS", "KwonEpistemic", "GaussianCRPS", "GaussianFit", "GaussianNLL",
     "HellingerBarycenter", "LinearPool", "LogVarianceAverage", "MutualInformation", "NegativeLogLikelihood",
     "OutOfDistributionAUROC", "Population", "Sums",

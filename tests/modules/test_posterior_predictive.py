@@ -22,7 +22,7 @@ def test_a_linear_model_s_predictive_moments():
     torch.manual_seed(0)
     module = nn.Linear(3, 2)
     x = torch.randn(4, 3)
-    found = fb.PosteriorPredictive(module, posterior_of(module), 4000, "regression", noise_std=0.5).predict_step(x)
+    found = fb.PosteriorPredictive(module, posterior_of(module), 4000, fb.Gaussian(0.5)).predict_step(x)
     epistemic = 0.3**2 * (x.square().sum(1, keepdim=True) + 1).expand(4, 2)
     assert torch.allclose(found.mean, module(x), atol=0.06)
     assert torch.allclose(found.epistemic, epistemic, rtol=0.12)
@@ -118,7 +118,7 @@ def test_scores_and_predictions_of_a_trainer():
     assert "val/retained_area_entropy" in scores
     predictions = trainer(1).predict(predictive, data)
     assert sum(len(each.label) for each in predictions) == len(x)
-    regression = fb.PosteriorPredictive(nn.Linear(6, 1), None, task="regression", noise_std=1.0)
+    regression = fb.PosteriorPredictive(nn.Linear(6, 1), None, likelihood=fb.Gaussian(1.0))
     regression.posterior = posterior_of(regression.network)
     targets = torch.utils.data.TensorDataset(x, x[:, 0])
     found = trainer(1).test(regression, loader(targets, shuffle=False), verbose=False)[0]
@@ -130,7 +130,7 @@ def test_scores_and_predictions_of_a_trainer():
     [
         (lambda: fb.PosteriorPredictive(network(), posterior_of(nn.Linear(2, 2))), "no such parameter"),
         (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), samples=0), "samples=0"),
-        (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), task="ranking"), "task='ranking'"),
+        (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), likelihood="ran"), "likelihood='ran'"),
         (lambda: fb.PosteriorPredictive(network()).predict_step(torch.zeros(1, 6)), "there is no posterior"),
         (lambda: fb.PosteriorPredictive("network"), "module"),
         (lambda: fb.PosteriorPredictive(network(), posterior_of(network()), predictive="glm"), "predictive='glm'"),
@@ -165,7 +165,7 @@ FOREIGN = {
     "a tensor alone": (X, None, "a batch is a Tensor"),
     "other inputs": ((torch.zeros(4, 2), Y), "cannot predict this batch: RuntimeError", "cannot predict this batch"),
     "inputs in a dict": (({"x": X}, Y), "cannot predict this batch: ", "cannot predict this batch: "),
-    "other classes": ((X, Y + 7), None, "target holds classes from 7 to 9, and probs have 3"),
+    "other classes": ((X, Y + 7), None, "targets run from 7 to 9, and there are 3 classes"),
     "no targets": ((X, None), None, "a batch is a tuple"),
 }
 
@@ -236,7 +236,7 @@ def test_a_linearised_regression_is_exact():
     module, x = nn.Linear(3, 2), torch.randn(4, 3)
     posterior = posterior_of(module)
     found = fb.PosteriorPredictive(
-        module, posterior, task="regression", noise_std=0.5, predictive="linearised"
+        module, posterior, likelihood=fb.Gaussian(0.5), predictive="linearised"
     ).predict_step(x)
     assert torch.allclose(found.mean, module(x), atol=1e-6)
     assert torch.allclose(found.epistemic, 0.3**2 * (x.square().sum(1, keepdim=True) + 1).expand(4, 2), rtol=1e-5)
@@ -244,7 +244,8 @@ def test_a_linearised_regression_is_exact():
     assert found.samples.shape == (256, 4, 2)
     assert torch.allclose(found.samples.var(0), found.epistemic, rtol=0.1)
     flat = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
-    one = fb.PosteriorPredictive(flat, posterior_of(flat), task="regression", predictive="linearised").predict_step(x)
+    known = fb.Gaussian(0.0)
+    one = fb.PosteriorPredictive(flat, posterior_of(flat), likelihood=known, predictive="linearised").predict_step(x)
     assert one.mean.shape == one.variance.shape == (4, 1)
     assert torch.allclose(one.epistemic[:, 0], 0.3**2 * (x.square().sum(1) + 1), rtol=1e-5)
 
@@ -402,6 +403,6 @@ def test_nothing_is_said_of_narrow_posteriors_few_examples_untrained_networks_la
             found.predict_step(x)
             assert len(passes) - first == first - (predictive == "draws")  # the mean is looked at once
             found.posterior = found.posterior.marked(True)
-            found.task = "regression"
+            found.likelihood = fb.Gaussian(1.0)
             found.sample(x)
     assert "too wide" not in caplog.text

@@ -126,16 +126,6 @@ class CalibrationCallback(Reader):
             check_apart(datasets, trained_on)
 
 
-def logits_of(found: Predicted) -> tuple[Tensor, ...]:
-    """Return a client's logits and targets; raise FedBayesError if there are none, as of a regressor."""
-    if "logits" not in found:
-        raise FedBayesError(
-            'no logits are known: return "logits" beside "probs" and "target" from validation_step. A regressor has '
-            "none: calibrate it by FederatedConformal(kind='interval')"
-        )
-    return found["logits"], found["target"]
-
-
 def state_of(callback: CalibrationCallback, state: Any) -> Mapping[str, Any]:
     """Return a stored state of a callback; raise FederationError unless it has the entries that the callback has."""
     check_kind("state_dict", state, Mapping, "give what state_dict() has returned")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
@@ -17,10 +17,15 @@ from lightning_fedbayes.callbacks.calibration.callback import (
     CalibrationCallback,
     Found,
     callbacks_of,
-    logits_of,
     state_of,
 )
-from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, moments_of, predictions_of
+from lightning_fedbayes.callbacks.calibration.predictions import (
+    Datasets,
+    check_apart,
+    logits_of,
+    numbers_of,
+    rows_of_clients,
+)
 from lightning_fedbayes.callbacks.calibration.scores import (
     BINS,
     GRIDS,
@@ -39,7 +44,7 @@ from lightning_fedbayes.callbacks.calibration.scores import (
     interval_scores,
 )
 from lightning_fedbayes.callbacks.calibration.temperature import FederatedTemperature
-from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, mean_probs
+from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, likelihood_by, mean_probs
 from lightning_fedbayes.core.errors import (
     FedBayesError,
     FederationError,
@@ -54,10 +59,11 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.core.seeding import derive_seed
-from lightning_fedbayes.modules.classifier import ClassPrediction
-from lightning_fedbayes.modules.regressor import RegressionPrediction
+from lightning_fedbayes.likelihoods import Bernoulli, Categorical, ClassPrediction, RegressionPrediction, said_by
+from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_same_shape
 
 Pooling = Literal["sum", "median"]
+Per = Literal["position", "example"]
 
 
 class FederatedConformal(CalibrationCallback):
@@ -119,14 +125,17 @@ class FederatedConformal(CalibrationCallback):
         pooling: "sum" of the counts, or "median" of the clients' thresholds.
         max_influence: c, at least 1: the multiple of the median client that one client may count for, as in
             :class:`~lightning_fedbayes.Safeguards`; None: counts are believed.
+        per: where an example has several positions, labels or targets: "position", each is covered with the level, as a
+            mean over the positions of new examples, which is exact up to the scatter between examples; or "example",
+            all of an example are covered at once with the level, and the guarantee above is that of examples.
 
     Attributes:
         threshold: of the pooled clients; None before :meth:`fit`.
         thresholds: client name → its threshold; empty without ``per_client``.
         temperature: of the logits whose scores they are of.
         releases: number of times that thresholds were taken from noisy counts; each has cost ``epsilon``.
-        predictions: of each batch of the last ``trainer.predict``: sets, bool of shape (batch, classes), or lower and
-            upper ends, shape (batch, *, 2).
+        predictions: of each batch of the last ``trainer.predict``: sets, bool of shape (batch, classes, \*positions),
+            of yes or no (batch, 2, labels, \*positions); or lower and upper ends, shape (batch, \*, 2).
 
     Raises:
         FedBayesError: an argument is out of range.
@@ -148,6 +157,7 @@ class FederatedConformal(CalibrationCallback):
     def __init__(
         self, level: float = 0.9, *, kind: Kind = "lac", per_client: bool = False, shrinkage: float = 0.0,
         bins: int = BINS, epsilon: float | None = None, pooling: Pooling = "sum", max_influence: float | None = 2.0,
+        per: Per = "position",
     ) -> None:
         check_number("level", level, "(0, 1)", error=FedBayesError)
         check_choice("kind", kind, GRIDS, error=FedBayesError)
@@ -158,6 +168,8 @@ class FederatedConformal(CalibrationCallback):
             check_epsilon(epsilon)
         check_choice("pooling", pooling, ("sum", "median"), error=FedBayesError)
         check_influence(max_influence)
+        check_choice("per", per, get_args(Per), error=FedBayesError)
+        self.per: Per = per
         self.level = level
         self.kind: Kind = kind
         self.per_client = per_client
@@ -258,18 +270,17 @@ class FederatedConformal(CalibrationCallback):
 
     def _found(self, predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int = 0) -> Found:
         """Return the predictions of each client's data: moments for intervals, logits for sets."""
-        predict = moments_of if self.kind == "interval" else predictions_of
-        return predict(predictive, datasets, batch_size, seed, first)
+        found = rows_of_clients(predictive, datasets, batch_size, seed, first, numbers=self.kind == "interval")
+        return {name: self.read(each) for name, each in found}
 
     def _scores(self, found: Found, temperature: float) -> dict[str, Tensor]:
         """Return the scores of each client's predictions."""
-        if self.kind == "interval":
-            return {name: interval_scores(*each) for name, each in found.items()}
-        kind = self.kind
-        return {
-            name: class_scores(mean_probs(logits, temperature), targets, kind)
-            for name, (logits, targets) in found.items()
-        }
+        scores = dict[str, Tensor]()
+        for name, (first, *std, targets, counts) in found.items():
+            each = interval_scores(first, std[0], targets) if self.kind == "interval" else class_scores(
+                mean_probs(first, temperature), targets, self.kind)
+            scores[name] = by_example(each, counts, "amax") if self.per == "example" else each
+        return scores
 
     def evaluate(
         self, predictive: nn.Module, datasets: Datasets, *, batch_size: int = 256, seed: int = 0
@@ -291,7 +302,7 @@ class FederatedConformal(CalibrationCallback):
     def score(self, found: Found) -> ClientScores:
         """Return coverage and size, or width, of each client's predictions; see :meth:`evaluate`."""
         figures, sizes = dict[str, dict[str, float]](), dict[str, int]()
-        for name, (first, *std, targets) in found.items():
+        for name, (first, *std, targets, counts) in found.items():
             if self.kind == "interval":
                 ends = self.intervals(first, std[0], self._client(name))
                 inside = (ends[:, 0] <= targets) & (targets <= ends[:, 1])
@@ -300,9 +311,11 @@ class FederatedConformal(CalibrationCallback):
                 probs = mean_probs(first, self.temperature)
                 check_targets(targets, probs)
                 sets = self.sets(probs, self._client(name))
-                inside = sets.gather(1, targets.unsqueeze(1))
+                inside = sets.gather(1, targets.unsqueeze(1)).squeeze(1)
                 figures[name] = {"coverage": share(inside), "set_size": float(sets.sum(1).double().mean())}
-            sizes[name] = len(targets)
+            if self.per == "example":
+                figures[name]["coverage"] = share(by_example(inside.double(), counts, "amin"))
+            sizes[name] = len(counts)
         return ClientScores.of(sizes, figures)
 
     def _client(self, name: str) -> str | None:
@@ -310,42 +323,48 @@ class FederatedConformal(CalibrationCallback):
         return name if self.per_client else None
 
     def sets(self, probs: Tensor, client: str | None = None, generator: torch.Generator | None = None) -> Tensor:
-        """Return each example's set of classes: those whose score is at most the threshold.
+        r"""Return each example's set of classes: those whose score is at most the threshold.
 
         A set of kind "lac" can be empty where no class is probable enough.
 
         Args:
-            probs: mean predictive, shape (batch, classes).
+            probs: mean predictive, shape (batch, classes, \*positions).
             client: whose threshold; None: the pooled one.
             generator: of U, for "aps" whose scores were randomised.
 
-        Returns: bool, shape (batch, classes).
+        Returns: bool, of the shape of ``probs``.
 
         Raises:
             FedBayesError: before :meth:`fit`, for intervals, an unknown client, or no probabilities.
         """
         if self.kind == "interval":
             raise FedBayesError("kind='interval' has no sets: call intervals, or give kind='lac' or 'aps'")
-        return all_class_scores(probs, self.kind, generator) <= self.threshold_of(client)
+        if not isinstance(probs, Tensor) or probs.ndim < 3:
+            return all_class_scores(probs, self.kind, generator) <= self.threshold_of(client)
+        last = probs.movedim(1, -1)
+        scores = all_class_scores(last.flatten(0, -2), self.kind, generator)
+        return (scores <= self.threshold_of(client)).view(last.shape).movedim(-1, 1)
 
     def intervals(self, mean: Tensor, std: Tensor, client: str | None = None) -> Tensor:
         r"""Return each example's interval, :math:`\hat y \pm t \hat\sigma` with the threshold t.
 
         Args:
-            mean: predictive means, shape (batch,).
-            std: predictive standard deviations, above 0, shape (batch,).
+            mean: predictive means, shape (batch, \*).
+            std: predictive standard deviations, above 0, of the same shape.
             client: whose threshold; None: the pooled one.
 
-        Returns: lower and upper ends, shape (batch, 2), float64, in the units of ``mean``.
+        Returns: lower and upper ends, shape (batch, \*, 2), float64, in the units of ``mean``.
 
         Raises:
             FedBayesError: before :meth:`fit`, for classes, an unknown client, or moments that are none.
         """
         if self.kind != "interval":
             raise FedBayesError(f"kind='{self.kind}' has no intervals: call sets, or give kind='interval'")
-        check_moments(mean, std)
+        check_numbers(mean=mean, std=std)
+        check_same_shape(mean=mean, std=std)
+        check_moments(mean.flatten(), std.flatten())
         half = self.threshold_of(client) * std.detach().double()
-        return torch.stack([mean.detach().double() - half, mean.detach().double() + half], 1)
+        return torch.stack([mean.detach().double() - half, mean.detach().double() + half], -1)
 
     def threshold_of(self, client: str | None = None) -> float:
         """Return a client's threshold, or the pooled one for None; raise FedBayesError if there is none."""
@@ -432,15 +451,10 @@ class FederatedConformal(CalibrationCallback):
             )
 
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
-        """Return a client's moments for intervals, its logits for sets, and its targets."""
+        """Return a client's moments for intervals, its logits for sets, its targets, and the rows of each example."""
         if self.kind != "interval":
-            return logits_of(found)
-        if "mean" not in found:
-            raise FedBayesError(
-                "the module's predict_step gives no mean and variance: give a regressor, or "
-                "PosteriorPredictive(module, posterior, task='regression')"
-            )
-        return found["mean"].flatten(), found["variance"].sqrt().flatten(), found["target"].flatten()
+            return *logits_of(found), found["counts"]
+        return *numbers_of(found), found["counts"] * found["mean"].shape[1]
 
     def calibrate(self, trainer: L.Trainer, found: Found, seed: int) -> None:
         """See :class:`CalibrationCallback`."""
@@ -482,10 +496,11 @@ class FederatedConformal(CalibrationCallback):
     ) -> None:
         """Add the sets or intervals of a batch; raise FedBayesError for predictions of another kind."""
         if isinstance(outputs, ClassPrediction):
-            self.predictions.append(self.sets(outputs.probs).cpu())
+            known = said_by(pl_module) or likelihood_by(outputs)
+            assert isinstance(known, Categorical | Bernoulli)
+            self.predictions.append(self.sets(known.by_class(outputs.probs[None])[0].movedim(-1, 1)).cpu())
         elif isinstance(outputs, RegressionPrediction):
-            ends = self.intervals(outputs.mean.flatten(), outputs.variance.sqrt().flatten())
-            self.predictions.append(ends.reshape(*outputs.mean.shape, 2).cpu())
+            self.predictions.append(self.intervals(outputs.mean, outputs.variance.sqrt()).cpu())
         else:
             raise FedBayesError(
                 f"{type(pl_module).__name__}.predict_step gives {shown(outputs)}: give a module of this package, or "
@@ -515,6 +530,18 @@ class FederatedConformal(CalibrationCallback):
         check_at_least("releases", releases, 0)
         self.threshold, self.thresholds, self.temperature = threshold, dict(thresholds), state["temperature"]
         self.releases = max(self.releases, releases)
+
+
+def by_example(values: Tensor, counts: Tensor, how: str) -> Tensor:
+    """Return the largest ("amax") or smallest ("amin") value of each example that has some.
+
+    Args:
+        values: of all rows, shape (N,).
+        counts: rows of each example, shape (batch,).
+    """
+    index = torch.arange(len(counts)).repeat_interleave(counts).to(values.device)
+    found = values.new_zeros(len(counts)).scatter_reduce(0, index, values, how, include_self=False)
+    return found[counts.to(values.device) > 0]
 
 
 def share(inside: Tensor) -> float:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_fedbayes.callbacks.evaluator import Datasets
-from lightning_fedbayes.clients.evaluation import Predicted, inputs_and_targets, outputs_of, predict_data
+from lightning_fedbayes.clients.evaluation import Predicted, has_predict_step, predict_data, predicted, rows_by_outputs
 from lightning_fedbayes.core.errors import LARGEST, FedBayesError, check_at_least, check_kind, listed, shown
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
-from lightning_fedbayes.modules.regressor import RegressionPrediction
 
 
 def predictions_of(
     predictive: nn.Module, datasets: Datasets, batch_size: int = 256, seed: int = 0, first: int = 0
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return each client's logits and targets, by name.
+) -> dict[str, tuple[Tensor, ...]]:
+    """Return each client's logits, (samples, N, classes), and targets, (N,); of numbers what :func:`moments_of` gives.
 
-    Logits are those of ``predictive.sample(inputs)`` if there is such a method, shape (samples, examples, classes),
-    otherwise of ``predictive(inputs)``, shape (examples, classes).
+    Logits are those of ``predictive.sample(inputs)`` if there is such a method, otherwise of ``predictive(inputs)``,
+    one draw; N are the examples, or their positions (:data:`~lightning_fedbayes.likelihoods.Rows`).
 
     Args:
         predictive: a :class:`~lightning_fedbayes.PosteriorPredictive`, a Bayesian module or any other module. It is
@@ -37,14 +37,13 @@ def predictions_of(
     Raises:
         FedBayesError: no module, no data sets by name, a client without an example, examples that are no pairs.
     """
-    found = _by_client(predictive, datasets, batch_size, seed, first, _logits)
-    return {name: (each["logits"], each["target"]) for name, each in found}
+    return {name: scalable(each) for name, each in rows_of_clients(predictive, datasets, batch_size, seed, first)}
 
 
 def moments_of(
     predictive: nn.Module, datasets: Datasets, batch_size: int = 256, seed: int = 0, first: int = 0
 ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return each client's predictive means, standard deviations and targets, vectors of shape (examples · targets,).
+    """Return each client's predictive means, standard deviations and targets, vectors of shape (N · targets,).
 
     Args:
         predictive: a regressor, whose ``predict_step`` returns a
@@ -54,35 +53,50 @@ def moments_of(
     Raises:
         FedBayesError: as :func:`predictions_of`, or ``predictive`` is no regressor.
     """
-    found = _by_client(predictive, datasets, batch_size, seed, first, _regression)
-    return {name: (each["mean"].flatten(), each["std"].flatten(), each["target"].flatten()) for name, each in found}
+    found = rows_of_clients(predictive, datasets, batch_size, seed, first, numbers=True)
+    return {name: numbers_of(each) for name, each in found}
 
 
-def _logits(predictive: nn.Module, batch: Any) -> Predicted:
-    inputs, targets = inputs_and_targets(predictive, batch)
-    return {"logits": outputs_of(predictive, inputs), "target": targets}
+def scalable(found: Predicted) -> tuple[Tensor, ...]:
+    """Return what a temperature scales of a client: logits and targets, or means, standard deviations and targets."""
+    return numbers_of(found) if "mean" in found else logits_of(found)
 
 
-def _regression(predictive: nn.Module, batch: Any) -> Predicted:
-    targets, predict = inputs_and_targets(predictive, batch)[1], getattr(predictive, "predict_step", None)
-    prediction = predict(batch, 0) if callable(predict) else None
-    if not isinstance(prediction, RegressionPrediction):
+def logits_of(found: Predicted) -> tuple[Tensor, Tensor]:
+    """Return a client's logits and targets; raise FedBayesError if there are none, as of a regressor."""
+    if "logits" not in found:
         raise FedBayesError(
-            f"{type(predictive).__name__}.predict_step gives no mean and variance: give a regressor, or "
-            "PosteriorPredictive(module, posterior, task='regression')"
+            'no logits are known: return "logits" beside "probs" and "target" from validation_step. A regressor has '
+            "none: calibrate it by FederatedConformal(kind='interval')"
         )
-    return {"mean": prediction.mean, "std": prediction.variance.sqrt(), "target": targets}
+    return found["logits"], found["target"]
 
 
-def _by_client(
-    predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int,
-    predict: Callable[[nn.Module, Any], Predicted],
+def numbers_of(found: Predicted) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a client's means, standard deviations and targets, flat; raise FedBayesError if there are none."""
+    if "mean" not in found:
+        raise FedBayesError(
+            "the module predicts no mean and variance: give a regressor, or "
+            "PosteriorPredictive(module, posterior, likelihood=fb.Gaussian(noise=...))"
+        )
+    return found["mean"].flatten(), found["variance"].sqrt().flatten(), found["target"].flatten()
+
+
+def rows_of_clients(
+    predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int = 0, *, numbers: bool = False
 ) -> Iterator[tuple[str, Predicted]]:
-    """Yield each client's name and what ``predict`` makes of its batches."""
+    """Yield each client's name and what is scored of it; see :func:`predictions_of`.
+
+    Args:
+        predictive, datasets, batch_size, seed, first: see :func:`predictions_of`.
+        numbers: take mean and variance of ``predict_step``, if there is one, which may be exact; otherwise draws.
+    """
     check_kind("predictive", predictive, nn.Module, "give a torch.nn.Module", error=FedBayesError)
     check_at_least("batch_size", batch_size, 1, error=FedBayesError)
     check_at_least("seed", seed, -LARGEST, error=FedBayesError)
     check_at_least("first", first, 0, error=FedBayesError)
+    steps = numbers and isinstance(predictive, L.LightningModule) and has_predict_step(predictive)
+    predict: Any = predicted if steps else rows_by_outputs
     for number, (name, dataset) in enumerate(by_name(datasets).items(), first):
         yield name, predict_data(
             predictive, dataset, batch_size, derive_seed(seed, "evaluation", client=number),

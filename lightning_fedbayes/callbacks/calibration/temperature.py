@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_fedbayes.callbacks.calibration.bounds import check_influence, largest_sums, middle
-from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Found, logits_of, state_of
-from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, predictions_of
-from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, class_figures
+from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Found, state_of
+from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, predictions_of, scalable
+from lightning_fedbayes.callbacks.calibration.scores import interval_scores
+from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, class_figures, figures_of
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, listed, shown
 from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.likelihoods import RegressionPrediction, said_by
 
 LIMIT = math.log(1e3)
 """Largest |log T|: temperatures lie between 1/1000 and 1000."""
@@ -118,6 +120,24 @@ def _message(logits: Tensor, targets: Tensor, temperature: float) -> Temperature
     mean = (weight * first).sum(0)
     curvature = -(weight * second).sum(0) - (weight * (first - mean).square()).sum(0)
     return TemperatureMessage(float(-mean.sum()), float(curvature.sum()), len(targets))
+
+
+def message_of(pair: tuple[Tensor, ...], temperature: float) -> TemperatureMessage:
+    r"""Return the message of a client's logits and targets, or of its means, standard deviations and targets.
+
+    Of the latter T scales the standard deviations, :math:`L = \log T + (y - \mu)^2 / 2 \sigma^2 T^2` up to a constant,
+    so that :math:`L' = 1 - z^2 / T^2` and :math:`L'' = 2 z^2 / T^2` with :math:`z = (y - \mu) / \sigma`.
+    """
+    if len(pair) == 2:
+        return temperature_message(*pair, temperature)
+    return _message_of_checked(_checked("", pair), temperature)
+
+
+def _message_of_checked(pair: tuple[Tensor, ...], temperature: float) -> TemperatureMessage:
+    if len(pair) == 2:
+        return _message(*pair, temperature)
+    squares = interval_scores(*pair).square().sum() / temperature**2
+    return TemperatureMessage(float(len(pair[0]) - squares), float(2 * squares), len(pair[0]))
 
 
 def check_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -305,7 +325,7 @@ class TemperatureSearch:
 
 
 class FederatedTemperature(CalibrationCallback):
-    r"""Scales logits by one temperature for all clients, found without moving data.
+    r"""Scales logits, or standard deviations, by one temperature for all clients, found without moving data.
 
     .. math:: p(y \mid x) = \mathrm{softmax}(f(x) / T), \qquad T = \arg\min_T \sum_{k, i} -\log p(y_{ki} \mid x_{ki})
 
@@ -322,7 +342,8 @@ class FederatedTemperature(CalibrationCallback):
     plain sum. A client that is honest but much more, or less, certain than the others is bounded likewise, and a line
     says which. With one or two clients nothing is bounded.
 
-    When to use it: after training, for a classifier whose ECE is large; accuracy stays as it is. Calibrate on held-out
+    When to use it: after training, for a classifier whose ECE is large; accuracy stays as it is. Of numbers T is the
+    factor of all standard deviations, :math:`T^2 = \overline{(y - \mu)^2 / \sigma^2}`. Calibrate on held-out
     examples: on those that the network was trained on T comes out too small.
 
     As a callback of a Trainer it finds T in every validation, of ``trainer.fit`` and ``trainer.validate``, logs
@@ -369,14 +390,15 @@ class FederatedTemperature(CalibrationCallback):
         self.exchanges = 0
         self._restore: Callable[[], None] = nothing
 
-    def fit(self, clients: Mapping[str, tuple[Tensor, Tensor]]) -> FederatedTemperature:
+    def fit(self, clients: Mapping[str, tuple[Tensor, ...]]) -> FederatedTemperature:
         """Find T from held-out examples of each client; return self.
 
         Warns if T ends at 1/1000 or 1000: at 1/1000 where every example is classified correctly, so that no finite T
         is best, at 1000 where the network is worse than chance.
 
         Args:
-            clients: name → (logits, targets), as :func:`temperature_message` takes them.
+            clients: name → (logits, targets), as :func:`temperature_message` takes them, or of numbers (means,
+                standard deviations, targets), vectors: T is then a factor of the standard deviations.
 
         Raises:
             FedBayesError: no clients, or logits and targets of a client that are none (see there).
@@ -386,7 +408,7 @@ class FederatedTemperature(CalibrationCallback):
         checked = {name: _checked(name, pair) for name, pair in clients.items()}
         search = TemperatureSearch(max_influence=self.max_influence)
         while not search.done:
-            search = search.after([_message(*pair, search.temperature) for pair in checked.values()])
+            search = search.after([_message_of_checked(pair, search.temperature) for pair in checked.values()])
         return self.take(search, list(checked))
 
     def take(self, search: TemperatureSearch, names: Sequence[str]) -> FederatedTemperature:
@@ -461,19 +483,25 @@ class FederatedTemperature(CalibrationCallback):
         return "scaled"
 
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
-        """Return a client's logits and targets."""
-        return logits_of(found)
+        """Return a client's logits and targets, or its moments and targets."""
+        return scalable(found)
 
     def calibrate(self, trainer: L.Trainer, found: Found, seed: int) -> None:
         """See :class:`CalibrationCallback`."""
         self.fit(found)  # pyright: ignore[reportArgumentType]
 
     def score(self, found: Found) -> ClientScores:
-        """Return accuracy, NLL and ECE of each client's scaled probabilities."""
+        """Return the figures of each client's scaled predictions."""
         figures, sizes = dict[str, dict[str, float]](), dict[str, int]()
         for name, pair in found.items():
-            logits, targets = _checked(name, pair)  # pyright: ignore[reportArgumentType]
-            figures[name] = class_figures(self(logits).softmax(-1).mean(0), targets)
+            first, *std, targets = _checked(name, pair)
+            if std:
+                variance = (std[0] * self.check_fitted()).square().unsqueeze(1)
+                figures[name] = figures_of(
+                    {"mean": first.unsqueeze(1), "variance": variance, "target": targets.unsqueeze(1)}
+                )
+            else:
+                figures[name] = class_figures(self(first).softmax(-1).mean(0), targets)
             sizes[name] = len(targets)
         return ClientScores.of(sizes, figures)
 
@@ -483,30 +511,38 @@ class FederatedTemperature(CalibrationCallback):
         return {"temperature": self.temperature}
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Scale the logits that the module draws until predictions end.
+        """Scale what the module predicts until predictions end.
+
+        Scaled are the logits of its ``sample``, or of its ``forward`` if it has none; of numbers the standard
+        deviations of its ``predict_step``.
 
         Raises:
-            FedBayesError: there is no temperature, or the module has no ``sample`` whose draws could be scaled.
+            FedBayesError: there is no temperature.
         """
-        module: Any = pl_module
-        sample: Callable[..., Any] | None = getattr(module, "sample", None)
-        if sample is None:
-            raise FedBayesError(
-                f"{type(pl_module).__name__} has no sample(inputs), whose logits FederatedTemperature scales: take it "
-                "out of the Trainer and call it with the logits"
-            )
         self.check_fitted()
-        own = vars(module).get("sample")
+        module: Any = pl_module
+        known = said_by(module)
+        of_classes = known is None or known.of_classes
+        draws = callable(getattr(module, "sample", None))
+        name = "predict_step" if not of_classes else "sample" if draws else "forward"
+        unscaled, own = getattr(module, name), vars(module).get(name)
 
-        def scaled(*args: Any, **options: Any) -> Tensor:
-            return self(sample(*args, **options))
+        def scaled(*args: Any, **options: Any) -> Any:
+            found = unscaled(*args, **options)
+            if of_classes:
+                return self(found)
+            if not isinstance(found, RegressionPrediction):
+                return found
+            factor = self.check_fitted() ** 2
+            parts = ("variance", "aleatoric", "epistemic")
+            return found._replace(**{part: factor * getattr(found, part) for part in parts})
 
-        module.sample = scaled
+        setattr(module, name, scaled)
 
         def restore() -> None:
-            del module.sample
+            delattr(module, name)
             if own is not None:
-                module.sample = own
+                setattr(module, name, own)
 
         self._restore = restore
 
@@ -554,11 +590,15 @@ def warn_of(search: TemperatureSearch) -> None:
         rank_zero_warn(f"the temperature has not converged in {search.exchanges} exchanges: T = {search.temperature}")
 
 
-def _checked(name: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return a client's logits and targets; the error of what is wrong with them names the client."""
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
+def _checked(name: str, pair: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return a client's predictions and targets; the error of what is wrong with them names the client."""
+    if not isinstance(pair, tuple | list) or len(pair) not in (2, 3):
         raise FedBayesError(f"client {name}: {shown(pair)} is no pair (logits, targets); give one")
     try:
-        return check_logits(*pair)
+        if len(pair) == 2:
+            return check_logits(*pair)
+        if not len(interval_scores(*pair)):
+            raise FedBayesError("there is no held-out example: leave the client out, or hold some of its data out")
+        return tuple(each.detach().double() for each in pair)
     except FedBayesError as error:
         raise FedBayesError(f"client {name}: {error}") from None

@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from lightning_fedbayes.core.batches import output_of, unpacked
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
 from lightning_fedbayes.layers import evaluation_mode
+from lightning_fedbayes.likelihoods import Categorical, Gaussian
 from lightning_fedbayes.modules.head.fit import HeadFit
 from lightning_fedbayes.modules.head.head import BayesianHead
 from lightning_fedbayes.modules.head.slopes import HeadSlopes
@@ -54,7 +55,7 @@ class HeadModule(PosteriorPredictive):
     def __init__(self, backbone: nn.Module, head: BayesianHead, features: int, samples: int = 256) -> None:
         check_kind("head", head, BayesianHead, "give an fb.BayesianHead", error=FedBayesError)
         check_at_least("features", features, 1, error=FedBayesError)
-        super().__init__(backbone, None, samples, "classification" if head.is_classifier else "regression")
+        super().__init__(backbone, None, samples, Categorical() if head.is_classifier else Gaussian())
         self.train().network.requires_grad_(False)
         self.head = head
         columns, outputs = features + 1, head.outputs
@@ -179,7 +180,7 @@ class HeadModule(PosteriorPredictive):
             return features.new_zeros(len(features), outputs), features.new_zeros(len(features), outputs, outputs)
         fitted = self.fitted
         if not self.head.is_classifier:
-            self.noise_std = fitted.noise**0.5
+            self.likelihood = Gaussian(fitted.noise**0.5)
         features = self.features(inputs)
         mean, covariance = fitted.moments(features)
         return mean.to(features), covariance.to(features)

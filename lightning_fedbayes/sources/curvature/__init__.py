@@ -1,6 +1,6 @@
 """Posteriors of networks that train as they always do: by the curvature of the loss, by the path, or in one shot."""
 
-from lightning_fedbayes.sources.curvature.diagonal import SWAG, Curvature, Laplace, Source, Task, chosen_parameters
+from lightning_fedbayes.sources.curvature.diagonal import SWAG, Curvature, Laplace, Source, chosen_parameters
 from lightning_fedbayes.sources.curvature.kronecker import KroneckerLaplace, KroneckerSite
 from lightning_fedbayes.sources.curvature.kronecker_posterior import KroneckerPosterior
 from lightning_fedbayes.sources.curvature.linearised import draws_of_outputs, linearised_outputs
@@ -13,7 +13,6 @@ __all__ = [
     "KroneckerSite",
     "Laplace",
     "Source",
-    "Task",
     "chosen_parameters",
     "draws_of_outputs",
     "linearised_outputs",

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_fedbayes.core.batches import (
     Unpack,
@@ -21,6 +20,7 @@ from lightning_fedbayes.core.batches import (
     unpacked,
 )
 from lightning_fedbayes.core.errors import (
+    FedBayesError,
     FederationError,
     check_choice,
     check_kind,
@@ -33,9 +33,9 @@ from lightning_fedbayes.core.errors import (
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
+from lightning_fedbayes.likelihoods import Likelihood, get_likelihood, likelihood_of
 from lightning_fedbayes.sources.curvature.evidence import chosen_precision
 
-Task = Literal["classification", "regression"]
 Curvature = Literal["ggn", "empirical"]
 
 ENTRIES = 2**24
@@ -80,13 +80,12 @@ class Laplace:
     training should end at a maximum of the posterior: with a weight decay of :math:`\tau / n s^2`.
 
     Args:
-        task: "classification": ``forward`` gives logits, and batches hold inputs and classes; "regression": it gives
-            means under Gaussian noise, and batches hold inputs and targets. Batches and outputs have the forms of
-            :class:`~lightning_fedbayes.PosteriorPredictive`.
+        likelihood: of what ``forward`` gives, or its name; None: the module's attribute ``likelihood``, or what the
+            first batch leaves as the one answer (:func:`~lightning_fedbayes.likelihoods.likelihood_of`). Batches and
+            outputs have the forms of :class:`~lightning_fedbayes.PosteriorPredictive`.
         curvature: "ggn", or "empirical", which takes one backward pass per example in place of one per output.
         prior_std: s > 0 of the prior N(0, s²). None: :meth:`posterior` and :meth:`fuse` choose it by the evidence
             (:func:`~lightning_fedbayes.sources.curvature.evidence.chosen_precision`).
-        noise_std: standard deviation of the observation noise, for regression.
         temperature: :math:`\tau` > 0; 1 is Bayes. Where clients fit few examples perfectly, their curvature is next to
             nothing and the posterior as wide as the prior; held-out data choose a smaller one.
         parameters: patterns (``fnmatch``) of the parameters that get a posterior; the others are point masses. By
@@ -101,21 +100,23 @@ class Laplace:
     Source: MacKay 1992; Daxberger et al. 2021.
     """
 
-    task: Task = "classification"
+    likelihood: Likelihood | str | None = None
     curvature: Curvature = "ggn"
     prior_std: float | None = 1.0
-    noise_std: float = 1.0
     temperature: float = 1.0
     parameters: Sequence[str] = ("*",)
     unpack: Unpack | None = None
 
     def __post_init__(self) -> None:
         check_unpack(self.unpack)
-        check_choice("task", self.task, get_args(Task))
+        if self.likelihood is not None:
+            try:
+                object.__setattr__(self, "likelihood", get_likelihood(self.likelihood))
+            except FedBayesError as error:
+                raise FederationError(f"Laplace: {error}") from None
         check_choice("curvature", self.curvature, get_args(Curvature))
         if self.prior_std is not None:
             check_number("prior_std", self.prior_std, "(0, 1e19)", why="it is a standard deviation")
-        check_number("noise_std", self.noise_std, "(0, inf)", why="it is a standard deviation")
         check_number("temperature", self.temperature, "(0, inf)")
         object.__setattr__(self, "parameters", check_strings("parameters", self.parameters, "give patterns of names"))
 
@@ -235,48 +236,31 @@ class Laplace:
             )
         return inputs, targets
 
-    def _check(self, output: Tensor, target: Tensor) -> None:
-        """Raise FederationError unless the likelihood is one of an example's ``output`` and ``target``."""
-        if self.task == "classification" and (output.dim() != 1 or target.dim() or target.is_floating_point()):
-            raise FederationError(
-                f"Laplace(task='classification'): an output of shape {tuple(output.shape)} and a target of shape "
-                f"{tuple(target.shape)} and {target.dtype} per example; it takes logits (classes,) and one class. For "
-                "means and real targets give task='regression'; other losses have no likelihood here"
-            )
-        if self.task == "regression" and output.numel() != target.numel():
-            raise FederationError(
-                f"Laplace(task='regression'): {output.numel()} outputs and {target.numel()} targets per example; it "
-                "takes one mean per target. For logits give task='classification'"
-            )
+    def likelihood_for(self, module: nn.Module, outputs: Tensor, targets: Tensor) -> Likelihood:
+        """Return the likelihood of a batch's outputs and targets.
 
-    def check_classes(self, output: Tensor, targets: Tensor) -> None:
-        """Raise FederationError unless the ``targets`` of a batch are classes of an example's ``output``, if any."""
-        self._check(output, targets[0])
-        if self.task == "classification" and not bool(((targets >= 0) & (targets < len(output))).all()):
-            raise FederationError(
-                f"Laplace(task='classification'): targets from {int(targets.min())} to {int(targets.max())}, and "
-                f"{len(output)} logits: give classes from 0 to {len(output) - 1}"
-            )
+        Raises:
+            FederationError: there is none, or the batch does not fit it.
+        """
+        own = self.likelihood
+        try:
+            known = own if isinstance(own, Likelihood) else likelihood_of(module, outputs, targets)
+            known.check(outputs, targets)
+        except FedBayesError as error:
+            raise FederationError(f"Laplace: {error}") from None
+        return known
 
-    def terms(self, output: Tensor, target: Tensor) -> Tensor:
+    def terms(self, known: Likelihood, output: Tensor, target: Tensor) -> Tensor:
         """Return functions of one example whose squared gradients, added up, are its information: shape (terms,).
 
         Args:
+            known: the likelihood.
             output: of the module for one example.
             target: of the example.
-
-        Raises:
-            FederationError: there is no likelihood for such shapes.
         """
-        self._check(output, target)
-        if self.task == "classification":
-            logs = F.log_softmax(output, -1)
-            if self.curvature == "empirical":
-                return logs.gather(-1, target.reshape(1))
-            return logs * logs.detach().exp().sqrt()
         if self.curvature == "empirical":
-            return -((output.reshape(-1) - target.reshape(-1)) ** 2).sum().reshape(1) / (2 * self.noise_std**2)
-        return output.reshape(-1) / self.noise_std
+            return known.nll(output[None], target[None]).sum().reshape(1)
+        return known.terms(output, target)
 
     def _of_batch(
         self, module: nn.Module, values: Tensors, inputs: Any, targets: Tensor, others: Mapping[str, Tensor]
@@ -290,12 +274,12 @@ class Laplace:
                 raise FederationError(
                     f"Laplace: outputs are {shown(outputs)} and targets {shown(targets)}: give as many of both"
                 )
-            self.check_classes(outputs[0], targets)
-            return torch.stack(list(map(self.terms, outputs, targets)))
+            known = self.likelihood_for(module, outputs, targets)
+            return torch.stack([self.terms(known, *each) for each in zip(outputs, targets)])
 
         def squared(example: Any, target: Tensor) -> Tensors:
             jacobians = torch.func.jacrev(
-                lambda values: self.terms(output_of_one(module, {**others, **values}, example), target)
+                lambda values: self.terms(known, output_of_one(module, {**others, **values}, example), target)
             )(values)
             return {name: each.square().sum(0) for name, each in jacobians.items()}
 
@@ -303,8 +287,8 @@ class Laplace:
             return sum_of_squares(terms, values, [(inputs, targets)])
         with torch.no_grad():
             output = output_of_one(module, {**others, **values}, rows(inputs, 0))
-            self.check_classes(output, targets)
-            outputs = len(self.terms(output, targets[0]))
+            known = self.likelihood_for(module, output.expand(len(targets), *output.shape), targets)
+            outputs = len(self.terms(known, output, targets[0]))
         size = sum(value.numel() for value in values.values())
         try:
             each = torch.func.vmap(squared, chunk_size=max(1, ENTRIES // (size * outputs)))(inputs, targets)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,8 +121,8 @@ class KroneckerLaplace:
                 count += len(targets)
                 with torch.enable_grad(), _recorded(layers) as record:
                     found = output_of(module, inputs)
-                    self.curvature.check_classes(found[0], targets)
-                    terms = torch.func.vmap(self.curvature.terms)(found, targets)
+                    known = self.curvature.likelihood_for(module, found, targets)
+                    terms = torch.func.vmap(partial(self.curvature.terms, known))(found, targets)
                     missing = layers.keys() - record.keys()
                     if missing:
                         raise FederationError(f"KroneckerLaplace: layer '{min(missing)}' does not run: leave it out")

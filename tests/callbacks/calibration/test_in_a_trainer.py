@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.callbacks.calibration import moments_of
 from lightning_fedbayes.core.errors import FedBayesError
 from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, trainer
 
@@ -143,8 +144,24 @@ def test_predictions_scaled_otherwise_than_the_thresholds_are_refused():
         trainer(1, [fb.FederatedTemperature()]).predict(module, batches(blobs(20)))
     with pytest.raises(FedBayesError, match="there is no threshold yet"):
         trainer(1, [fb.FederatedConformal()]).predict(module, batches(blobs(20)))
-    with pytest.raises(FedBayesError, match=r"Plain has no sample\(inputs\)"):
-        trainer(1, [scaling]).predict(Plain(), batches(blobs(20)))
+    plain = Plain()
+    plain.predict_step = lambda batch: plain(batch[0])
+    scaled, own = (torch.cat(trainer(1, each).predict(plain, batches(blobs(20)))) for each in ([scaling], []))
+    torch.testing.assert_close(scaled * scaling.temperature, own)
+
+
+def test_standard_deviations_of_a_regressor_are_scaled_by_the_closed_form():
+    scaling, held_out = fb.FederatedTemperature(max_influence=None), regression(32, 40)
+    module = regressor(0)
+    federate(module, fb.FederatedBayes(), 2, loader(regression(40, 30)), batches(held_out), callbacks=[scaling])
+    z = torch.cat([(y - mean) / std for mean, std, y in moments_of(module, held_out, 8).values()]).double()
+    assert scaling.temperature == pytest.approx(float(z.square().mean().sqrt()), rel=1e-6)
+    before = trainer(1, []).predict(module, batches(held_out))[0]
+    torch.manual_seed(0)
+    after = trainer(1, [scaling]).predict(module, batches(held_out))[0]
+    torch.testing.assert_close(after.aleatoric, before.aleatoric * scaling.temperature**2)
+    found = trainer(1, [scaling]).test(module, batches(held_out), verbose=False)[0]
+    assert 0 < found["test/scaled/coverage"] <= 1
 
 
 def test_intervals_of_a_regressor():
@@ -250,14 +267,14 @@ def test_sets_before_the_temperature_are_refused_before_training():
 
 
 def test_a_mistake_costs_no_fit_but_is_the_error_of_a_validation():
-    scaling = fb.FederatedTemperature()
+    sets = fb.FederatedConformal()
     module = regressor()
     held_out = batches(regression(30, 40))
-    with pytest.warns(UserWarning, match="FederatedTemperature does nothing: .*calibrate it by FederatedConf"):
-        federate(module, fb.FederatedBayes(), 1, loader(regression(40, 30)), held_out, callbacks=[scaling])
-    assert scaling.temperature is None
+    with pytest.warns(UserWarning, match="FederatedConformal does nothing: .*calibrate it by FederatedConf"):
+        federate(module, fb.FederatedBayes(), 1, loader(regression(40, 30)), held_out, callbacks=[sets])
+    assert sets.threshold is None
     with pytest.raises(FedBayesError, match="calibrate it by FederatedConformal"):
-        trainer(1, [scaling]).validate(module, held_out, verbose=False)
+        trainer(1, [sets]).validate(module, held_out, verbose=False)
     with pytest.warns(UserWarning, match="FederatedConformal does nothing: there is no threshold yet"):
         trainer(1, [fb.FederatedConformal()]).test(bayesian(), batches(clients(9, 9)), verbose=False)
 

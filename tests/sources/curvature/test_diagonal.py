@@ -46,7 +46,8 @@ def test_is_the_diagonal_posterior_of_laplace_torch(name, task, curvature, noise
         peer = DiagLaplace(module, task, sigma_noise=noise_std, prior_precision=0.8**-2,
                            backend=AsdlGGN if curvature == "ggn" else AsdlEF)
         peer.fit(data)
-    ours = fb.Laplace(task, curvature, prior_std=0.8, noise_std=noise_std).posterior(module, data)
+    known = "categorical" if task == "classification" else fb.Gaussian(noise_std)
+    ours = fb.Laplace(known, curvature, prior_std=0.8).posterior(module, data)
     assert torch.allclose(flat(ours), 1 / peer.posterior_precision.detach(), rtol=1e-5)
 
 
@@ -54,7 +55,7 @@ def test_the_empirical_information_of_a_regression_is_its_squared_gradient():
     """laplace-torch's is not: it takes gradients of the sum of squares, and divides by the noise once."""
     x, y = torch.randn(30, 4), torch.randn(30, 1)
     module = nn.Linear(4, 1)
-    found = fb.Laplace("regression", "empirical", noise_std=0.5).posterior(module, [[x, y]])
+    found = fb.Laplace(fb.Gaussian(0.5), "empirical").posterior(module, [[x, y]])
     errors = (y - module(x)).detach()
     assert torch.allclose(1 / found.variance["bias"], (errors / 0.25).square().sum().reshape(1) + 1, rtol=1e-4)
     assert torch.allclose(1 / found.variance["weight"][0], (errors * x / 0.25).square().sum(0) + 1, rtol=1e-4)
@@ -63,12 +64,12 @@ def test_the_empirical_information_of_a_regression_is_its_squared_gradient():
 def test_a_linear_model_s_precision_is_that_of_its_design():
     x = torch.randn(30, 4)
     module = nn.Linear(4, 1)
-    found = fb.Laplace("regression", prior_std=2.0, noise_std=0.5).posterior(
+    found = fb.Laplace(fb.Gaussian(0.5), prior_std=2.0).posterior(
         module, DataLoader(TensorDataset(x, torch.randn(30, 1)), batch_size=7)
     )
     assert torch.allclose(1 / found.variance["weight"][0], x.square().sum(0) / 0.25 + 0.25, rtol=1e-5)
     assert torch.allclose(1 / found.variance["bias"], torch.tensor([30 / 0.25 + 0.25]), rtol=1e-5)
-    warm = fb.Laplace("regression", prior_std=2.0, noise_std=0.5, temperature=10.0).posterior(
+    warm = fb.Laplace(fb.Gaussian(0.5), prior_std=2.0, temperature=10.0).posterior(
         module, [[x, torch.randn(30, 1)]]
     )
     assert torch.allclose(1 / warm.variance["bias"], torch.tensor([3 / 0.25 + 0.25]), rtol=1e-5)
@@ -227,7 +228,7 @@ def lines(orthogonal):
 def test_sites_add_up_to_the_posterior_of_the_pooled_data(engine, orthogonal):
     parts = lines(orthogonal)
     federation = fb.FederatedBayes(
-        fusion="sites", local_epochs=30, engine=engine, posterior=fb.Laplace("regression")
+        fusion="sites", local_epochs=30, engine=engine, posterior=fb.Laplace(fb.Gaussian(1.0))
     )
     module = Line(3, 0.3 if orthogonal else 0.2)
     trainer(40, [federation]).fit(module, DataLoader(fb.ClientDatasets(parts), batch_size=100))
@@ -338,7 +339,7 @@ def dicts(batch):
         (lambda: Own(weight_decay=0.1), {}, "SGD has weight_decay=0.1"),
         (Learned, {}, "IVON has a posterior of its own"),
         (Own, {"source": fb.Laplace(parameters=["head.*"])}, "'head.*' matches no parameter"),
-        (Own, {"source": fb.Laplace("regression")}, "task='classification'"),
+        (Own, {"source": fb.Laplace(fb.Gaussian(1.0))}, "one output per target"),
         (Own, {"source": fb.Laplace(prior_std=0.5), "fusion": "sites"}, "fb.Sites"),
         (Own, {"source": fb.Laplace(prior_std=None)}, "FederatedBayes needs the prior from the start"),
         (Own, {"source": "laplace"}, "posterior='laplace'"),
@@ -359,7 +360,7 @@ def test_what_cannot_be_is_refused_with_the_remedy(engine, module, settings, mes
         (Own, fb.Laplace(), lambda batch: {"x": dicts(batch)["x"]}, "a batch is a dict with the keys 'x'"),
         (Own, fb.Laplace(), lambda batch: SimpleNamespace(**dicts(batch)), "Own cannot take namespace"),
         (Own, fb.Laplace(unpack=len), None, r"let it return two values, \(inputs, targets\)"),
-        (Own, fb.Laplace("regression"), None, "task='classification'"),
+        (Own, fb.Laplace(fb.Gaussian(1.0)), None, "one output per target"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_the_first_round(engine, module, source, collate, message):
@@ -403,17 +404,17 @@ def test_data_that_cannot_be_read_again_fail_their_client_alone(caplog):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: fb.Laplace("ranking"), "task='ranking'"),
+        (lambda: fb.Laplace("ranking"), "likelihood='ranking'"),
         (lambda: fb.Laplace(curvature="full"), "curvature='full'"),
         (lambda: fb.Laplace(prior_std=0.0), "prior_std=0.0"),
-        (lambda: fb.Laplace(noise_std=-1.0), "noise_std=-1.0"),
+        (lambda: fb.Laplace("gauss"), "likelihood='gauss'"),
         (lambda: fb.Laplace(temperature=0.0), "temperature=0.0"),
-        (lambda: fb.Laplace().posterior(nn.Linear(2, 2), [[torch.zeros(1, 2), torch.zeros(1)]]), "one class"),
+        (lambda: fb.Laplace().posterior(nn.Linear(2, 2), [[torch.zeros(1, 2), torch.zeros(1)]]), "noise is not known"),
         (lambda: fb.Laplace().posterior("network", []), "module"),
         (lambda: fb.Laplace().posterior(nn.Linear(2, 3), [({"x": X}, Y)]), "Linear cannot be measured: "),
         (lambda: fb.Laplace().posterior(nn.Linear(2, 3), [(X, Y[:2])]), "give as many of both"),
         (lambda: fb.Laplace().posterior(nn.Linear(2, 3), [(X[:0], Y[:0])]), "at least one"),
-        (lambda: fb.Laplace("classification", "empirical").posterior(nn.Linear(2, 3), [(X, Y + 2)]), "from 2 to 4"),
+        (lambda: fb.Laplace("categorical", "empirical").posterior(nn.Linear(2, 3), [(X, Y + 2)]), "from 2 to 4"),
         (lambda: fb.Laplace().posterior(nn.Linear(2, 3), [(X * torch.nan, Y)]), "is not finite at 6 of 6 entries"),
         (lambda: fb.KroneckerLaplace(fb.Laplace(prior_std=None)), "KroneckerLaplace needs the prior"),
         (lambda: fb.Laplace().fuse(nn.Linear(2, 2), []), "no site"),

@@ -102,7 +102,7 @@ def test_training_and_choosing_in_turn_end_at_the_evidence_of_a_linear_regressio
     for _ in range(200):
         with torch.no_grad():  # the mode under N(0, std²)
             module.weight.copy_((information / (information + std**-2) * least_squares).T)
-        found = fb.Laplace("regression", prior_std=None, noise_std=noise).posterior(module, [(x, y)])
+        found = fb.Laplace(fb.Gaussian(noise), prior_std=None).posterior(module, [(x, y)])
         std = float((1 / found.variance["weight"] - information).mean()) ** -0.5
     assert std**2 == pytest.approx(wanted, rel=1e-3)
     assert abs(std - 0.7) < 0.2

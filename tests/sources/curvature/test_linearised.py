@@ -130,7 +130,8 @@ def test_is_the_glm_predictive_of_laplace_torch(name, task, structure):
         wanted = peer._glm_predictive_distribution(x)
         factors = [] if structure == "diagonal" else peer.H_facs.kfacs
     if structure == "diagonal":
-        posterior = fb.Laplace(task, prior_std=0.8).posterior(network, data)
+        known = "categorical" if task == "classification" else fb.Gaussian(1.0)
+        posterior = fb.Laplace(known, prior_std=0.8).posterior(network, data)
     else:
         layers = [each.removesuffix(".weight") for each in dict(network.named_parameters())]
         terms = {layer: [(a.double(), b.double())] for layer, (b, a) in zip(layers, factors)}

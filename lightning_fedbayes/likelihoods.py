@@ -1,0 +1,537 @@
+r"""What a network's outputs mean: the likelihood of targets, predictions from draws of outputs, and what is scored.
+
+Outputs are as torch's losses take them, (batch, channels, \*positions), targets (batch, \*positions), or (batch,
+labels, \*positions) where each channel has its own; (batch,) and (batch, 1) both mean one output per example.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_number, shown
+from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.metrics.functional import (
+    kwon_aleatoric,
+    kwon_epistemic,
+    mutual_information,
+    predictive_entropy,
+)
+
+Rows: TypeAlias = dict[str, Tensor]
+r"""What is scored, one row for each example and position, N of them.
+
+Of classes "probs" and perhaps "logits", (samples, N, classes), and "target", (N,); of numbers "mean", "variance" and
+"target", (N, targets), and perhaps "nll", (N,). "counts", (batch,), are the rows of each example, which follow one
+another.
+"""
+
+
+class ClassPrediction(NamedTuple):
+    r"""Prediction of classes for a batch.
+
+    Attributes:
+        probs: mean predictive probabilities, shape (batch, classes, \*positions); of a Bernoulli those of 1, in the
+            shape of its outputs, as all others then.
+        label: most probable class, shape (batch, \*positions).
+        entropy: normalised predictive entropy in [0, 1], the total uncertainty, shape (batch, \*positions).
+        epistemic: mutual information between label and parameters, in nats, shape (batch, \*positions).
+        kwon_aleatoric: trace of Kwon's aleatoric covariance, shape (batch, \*positions).
+        kwon_epistemic: trace of Kwon's epistemic covariance, shape (batch, \*positions).
+    """
+
+    probs: Tensor
+    label: Tensor
+    entropy: Tensor
+    epistemic: Tensor
+    kwon_aleatoric: Tensor
+    kwon_epistemic: Tensor
+
+
+class RegressionPrediction(NamedTuple):
+    r"""Prediction of numbers for a batch, in the units of the targets that the network was trained on.
+
+    Attributes:
+        mean: predictive mean, shape (batch, targets, \*positions).
+        variance: predictive variance, aleatoric + epistemic, of the same shape.
+        aleatoric: variance of the observation noise, of the same shape.
+        epistemic: variance of the mean over draws of the parameters, of the same shape.
+        samples: the mean under each draw of the parameters, shape (draws, batch, targets, \*positions).
+    """
+
+    mean: Tensor
+    variance: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+    samples: Tensor
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Ends of the central interval with probability ``level`` of a Gaussian with this mean and variance.
+
+        Args:
+            level: probability of the interval, strictly between 0 and 1.
+
+        Returns: lower and upper end, each of the shape of the mean.
+
+        Raises:
+            FedBayesError: ``level`` is not strictly between 0 and 1.
+        """
+        if not 0 < level < 1:
+            raise FedBayesError(f"level={level}: the part of the distribution in an interval lies in (0, 1)")
+        half = NormalDist().inv_cdf((1 + level) / 2) * self.variance.sqrt()
+        return self.mean - half, self.mean + half
+
+
+class Likelihood(ABC):
+    """What the outputs of a network mean: plain data and pure functions.
+
+    A module says it by an attribute ``likelihood``, this object or its name; modules, predictions, reports,
+    calibrations and Laplace read it there. Subclass it for one of your own, with :meth:`nll` and :meth:`predict`.
+    """
+
+    name: ClassVar[str] = "own"
+    of_classes: ClassVar[bool] = False
+    """True if targets are one of some classes, each with a probability."""
+
+    @abstractmethod
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        r"""Return :math:`-\log p(y \mid f)` in nats, one value for each example, and position or target.
+
+        Args:
+            outputs: f, shape (batch, \*).
+            targets: y.
+        """
+
+    @abstractmethod
+    def predict(self, draws: Tensor) -> Any:
+        r"""Return the prediction of draws of the outputs, shape (samples, batch, \*)."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of :meth:`nll` over positions, averaged over the batch, a scalar: what training minimises."""
+        return self.nll(outputs, targets).sum() / len(outputs)
+
+    def unfit(self, outputs: Tensor, targets: Tensor) -> str:
+        """Return why outputs and targets of a batch do not go together; "" if they do."""
+        return ""
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise FedBayesError unless outputs and targets of a batch go together."""
+        why = self.unfit(outputs, targets)
+        if why:
+            raise FedBayesError(
+                f"likelihood '{self.name}': outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} of "
+                f"{targets.dtype}: {why}; give the module another likelihood, one of {', '.join(LIKELIHOODS)}"
+            )
+
+    def check_draws(self, draws: Tensor, targets: Tensor) -> None:
+        """Raise FedBayesError unless draws of outputs and the targets of a batch go together."""
+        check_tensor("draws", draws, error=FedBayesError)
+        check_tensor("targets", targets, error=FedBayesError)
+        if draws.ndim < 2 or not len(draws) or not targets.ndim or not draws.is_floating_point():
+            raise FedBayesError(f"draws are {shown(draws)} and targets {shown(targets)}: give (samples, batch, *)")
+        self.check(draws[0], targets)
+
+    def rows(self, draws: Tensor, targets: Tensor) -> Rows:
+        r"""Return what is scored of a batch: here predictive moments, and the NLL of the mixture of draws.
+
+        .. math:: -\log \tfrac1S \textstyle\sum_s p(y \mid f_s)
+
+        Args:
+            draws: of the outputs, shape (samples, batch, \*).
+            targets: of the batch.
+        """
+        self.check_draws(draws, targets)
+        found = self.rows_of(self.predict(draws), targets)
+        nll = -torch.stack([-self.nll(each, targets) for each in draws]).logsumexp(0) + math.log(len(draws))
+        return {**found, "nll": nll.reshape(len(found["target"]), -1).sum(1)}
+
+    def rows_of(self, prediction: Any, targets: Tensor) -> Rows:
+        """Return what is scored of a batch's prediction."""
+        if not isinstance(prediction, RegressionPrediction):
+            raise FedBayesError(
+                f"likelihood '{self.name}' predicts {shown(prediction)}: what is scored example by example is a "
+                "ClassPrediction or a RegressionPrediction"
+            )
+        mean, variance, target = (
+            each.movedim(1, -1).flatten(0, -2)
+            for each in (prediction.mean, prediction.variance, shaped_like(targets, prediction.mean))
+        )
+        counts = torch.full((len(targets),), len(mean) // max(1, len(targets)))
+        return {"mean": mean, "variance": variance, "target": target, "counts": counts}
+
+    def terms(self, output: Tensor, target: Tensor) -> Tensor:
+        r"""Return functions of one example's output whose squared gradients add up to its information, shape (terms,).
+
+        Here with :math:`H = \nabla^2_f (-\log p(y \mid f)) = R R^\top` they are :math:`R^\top f`.
+
+        Args:
+            output: f of one example.
+            target: its target.
+        """
+        flat = output.reshape(-1)
+
+        def nll(each: Tensor) -> Tensor:
+            return self.nll(each.view(1, *output.shape), target[None]).sum()
+
+        values, vectors = torch.linalg.eigh(torch.func.jacrev(torch.func.grad(nll))(flat.detach()))
+        return (vectors * values.clamp_min(0).sqrt()).T @ flat
+
+
+class _OfClasses(Likelihood):
+    """Base of likelihoods whose targets are classes."""
+
+    of_classes = True
+
+    @abstractmethod
+    def by_class(self, probs: Tensor) -> Tensor:
+        r"""Return draws of probabilities with the classes last, from those in the form of the outputs."""
+
+    @abstractmethod
+    def logits(self, outputs: Tensor) -> Tensor:
+        r"""Return logits of draws with the classes last, shape (samples, batch, \*positions, classes)."""
+
+    @abstractmethod
+    def labels(self, targets: Tensor) -> Tensor:
+        r"""Return classes, int64, shape (batch, \*positions); -1 where none is known."""
+
+    def rows(self, draws: Tensor, targets: Tensor) -> Rows:
+        """See :meth:`Likelihood.rows`."""
+        self.check_draws(draws, targets)
+        return self._rows(self.logits(draws), targets, "logits")
+
+    def rows_of(self, prediction: Any, targets: Tensor) -> Rows:
+        """See :meth:`Likelihood.rows_of`."""
+        if not isinstance(prediction, ClassPrediction):
+            return super().rows_of(prediction, targets)
+        return self.rows_of_probs(prediction.probs[None], targets)
+
+    def rows_of_probs(self, probs: Tensor, targets: Tensor) -> Rows:
+        r"""Return what is scored of draws of probabilities, (samples, batch, \*) in the form of the outputs."""
+        self.check_draws(probs, targets)
+        return self._rows(self.by_class(probs), targets, "probs")
+
+    def _rows(self, values: Tensor, targets: Tensor, name: str) -> Rows:
+        """Return rows of logits or probabilities with the classes last."""
+        labels, rows = self.labels(targets), values.flatten(1, -2)
+        target, counts = labels.flatten(), torch.full((len(labels),), labels[0].numel() if len(labels) else 1)
+        known = target >= 0
+        if not bool(known.all()):
+            rows, target, counts = rows[:, known], target[known], known.view(len(labels), -1).sum(1)
+        return {name: rows, "probs": rows.softmax(-1) if name == "logits" else rows, "target": target, "counts": counts}
+
+    def predict(self, draws: Tensor) -> ClassPrediction:
+        """See :meth:`Likelihood.predict`."""
+        probs = self.logits(draws).softmax(-1)
+        rows, mean = probs.flatten(1, -2), probs.mean(0)
+        measures = [
+            measure(rows).view(probs.shape[1:-1])
+            for measure in (predictive_entropy, mutual_information, kwon_aleatoric, kwon_epistemic)
+        ]
+        return ClassPrediction(self._as_outputs(mean), mean.argmax(-1), *measures)
+
+    @abstractmethod
+    def _as_outputs(self, probs: Tensor) -> Tensor:
+        """Return mean probabilities, with the classes last, in the form of the outputs."""
+
+
+@dataclass(frozen=True)
+class Categorical(_OfClasses):
+    r"""One of C classes at each position: :math:`p(y \mid f) = \mathrm{softmax}(f)_y`.
+
+    When to use it: classes, segmentation, tokens.
+
+    Args:
+        ignore_index: the target of positions that have none; they count nowhere.
+        channels: the dimension of the classes in the outputs, 1 as torch's losses take them, or -1, the last.
+
+    Shapes: outputs (batch, classes, \*positions), targets (batch, \*positions), integers.
+
+    Raises:
+        FedBayesError: an argument is out of range.
+
+    >>> Categorical().nll(torch.zeros(1, 4, 2), torch.tensor([[0, 3]]))
+    tensor([[1.3863, 1.3863]])
+    """
+
+    ignore_index: int | None = None
+    channels: int = 1
+    name: ClassVar[str] = "categorical"
+
+    def __post_init__(self) -> None:
+        if self.ignore_index is not None:
+            check_at_least("ignore_index", self.ignore_index, -(2**31), error=FedBayesError)
+        if self.channels not in (1, -1):
+            raise FedBayesError(f"channels={shown(self.channels)}: give 1, as torch's losses have it, or -1, the last")
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """See the base class."""
+        return outputs.movedim(2 if self.channels > 0 else -1, -1)
+
+    def by_class(self, probs: Tensor) -> Tensor:
+        """See the base class."""
+        return self.logits(probs)
+
+    def _as_outputs(self, probs: Tensor) -> Tensor:
+        return probs.movedim(-1, self.channels)
+
+    def labels(self, targets: Tensor) -> Tensor:
+        """See the base class."""
+        targets = targets.long()
+        return targets if self.ignore_index is None else targets.masked_fill(targets == self.ignore_index, -1)
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :meth:`Likelihood.nll`; 0 where a target is ``ignore_index``."""
+        logits, labels = outputs.movedim(self.channels, 1), self.labels(targets)
+        return F.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :meth:`Likelihood.loss`."""
+        if outputs.ndim == 2 and self.ignore_index is None:
+            return F.cross_entropy(outputs, targets)
+        return super().loss(outputs, targets)
+
+    def unfit(self, outputs: Tensor, targets: Tensor) -> str:
+        """See :meth:`Likelihood.unfit`."""
+        if outputs.ndim < 2 or outputs.shape[self.channels] < 2:
+            return "at least two classes are needed, (batch, classes, *positions)"
+        if targets.is_floating_point() or targets.is_complex():
+            return "targets are numbers, not classes"
+        if outputs.movedim(self.channels, -1).shape[:-1] != targets.shape:
+            return "one class is needed for each example and position"
+        labels, classes = self.labels(targets), outputs.shape[self.channels]
+        labels = labels if self.ignore_index is None else labels[targets != self.ignore_index]
+        if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+            return f"targets run from {int(labels.min())} to {int(labels.max())}, and there are {classes} classes"
+        return ""
+
+    def terms(self, output: Tensor, target: Tensor) -> Tensor:
+        """See :meth:`Likelihood.terms`; of the Fisher information, which needs no target."""
+        logs = output.movedim(self.channels - 1 if self.channels > 0 else -1, -1).log_softmax(-1)
+        found = logs * logs.detach().exp().sqrt()
+        if self.ignore_index is not None:
+            found = found * (target != self.ignore_index).unsqueeze(-1)
+        return found.reshape(-1)
+
+
+@dataclass(frozen=True)
+class Bernoulli(_OfClasses):
+    r"""Yes or no for each output: :math:`p(y = 1 \mid f) = 1 / (1 + e^{-f})`.
+
+    When to use it: two classes by one logit, or several labels at once. A label is scored like a class of two, with the
+    logits (0, f).
+
+    Shapes: outputs (batch,), (batch, labels, \*positions); targets, 0 or 1, of as many entries.
+
+    >>> Bernoulli().nll(torch.zeros(2, 1), torch.tensor([0, 1]))
+    tensor([[0.6931],
+            [0.6931]])
+    """
+
+    name: ClassVar[str] = "bernoulli"
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """See the base class."""
+        return torch.stack([torch.zeros_like(outputs), outputs], -1)
+
+    def by_class(self, probs: Tensor) -> Tensor:
+        """See the base class."""
+        return torch.stack([1 - probs, probs], -1)
+
+    def _as_outputs(self, probs: Tensor) -> Tensor:
+        return probs[..., 1]
+
+    def labels(self, targets: Tensor) -> Tensor:
+        """See the base class."""
+        return targets.long()
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :meth:`Likelihood.nll`; of the shape of the outputs."""
+        targets = shaped_like(targets, outputs).to(outputs)
+        return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+
+    def unfit(self, outputs: Tensor, targets: Tensor) -> str:
+        """See :meth:`Likelihood.unfit`."""
+        if outputs.numel() != targets.numel() or len(outputs) != len(targets):
+            return "one target, 0 or 1, is needed for each output"
+        return "" if bool(((targets == 0) | (targets == 1)).all()) else "targets are not all 0 or 1"
+
+    def terms(self, output: Tensor, target: Tensor) -> Tensor:
+        """See :meth:`Likelihood.terms`; of the Fisher information, which needs no target."""
+        probs = output.detach().sigmoid()
+        return (output * (probs * (1 - probs)).sqrt()).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Gaussian(Likelihood):
+    r"""Numbers with Gaussian noise: :math:`y \sim N(f, \sigma^2)`.
+
+    When to use it: regression, of one or several targets, at one or many positions.
+
+    Args:
+        noise: standard deviation :math:`\sigma` in the units of the targets, a number or a tensor that is expanded to
+            (targets, \*positions); "learnt", what the module has as ``noise_variance``; or "output": the second half of
+            the channels is :math:`\log \sigma^2` of the first, for each input.
+
+    Shapes: outputs (batch,), (batch, targets, \*positions); targets of as many entries.
+
+    Raises:
+        FedBayesError: the noise is none of these.
+
+    >>> Gaussian(2.0).nll(torch.zeros(1, 1), torch.zeros(1))  # log 2√2π
+    tensor([[1.6121]])
+    """
+
+    noise: float | str | Tensor = "learnt"
+    name: ClassVar[str] = "gaussian"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.noise, str):
+            check_choice("noise", self.noise, ("learnt", "output"), error=FedBayesError)
+        elif not isinstance(self.noise, Tensor):
+            check_number("noise", self.noise, "[0, inf)", error=FedBayesError, why="it is a standard deviation")
+
+    @property
+    def in_outputs(self) -> bool:
+        """True if the outputs hold the noise."""
+        return isinstance(self.noise, str) and self.noise == "output"
+
+    def _parts(self, outputs: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+        """Return means and variances of the noise; ``channels`` is their dimension."""
+        if self.in_outputs:
+            mean, log_variance = outputs.chunk(2, channels)
+            return mean, log_variance.exp()
+        if isinstance(self.noise, str):
+            raise FedBayesError(
+                "likelihood 'gaussian': the noise is not known. Give its standard deviation, fb.Gaussian(noise=0.5), a "
+                "module with noise_variance, or fb.Gaussian(noise='output') if a second half of the outputs is the "
+                "logarithm of its variance"
+            )
+        variance = torch.as_tensor(self.noise, dtype=outputs.dtype, device=outputs.device).square()
+        return outputs, variance.expand_as(outputs)
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See :meth:`Likelihood.nll`; of the shape of the means."""
+        mean, variance = self._parts(outputs, 1)
+        errors = shaped_like(targets, mean) - mean
+        return 0.5 * (errors.square() / variance + variance.log() + math.log(2 * math.pi))
+
+    def predict(self, draws: Tensor, moments: tuple[Tensor, Tensor] | None = None) -> RegressionPrediction:
+        """See :meth:`Likelihood.predict`.
+
+        Args:
+            draws: of the outputs.
+            moments: mean and variance over the parameters, of the shape of the means, where they have a closed form.
+        """
+        draws = draws.unsqueeze(-1) if draws.ndim == 2 else draws
+        samples, noise = self._parts(draws, 2)
+        mean, epistemic = (samples.mean(0), samples.var(0, correction=0)) if moments is None else moments
+        aleatoric = noise.mean(0).reshape(mean.shape)
+        return RegressionPrediction(mean, aleatoric + epistemic, aleatoric, epistemic, samples)
+
+    def rows(self, draws: Tensor, targets: Tensor) -> Rows:
+        """See :meth:`Likelihood.rows`; a Gaussian is scored by its moments."""
+        self.check_draws(draws, targets)
+        return self.rows_of(self.predict(draws), targets)
+
+    def unfit(self, outputs: Tensor, targets: Tensor) -> str:
+        """See :meth:`Likelihood.unfit`."""
+        wanted = outputs.numel() / (1 + self.in_outputs)
+        fits = len(outputs) == len(targets) and targets.numel() == wanted
+        return "" if fits else "give the network one output per target"
+
+    def terms(self, output: Tensor, target: Tensor) -> Tensor:
+        """See :meth:`Likelihood.terms`; of the Fisher information, which needs no target."""
+        mean, variance = self._parts(output[None], 1)
+        found = (mean / variance.detach().sqrt()).reshape(-1)
+        if not self.in_outputs:
+            return found
+        return torch.cat([found, output.chunk(2, 0)[1].reshape(-1) / 2**0.5])
+
+
+LIKELIHOODS: dict[str, type[Likelihood]] = {each.name: each for each in (Categorical, Bernoulli, Gaussian)}
+"""Those that have a name."""
+
+
+def get_likelihood(likelihood: Any) -> Likelihood:
+    """Return a likelihood by its name, or itself; raise FedBayesError for anything else."""
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    check_choice("likelihood", likelihood, tuple(LIKELIHOODS), error=FedBayesError)
+    return LIKELIHOODS[likelihood]()
+
+
+def said_by(module: Any) -> Likelihood | None:
+    """Return what a module, or the network in it, says by its attribute ``likelihood``, with the noise that it has."""
+    own = getattr(module, "likelihood", None)
+    if not isinstance(own, str | Likelihood):
+        inner = getattr(module, "network", None)
+        return None if inner is None else said_by(inner)
+    found = get_likelihood(own)
+    noise = getattr(module, "noise_variance", None)
+    if isinstance(found, Gaussian) and isinstance(found.noise, str) and found.noise == "learnt" and noise is not None:
+        return replace(found, noise=torch.as_tensor(noise).detach().sqrt())
+    return found
+
+
+def likelihood_of(module: nn.Module, outputs: Tensor, targets: Tensor) -> Likelihood:
+    """Return the likelihood of a module: what it says of itself, or what a batch leaves as the one answer.
+
+    Integers of the shape of the outputs without their channels are classes. Of real targets of the shape of the outputs
+    nobody knows the noise, of 0 and 1 with one output each nobody knows whether they are numbers.
+
+    Args:
+        module: whose outputs they are.
+        outputs: of a batch, without draws.
+        targets: of the batch.
+
+    Raises:
+        FedBayesError: there is none, or several are possible; with the line to add.
+    """
+    own = said_by(module)
+    if own is not None:
+        return own
+    for found in (Categorical(), Categorical(channels=-1)):
+        if not found.unfit(outputs, targets):
+            return found
+    shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
+    who = f"{type(module).__name__}: {shapes} of {targets.dtype}"
+    if not Bernoulli().unfit(outputs, targets):
+        raise FedBayesError(
+            f"{who} may be yes or no, or numbers: say which, likelihood = fb.Bernoulli() or "
+            "likelihood = fb.Gaussian(noise=...), as an attribute of the module"
+        )
+    if not targets.is_floating_point():
+        why = Categorical().unfit(outputs, targets)
+        raise FedBayesError(f"{who}: {why}; if that is right, give the module an attribute likelihood that says so")
+    how = "noise=..., in the units of the targets"
+    if Gaussian(1.0).unfit(outputs, targets):
+        if Gaussian("output").unfit(outputs, targets):
+            raise FedBayesError(f"{who}: give the network one output per target, or the module a likelihood of its own")
+        how = "noise='output', if its second half is the logarithm of a variance"
+    raise FedBayesError(f"{who} are numbers whose noise is not known: give the module likelihood = fb.Gaussian({how})")
+
+
+def shaped_like(targets: Tensor, outputs: Tensor) -> Tensor:
+    r"""Return ``targets`` in the shape of ``outputs``, (batch, \*), so that (batch,) and (batch, 1) are the same.
+
+    Raises:
+        FedBayesError: they have different numbers of entries.
+    """
+    if targets.numel() != outputs.numel():
+        raise FedBayesError(
+            f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}: give the "
+            "network one output per target"
+        )
+    return targets.reshape(outputs.shape)
+
+
+def examples_in(rows: Rows) -> int:
+    """Return the number of examples that rows are of."""
+    return len(rows.get("counts", rows["target"]))
