@@ -18,7 +18,6 @@ from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.data import ClientDatasets
 
-
 MOST_ACROSS = 24
 """Most clients whose models are scored on the data of each other: one pass over the data for each of them."""
 

@@ -97,7 +97,8 @@ class CrossScores:
     def _of(self, figure: str | None) -> tuple[str, Tensor]:
         """Return a figure and its matrix in float64; of None the NLL, or the first figure where there is none."""
         if figure is None:
-            figure = USUAL_FIGURE if USUAL_FIGURE in self.values else next(iter(self.values))
+            names = (name for name in self.values if name.rpartition("/")[2] == USUAL_FIGURE)
+            figure = next(names, next(iter(self.values)))
         check_choice("figure", figure, tuple(self.values), error=FedBayesError)
         return figure, self.values[figure].detach().cpu().double()
 
@@ -220,7 +221,7 @@ class CrossScores:
 
     def _repr_html_(self) -> str:
         head, lines = self._lines()
-        return html_table(map(escape, head), [[escape(each) for each in line] for line in texts(lines)])
+        return html_table([*map(escape, head)], [[escape(each) for each in line] for line in texts(lines)])
 
     def _lines(self, figure: str | None = None) -> tuple[list[str], list[Row]]:
         """Return head and lines of the table, with the means over the others."""

@@ -145,7 +145,8 @@ def cross_heatmap(values: Tensor, names: Sequence[str], figure: str, *, higher_i
     _ticks(axes, labels, labels)
     axes.tick_params(axis="x", rotation=45 if max(map(len, labels)) > 4 else 0)
     part = _part((len(shown), len(names), "clients"))
-    axes.set(xlabel="data of client", ylabel="model of client", title=f"{figure} of each model on each client's data{part}")
+    axes.set(xlabel="data of client", ylabel="model of client",
+             title=f"{figure} of each model on each client's data{part}")
     if len(shown) <= 12:
         shades = image.norm(table)
         for (i, j), value in np.ndenumerate(table.filled(np.nan)):

@@ -63,7 +63,7 @@ def test_a_client_with_other_labels_is_named(caplog):
     train = fb.ClientDatasets({f"c{k}": TensorDataset(u[:50], v[:50]) for k, (u, v) in enumerate(parts)})
     test = fb.ClientDatasets({f"c{k}": TensorDataset(u[50:], v[50:]) for k, (u, v) in enumerate(parts)})
     report = fb.ClientReport()
-    callback = fb.FederatedBayes(keep=["posterior"], local_epochs=10, fusion="rklb")
+    callback = fb.FederatedBayes(keep=["posterior"], local_epochs=30, fusion="rklb")
     federate(bayesian(), callback, 3, loader(train), loader(test, shuffle=False), callbacks=[report])
     assert report.across.outlying() == {"c2": ("model", "data")}
     assert "unlike the others': c2 (model and data); see val/across" in caplog.text

@@ -214,7 +214,8 @@ def test_tables_and_files(tmp_path):
     assert rows == [["a", 0.0, 1.0, 2.0], ["b<", 3.0, 4.0, 5.0], ["c", 6.0, 7.0, 8.0]]
     assert scores.markdown().splitlines()[-1] == "| the others | 4.5 | 4 | 3.5 | 4 |"
     assert scores.markdown("accuracy").startswith("| accuracy")
-    assert "b&lt;" in scores._repr_html_() and "b<" not in scores._repr_html_()
+    assert "b&lt;" in scores._repr_html_()
+    assert "b<" not in scores._repr_html_()
     scores.to_csv(tmp_path / "across.csv")
     with open(tmp_path / "across.csv") as file:
         lines = list(csv.DictReader(file))
