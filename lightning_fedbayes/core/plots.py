@@ -148,10 +148,9 @@ def cross_heatmap(values: Tensor, names: Sequence[str], figure: str, *, higher_i
     axes.set(xlabel="data of client", ylabel="model of client",
              title=f"{figure} of each model on each client's data{part}")
     if len(shown) <= 12:
-        shades = image.norm(table)
-        for (i, j), value in np.ndenumerate(table.filled(np.nan)):
-            shade = float(np.ma.filled(shades[i, j], 0.0))
-            dark = (1 - shade if higher_is_better else shade) > 0.45 and np.isfinite(value)
+        luminance = image.to_rgba(table)[..., :3].mean(-1)
+        for (i, j), value in np.ndenumerate(table.data):
+            dark = luminance[i, j] < 0.6 and np.isfinite(value)
             axes.text(j, i, f"{value:.3g}", ha="center", va="center", fontsize=8, color="white" if dark else INK)
     figure_.colorbar(image, ax=axes, label=figure, aspect=40).outline.set_visible(False)  # type: ignore[operator]
     return figure_

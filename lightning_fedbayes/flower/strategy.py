@@ -12,10 +12,8 @@ from flwr.serverapp.strategy import Result, Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_fedbayes.clients.across import CrossScores
-from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting
-from lightning_fedbayes.core.errors import FedBayesError, FederationError, check_flag, check_number, told_failures
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, check_number
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, Kind
 from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.core.posterior import GaussianPosterior
@@ -23,7 +21,6 @@ from lightning_fedbayes.flower.asynchronous import Course, check_schedule
 from lightning_fedbayes.flower.monitor import Monitor
 from lightning_fedbayes.flower.roster import Roster
 from lightning_fedbayes.flower.wire import from_arrays, header_in, message_in, record_of, tensors_in, to_arrays
-from lightning_fedbayes.methods.method import PREFIX
 from lightning_fedbayes.server import Asynchronous, RoundResult, Server
 from lightning_fedbayes.server.plan import Fraction
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
@@ -39,7 +36,7 @@ from lightning_fedbayes.transport.one_shot import (
     read_once,
     starts_from,
 )
-from lightning_fedbayes.transport.server import Answers, Rounds, told_round
+from lightning_fedbayes.transport.server import Rounds, told_round
 
 EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
 
@@ -123,7 +120,7 @@ class FusionStrategy(Rounds, Strategy):
     ) -> None:
         super().__init__(
             fusion, weighting, fraction=fraction, wait_for=wait_for, safeguards=safeguards, evaluate=evaluate,
-            checkpoint=checkpoint, seed=seed,
+            across=across, checkpoint=checkpoint, seed=seed,
         )
         if schedule is not None:
             FederationSettings(fusion=self.method, fraction=self.fraction, schedule=schedule)  # for its checks
@@ -132,13 +129,6 @@ class FusionStrategy(Rounds, Strategy):
         self.monitor = Monitor(monitor, mode, patience)
         if monitor is not None and not self.evaluate:
             raise FederationError(f"monitor='{monitor}' with evaluate=False: nothing is scored; give evaluate=True")
-        check_flag("across", across)
-        if across and (self.method.sends_means or self.method.name == "sums"):
-            raise FederationError(
-                f"across=True with fusion='{self.method.name}': its clients send no posterior of their own; give a "
-                "method whose clients do, or across=False"
-            )
-        self.across, self.cross_scores = across, None
         self.schedule = schedule
         self._roster, self._asked, self._scoring = Roster(), {}, {}
         self._train = ConfigRecord()
@@ -148,8 +138,6 @@ class FusionStrategy(Rounds, Strategy):
         """Begin a run: make the server that starts from ``model``, or goes on from the checkpoint."""
         self._asked, self._scoring = {}, {}
         self._scores: dict[int, ClientMessage] = {}
-        self._sent: dict[int, ClientUpdate] = {}  # where they are to be scored by others
-        self._own: dict[int, ClientUpdate] = {}  # those that have been admitted
         return super().resume(model)
 
     def go_on(self, under_way: Mapping[str, Any]) -> None:
@@ -170,20 +158,6 @@ class FusionStrategy(Rounds, Strategy):
         """See :meth:`Rounds.ended`."""
         if self._course is not None:
             self._course.end(outcomes)
-
-    def update_of(self, client: int, answers: Answers) -> ClientUpdate | ClientFailure:
-        """See :meth:`Rounds.update_of`."""
-        update = super().update_of(client, answers)
-        if self.across and isinstance(update, ClientUpdate):
-            self._sent[client] = update
-        return update
-
-    def fuse(self, outcomes: Sequence[ClientOutcome], server_round: int) -> RoundResult:
-        """See :meth:`Rounds.fuse`."""
-        good = {each.client for each in outcomes if each.error is None}
-        self._own |= {client: update for client, update in self._sent.items() if client in good}
-        self._sent = {client: update for client, update in self._sent.items() if client not in good}
-        return super().fuse(outcomes, server_round)
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -428,27 +402,16 @@ class FusionStrategy(Rounds, Strategy):
 
     def _score_across(self, grid: Grid, config: ConfigRecord) -> None:
         """Let each client score what each has sent last, for :attr:`cross_scores`; one posterior after another."""
-        server, nodes = self.server, self._at_leisure(grid) if self._own else {}
-        assert server is not None
-        found: dict[int, dict[int, ClientMessage]] = {}
-        for client, update in sorted(self._own.items()):
-            arrays = to_arrays(update.posterior, {
-                name: buffer if name.startswith(PREFIX) else update.buffers.get(name, buffer)
-                for name, buffer in server.buffers.items()
-            })
-            asked = self._messages(MessageType.EVALUATE, server.rounds, arrays, config, nodes, {"across": True})
-            answers = read_all(grid.send_and_receive(asked, timeout=self._timeout), nodes, "scores", server.rounds)
-            refused = {str(c): each for c, each in answers.items() if isinstance(each, FedBayesError)}
-            for line in told_failures(refused):
-                rank_zero_info(f"The model of client {client} on the data of each: {line}")
-            found[client] = {
-                c: each for c, each in answers.items() if isinstance(each, ClientMessage) and each.num_examples > 0
-            }
-        self.cross_scores = cross_scores(found)
-        if self.cross_scores is None:
-            rank_zero_info("across=True: fewer than two clients have trained in this run and scored all models")
-        else:
-            rank_zero_info(f"Each client's own model on the data of each:\n{self.cross_scores.markdown()}")
+        assert self.server is not None
+        found, server_round = {}, self.server.rounds
+        for client, model in self.own_models().items():
+            nodes = self._at_leisure(grid)
+            told = self._messages(
+                MessageType.EVALUATE, server_round, to_arrays(*model), config, nodes, {"across": True}
+            )
+            replies = grid.send_and_receive(told, timeout=self._timeout)
+            found[client] = read_all(replies, nodes, "scores", server_round)
+        self.take_across(found)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         r"""Means over the clients, weighted by their numbers of validation examples, :math:`\sum n_k m_k / \sum n_k`.
@@ -469,27 +432,6 @@ def _records(result: RoundResult) -> tuple[ArrayRecord | None, MetricRecord]:
     """Return the new global arrays, None if the round came to nothing, and the round's figures."""
     arrays = to_arrays(result.posterior, result.buffers) if result.success else None
     return arrays, MetricRecord({**result.figures})
-
-
-def cross_scores(found: Mapping[int, Mapping[int, ClientMessage]]) -> CrossScores | None:
-    """Return the table of the clients that have sent a model and scored all; None for fewer than two.
-
-    Args:
-        found: number of the client whose model it is → number of the client that has scored it → what that has sent.
-    """
-    both = [client for client in sorted(found) if all(client in row for row in found.values())]
-    if len(both) < 2:
-        return None
-    messages = [found[model][data] for model in both for data in both]
-    figures = [name for name in messages[0].figures if all(name in each.figures for each in messages)]
-    if not figures:
-        return None
-    return CrossScores.of({
-        str(model): ClientScores.of(
-            {str(data): found[model][data].num_examples for data in both},
-            {str(data): {name: found[model][data].figures[name] for name in figures} for data in both},
-        ) for model in both
-    })
 
 
 def read_all(
