@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
     from lightning_fedbayes.callbacks import ClientReport, ExamplePrivacy, FederatedBayes, UncertaintyReport
     from lightning_fedbayes.callbacks.calibration import FederatedConformal, FederatedTemperature
+    from lightning_fedbayes.clients.across import CrossScores, evaluate_across
     from lightning_fedbayes.clients.adversaries import (
         ALittleIsEnough,
         FalseVariance,
@@ -124,6 +125,7 @@ __all__ = [
     "ClientUpdate",
     "ConversionError",
     "CoxRegressor",
+    "CrossScores",
     "DeepEnsembleRegressor",
     "Delays",
     "DiabetesDataModule",
@@ -198,6 +200,7 @@ __all__ = [
     "bayesianize",
     "choose_personal_weight",
     "epsilon_of",
+    "evaluate_across",
     "evaluate_clients",
     "fuse",
     "hold_out",
@@ -216,7 +219,7 @@ __all__ = [
 _ROOMS = (
     "core.errors", "core.posterior", "core.messages", "fusion", "methods", "server.plan", "server",
     "sources.ivon", "clients.privacy", "layers", "sources.curvature", "data.partition", "data", "modules",
-    "clients.adversaries", "clients.learned", "clients.settings", "clients.evaluation", "trainer",
+    "clients.adversaries", "clients.learned", "clients.settings", "clients.evaluation", "clients.across", "trainer",
     "callbacks.calibration", "callbacks",
 )
 """Rooms that the public names come from, those first that need no Lightning and little else."""

@@ -6,16 +6,21 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_fedbayes.callbacks.evaluator import BATCH_SIZE, Evaluator, Reader, collate_of, evaluator_of
-from lightning_fedbayes.callbacks.loggers import log_table
+from lightning_fedbayes.callbacks.loggers import log_figure, log_table
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
+from lightning_fedbayes.clients.across import CrossScores
 from lightning_fedbayes.clients.evaluation import ClientScores, evaluate_clients, figures_of, has_predict_step
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.data import ClientDatasets
 from lightning_fedbayes.likelihoods import examples_in
+
+MOST_ACROSS = 24
+"""Most clients whose models are scored on the data of each other: one pass over the data for each of them."""
 
 
 class KeepsPosteriors(Protocol):
@@ -47,6 +52,10 @@ class ClientReport(Reader):
     are those of each client's own posterior, :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` with λ = 1, where
     the parts of the data have the clients' names.
 
+    There, at the end of training, each client's own posterior is scored on every client's validation data, too: the
+    table and the picture "val/across" (:class:`~lightning_fedbayes.CrossScores`). A line names the clients that stand
+    out. Of more than 24 clients it takes 24, at equal distances.
+
     Scored are the predictions that ``validation_step`` (``test_step``) returns, or those of ``predict_step``. Another
     module of the user's own is scored where an :class:`~lightning_fedbayes.UncertaintyReport` with ``samples`` says
     that it is a classifier whose predictions are drawn from the global posterior; where it is not, one line says so.
@@ -54,11 +63,13 @@ class ClientReport(Reader):
     Attributes:
         scores: stage ("val" or "test") → the last :class:`~lightning_fedbayes.ClientScores`; "personal/val" and
             "personal/test" those of the clients' own posteriors.
+        across: the last :class:`~lightning_fedbayes.CrossScores`; None before the end of a training.
         personal: the federation whose clients keep their posteriors; :class:`FederatedBayes` sets it.
     """
 
     def __init__(self) -> None:
         self.scores: dict[str, ClientScores] = {}
+        self.across: CrossScores | None = None
         self.personal: KeepsPosteriors | None = None
         self._is_silent = False
 
@@ -82,8 +93,22 @@ class ClientReport(Reader):
             self._table(trainer, "val")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the table of the last validation."""
+        """Log the table of the last validation, and each client's own posterior on the data of all."""
         self._table(trainer, "val")
+        evaluator = evaluator_of(trainer)
+        if self.personal is None or "personal/val" not in self.scores or not evaluator.has_clients(trainer, pl_module):
+            return
+        clients = getattr(evaluator.loaders[0], "dataset", None)
+        if isinstance(clients, ClientDatasets):
+            self.across = self._scores_across(evaluator, pl_module, self.personal, clients)
+            evaluator.begin()
+        if self.across is not None:
+            named = ", ".join(f"{name} ({' and '.join(why)})" for name, why in self.across.outlying().items())
+            if named:
+                rank_zero_info(f"Clients whose model or data are unlike the others': {named}; see val/across.")
+            if trainer.loggers:
+                log_table(trainer, "val/across", *self.across.table(), trainer.current_epoch)
+                log_figure(trainer, "val/across", self.across.plot(), trainer.current_epoch)
 
     def _score(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Score and log; what cannot be scored is said once, and costs nobody a run."""
@@ -113,24 +138,46 @@ class ClientReport(Reader):
         self, evaluator: Evaluator, module: L.LightningModule, federation: KeepsPosteriors, clients: ClientDatasets
     ) -> ClientScores | None:
         """Score every client by the posterior that it has trained last; None if that is not of the module's weights."""
-        names, scores = federation.clients.names, []
-        if not set(clients.names) <= set(names):
+        if not set(clients.names) <= set(federation.clients.names):
             return None
-        batch_size = getattr(evaluator.loaders[0], "batch_size", None) or BATCH_SIZE
         try:
-            for name, dataset in zip(clients.names, clients.datasets, strict=True):
-                with federation.holding(names.index(name)) as posterior:
-                    own = evaluator.predictor(module, posterior)
-                    scores.append(evaluate_clients(
-                        own, ClientDatasets({name: dataset}), batch_size=batch_size,
-                        collate_fn=collate_of(evaluator.loaders),
-                    ))
+            scores = [
+                self._own_on(evaluator, module, federation, name, ClientDatasets({name: dataset}))
+                for name, dataset in zip(clients.names, clients.datasets, strict=True)
+            ]
         except FedBayesError:
             return None
         return ClientScores.of(
             {name: each.num_examples[0] for name, each in zip(clients.names, scores, strict=True)},
             {name: {f: float(v[0]) for f, v in each.values.items()} for name, each in zip(clients.names, scores)},
         )
+
+    def _own_on(
+        self, evaluator: Evaluator, module: L.LightningModule, federation: KeepsPosteriors, client: str,
+        data: ClientDatasets,
+    ) -> ClientScores:
+        """Return the scores of a client's own posterior on ``data``."""
+        batch_size = getattr(evaluator.loaders[0], "batch_size", None) or BATCH_SIZE
+        with federation.holding(federation.clients.names.index(client)) as posterior:
+            return evaluate_clients(
+                evaluator.predictor(module, posterior), data, batch_size=batch_size,
+                collate_fn=collate_of(evaluator.loaders),
+            )
+
+    def _scores_across(
+        self, evaluator: Evaluator, module: L.LightningModule, federation: KeepsPosteriors, clients: ClientDatasets
+    ) -> CrossScores | None:
+        """Score every client's own posterior on the data of all; None for one client, or what cannot be scored."""
+        shown = torch.linspace(0, len(clients.names) - 1, min(len(clients.names), MOST_ACROSS)).round().int().tolist()
+        data = ClientDatasets({clients.names[each]: clients.datasets[each] for each in shown})
+        if len(shown) < 2:
+            return None
+        try:
+            return CrossScores.of({
+                name: self._own_on(evaluator, module, federation, name, data) for name in data.names
+            })
+        except FedBayesError:
+            return None
 
     def _table(self, trainer: L.Trainer, stage: str) -> None:
         for key, name in ((stage, f"{stage}/clients"), (f"personal/{stage}", f"{stage}/personal")):

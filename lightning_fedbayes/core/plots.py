@@ -121,6 +121,41 @@ def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
     return figure
 
 
+def cross_heatmap(values: Tensor, names: Sequence[str], figure: str, *, higher_is_better: bool = False) -> Figure:
+    """Heat map of each client's own model (rows) on every client's data (columns), the darker the worse.
+
+    Of more than 100 clients it shows every n-th.
+
+    Args:
+        values: shape (models, data); what is not finite is grey.
+        names: of the clients, in the order of rows and columns.
+        figure: name of the values.
+        higher_is_better: they are the better the higher.
+    """
+    shown = sample(len(names))
+    table = np.ma.masked_invalid(_array(values)[np.ix_(shown, shown)])
+    side = 0.55 * len(shown)
+    figure_, axes = _figure(min(max(side + 2.4, 4.4), 12), min(max(0.62 * side + 1.6, 3.0), 10))
+    colors = SEQUENTIAL.reversed() if higher_is_better else SEQUENTIAL
+    image = axes.imshow(table, cmap=colors, aspect="auto", interpolation="nearest")
+    axes.set_facecolor(GRID)
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    labels = [str(names[client]) for client in shown]
+    _ticks(axes, labels, labels)
+    axes.tick_params(axis="x", rotation=45 if max(map(len, labels)) > 4 else 0)
+    part = _part((len(shown), len(names), "clients"))
+    axes.set(xlabel="data of client", ylabel="model of client",
+             title=f"{figure} of each model on each client's data{part}")
+    if len(shown) <= 12:
+        luminance = image.to_rgba(table)[..., :3].mean(-1)
+        for (i, j), value in np.ndenumerate(table.data):
+            dark = luminance[i, j] < 0.6 and np.isfinite(value)
+            axes.text(j, i, f"{value:.3g}", ha="center", va="center", fontsize=8, color="white" if dark else INK)
+    figure_.colorbar(image, ax=axes, label=figure, aspect=40).outline.set_visible(False)  # type: ignore[operator]
+    return figure_
+
+
 def client_reliability(shares: Tensor, names: Sequence[str]) -> Figure:
     """Heat map of each client's inferred share of the fusion (rows) in each round (columns).
 

@@ -73,6 +73,11 @@ class FusionStrategy(Rounds, Strategy):
             :meth:`start` returns are those of the best.
         mode: "min" or "max", whichever is better.
         patience: stop after this many rounds in a row that are not better; None: never.
+        across: send the posterior that each client has sent last to all the others after the last round of a run, to
+            be scored on their validation data: :attr:`cross_scores`. Clients then see each other's posteriors, which
+            no other setting shows them: ask all of them before
+            ([what leaves a client](../privacy.md#models-that-clients-see-of-each-other)). It takes K² messages of K
+            clients, and the server keeps K posteriors in memory.
         checkpoint: the file that the federation is kept in; None keeps it in memory only.
         seed: where every random draw comes from, the clients' too.
 
@@ -80,6 +85,9 @@ class FusionStrategy(Rounds, Strategy):
         server: the :class:`~lightning_fedbayes.Server` that it drives; None before :meth:`start`.
         client_scores: the :class:`~lightning_fedbayes.ClientScores` of the last evaluation: what each client's
             ``validation_step`` has logged, by the client's number.
+        cross_scores: with ``across`` the :class:`~lightning_fedbayes.CrossScores` of the last run: of each client's own
+            posterior on the data of each, by their numbers; None where fewer than two clients have trained in this run
+            and score the models of all.
 
     Raises:
         FusionError, FederationError: an argument cannot be used.
@@ -106,12 +114,13 @@ class FusionStrategy(Rounds, Strategy):
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         patience: int | None = None,
+        across: bool = False,
         checkpoint: str | Path | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(
             fusion, weighting, fraction=fraction, wait_for=wait_for, safeguards=safeguards, evaluate=evaluate,
-            checkpoint=checkpoint, seed=seed,
+            across=across, checkpoint=checkpoint, seed=seed,
         )
         if schedule is not None:
             FederationSettings(fusion=self.method, fraction=self.fraction, schedule=schedule)  # for its checks
@@ -204,6 +213,8 @@ class FusionStrategy(Rounds, Strategy):
                 if scores is not None:
                     result.evaluate_metrics_serverapp[server_round] = scores
             told_round(server_round, num_rounds, {**metrics, **result.evaluate_metrics_clientapp.get(server_round, {})})
+        if self.across:
+            self._score_across(grid, evaluate_config or ConfigRecord())
         if self.best:
             posterior = GaussianPosterior.from_state_dict(self.best["posterior"])
             result.arrays = to_arrays(posterior, self.best["buffers"])
@@ -381,10 +392,26 @@ class FusionStrategy(Rounds, Strategy):
         """Send all clients at hand the global posterior to score, if ``evaluate``; see Flower's ``Strategy``."""
         if not self.evaluate:
             return []
-        known = self._roster.update(grid, self._timeout) if self._course is None else self._course.free
-        nodes = {node: client for client, node in known.items()}
-        self._scoring = nodes
+        self._scoring = nodes = self._at_leisure(grid)
         return self._messages(MessageType.EVALUATE, server_round, arrays, config, nodes)
+
+    def _at_leisure(self, grid: Grid) -> dict[int, int]:
+        """Return the nodes that can be asked for scores, node → client."""
+        known = self._roster.update(grid, self._timeout) if self._course is None else self._course.free
+        return {node: client for client, node in known.items()}
+
+    def _score_across(self, grid: Grid, config: ConfigRecord) -> None:
+        """Let each client score what each has sent last, for :attr:`cross_scores`; one posterior after another."""
+        assert self.server is not None
+        found, server_round = {}, self.server.rounds
+        for client, model in self.own_models().items():
+            nodes = self._at_leisure(grid)
+            told = self._messages(
+                MessageType.EVALUATE, server_round, to_arrays(*model), config, nodes, {"across": True}
+            )
+            replies = grid.send_and_receive(told, timeout=self._timeout)
+            found[client] = read_all(replies, nodes, "scores", server_round)
+        self.take_across(found)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         r"""Means over the clients, weighted by their numbers of validation examples, :math:`\sum n_k m_k / \sum n_k`.

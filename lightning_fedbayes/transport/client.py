@@ -235,10 +235,14 @@ class RemoteClient:
         return Message("update", task.client, task.round + 1, update.num_examples, tensors, figures)
 
     def _evaluate(self, question: Question, data: Data) -> Message:
-        """Score the server's posterior on the client's own validation data, and the client's own if it keeps one."""
+        """Score the server's posterior on the client's own validation data, and the client's own if it keeps one.
+
+        Where the posterior is another client's ("across"), its own has a turn of its own.
+        """
         self.door.check("scores")
-        number, keeps = question.client, self.training.settings.keeps_posteriors
-        task = question.task(StateFile(self.state_folder, number, question.config).before if keeps else {})
+        number, config = question.client, question.config
+        keeps = self.training.settings.keeps_posteriors and not config.get("across")
+        task = question.task(StateFile(self.state_folder, number, config).before if keeps else {})
         figures, count = self._with_trainer(
             lambda trainer: self.training.evaluate(trainer, self.module, data(), task)
         )

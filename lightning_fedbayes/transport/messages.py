@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from lightning_fedbayes.clients.across import CrossScores
 from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import (
@@ -215,3 +216,24 @@ def client_scores(sent: Mapping[int, tuple[int, Mapping[str, float]]]) -> Client
         for name in figures
     }
     return ClientScores(tuple(map(str, clients)), tuple(sent[client][0] for client in clients), values)
+
+
+def cross_scores(found: Mapping[int, Mapping[int, Message]]) -> CrossScores | None:
+    """Return the table of the clients that have sent a model and scored all; None for fewer than two.
+
+    Args:
+        found: number of the client whose model it is → number of the client that has scored it → what that has sent.
+    """
+    both = [client for client in sorted(found) if all(client in row for row in found.values())]
+    if len(both) < 2:
+        return None
+    messages = [found[model][data] for model in both for data in both]
+    figures = [name for name in messages[0].figures if all(name in each.figures for each in messages)]
+    if not figures:
+        return None
+    return CrossScores.of({
+        str(model): ClientScores.of(
+            {str(data): found[model][data].num_examples for data in both},
+            {str(data): {name: found[model][data].figures[name] for name in figures} for data in both},
+        ) for model in both
+    })

@@ -25,6 +25,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods import Late, get_method
+from lightning_fedbayes.methods.method import PREFIX
 from lightning_fedbayes.server import Server
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
 from lightning_fedbayes.server.safeguards import USUAL, Safeguards
@@ -33,6 +34,7 @@ from lightning_fedbayes.transport.calibration import Ask, Calibration, calibrate
 from lightning_fedbayes.transport.checkpoint import ServerState
 from lightning_fedbayes.transport.messages import (
     client_scores,
+    cross_scores,
     digest_in,
     posterior_in,
     probabilistic_names,
@@ -65,6 +67,7 @@ class Rounds:
         wait_for: int = 2,
         safeguards: Safeguards = USUAL,
         evaluate: bool = False,
+        across: bool = False,
         checkpoint: str | Path | None = None,
         seed: int = 0,
     ) -> None:
@@ -74,16 +77,24 @@ class Rounds:
         check_at_least("wait_for", wait_for, 1)
         check_cohort(wait_for, fraction, safeguards.min_clients)
         check_flag("evaluate", evaluate)
+        check_flag("across", across)
         self.method = settings.method
+        if across and (self.method.sends_means or self.method.name == "sums"):
+            raise FederationError(
+                f"across=True with fusion='{self.method.name}': its clients send no posterior of their own; give a "
+                "method whose clients do, or across=False"
+            )
         self.weighting = settings.weighting
         self.fraction: Fraction = fraction
         self.wait_for = wait_for
         self.safeguards = safeguards
         self.evaluate = evaluate
+        self.across = across
         self.checkpoint = None if checkpoint is None else check_path("checkpoint", checkpoint)
         self.seed = seed
         self.server: Server | None = None
         self.client_scores = client_scores({})
+        self.cross_scores = cross_scores({})
         self.numbers: dict[str, int] = {}
         self.best: dict[str, Any] = {}
         self._federation = ""
@@ -104,6 +115,8 @@ class Rounds:
         posterior, buffers = posterior_in(model, "the initial model")
         self._probabilistic, self._frozen = probabilistic_names(model), digest_in(model)
         self._federation = uuid.uuid4().hex
+        self._sent: dict[int, ClientUpdate] = {}  # that others are to score
+        self._own: dict[int, ClientUpdate] = {}  # those of them that have been admitted
         self.server = Server(
             posterior, buffers, fusion=self.method, weighting=self.weighting, safeguards=self.safeguards,
             late=self.late,
@@ -201,6 +214,9 @@ class Rounds:
             if server.rounds == server_round:
                 self.ended(outcomes)
             self.save({})
+        good = {each.client for each in outcomes if each.error is None}
+        self._own |= {client: update for client, update in self._sent.items() if client in good}
+        self._sent = {client: update for client, update in self._sent.items() if client not in good}
         if result.refusal is not None:
             rank_zero_info(f"The old posterior stays, because the clients cannot be fused: {result.refusal}")
         return result
@@ -211,9 +227,12 @@ class Rounds:
             answer = answers.get(client, FusionError(f"client {client}: no reply within {self._timeout:g} s"))
             if isinstance(answer, FedBayesError):
                 raise answer
-            return read_update(answer, set() if self.method.sends_means else self._probabilistic)
+            update = read_update(answer, set() if self.method.sends_means else self._probabilistic)
         except FedBayesError as refusal:
             return ClientFailure(client, refusal)
+        if self.across:
+            self._sent[client] = update
+        return update
 
     def save(self, calibration: dict[str, dict[str, Any]]) -> None:
         """Write the checkpoint, if there is one."""
@@ -236,6 +255,35 @@ class Rounds:
             if isinstance(each, Message) and each.num_examples > 0
         })
         return {name: self.client_scores.mean(name) for name in self.client_scores.values}
+
+    def own_models(self) -> dict[int, tuple[GaussianPosterior, dict[str, Tensor]]]:
+        """Return posterior and buffers that each client has sent last in this run, ``across`` given; by its number.
+
+        What a method keeps at the server beside is the server's.
+        """
+        assert self.server is not None
+        shared = self.server.buffers
+        return {
+            client: (update.posterior, {
+                name: buffer if name.startswith(PREFIX) else update.buffers.get(name, buffer)
+                for name, buffer in shared.items()
+            }) for client, update in sorted(self._own.items())
+        }
+
+    def take_across(self, answers: Mapping[int, Answers]) -> None:
+        """Make the table of what each client has answered about the model of each: client of the model → answers."""
+        for model, row in answers.items():
+            refused = {str(client): each for client, each in row.items() if isinstance(each, FedBayesError)}
+            for line in told_failures(refused):
+                rank_zero_info(f"The model of client {model} on the data of each: {line}")
+        self.cross_scores = cross_scores({
+            model: {c: each for c, each in row.items() if isinstance(each, Message) and each.num_examples > 0}
+            for model, row in answers.items()
+        })
+        if self.cross_scores is None:
+            rank_zero_info("across=True: fewer than two clients have trained in this run and scored all models")
+        else:
+            rank_zero_info(f"Each client's own model on the data of each:\n{self.cross_scores.markdown()}")
 
     def calibrate_by(self, calibration: Sequence[Calibration], ask: Ask) -> None:
         """Fit each calibration from the clients' answers, and write the checkpoint; ``ask`` reaches them."""

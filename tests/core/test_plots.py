@@ -25,6 +25,9 @@ FIGURES = {
     "reliability_of_clients": lambda: plots.client_reliability(
         torch.tensor([[0.2, torch.nan], [0.8, 1.0]]), ["a", "b"]
     ),
+    "across": lambda: plots.cross_heatmap(torch.rand(3, 3), "abc", "nll"),
+    "across_not_finite": lambda: plots.cross_heatmap(torch.full((2, 2), torch.nan), "ab", "nll"),
+    "across_of_many": lambda: plots.cross_heatmap(torch.rand(150, 150), range(150), "nll"),
     "reliability_of_many": lambda: plots.client_reliability(torch.rand(300, 50), range(300)),
     "accuracy_of_clients": lambda: plots.client_accuracy(torch.tensor([0.9, torch.nan, 0.5, 0.7])),
     "empty_heatmap": lambda: plots.client_heatmap(torch.zeros(2, 2).long(), (0, 1)),

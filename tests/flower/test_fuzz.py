@@ -76,7 +76,7 @@ def replies(draw):
 
 GOOD_STRATEGY = {
     "fusion": "linear_pool", "weighting": "equal", "fraction": 1.0, "safeguards": fb.Safeguards(), "wait_for": 2,
-    "evaluate": False, "checkpoint": None, "seed": 0,
+    "evaluate": False, "across": False, "checkpoint": None, "seed": 0,
 }
 
 

@@ -303,6 +303,7 @@ WIDE = nn.Linear(2, 3)
 PREDICTIVE = fb.PosteriorPredictive(
     WIDE, fb.GaussianPosterior.point_mass({name: value.detach() for name, value in WIDE.named_parameters()}))
 OWN = ClientDatasets({"north": table(6), "south": table(5)})
+ACROSS = fb.CrossScores(("a", "b", "c"), {"nll": torch.rand(3, 3)})
 SCORES = fb.ClientScores(("a", "b"), (3, 4), {"nll": torch.ones(2)})
 
 DOORS = {
@@ -478,6 +479,14 @@ DOORS = {
     "ScoreSketch.__add__": (SKETCH.__add__, {"other": SKETCH}),
     "evaluate_clients": (fb.evaluate_clients, {
         "module": PREDICTIVE, "clients": OWN, "batch_size": 4, "seed": 0, "collate_fn": None}),
+    "evaluate_across": (fb.evaluate_across, {
+        "modules": {"north": PREDICTIVE, "south": PREDICTIVE}, "clients": OWN, "figure": "nll", "batch_size": 4,
+        "seed": 0, "collate_fn": None}),
+    "CrossScores": (fb.CrossScores, {"names": ("a", "b"), "values": {"nll": torch.ones(2, 2)}}),
+    "CrossScores.others": (ACROSS.others, {"figure": "nll"}),
+    "CrossScores.effects": (ACROSS.effects, {"figure": "nll"}),
+    "CrossScores.outlying": (ACROSS.outlying, {"figure": "nll", "rate": 0.05}),
+    "CrossScores.table": (ACROSS.table, {"figure": "nll"}),
     "hold_out": (fb.hold_out, {"clients": OWN, "fraction": 0.3, "seed": 0}),
     "choose_personal_weight": (fb.choose_personal_weight, {
         "posterior_of": lambda weight: PREDICTIVE.posterior, "module": PREDICTIVE.network, "held_out": table(5),

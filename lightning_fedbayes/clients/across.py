@@ -1,0 +1,330 @@
+"""Cross-site evaluation: each client's own model on every client's data, and the clients that stand out."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_fedbayes.clients.evaluation import ClientScores, Collate, evaluate_clients, sign_of
+from lightning_fedbayes.core.errors import (
+    FedBayesError,
+    check_choice,
+    check_kind,
+    check_number,
+    check_path,
+    check_strings,
+)
+from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.core.tables import MOST_ROWS, Row, html_table, markdown_table, texts
+from lightning_fedbayes.data.clients import ClientDatasets
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+USUAL_FIGURE = "nll"
+TRIALS, CELLS = 20_000, 10_000_000
+"""Simulated federations behind a threshold, and the most numbers that they may take together."""
+
+
+@dataclass(frozen=True)
+class CrossScores:
+    """Scores of each client's own model (rows) on every client's data (columns).
+
+    A row that stands out is of a model that serves the others badly, or well; a column, of data that are unlike the
+    others', or have other labels. The diagonal is each client's own model on its own data.
+
+    Args:
+        names: of the clients, in the order of rows and columns.
+        values: figure → matrix of shape (clients, clients), whose entry [i, j] is that of model i on data j. The
+            figures are those of :class:`~lightning_fedbayes.ClientScores`.
+
+    >>> nll = torch.tensor([[0.2, 0.3, 2.1], [0.3, 0.2, 2.0], [2.2, 2.1, 0.2]])
+    >>> scores = CrossScores(("north", "south", "east"), {"nll": nll})
+    >>> print(scores.markdown())
+    | nll: model on data of | north | south | east | the others |
+    |---|---|---|---|---|
+    | north | 0.2 | 0.3 | 2.1 | 1.2 |
+    | south | 0.3 | 0.2 | 2 | 1.15 |
+    | east | 2.2 | 2.1 | 0.2 | 2.15 |
+    | the others | 1.25 | 1.2 | 2.05 | 1.5 |
+    """
+
+    names: tuple[str, ...]
+    values: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        check_strings("names", self.names, "give the name of each client", error=FedBayesError)
+        check_kind("values", self.values, Mapping, "give a dict, figure → matrix (models, data)", error=FedBayesError)
+        if not self.values:
+            raise FedBayesError("values is empty: give a dict, figure → matrix (models, data)")
+        for figure, values in self.values.items():
+            check_tensor(f"values['{figure}']", values, error=FedBayesError)
+            if values.shape != (len(self.names),) * 2:
+                raise FedBayesError(
+                    f"'{figure}' is of shape {tuple(values.shape)}, and there are {len(self.names)} names: give a row "
+                    "for each client's model and a column for each client's data"
+                )
+
+    @classmethod
+    def of(cls, rows: Mapping[str, ClientScores], figure: str | None = None) -> CrossScores:
+        """Return the table of each client's model: its name → its scores on the data of all clients.
+
+        Raises:
+            FedBayesError: a model has no such figure, or the models have been scored on other clients than their own.
+        """
+        first = next(iter(rows.values()))
+        for name, row in rows.items():
+            if row.names != tuple(rows) or row.values.keys() != first.values.keys():
+                raise FedBayesError(
+                    f"the model of client {name} has {list(row.values)} of {list(row.names)}, and that of client "
+                    f"{next(iter(rows))} {list(first.values)} of {list(rows)}: score models of one task, each on the "
+                    "data of all clients"
+                )
+        if figure is not None:
+            check_choice("figure", figure, tuple(first.values), error=FedBayesError)
+        kept = first.values if figure is None else (figure,)
+        return cls(tuple(rows), {each: torch.stack([row.values[each] for row in rows.values()]) for each in kept})
+
+    def _of(self, figure: str | None) -> tuple[str, Tensor]:
+        """Return a figure and its matrix in float64; of None the NLL, or the first figure where there is none."""
+        if figure is None:
+            names = (name for name in self.values if name.rpartition("/")[2] == USUAL_FIGURE)
+            figure = next(names, next(iter(self.values)))
+        check_choice("figure", figure, tuple(self.values), error=FedBayesError)
+        return figure, self.values[figure].detach().cpu().double()
+
+    def others(self, figure: str | None = None) -> tuple[Tensor, Tensor]:
+        r"""Return the means off the diagonal: of each row (model), and of each column (data); shape (clients,) each.
+
+        .. math:: \bar v_{i\cdot} = \tfrac1{K-1} \sum_{j \ne i} v_{ij}, \qquad
+            \bar v_{\cdot j} = \tfrac1{K-1} \sum_{i \ne j} v_{ij}
+
+        NaN for a single client.
+
+        Args:
+            figure: of which; None: the NLL, or the first where there is none.
+
+        Raises:
+            FedBayesError: there is no such figure.
+        """
+        off = _without_diagonal(self._of(figure)[1])
+        return off.sum(1) / (len(off) - 1), off.sum(0) / (len(off) - 1)
+
+    def effects(self, figure: str | None = None) -> tuple[Tensor, Tensor]:
+        r"""Return by how much each model, and each client's data, raise a figure; shape (clients,) each.
+
+        They are the row and column means off the diagonal, made comparable: a row lacks the client's own data, so
+        that the mean of a client with hard data is over the easier ones. Effects are the least squares fit of
+        :math:`v_{ij} = m + a_i + b_j` to the entries off the diagonal (that of Griffing's method 3), with
+        :math:`\sum a_i = \sum b_j = 0`,
+
+        .. math:: a_i = \frac{(K-1) R_i + C_i - G}{K (K-2)}, \qquad b_j = \frac{(K-1) C_j + R_j - G}{K (K-2)}
+
+        with the sums R of the rows, C of the columns, and G of all. Where all models are the same one,
+        :math:`a_i = 0`, whatever the data.
+
+        Args:
+            figure: of which; None: the NLL, or the first where there is none.
+
+        Raises:
+            FedBayesError: there is no such figure, or there are fewer than three clients.
+        """
+        values = self._of(figure)[1]
+        if len(values) < 3:
+            raise FedBayesError(f"there are {len(values)} clients: models and data can be told apart from 3 on")
+        return _effects(values)
+
+    def outlying(self, figure: str | None = None, *, rate: float = 0.05) -> dict[str, tuple[str, ...]]:
+        r"""Return the clients that stand out: name → ("model",), ("data",) or ("model", "data").
+
+        A client stands out if its effect (:meth:`effects`) is further from the median than t times the median
+        absolute deviation (MAD) of the clients' effects, on either side. Median and MAD are moved little by clients
+        that are fewer than half.
+
+        The threshold t depends on the number of clients, since the MAD of few is uncertain: with ``rate`` 0.05 it is
+        about 110 for 3 clients, 33 for 5, 19 for 10, 16 for 30 and 17 for 100. It is the quantile by which, among
+        clients whose effects are independent draws from one exponential distribution, some client is named with
+        probability ``rate`` at most (half of it for models, half for data; simulated once). The exponential is taken
+        because the loss of a model exceeds the best one's by about a quadratic form of the errors of its weights: of
+        two weights it is exponential, of more it is closer to a normal, which would need a lower threshold. So
+        among clients that differ by chance alone some are named with probability ``rate`` at most, unless the models
+        have a single weight (then 0.13 of 10 clients), or the clients' numbers of examples differ much.
+
+        A client whose scores off the diagonal are not finite stands out, whatever the others are. Where the effects
+        of more than half of the clients are equal, there is nothing to measure by, and no other client stands out; so
+        it is for fewer than three clients. An accuracy of few examples has such ties; the NLL has none.
+
+        Args:
+            figure: of which; None: the NLL, or the first where there is none.
+            rate: chance of naming any client where none differs, in (0, 1).
+
+        Raises:
+            FedBayesError: there is no such figure, or ``rate`` is not in (0, 1).
+        """
+        check_number("rate", rate, "(0, 1)", error=FedBayesError)
+        values, left = self._of(figure)[1], list(range(len(self.names)))
+        found: dict[int, list[str]] = {}
+        while True:  # the client with the most entries that are not finite goes first
+            bad = _without_diagonal((~values[left][:, left].isfinite()).double())
+            if not bad.any():
+                break
+            counts = torch.stack([bad.sum(1), bad.sum(0)])
+            worst = int(counts.amax(0).argmax())
+            found[left[worst]] = [w for w, c in zip(("model", "data"), counts[:, worst]) if c == counts.max()]
+            del left[worst]
+        if len(left) >= 3:
+            kept = _without_diagonal(values[left][:, left])
+            for what, effects in zip(("model", "data"), _effects(kept), strict=True):
+                far = (effects - effects.quantile(0.5)).abs()
+                mad = float(far.quantile(0.5))
+                if mad > 1e-9 * float(kept.abs().max()):  # equal up to rounding
+                    for position in (far > threshold(len(left), float(rate)) * mad).nonzero().flatten().tolist():
+                        found.setdefault(left[position], []).append(what)
+        return {self.names[client]: tuple(found[client]) for client in sorted(found)}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a dict for each pair: "model" and "data", names of clients, and the figures."""
+        return [
+            {"model": model, "data": data, **{figure: float(values[i, j]) for figure, values in self.values.items()}}
+            for i, model in enumerate(self.names) for j, data in enumerate(self.names)
+        ]
+
+    def table(self, figure: str | None = None) -> tuple[list[str], list[Row]]:
+        """Return head and rows of one figure: a row for each model, a column for each client's data.
+
+        Of more than 100 clients it shows 100, at equal distances.
+
+        Args:
+            figure: of which; None: the NLL, or the first where there is none.
+
+        Raises:
+            FedBayesError: there is no such figure.
+        """
+        figure, values = self._of(figure)
+        shown = _shown(len(self.names))
+        names = [self.names[client] for client in shown]
+        lines = values[shown][:, shown].tolist()
+        return [f"{figure}: model on data of", *names], [[name, *line] for name, line in zip(names, lines)]
+
+    def markdown(self, figure: str | None = None) -> str:
+        """Return the table in Markdown, with the means over the other clients; arguments as in :meth:`table`."""
+        return markdown_table(*self._lines(figure))
+
+    def _repr_html_(self) -> str:
+        head, lines = self._lines()
+        return html_table([*map(escape, head)], [[escape(each) for each in line] for line in texts(lines)])
+
+    def _lines(self, figure: str | None = None) -> tuple[list[str], list[Row]]:
+        """Return head and lines of the table, with the means over the others."""
+        head, lines = self.table(figure)
+        models, data = (each[_shown(len(each))].tolist() for each in self.others(figure))
+        mean = float(self.others(figure)[0].mean())
+        return (
+            [*head, "the others"],
+            [*([*line, own] for line, own in zip(lines, models)), ["the others", *data, mean]],
+        )
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write all figures as a CSV file with a head: a line for each pair of model and data."""
+        with Path(check_path("path", path)).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ["model", "data", *self.values])
+            writer.writeheader()
+            writer.writerows(self.rows())
+
+    def plot(self, figure: str | None = None) -> Figure:
+        """Return a heat map of one figure, the darker the worse; arguments as in :meth:`table`.
+
+        Of more than 100 clients it shows 100, at equal distances.
+        """
+        from lightning_fedbayes.core.plots import cross_heatmap
+
+        figure, values = self._of(figure)
+        return cross_heatmap(values, self.names, figure, higher_is_better=sign_of(figure) > 0)
+
+
+def evaluate_across(
+    modules: Mapping[str, L.LightningModule], clients: ClientDatasets, *, figure: str | None = None,
+    batch_size: int = 256, seed: int = 0, collate_fn: Collate | None = None,
+) -> CrossScores:
+    """Score each client's own model on the data of every client (cross-site evaluation).
+
+    It takes as many passes over all data as there are clients. Clients whose row or column stands out have other data
+    than the others: other labels, another device, another population. Then personal posteriors, or a model for each
+    group of clients, serve better than one for all.
+
+    ::
+
+        own = {name: fb.PosteriorPredictive(model, callback.posterior_of(name)) for name in held_out.names}
+        scores = fb.evaluate_across(own, held_out)
+        print(scores.markdown(), scores.outlying())
+        scores.plot().savefig("across.png")
+
+    The diagonal is what :func:`~lightning_fedbayes.evaluate_clients` gives of the same modules. Use data that the
+    models have not trained on, or the diagonal is too good.
+
+    Args:
+        modules: name of a client → the module of its own model, as :func:`~lightning_fedbayes.evaluate_clients` takes
+            one; for each of ``clients``, and for no others.
+        clients: name → data set of inputs and targets.
+        figure: the only one to keep, such as "nll"; None keeps all.
+        batch_size: of the passes.
+        seed: of the draws from the posteriors, the same for every pair.
+        collate_fn: list of examples → batch; None: torch's.
+
+    Raises:
+        FedBayesError: a client has no example or no module, a module is of no client, the predictions are not of this
+            package, or there is no such figure.
+    """
+    check_kind("modules", modules, Mapping, "give a dict, name of the client → module of its own model",
+               error=FedBayesError)
+    check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of the clients' own data",
+               error=FedBayesError)
+    wrong = sorted({*map(str, modules)} ^ {*clients.names})
+    if wrong:
+        raise FedBayesError(f"modules and clients have different names, such as '{wrong[0]}': give a module for each "
+                            "client that has data, and for no other")
+    options = {"batch_size": batch_size, "seed": seed, "collate_fn": collate_fn}
+    return CrossScores.of({name: evaluate_clients(modules[name], clients, **options) for name in clients.names}, figure)
+
+
+def _shown(clients: int) -> list[int]:
+    """Return the numbers of the clients that a table shows: of more than 100, 100 at equal distances."""
+    return torch.linspace(0, max(clients - 1, 0), min(clients, MOST_ROWS)).round().int().tolist()
+
+
+def _without_diagonal(values: Tensor) -> Tensor:
+    """Return a square matrix with zeros on its diagonal."""
+    return values.masked_fill(torch.eye(len(values), dtype=torch.bool), 0)
+
+
+def _effects(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the effects of rows and columns; see :meth:`CrossScores.effects`."""
+    off, number = _without_diagonal(values), len(values)
+    rows, columns, scale = off.sum(1), off.sum(0), number * (number - 2)
+    return (
+        ((number - 1) * rows + columns - off.sum()) / scale, ((number - 1) * columns + rows - off.sum()) / scale,
+    )
+
+
+@cache
+def threshold(clients: int, rate: float) -> float:
+    """Return how many MADs from the median a client stands out; see :meth:`CrossScores.outlying`.
+
+    Args:
+        clients: how many there are, at least 3.
+        rate: chance that some client is named by its model or its data, where none differs.
+    """
+    chance = torch.Generator().manual_seed(0)
+    trials = min(TRIALS, max(1000, CELLS // clients))
+    draws = torch.empty(trials, clients, dtype=torch.float64).exponential_(generator=chance)
+    far = (draws - draws.quantile(0.5, dim=1, keepdim=True)).abs()
+    return float((far.amax(1) / far.quantile(0.5, dim=1)).quantile(1 - rate / 2))

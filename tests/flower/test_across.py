@@ -1,0 +1,126 @@
+"""Each client's posterior on every client's data, over Flower: only where it is asked for by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import Subset
+
+import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.flower import FusionStrategy, client_app
+from lightning_fedbayes.flower.wire import from_arrays
+from tests.federations import Plain, bayesian, loader, network, trainer
+from tests.flower.clients import client_apps, run
+from tests.flower.grid import NODE, LocalGrid
+from tests.transport.federation import BlobData
+
+ENDS = ((0, 40), (40, 70), (70, 90))
+DATA = [Subset(BlobData().dataset, range(*ends)) for ends in ENDS]
+
+
+def plain() -> Plain:
+    return Plain(network())
+
+
+def apps(**settings):
+    return [client_app(plain(), BlobData(part), trainer={"accelerator": "cpu"}, **settings) for part in DATA]
+
+
+class Tap(LocalGrid):
+    """Keeps what each client has sent last, and what posteriors each has been sent."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.sent, self.told = {}, []
+
+    def _answer(self, message):
+        reply, client = super()._answer(message), NODE - message.metadata.dst_node_id
+        if message.metadata.message_type == "train" and reply is not None:
+            self.sent[client] = from_arrays(reply.content["arrays"], "a client")[0]
+        if message.metadata.message_type == "evaluate":
+            self.told.append((client, from_arrays(message.content["arrays"], "the server")[0]))
+        return reply
+
+
+def test_the_table_is_of_what_each_client_has_sent_last():
+    grid, strategy = Tap(apps()), FusionStrategy("weighted_average", wait_for=3, across=True)
+    run(grid, strategy, rounds=2, make=plain)
+    found = strategy.cross_scores
+    assert found is not None
+    assert found.names == ("0", "1", "2")
+    for i in range(3):
+        model = plain()
+        model.load_state_dict(grid.sent[i].mean)
+        for j, part in enumerate(DATA):
+            expected = trainer().validate(model, loader(part, shuffle=False), verbose=False)[0]["val/nll"]
+            assert float(found.values["val/nll"][i, j]) == pytest.approx(expected, rel=1e-5)
+    assert [kind for kind, _ in grid.asked][-4:] == ["train", *["evaluate"] * 3]
+    assert found.table()[0] == ["val/nll: model on data of", "0", "1", "2"]
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_clients_see_no_posterior_of_another_unless_it_is_asked_for(evaluate):
+    grid, strategy = Tap(apps()), FusionStrategy("weighted_average", wait_for=3, evaluate=evaluate)
+    run(grid, strategy, rounds=2, make=plain)
+    assert strategy.cross_scores is None
+    assert strategy._own == {}
+    for _, told in grid.told:
+        for own in grid.sent.values():
+            assert not torch.equal(told.mean["net.0.weight"], own.mean["net.0.weight"])
+
+
+def test_the_result_and_the_history_do_not_depend_on_it():
+    alone, with_it = (FusionStrategy(wait_for=3, across=across) for across in (False, True))
+    results = [run(LocalGrid(apps()), each, rounds=2, make=plain) for each in (alone, with_it)]
+    assert results[0].arrays == results[1].arrays
+    assert alone.server.history[-1]["valid_clients"] == with_it.server.history[-1]["valid_clients"]
+
+
+def test_a_client_that_fails_in_the_last_round_is_scored_by_what_was_admitted_before():
+    def lost(reply):
+        return reply if int(reply.metadata.group_id) < 2 else None
+
+    grid, strategy = Tap(apps(), {1: lost}), FusionStrategy("weighted_average", wait_for=3, across=True)
+    run(grid, strategy, rounds=2, make=plain)
+    own = [told for _, told in grid.told[3:6]]
+    assert len(grid.told) == 9
+    assert all(torch.equal(each.mean["net.0.weight"], grid.sent[1].mean["net.0.weight"]) for each in own)
+    assert strategy.cross_scores is not None
+    assert strategy.cross_scores.names == ("0", "1", "2")
+
+
+def test_posteriors_with_variances_and_buffers_and_kept_ones():
+    def make():
+        return bayesian()
+
+    strategy = FusionStrategy("rklb", wait_for=4, across=True)
+    run(LocalGrid(client_apps(make=make)), strategy, rounds=1, make=make)
+    nll = strategy.cross_scores.values["val/nll"]  # all have the same validation data: the columns are equal
+    torch.testing.assert_close(nll, nll[:, :1].expand(4, 4), atol=0.2, rtol=0)
+    assert len({round(float(each), 6) for each in nll[:, 0]}) == 4
+
+
+def test_kept_posteriors_have_their_turn_once(tmp_path):
+    strategy = FusionStrategy("weighted_average", wait_for=3, across=True)
+    run(LocalGrid(apps(keep=["posterior"], state_folder=tmp_path)), strategy, rounds=1, make=plain)
+    assert not any(name.startswith("personal/") for name in strategy.cross_scores.values)
+
+
+def test_under_privacy_nobody_scores(tmp_path, caplog):
+    caplog.set_level("INFO")
+    private = {"privacy": fb.UpdatePrivacy(1.0, 0.5), "state_folder": tmp_path}
+    strategy = FusionStrategy("weighted_average", wait_for=3, across=True)
+    run(LocalGrid(apps(**private)), strategy, rounds=1, make=plain)
+    assert strategy.cross_scores is None
+    assert "fewer than two clients have trained in this run and scored all models" in caplog.text
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"fusion": "sites"}, "its clients send no posterior of their own"),
+    ({"fusion": "sums"}, "its clients send no posterior of their own"),
+    ({"across": "yes"}, "across="),
+])
+def test_what_cannot_be_is_refused(options, says):
+    with pytest.raises(FederationError, match=says):
+        FusionStrategy(**{"across": True, **options})
