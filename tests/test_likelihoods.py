@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -295,3 +297,8 @@ def test_a_module_of_layers_takes_a_likelihood():
         assert model.validation_step((x, y), 0)["target"].numel() == y.numel()
     with pytest.raises(fb.FedBayesError, match="not of classes"):
         fb.HybridBayesianClassifier(nn.Linear(2, 1), likelihood=fb.Gaussian(1.0))
+
+
+def test_the_page_has_the_outputs_that_are_tested():
+    page = (Path(__file__).parents[1] / "docs" / "outputs.md").read_text()
+    assert re.findall(r"^\| ([a-z, ]+?) \| \(B", page, re.MULTILINE) == [*OUTPUTS]
