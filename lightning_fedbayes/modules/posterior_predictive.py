@@ -127,7 +127,7 @@ class PosteriorPredictive(L.LightningModule):
         self._scores: ClassScores | GaussianScores | None = None
         self._one_by_one = False
         self._compared: GaussianPosterior | KroneckerPosterior | None = None
-        self._has_said = False
+        self.has_said = False
         if posterior is not None:
             self._check(posterior)
         self.eval()
@@ -197,9 +197,16 @@ class PosteriorPredictive(L.LightningModule):
         else:
             sets, buffers = draws_from_posterior(posterior, count), None
         outputs = self._vectorized_if_possible(outputs_with, self.network, sets, inputs, buffers=buffers)
-        at = {name: value.unsqueeze(0) for name, value in posterior.mean.items()}
-        self._compare(outputs, lambda: outputs_with(self.network, at, inputs, vectorized=False, buffers=buffers)[0])
+        self._compare(outputs, lambda: self.at_mean(inputs))
         return outputs
+
+    @torch.no_grad()
+    def at_mean(self, inputs: Any) -> Tensor:
+        r"""Return the network's output at the posterior's mean, shape (batch, \*)."""
+        posterior = self._known()
+        at = {name: value.unsqueeze(0) for name, value in posterior.mean.items()}
+        buffers = posterior.buffers if isinstance(posterior, KroneckerPosterior) else None
+        return outputs_with(self.network, at, inputs, vectorized=False, buffers=buffers)[0]
 
     def _linearised(self, inputs: Any) -> tuple[Tensor, Tensor]:
         """Return mean and covariance of the linearised outputs."""
@@ -227,13 +234,13 @@ class PosteriorPredictive(L.LightningModule):
             mean: returns the logits at the mean, shape (batch, classes).
         """
         known = said_by(self)
-        if not (known is None or known.of_classes) or draws.ndim != 3 or draws.shape[2] < 2 or self._has_said or (
+        if not (known is None or known.of_classes) or draws.ndim != 3 or draws.shape[2] < 2 or self.has_said or (
                 self._compared is self.posterior):
             return
         self._compared = self.posterior
         lost = accuracy_lost(mean(), draws)
         if float(lost.sum()) > MOST_LOST * len(lost) + 2:  # two may be chance
-            self._has_said = True
+            self.has_said = True
             who = "The linearised network loses" if self.is_linearised else "Draws of the parameters lose"
             closer = "" if self.is_linearised else ", and predictive='linearised' stays closer to its mean"
             rank_zero_info(

@@ -344,12 +344,19 @@ def test_rounds_of_laplace_are_scored_by_the_linearised_network():
     assert watch.last[0] == pytest.approx(float(total), rel=0.03)
 
 
-def test_a_report_warns_of_a_wide_posterior_once_in_all_rounds(caplog):
-    evaluator = Evaluator()
-    module, x = torch.nn.Linear(6, 3, bias=False), blobs().tensors[0]
-    module.weight.data = 5 * torch.eye(3, 6)
+@pytest.mark.parametrize(("variance", "says"), [(1e4, 1), (1e-4, 0)])
+def test_a_report_says_by_the_targets_once_if_draws_are_much_worse_than_the_mean(variance, says, caplog):
+    """Also where the network is not sure of itself, so that its own margin tells nothing."""
+    evaluator, (x, y) = Evaluator(), blobs(300).tensors
+    module = torch.nn.Linear(6, 3, bias=False)
+    module.weight.data = torch.linalg.lstsq(x, torch.nn.functional.one_hot(y, 3).float()).solution.T
+    wide = fb.GaussianPosterior({"weight": module.weight.detach()}, {"weight": torch.full((3, 6), variance)})
+    evaluator._calibrates, right = False, float((module(x).argmax(1) == y).double().mean())
     with caplog.at_level("INFO"):
         for _ in range(3):
-            wide = fb.GaussianPosterior({"weight": module.weight.detach()}, {"weight": torch.full((3, 6), 1e4)})
-            evaluator.predictive(module, wide).sample(x)
-    assert caplog.text.count("too wide") == 1
+            for part in (slice(0, 150), slice(150, 300)):
+                evaluator._draw(evaluator.predictive(module, wide), x[part], y[part])
+            evaluator.begin()
+    assert caplog.text.count("too wide") == says
+    line = f"Of 300 targets of the validation the posterior's mean gets {right:.1%} right"
+    assert caplog.text.count(line) == says
