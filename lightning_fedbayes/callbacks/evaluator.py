@@ -69,6 +69,9 @@ class Reader(L.Callback):
     def see(self, found: Predicted) -> None:
         """Receive the predictions of one batch."""
 
+    def check(self, found: Predicted) -> None:
+        """Raise FedBayesError if it cannot use such predictions, those of a batch before training."""
+
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin anew."""
         evaluator_of(trainer).begin()
@@ -165,6 +168,9 @@ class Evaluator:
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, number: int, loader: int
     ) -> None:
         """Take the predictions of a batch, once, and give them to all readers."""
+        if trainer.sanity_checking:
+            self._try(trainer, module, outputs, batch)
+            return
         readers = self._open(trainer, module)
         if not readers or self._last == (loader, number):
             return
@@ -181,6 +187,25 @@ class Evaluator:
             self._give(found)
             if self._keeps and self._in_order:
                 self._kept[loader].append(self._keep(found))
+
+    def _try(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any) -> None:
+        """Raise what would keep a calibration from its predictions, on a batch of the check before training."""
+        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        readers = [each for each in callbacks if isinstance(each, Reader) and each.calibrates]
+        if not readers or trainer.state.fn != "fit":
+            return
+        self._posterior, self._calibrates = None, True
+        self._needs_logits = any(reader.needs_logits for reader in readers)
+        with drawing(module.device, 0):
+            found = returned(outputs, module)
+            if found is None or (self._needs_logits and "probs" in found and "logits" not in found):
+                try:
+                    found = {**self._predict(module, batch), **(found or {})}
+                except FedBayesError:
+                    if found is None:
+                        raise
+        for reader in readers:
+            reader.check(self._keep(found or {}))
 
     def _give(self, found: Predicted) -> None:
         """Give predictions to the readers."""

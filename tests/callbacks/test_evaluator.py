@@ -278,8 +278,10 @@ def test_own_probabilities_without_logits_have_scores_and_sets_but_no_temperatur
         def validation_step(self, batch, batch_idx):
             return {"probs": self.net(batch[0]).softmax(-1), "target": batch[1]}
 
+    with pytest.raises(fb.FedBayesError, match='no logits are known: return "logits"'):
+        rounds_of(Probs(), [fb.FederatedTemperature()], part="net")
     with pytest.warns(UserWarning, match='FederatedTemperature does nothing: no logits are known: return "logits"'):
-        _, made, _ = rounds_of(Probs(), [fb.FederatedTemperature()], part="net")
+        _, made, _ = rounds_of(Probs(), [fb.FederatedTemperature()], part="net", num_sanity_val_steps=0)
     assert "val/clients/nll" in made.callback_metrics
     _, made, _ = rounds_of(Probs(), [fb.FederatedConformal(0.8)], part="net")
     assert {"val/clients/nll", "val/lac_80/threshold"} <= set(made.callback_metrics)

@@ -53,6 +53,10 @@ class CalibrationCallback(Reader):
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
         """Return what is calibrated of a client's predictions; raise FedBayesError if they are of another kind."""
 
+    def check(self, found: Predicted) -> None:
+        """See :meth:`Reader.check`."""
+        self.read(found)
+
     @abstractmethod
     def calibrate(self, trainer: L.Trainer, found: Found, seed: int) -> None:
         """Calibrate on the clients' validation data."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -271,12 +272,50 @@ def test_a_mistake_costs_no_fit_but_is_the_error_of_a_validation():
     module = regressor()
     held_out = batches(regression(30, 40))
     with pytest.warns(UserWarning, match="FederatedConformal does nothing: .*calibrate it by FederatedConf"):
-        federate(module, fb.FederatedBayes(), 1, loader(regression(40, 30)), held_out, callbacks=[sets])
+        federate(module, fb.FederatedBayes(), 1, loader(regression(40, 30)), held_out, callbacks=[sets],
+                 num_sanity_val_steps=0)
     assert sets.threshold is None
     with pytest.raises(FedBayesError, match="calibrate it by FederatedConformal"):
         trainer(1, [sets]).validate(module, held_out, verbose=False)
     with pytest.warns(UserWarning, match="FederatedConformal does nothing: there is no threshold yet"):
         trainer(1, [fb.FederatedConformal()]).test(bayesian(), batches(clients(9, 9)), verbose=False)
+
+
+OWN = {  # likelihood of the module's own outputs, outputs, targets, what is said before training
+    "one logit": (None, 1, lambda n: torch.randint(0, 2, (n,)), fb.FederatedTemperature, "yes or no, or numbers"),
+    "numbers": (None, 1, torch.randn, lambda: fb.FederatedConformal(kind="interval"), "noise is not known"),
+    "other classes": (None, 2, lambda n: torch.full((n,), 5), fb.FederatedTemperature, "there are 2 classes"),
+    "sets of numbers": (fb.Gaussian(1.0), 1, torch.randn, fb.FederatedConformal, "kind='interval'"),
+    "intervals of classes": ("categorical", 2, lambda n: torch.randint(0, 2, (n,)),
+                             lambda: fb.FederatedConformal(kind="interval"), "predicts no mean and variance"),
+}
+
+
+@pytest.mark.parametrize(("known", "outputs", "targets", "callback", "says"), OWN.values(), ids=OWN)
+def test_what_cannot_be_calibrated_is_refused_before_training(known, outputs, targets, callback, says):
+    class Untrained(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, outputs)
+            if known is not None:
+                self.likelihood = known
+
+        def forward(self, x):
+            return self.layer(x)
+
+        def validation_step(self, batch, number):
+            pass
+
+        def training_step(self, batch, number):
+            pytest.fail("training has begun")
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    data = fb.ClientDatasets({name: TensorDataset(torch.randn(9, 4), targets(9)) for name in "ab"})
+    with pytest.raises(FedBayesError, match=says):
+        federate(Untrained(), fb.FederatedBayes(engine="sequential"), 1, loader(data), batches(data),
+                 callbacks=[callback()])
 
 
 def test_validation_examples_that_are_trained_on_are_named_once():
