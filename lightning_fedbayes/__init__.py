@@ -58,7 +58,6 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         register_fusion,
     )
     from lightning_fedbayes.layers import bayesianize, kl_divergence, load_posterior, read_posterior, with_mc_dropout
-    from lightning_fedbayes.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
     from lightning_fedbayes.methods import (
         Averaging,
         Ditto,
@@ -84,14 +83,18 @@ if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
         BayesianHead,
         BayesianLinearRegression,
         BayesianModule,
+        Bernoulli,
+        Categorical,
         CoxRegressor,
         DeepEnsembleRegressor,
+        Gaussian,
         HeadFit,
         HeadModule,
         HeadSlopes,
         HierarchicalLinearRegression,
         HybridBayesianClassifier,
         HybridBayesianRegressor,
+        Likelihood,
         LinearStatistics,
         PosteriorPredictive,
         mean_network,

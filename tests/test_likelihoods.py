@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.likelihoods import RegressionPrediction, likelihood_of
+from lightning_fedbayes.metrics.likelihoods import RegressionPrediction, likelihood_of
 from tests.federations import federate, trainer
 
 
@@ -144,7 +144,7 @@ def test_scores_are_those_of_other_libraries_on_flat_positions(output):
     rows = known.rows(draws, y)
     probs, flat = rows["probs"].mean(0).double(), rows["target"]
     probs = probs / probs.sum(1, keepdim=True)
-    scores = fb.modules.scored.ClassScores()
+    scores = fb.modules.bayesian_module.ClassScores()
     scores.update({**rows, "probs": probs[None]})
     found = scores.take("val")
     labels = np.arange(probs.shape[1])

@@ -17,7 +17,7 @@ from lightning_fedbayes.clients.evaluation import ClientScores, evaluate_clients
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.data import ClientDatasets
-from lightning_fedbayes.likelihoods import examples_in
+from lightning_fedbayes.metrics.likelihoods import examples_in
 
 MOST_ACROSS = 24
 """Most clients whose models are scored on the data of each other: one pass over the data for each of them."""

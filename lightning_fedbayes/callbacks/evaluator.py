@@ -31,7 +31,7 @@ from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.data import ClientDatasets
-from lightning_fedbayes.likelihoods import (
+from lightning_fedbayes.metrics.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,

@@ -34,7 +34,15 @@ from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.core.tables import Row, badness_of, html_table, markdown_table, texts, worst_rows
 from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.layers import evaluation_mode
-from lightning_fedbayes.likelihoods import (
+from lightning_fedbayes.metrics.functional import (
+    calibration_diagram,
+    gaussian_nll,
+    interval_coverage,
+    negative_log_likelihood,
+    weighted_accuracy,
+    worst_fraction_accuracy,
+)
+from lightning_fedbayes.metrics.likelihoods import (
     Bernoulli,
     Categorical,
     ClassPrediction,
@@ -44,14 +52,6 @@ from lightning_fedbayes.likelihoods import (
     Rows,
     likelihood_of,
     said_by,
-)
-from lightning_fedbayes.metrics.functional import (
-    calibration_diagram,
-    gaussian_nll,
-    interval_coverage,
-    negative_log_likelihood,
-    weighted_accuracy,
-    worst_fraction_accuracy,
 )
 from lightning_fedbayes.modules import PosteriorPredictive
 

@@ -18,7 +18,7 @@ from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
 from lightning_fedbayes.fusion.auto import AutoFusion, Score
 from lightning_fedbayes.layers import evaluation_mode
-from lightning_fedbayes.likelihoods import examples_in
+from lightning_fedbayes.metrics.likelihoods import examples_in
 from lightning_fedbayes.modules import BayesianModule
 
 

@@ -1,8 +1,15 @@
 """LightningModules with Bayesian layers, and ready networks."""
 
-from lightning_fedbayes.likelihoods import ClassPrediction, RegressionPrediction
+from lightning_fedbayes.metrics.likelihoods import (
+    Bernoulli,
+    Categorical,
+    ClassPrediction,
+    Gaussian,
+    Likelihood,
+    RegressionPrediction,
+)
 from lightning_fedbayes.modules.added_kl import with_kl
-from lightning_fedbayes.modules.bayesian_module import BayesianModule
+from lightning_fedbayes.modules.bayesian_module import BayesianModule, LikelihoodModule
 from lightning_fedbayes.modules.classifier import HybridBayesianClassifier
 from lightning_fedbayes.modules.deep_ensemble import DeepEnsembleRegressor
 from lightning_fedbayes.modules.export import mean_network
@@ -20,16 +27,18 @@ from lightning_fedbayes.modules.sampling import (
     outputs_with,
     sample_outputs,
 )
-from lightning_fedbayes.modules.scored import LikelihoodModule
 from lightning_fedbayes.modules.survival import CoxRegressor, SurvivalPrediction, cox_loss
 
 __all__ = [
     "BayesianHead",
     "BayesianLinearRegression",
     "BayesianModule",
+    "Bernoulli",
+    "Categorical",
     "ClassPrediction",
     "CoxRegressor",
     "DeepEnsembleRegressor",
+    "Gaussian",
     "HeadFit",
     "HeadModule",
     "HeadSlopes",
@@ -37,6 +46,7 @@ __all__ = [
     "HierarchicalLinearRegression",
     "HybridBayesianClassifier",
     "HybridBayesianRegressor",
+    "Likelihood",
     "LikelihoodModule",
     "LinearStatistics",
     "PosteriorPredictive",

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.core.errors import FedBayesError, check_number
 from lightning_fedbayes.layers import Estimator, Prior
-from lightning_fedbayes.likelihoods import Categorical, Likelihood
+from lightning_fedbayes.metrics.likelihoods import Categorical, Likelihood
+from lightning_fedbayes.modules.bayesian_module import LikelihoodModule
 from lightning_fedbayes.modules.networks import Init, hybrid, layers_to_convert
 from lightning_fedbayes.modules.predictive import Predictive
-from lightning_fedbayes.modules.scored import LikelihoodModule
 
 
 def generalized_cross_entropy(logits: Tensor, target: Tensor, exponent: float) -> Tensor:

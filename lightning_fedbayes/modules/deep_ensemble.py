@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lightning_fedbayes.core.errors import FedBayesError, check_kind
-from lightning_fedbayes.likelihoods import Gaussian, RegressionPrediction
-from lightning_fedbayes.modules.scored import LikelihoodModule
+from lightning_fedbayes.metrics.likelihoods import Gaussian, RegressionPrediction
+from lightning_fedbayes.modules.bayesian_module import LikelihoodModule
 
 MIN_VARIANCE = 1e-6
 """Least variance that a member predicts, in squared units of the targets it is trained on."""

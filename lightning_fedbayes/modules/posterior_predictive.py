@@ -21,7 +21,7 @@ from lightning_fedbayes.core.errors import (
 )
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior
 from lightning_fedbayes.layers.posterior_view import parameter_paths
-from lightning_fedbayes.likelihoods import (
+from lightning_fedbayes.metrics.likelihoods import (
     Categorical,
     Gaussian,
     Likelihood,
@@ -30,9 +30,8 @@ from lightning_fedbayes.likelihoods import (
     likelihood_of,
     said_by,
 )
-from lightning_fedbayes.modules.bayesian_module import BayesianModule
+from lightning_fedbayes.modules.bayesian_module import BayesianModule, ClassScores, GaussianScores
 from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with
-from lightning_fedbayes.modules.scored import ClassScores, GaussianScores
 from lightning_fedbayes.sources.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
 
 T = TypeVar("T")
@@ -82,8 +81,8 @@ class PosteriorPredictive(L.LightningModule):
         posterior: of its parameters; those that it does not name keep their value.
         samples: number of draws S; of linearised outputs at least 256, which are nearly free.
         likelihood: of the outputs, or its name; None: the module's attribute ``likelihood``, or what the first batch of
-            inputs and targets leaves as the one answer (:func:`~lightning_fedbayes.likelihoods.likelihood_of`); of
-            inputs alone, classes. Mean and variance of a linearised Gaussian are exact: :math:`f(x; \mu)` and the
+            inputs and targets leaves as the one answer (:func:`~lightning_fedbayes.metrics.likelihoods.likelihood_of`);
+            of inputs alone, classes. Mean and variance of a linearised Gaussian are exact: :math:`f(x; \mu)` and the
             diagonal of :math:`J \Sigma J^\top`.
         predictive: "draws" of the parameters, or "linearised"; None: what suits the posterior, "linearised" if it comes
             from a Laplace approximation and "draws" otherwise.

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_number
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
-from lightning_fedbayes.likelihoods import Gaussian, RegressionPrediction, shaped_like
+from lightning_fedbayes.metrics.likelihoods import Gaussian, RegressionPrediction, shaped_like
+from lightning_fedbayes.modules.bayesian_module import LikelihoodModule
 from lightning_fedbayes.modules.networks import Init, hybrid, layers_to_convert
 from lightning_fedbayes.modules.predictive import Predictive, linear_moments
-from lightning_fedbayes.modules.scored import LikelihoodModule
 
 Noise = Literal["learnt", "fixed", "residual", "none"]
 NOISES: tuple[Noise, ...] = ("learnt", "fixed", "residual", "none")

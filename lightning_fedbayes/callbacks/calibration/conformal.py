@@ -59,8 +59,14 @@ from lightning_fedbayes.core.errors import (
     shown,
 )
 from lightning_fedbayes.core.seeding import derive_seed
-from lightning_fedbayes.likelihoods import Bernoulli, Categorical, ClassPrediction, RegressionPrediction, said_by
 from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_same_shape
+from lightning_fedbayes.metrics.likelihoods import (
+    Bernoulli,
+    Categorical,
+    ClassPrediction,
+    RegressionPrediction,
+    said_by,
+)
 
 Pooling = Literal["sum", "median"]
 Per = Literal["position", "example"]

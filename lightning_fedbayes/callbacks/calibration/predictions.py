@@ -23,7 +23,7 @@ def predictions_of(
     """Return each client's logits, (samples, N, classes), and targets, (N,); of numbers what :func:`moments_of` gives.
 
     Logits are those of ``predictive.sample(inputs)`` if there is such a method, otherwise of ``predictive(inputs)``,
-    one draw; N are the examples, or their positions (:data:`~lightning_fedbayes.likelihoods.Rows`).
+    one draw; N are the examples, or their positions (:data:`~lightning_fedbayes.metrics.likelihoods.Rows`).
 
     Args:
         predictive: a :class:`~lightning_fedbayes.PosteriorPredictive`, a Bayesian module or any other module. It is

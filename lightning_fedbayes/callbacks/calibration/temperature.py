@@ -22,7 +22,7 @@ from lightning_fedbayes.callbacks.calibration.scores import interval_scores
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, class_figures, figures_of
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, listed, shown
 from lightning_fedbayes.core.posterior import check_tensor
-from lightning_fedbayes.likelihoods import RegressionPrediction, said_by
+from lightning_fedbayes.metrics.likelihoods import RegressionPrediction, said_by
 
 LIMIT = math.log(1e3)
 """Largest |log T|: temperatures lie between 1/1000 and 1000."""

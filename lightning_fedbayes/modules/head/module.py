@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 from lightning_fedbayes.core.batches import output_of, unpacked
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
 from lightning_fedbayes.layers import evaluation_mode
-from lightning_fedbayes.likelihoods import Categorical, Gaussian
+from lightning_fedbayes.metrics.likelihoods import Categorical, Gaussian
 from lightning_fedbayes.modules.head.fit import HeadFit
 from lightning_fedbayes.modules.head.head import BayesianHead
 from lightning_fedbayes.modules.head.slopes import HeadSlopes

@@ -33,7 +33,7 @@ from lightning_fedbayes.core.errors import (
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
-from lightning_fedbayes.likelihoods import Likelihood, get_likelihood, likelihood_of
+from lightning_fedbayes.metrics.likelihoods import Likelihood, get_likelihood, likelihood_of
 from lightning_fedbayes.sources.curvature.evidence import chosen_precision
 
 Curvature = Literal["ggn", "empirical"]
@@ -81,8 +81,8 @@ class Laplace:
 
     Args:
         likelihood: of what ``forward`` gives, or its name; None: the module's attribute ``likelihood``, or what the
-            first batch leaves as the one answer (:func:`~lightning_fedbayes.likelihoods.likelihood_of`). Batches and
-            outputs have the forms of :class:`~lightning_fedbayes.PosteriorPredictive`.
+            first batch leaves as the one answer (:func:`~lightning_fedbayes.metrics.likelihoods.likelihood_of`).
+            Batches and outputs have the forms of :class:`~lightning_fedbayes.PosteriorPredictive`.
         curvature: "ggn", or "empirical", which takes one backward pass per example in place of one per output.
         prior_std: s > 0 of the prior N(0, s²). None: :meth:`posterior` and :meth:`fuse` choose it by the evidence
             (:func:`~lightning_fedbayes.sources.curvature.evidence.chosen_precision`).

@@ -1,4 +1,4 @@
-r"""What a network's outputs mean: the likelihood of targets, predictions from draws of outputs, and what is scored.
+r"""Likelihoods of a network's outputs: what they mean, predictions from draws of them, and what is scored.
 
 Outputs are as torch's losses take them, (batch, channels, \*positions), targets (batch, \*positions), or (batch,
 labels, \*positions) where each channel has its own; (batch,) and (batch, 1) both mean one output per example.
@@ -26,7 +26,7 @@ from lightning_fedbayes.metrics.functional import (
 )
 
 Rows: TypeAlias = dict[str, Tensor]
-r"""What is scored, one row for each example and position, N of them.
+r"""Rows that are scored, one for each example and position, N of them.
 
 Of classes "probs" and perhaps "logits", (samples, N, classes), and "target", (N,); of numbers "mean", "variance" and
 "target", (N, targets), and perhaps "nll", (N,). "counts", (batch,), are the rows of each example, which follow one
@@ -90,7 +90,7 @@ class RegressionPrediction(NamedTuple):
 
 
 class Likelihood(ABC):
-    """What the outputs of a network mean: plain data and pure functions.
+    """Meaning of a network's outputs: plain data and pure functions.
 
     A module says it by an attribute ``likelihood``, this object or its name; modules, predictions, reports,
     calibrations and Laplace read it there. Subclass it for one of your own, with :meth:`nll` and :meth:`predict`.
