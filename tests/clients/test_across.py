@@ -77,7 +77,7 @@ def test_linear_models_have_the_nll_of_the_closed_form():
     y = torch.stack([layer(part).detach() for layer, part in zip(layers, x)]) + 0.3
     data = fb.ClientDatasets({f"c{k}": TensorDataset(x[k], y[k, :, 0]) for k in range(3)})
     models = {
-        f"c{k}": fb.PosteriorPredictive(layer, point(layer), task="regression", noise_std=0.5)
+        f"c{k}": fb.PosteriorPredictive(layer, point(layer), likelihood=fb.Gaussian(0.5))
         for k, layer in enumerate(layers)
     }
     found = fb.evaluate_across(models, data).values["nll"]
