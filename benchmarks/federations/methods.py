@@ -231,8 +231,7 @@ def train(
     if "server_rate" in setting:
         options["fusion"] = FedAdam(lr=setting["server_rate"])
     if method.alone:
-        noise = ["log_noise_std"] if federation.task == "regression" else []
-        options |= {"local_parameters": ["network.body.*", *noise], "keep": ["optimizer", "posterior"]}
+        options |= {"local_parameters": ["network.body.*"], "keep": ["optimizer", "posterior"]}
     elif method.personal:
         options["keep"] = ["posterior"]
     turns = len(names) if options.get("fraction") == "turns" else 1
@@ -298,8 +297,7 @@ def predict(
     outputs = outputs.squeeze(-1)
     if federation.task == "survival":
         return Prediction(outputs.mean(0))
-    noise = (2 * sets["log_noise_std"]).exp().mean()
-    return Prediction(outputs.mean(0), outputs.var(0, correction=0) + noise)
+    return Prediction(outputs.mean(0), outputs.var(0, correction=0) + module.noise_variance)
 
 
 def nlls(federation: Federation, found: Prediction, y: Tensor) -> Tensor:

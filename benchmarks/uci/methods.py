@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -134,12 +135,8 @@ def mean_field(row: str, fusion: str, is_pooled: bool = False, **options: Any) -
 def ivon_sites(splits: Splits, plan: Plan) -> Outcome:
     """Networks without Bayesian layers whose posterior IVON learns, by sites; the noise is a point mass."""
 
-    def ivon(_: Iterable[nn.Parameter]) -> fb.IVON:
-        groups = [{"params": module.network.parameters()}, {"params": [module.log_noise_std], "posterior": False}]
-        return fb.IVON(groups, lr=float(plan.rate))
-
     layers = networks(splits.number, splits.features, plan.hidden)
-    module = noisy(layers, splits, optimizer=ivon, predictive="omc")
+    module = noisy(layers, splits, optimizer=partial(fb.IVON, lr=float(plan.rate)), predictive="omc")
     return by_rounds(module, splits, plan, "sites", ivon_sites=True)
 
 

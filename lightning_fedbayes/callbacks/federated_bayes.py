@@ -199,7 +199,8 @@ class FederatedBayes(L.Callback):
         Source: Jamoussi et al. 2025 (projection); Zhang et al. 2022 (pFedBayes).
 
         Raises:
-            FederationError: there is no such client, or ``keep`` does not hold "posterior".
+            FederationError: there is no such client, or neither ``keep`` nor local
+                parameters give clients any of their own.
         """
         return self.federation.personal(client, weight)
 
@@ -253,7 +254,7 @@ class FederatedBayes(L.Callback):
             self._federation, self._restored = None, None
             self._report = FederationReport()
         self._loader = None
-        self._uncertainty = bring_reports(trainer, self, self if self.settings.keeps_posteriors else None)
+        self._uncertainty = bring_reports(trainer, self, self if self.settings.is_personal(pl_module) else None)
         self._loop = FitLoop(trainer, pl_module)
         self._loop.replace_data(lambda loader: self._federate(trainer, loader))
         for callback in trainer.checkpoint_callbacks:

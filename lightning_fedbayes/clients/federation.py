@@ -343,7 +343,7 @@ class Federation:
 
     def personal(self, client: int | str, weight: float) -> GaussianPosterior:
         """Return a client's posterior: see :meth:`~lightning_fedbayes.FederatedBayes.posterior_of`."""
-        if not self.settings.keeps_posteriors:
+        if not self.settings.is_personal(self.engine.model.module):
             raise FederationError("clients keep no posterior of their own: pass FederatedBayes(keep=['posterior'])")
         names = self.engine.names
         number = names.index(client) if client in names else client

@@ -28,7 +28,8 @@ class ResidentModel:
 
     Args:
         module: the network. Its parameter objects stay the same for the whole fit, so optimizers keep theirs.
-        local_parameters: patterns (``fnmatch``) of parameters and buffers that never leave a client.
+        local_parameters: patterns (``fnmatch``) of parameters and buffers that never leave a client, beside the
+            module's own ``local_parameters``.
         learned: the posterior of parameters outside of Bayesian layers; None: they are point masses.
         buffers: treatment of floating-point and integer buffers such as BatchNorm's running statistics:
             "average" (weighted mean over the clients), "local" (every client keeps its own; the global model gets
@@ -59,6 +60,7 @@ class ResidentModel:
         gaussians = gaussian_parameters(module)
         posterior_names = {id(p): name for name, each in gaussians.items() for p in (each.mean, each.rho)}
         aliases = {name: posterior_names.get(id(p), name) for name, p in parameters.items()}
+        local_parameters = (*local_parameters, *getattr(module, "local_parameters", ()))
         self.local_parameters = _matches(local_parameters, parameters, aliases, buffer_names)
         local = set(self.local_parameters)
         self.local_names = {aliases[name] for name in local if name in aliases}

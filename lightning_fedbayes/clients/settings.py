@@ -151,6 +151,11 @@ class FederationSettings:
         """Return True if every client keeps the posterior that it has trained last."""
         return "posterior" in self.kept.what
 
+    def is_personal(self, module: Any) -> bool:
+        """Return True if clients predict by a posterior, or by parameters or buffers, of their own."""
+        own = self.local_parameters or getattr(module, "local_parameters", ()) or self.buffers == "local"
+        return self.keeps_posteriors or bool(own)
+
     @property
     def kept(self) -> Kept:
         """Return what clients keep, and where."""

@@ -18,11 +18,14 @@ from lightning_fedbayes.modules.bayesian_module import LikelihoodModule
 from lightning_fedbayes.modules.networks import Init, hybrid, layers_to_convert
 from lightning_fedbayes.modules.predictive import Predictive, linear_moments
 
-Noise = Literal["learnt", "fixed", "residual", "none"]
-NOISES: tuple[Noise, ...] = ("learnt", "fixed", "residual", "none")
+Noise = Literal["learnt", "per_client", "fixed", "residual", "none"]
+NOISES: tuple[Noise, ...] = ("learnt", "per_client", "fixed", "residual", "none")
+MEASURED: tuple[Noise, ...] = ("learnt", "per_client", "residual")
+OF_SQUARES: tuple[Noise, ...] = ("residual", "none")
 
-RESIDUAL_DECAY = 0.99
-"""Factor by which the weight of a squared error in the residual variance shrinks with each example after it."""
+WINDOWS = 3
+"""Windows of the running mean in an epoch: after one, all clients have left 5 % of what they received, whatever their
+sizes, so that averages are those of all examples; and the standard error is 1.2 times that of the epoch's own mean."""
 
 
 class HybridBayesianRegressor(LikelihoodModule):
@@ -39,13 +42,15 @@ class HybridBayesianRegressor(LikelihoodModule):
             1, or 0 where the network is Bayesian or drops out already, where ``noise`` is "residual" or "none", and
             where ``predictive`` is not "layers".
         estimator, prior_std, prior, init, posterior_std: see :func:`~lightning_fedbayes.bayesianize`.
-        noise: assumption about the observation noise. "learnt": σ is a deterministic parameter of the likelihood.
-            "fixed": σ stays ``noise_std``. "residual": training minimises the squared error, as for a network without
-            a likelihood, and σ² is a running mean of it (over about the last hundred examples), a buffer that
-            federations average like BatchNorm's statistics; errors of training, so small where the network over-fits.
-            "none": the squared error, and σ = 0 in predictions: only the disagreement of draws counts, as in [FedAG].
-        noise_std: standard deviation σ of the noise, in units of the target; the initial value if σ is learnt or
-            estimated.
+        noise: assumption about the observation noise. "learnt": σ² is the mean squared error of training, a running
+            mean over about a third of an epoch, in a buffer that federations average, weighted by examples, so that it
+            is the pooled one: where training stands still, the σ² of the largest ELBO.
+            "per_client": each client has its own σ, which stays with it, weights its errors and predicts for it; the
+            global model has the pooled one. "fixed": σ stays ``noise_std``. "residual": as "learnt", but training
+            minimises the squared error, as for a network without a likelihood. "none": the squared error, and σ = 0 in
+            predictions: only the disagreement of draws counts, as in [FedAG]. What is measured is of training errors,
+            so small where the network over-fits.
+        noise_std: standard deviation σ of the noise, in units of the target; the initial value if σ is measured.
         targets: number of targets if each has its own σ; None: one σ for all.
         samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive: see :class:`BayesianModule`.
 
@@ -59,8 +64,8 @@ class HybridBayesianRegressor(LikelihoodModule):
     tensor([0.2500, 0.2500])
     """
 
-    residual_variance: Tensor
-    log_noise_std: Tensor
+    pooled_variance: Tensor
+    client_variance: Tensor | None
 
     def __init__(
         self,
@@ -86,7 +91,7 @@ class HybridBayesianRegressor(LikelihoodModule):
         check_choice("noise", noise, NOISES, error=FedBayesError)
         if targets is not None:
             check_at_least("targets", targets, 1, error=FedBayesError)
-        if noise in ("learnt", "fixed") and predictive == "layers":
+        if noise not in OF_SQUARES and predictive == "layers":
             bayesian_last = layers_to_convert(network, bayesian_last)
         super().__init__(
             hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std),
@@ -98,48 +103,50 @@ class HybridBayesianRegressor(LikelihoodModule):
             optimizer=optimizer,
             predictive=predictive,
         )
-        if noise in ("residual", "none") and gaussian_parameters(self.network):
+        if noise in OF_SQUARES and gaussian_parameters(self.network):
             raise FedBayesError(
                 f"noise='{noise}' trains on the squared error, and a network with Bayesian layers needs a likelihood "
                 "beside its KL: use noise='learnt' or 'fixed'"
             )
         self.noise: Noise = noise
         self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
-        shape = () if targets is None else (targets,)
-        if noise in ("learnt", "fixed"):
-            log_noise_std = torch.full(shape, math.log(noise_std))
-            self.log_noise_std = nn.Parameter(log_noise_std, requires_grad=noise == "learnt")
-        elif noise == "residual":
-            self.register_buffer("residual_variance", torch.full(shape, noise_std**2))
+        start = torch.full(() if targets is None else (targets,), 0.0 if noise == "none" else noise_std**2)
+        self.register_buffer("pooled_variance", start, persistent=noise in MEASURED)
+        self.register_buffer("client_variance", torch.zeros_like(start) if noise == "per_client" else None)
+
+    @property
+    def local_parameters(self) -> tuple[str, ...]:
+        """Names of what never leaves a client: its own noise, if it has one."""
+        return ("client_variance",) if self.noise == "per_client" else ()
 
     @property
     def noise_variance(self) -> Tensor:
-        """Variance of the observation noise: a scalar, or shape (targets,)."""
-        if self.noise == "none":
-            return torch.zeros((), device=self.device)
-        return self.residual_variance if self.noise == "residual" else torch.exp(2 * self.log_noise_std)
+        """Variance of the observation noise, a scalar or shape (targets,): the client's own where it is known."""
+        own = self.client_variance
+        return self.pooled_variance if own is None else torch.where(own > 0, own, self.pooled_variance)
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Gaussian NLL of means (batch, *), in nats, summed over targets; ``targets`` has as many entries.
 
-        The squared error instead if ``noise`` is "residual" or "none".
+        The squared error instead if ``noise`` is "residual" or "none". In training the noise is measured, too.
         """
+        variance = self.noise_variance.clone()  # of the examples before, so that no error weights itself
         errors = shaped_like(targets, outputs) - outputs
-        if self.noise == "none":
+        if self.training and self.noise in MEASURED:
+            self._measure(errors.detach().square())
+        if self.noise in OF_SQUARES:
             return errors.square().sum() / len(outputs)
-        if self.noise == "residual":
-            self._update_residual_variance(errors.detach())
-            return errors.square().sum() / len(outputs)
-        errors = errors * torch.exp(-self.log_noise_std)
-        per_target = 0.5 * errors.square() + self.log_noise_std + 0.5 * math.log(2 * math.pi)
+        per_target = 0.5 * (errors.square() / variance + variance.log() + math.log(2 * math.pi))
         return per_target.sum() / len(outputs)
 
-    def _update_residual_variance(self, errors: Tensor) -> None:
-        """Move the residual variance towards the mean square of ``errors``, shape (batch, *)."""
-        if self.training:
-            variance = self.residual_variance
-            mean = errors.square().mean(0) if variance.ndim else errors.square().mean()
-            variance.add_((1 - RESIDUAL_DECAY ** len(errors)) * (mean.reshape(variance.shape) - variance))
+    def _measure(self, squares: Tensor) -> None:
+        """Move the variances of the noise towards the mean of squared errors, shape (batch, *)."""
+        mean = squares.mean(0) if self.pooled_variance.ndim else squares.mean()
+        epoch = torch.as_tensor(len(squares) if self.num_examples is None else self.num_examples)
+        for variance, windows in ((self.client_variance, 1), (self.pooled_variance, WINDOWS)):
+            if variance is not None:  # 0 is that of a client that was never measured
+                part = torch.where(variance > 0, 1 - torch.exp(-windows * len(squares) / epoch), 1.0)
+                variance.copy_(variance + part * (mean.reshape(variance.shape) - variance))
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> RegressionPrediction:
         """Mean prediction and decomposed variance of a batch: a tensor of inputs, or (inputs, targets)."""

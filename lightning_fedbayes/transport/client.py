@@ -147,7 +147,7 @@ class RemoteClient:
             partition, local_epochs=local_epochs, fusion=get_method(fusion), keep=keep, buffers=buffers,
             local_parameters=local_parameters, privacy=privacy, posterior=posterior,
         )
-        keeps = bool(local_parameters) or bool(settings.kept.what) or buffers == "local" or privacy is not None
+        keeps = settings.is_personal(module) or bool(settings.kept.what) or privacy is not None
         keeps = keeps or bool(settings.method.keeps) or conformal_epsilon is not None
         callbacks = () if trainer is None else trainer.get("callbacks") or ()
         callbacks = callbacks if isinstance(callbacks, Sequence) else (callbacks,)
@@ -241,7 +241,7 @@ class RemoteClient:
         """
         self.door.check("scores")
         number, config = question.client, question.config
-        keeps = self.training.settings.keeps_posteriors and not config.get("across")
+        keeps = self.training.settings.is_personal(self.module) and not config.get("across")
         task = question.task(StateFile(self.state_folder, number, config).before if keeps else {})
         figures, count = self._with_trainer(
             lambda trainer: self.training.evaluate(trainer, self.module, data(), task)

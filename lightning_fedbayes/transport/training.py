@@ -170,7 +170,7 @@ class ClientTraining(L.Callback):
         """Validate ``module`` with the global posterior of ``task``, after its round, and with the client's own.
 
         Returns: the finite figures that ``validation_step`` logs, and how many examples they are of. Those with the
-        posterior that the client has kept, if any, have names that begin with "personal/".
+        posterior, parameters and buffers that the client has kept, if any, have names that begin with "personal/".
 
         Raises:
             FederationError: there are no validation data.
@@ -181,8 +181,8 @@ class ClientTraining(L.Callback):
         loaders: Any = trainer.val_dataloaders
         loaders = loaders if isinstance(loaders, list | tuple) else [loaders]
         count = sum(len(loader.dataset) for loader in loaders)
-        if kept.get("own"):
-            own = GaussianPosterior.from_state_dict(kept["own"])
+        if kept.get("own") or kept.get("local"):
+            own = GaussianPosterior.from_state_dict(kept["own"]) if kept.get("own") else task.posterior
             model.load_client(kept["local"])
             model.view.load(own)
             call_round_end(module, model.whole(own))

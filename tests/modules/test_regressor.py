@@ -91,7 +91,7 @@ def test_the_nll_is_gaussian_and_summed_over_targets(targets, flat):
 
 
 @pytest.mark.parametrize("noise", ["learnt", "fixed"])
-def test_the_noise_is_a_parameter_that_is_learnt_or_not(noise):
+def test_the_noise_is_learnt_or_not(noise):
     model = HybridBayesianRegressor(mlp(6, 1), noise_std=NOISE_STD, noise=noise, learning_rate=0.1)
     data = TensorDataset(torch.randn(20, 6), 5 * torch.randn(20, 1))
     trainer(max_epochs=2).fit(model, loader(data))
@@ -192,18 +192,22 @@ class FullBatches(IterableDataset):
 
 
 class Averaged(HybridBayesianRegressor):
-    """Averages its parameters over the second half of the steps, and with them the noise of the gradients."""
+    """Averages parameters and noise over the second half of the steps, and with them the noise of the gradients."""
+
+    @property
+    def averaged(self):
+        return [*self.parameters(), self.pooled_variance]
 
     def on_train_start(self):
-        self.sums = [torch.zeros_like(p) for p in self.parameters()]
+        self.sums = [torch.zeros_like(p) for p in self.averaged]
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if batch_idx >= STEPS // 2:
-            torch._foreach_add_(self.sums, [p.detach() for p in self.parameters()])
+            torch._foreach_add_(self.sums, [p.detach() for p in self.averaged])
 
     @torch.no_grad()
     def on_train_end(self):
-        for parameter, total in zip(self.parameters(), self.sums, strict=True):
+        for parameter, total in zip(self.averaged, self.sums, strict=True):
             parameter.copy_(total / (STEPS - STEPS // 2))
 
 
