@@ -19,7 +19,6 @@ from lightning_fedbayes.clients.evaluation import (
     Predicted,
     drawing,
     has_predict_step,
-    inputs_and_targets,
     joined,
     mean_probs,
     means_of,
@@ -27,6 +26,7 @@ from lightning_fedbayes.clients.evaluation import (
     predicted,
     rows_by_outputs,
 )
+from lightning_fedbayes.core.batches import unpacked
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
 from lightning_fedbayes.core.seeding import derive_seed
@@ -228,8 +228,8 @@ class Evaluator:
         """Return the module's predictions of a batch, which its step has not returned."""
         if self._posterior is not None:
             predictive = self.predictive(module, self._posterior)
-            return self._draw(predictive, *inputs_and_targets(predictive, batch))
-        target, known = inputs_and_targets(module, batch)[1], said_by(module)
+            return self._draw(predictive, *unpacked(batch, predictive, needs_targets=True))
+        target, known = unpacked(batch, module, needs_targets=True)[1], said_by(module)
         are_numbers = target.is_floating_point() if known is None else not known.of_classes
         if has_predict_step(module) and (are_numbers or not self._needs_logits):
             try:

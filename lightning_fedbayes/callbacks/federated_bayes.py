@@ -462,7 +462,7 @@ class FederatedBayes(L.Callback):
         if self._loop is not None:
             self._loop.restore()
         if self._federation is not None:
-            self._federation.restore_priors()
+            self._federation.engine.restore_priors()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

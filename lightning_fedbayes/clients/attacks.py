@@ -34,12 +34,6 @@ class RoundAdversaries:
     """Replaces the updates of the clients that attack.
 
     Of the honest clients only moments are kept, and those only if an adversary waits for them.
-
-    Args:
-        attacks: client number → its attacks, one after the other.
-        plan: the plan of the round.
-        previous: the global posterior that the clients started from.
-        seed: seed of the federation.
     """
 
     def __init__(
@@ -100,10 +94,6 @@ def held_back(update: ClientUpdate) -> ClientUpdate:
 def poisoned(clients: Clients, attacks: Mapping[int, Sequence[Attack]]) -> Clients:
     """``clients`` whose adversaries' labels are flipped; counts of classes remain those of the true labels.
 
-    Args:
-        clients: the clients.
-        attacks: client number → its attacks.
-
     Raises:
         FederationError: an attack on labels that are unknown, no integers, or not the last of an example's parts.
     """
@@ -125,16 +115,16 @@ def poisoned(clients: Clients, attacks: Mapping[int, Sequence[Attack]]) -> Clien
 
 
 def _flipped(dataset: Dataset, classes: Sequence[int], known: dict[int, TensorDataset]) -> Dataset:
-    """``dataset`` with flipped labels, still tensors in memory if it was.
-
-    Args:
-        dataset: of one client.
-        classes: ascending.
-        known: flipped data sets of tensors by the id of the original, so that clients share what they shared.
-    """
+    """``dataset`` with flipped labels, still tensors in memory if it was; ``known``, by id, clients go on sharing."""
     if tensors_of(dataset) is None:
         flipped = FlippedLabels(dataset, classes)
-        _check_first_example(flipped)
+        with isolate_rng(include_cuda=False):
+            try:
+                flipped[0]
+            except FederationError:  # before training
+                raise
+            except Exception:  # fails its client when it trains, as without the attack
+                pass
         return flipped
     if isinstance(dataset, Subset):
         return Subset(_flipped(dataset.dataset, classes, known), dataset.indices)
@@ -146,12 +136,7 @@ def _flipped(dataset: Dataset, classes: Sequence[int], known: dict[int, TensorDa
 
 
 class FlippedLabels(Dataset):
-    """A map-style data set of tuples whose last entry, the label, is replaced by its mirror image.
-
-    Args:
-        dataset: gives tuples or lists.
-        classes: all labels that occur, ascending.
-    """
+    """A map-style data set of tuples whose last entry, the label, is replaced by its mirror image in ``classes``."""
 
     def __init__(self, dataset: Dataset, classes: Sequence[int]) -> None:
         self.dataset = dataset
@@ -175,17 +160,3 @@ class FlippedLabels(Dataset):
                 f"{listed(self.mirror)}; give the label last"
             ) from None
         return *inputs, torch.full_like(label, flipped) if isinstance(label, Tensor) else type(label)(flipped)
-
-
-def _check_first_example(dataset: FlippedLabels) -> None:
-    """Raise FederationError before training if examples are not what flipping needs.
-
-    Whatever else the data set raises fails its client when it trains, as without the attack.
-    """
-    with isolate_rng(include_cuda=False):
-        try:
-            dataset[0]
-        except FederationError:
-            raise
-        except Exception:
-            return

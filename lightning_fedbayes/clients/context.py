@@ -120,7 +120,7 @@ class TrainingContext:
                 "strategy='ddp' with fb.IVON: every process would draw other parameters, and their gradients are "
                 "averaged before IVON sees them; use strategy='fedbayes', which shares out the clients"
             )
-        if type(self.precision) is MixedPrecision and self.precision.precision == "16-mixed":
+        if not self.takes_gradient_steps:
             raise FederationError(
                 "precision='16-mixed' with fb.IVON: the gradient scaler takes gradients before IVON draws; use "
                 "'bf16-mixed'"

@@ -25,12 +25,6 @@ def default_fusion(
 
     Averages count the prior again in every round, and are too wide after many; sites are not, of layers, of IVON and of
     Laplace (benchmarks/posterior/ROUNDS.md).
-
-    Args:
-        settings: of the federation.
-        model: the resident one.
-        num_clients: of the federation.
-        callbacks: of the Trainer.
     """
     found, learned = gaussian_parameters(model.module), model.learned
     federated = model.read_posterior().mean
@@ -65,9 +59,5 @@ def default_fusion(
     if obstacle is not None:
         return Averaging(), f"an average, 'reverse_kl_barycenter', since {obstacle}"
     means, stds = ({name: prior[i] for name, prior in normal.items()} for i in range(2))
-    return Sites(*(one_if_equal(each) for each in (means, stds))), "sites, which count every client's data once"
-
-
-def one_if_equal(numbers: dict[str, float]) -> float | dict[str, float]:
-    """Return the number that all names share, or the numbers by name."""
-    return next(iter(numbers.values())) if len({*numbers.values()}) == 1 else numbers
+    of_all = [next(iter(each.values())) if len({*each.values()}) == 1 else each for each in (means, stds)]
+    return Sites(*of_all), "sites, which count every client's data once"

@@ -152,14 +152,6 @@ class Engine(ABC):
             self.model.set_prior(None)
         self._prior = None
 
-    def _participant(self, client: int, state: ClientState) -> Participant:
-        """Return what the method may know of a client."""
-        context, lengths, epochs = self.context, self.plan.lengths, self.plan.local_epochs
-        steps = epochs * -(-(lengths.get(client, 0) // epochs) // context.accumulate)
-        return Participant(
-            client % STRIDE, self.sizes[client], state.kept, client // STRIDE, steps, context.rate, self._gaussian,
-            self._frozen,
-        )
 
     def problem(self, client: int, state: ClientState) -> LocalProblem:
         """Ask the method what a client minimises, and remember it until the client's report.
@@ -168,7 +160,12 @@ class Engine(ABC):
             FederationError: what the client has kept does not go with the method.
         """
         assert self.shared is not None
-        participant = self._participant(client, state)
+        context, lengths, epochs = self.context, self.plan.lengths, self.plan.local_epochs
+        steps = epochs * -(-(lengths.get(client, 0) // epochs) // context.accumulate)
+        participant = Participant(
+            client % STRIDE, self.sizes[client], state.kept, client // STRIDE, steps, context.rate, self._gaussian,
+            self._frozen,
+        )
         if state.kept:
             self.method.check(self.shared, participant)
         problem = problem_of(self.method, self.shared, participant)
@@ -184,9 +181,7 @@ class Engine(ABC):
         """Return what has been measured of a client's data, see :class:`~lightning_fedbayes.methods.Trained`."""
         assert self.local is not None
         count, learned = client.num_examples, self.model.learned
-        scales = {
-            name: count / (1.0 if learned is None else learned.temperature(name)) for name in self.local.others
-        }
+        scales = {name: count / (1.0 if learned is None else learned.temperature(name)) for name in self.local.others}
         variances = {name: each.variance.detach() for name, each in self.local.layers.items()}
         return measured.found(count / processes, self.plan.local_epochs, variances, scales, slot)
 
@@ -194,11 +189,6 @@ class Engine(ABC):
         """Return the states with which a client's optimizers start; none if they are new.
 
         One that learns a posterior starts from the global one.
-
-        Args:
-            client: that starts.
-            state: what it has kept.
-            problem: that it solves.
         """
         if self.model.learned is None:
             return state.optimizers
@@ -235,14 +225,7 @@ class Engine(ABC):
         self, client: Client, local: Tensors, values: Mapping[str, Tensor], buffers: Tensors,
         optimizer: Mapping[int, Any],
     ) -> Tensors:
-        """Return the variances of a client that has trained, outside of Bayesian layers.
-
-        Args:
-            client: that has trained.
-            local: what it has kept of its parameters and buffers, see :meth:`ResidentModel.read_local`.
-            values, buffers: its parameters and buffers, name → tensor.
-            optimizer: the state of its optimizer, by the number of the parameter.
-        """
+        """Return the variances, outside of Bayesian layers, of a client that has trained; ``local`` it had kept."""
         assert self.model.learned is not None
         batches = self._brought(client.round, client.job)
         return self.model.learned.measured(TrainedClient(
@@ -286,7 +269,12 @@ class Engine(ABC):
         assert self.shared is not None
         participant, _ = self._under_way.pop(client)
         report = report_of(self.method, self.shared, participant, Trained(posterior, *(measured or ())))
-        own["kept"] = _owned(report.kept, posterior) if report.kept else {}
+        tensors = [*posterior.mean.values(), *posterior.variance.values()] if report.kept else []
+        views = {each.untyped_storage().data_ptr() for each in tensors}  # of the network, soon another client's
+        own["kept"] = {
+            name: value.detach().clone() if value.untyped_storage().data_ptr() in views else value.detach()
+            for name, value in report.kept.items()
+        }
         return report.posterior, joined(buffers, report.sent), own
 
     def kept_states(self, states: list[OptimizerState]) -> list[OptimizerState]:
@@ -303,11 +291,7 @@ class Engine(ABC):
 
     @abstractmethod
     def begin_batch(self, batch_idx: int) -> Sequence[Client]:
-        """Begin the clients whose first batch this is, and return them.
-
-        Args:
-            batch_idx: the number of the batch in the round.
-        """
+        """Begin the clients whose first batch this is, number ``batch_idx`` of the round, and return them."""
 
     @abstractmethod
     def train_batch(self, step: Step, optimizer: Optimizer, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
@@ -323,9 +307,6 @@ class Engine(ABC):
         """Return the updates, or failures, of the clients whose last batch this was; all must be taken.
 
         The tensors of an update may be views that the next batch overwrites.
-
-        Args:
-            batch_idx: the number of the batch in the round.
         """
 
     def seconds(self) -> float:
@@ -344,9 +325,6 @@ class Engine(ABC):
         self.states.forget(client)
         self.log.forget(client)
 
-    def trained(self) -> Results:
-        """Return figures and states of this process's clients, to be sent to other processes."""
-        return self.log.collected(), self.states.trained()
 
     def take_trained(self, everyone: Sequence[Results]) -> None:
         """Take figures and states of the clients of all processes in place of this one's own."""
@@ -365,26 +343,15 @@ class Engine(ABC):
         self.states.close()
 
 
-def _owned(kept: Mapping[str, Tensor], posterior: GaussianPosterior) -> Tensors:
-    """Return what a client keeps, with copies of what lies in the network, which is the next client's then."""
-    tensors = [each for part in (posterior.mean, posterior.variance) for each in part.values()]
-    views = {each.untyped_storage().data_ptr() for each in tensors}
-    return {
-        name: value.detach().clone() if value.untyped_storage().data_ptr() in views else value.detach()
-        for name, value in kept.items()
-    }
-
-
-def threads_for(operations: float) -> AbstractContextManager[None]:
-    """Inside, torch uses one thread if so few ``operations`` do not repay more (:data:`SMALL_STEP`)."""
-    if operations > SMALL_STEP or torch.get_num_threads() == 1:
-        return nullcontext()
-    return _one_thread()
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def threads_for(operations: float) -> Iterator[None]:
+    """Inside, torch uses one thread if so few ``operations`` do not repay more (:data:`SMALL_STEP`)."""
     threads = torch.get_num_threads()
+    if operations > SMALL_STEP or threads == 1:
+        yield
+        return
     torch.set_num_threads(1)
     try:
         yield

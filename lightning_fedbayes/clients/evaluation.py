@@ -104,10 +104,10 @@ class ClientScores:
 
     @classmethod
     def of(cls, num_examples: Mapping[str, int], figures: Mapping[str, Mapping[str, float]]) -> ClientScores:
-        """Return the table of each client's number of examples and figures, by its name."""
+        """Return the table of each client's number of examples and figures, by its name; NaN for a figure it lacks."""
         values = {
-            figure: torch.tensor([figures[name][figure] for name in num_examples], dtype=torch.float64)
-            for figure in next(iter(figures.values()))
+            figure: torch.tensor([figures[name].get(figure, math.nan) for name in num_examples], dtype=torch.float64)
+            for figure in dict.fromkeys(figure for each in figures.values() for figure in each)
         }
         return cls(tuple(num_examples), tuple(num_examples.values()), values)
 
@@ -257,13 +257,6 @@ def batches_of(dataset: Dataset, batch_size: int, collate_fn: Collate | None = N
         yield batch
 
 
-def inputs_and_targets(module: nn.Module, batch: Any) -> tuple[Any, Tensor]:
-    """Return what ``module`` takes of a batch, and the targets.
-
-    Raises:
-        FedBayesError: there is no tensor of targets.
-    """
-    return unpacked(batch, module, needs_targets=True)
 
 
 def _score(
@@ -287,13 +280,7 @@ def predict_data(
 ) -> Predicted:
     """Return what ``predict`` makes of the batches of a data set, joined; ``module`` is in evaluation mode meanwhile.
 
-    Args:
-        module: whose device the batches come to.
-        dataset: of inputs and targets.
-        batch_size: examples at a time.
-        seed: of the draws; the global generators stay as they are.
-        predict: batch → predictions.
-        collate_fn: list of examples → batch; None: torch's.
+    Batches come to its device; draws are from ``seed``, and the global generators stay as they are.
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     with evaluation_mode(module), drawing(device, seed):
@@ -326,7 +313,7 @@ def predicted(module: L.LightningModule, batch: Any) -> Predicted:
     Raises:
         FedBayesError: they are not those of this package.
     """
-    target = inputs_and_targets(module, batch)[1]
+    target = unpacked(batch, module, needs_targets=True)[1]
     prediction: Any = module.predict_step(batch, 0)
     if not isinstance(prediction, ClassPrediction | RegressionPrediction):
         raise FedBayesError(f"{type(module).__name__}.predict_step returns {shown(prediction)}: {REMEDY}")
@@ -349,12 +336,15 @@ def means_of(found: Predicted) -> Predicted:
     return {**kept, "probs": found["probs"].mean(0)} if "probs" in found else kept
 
 
-def outputs_of(predictive: nn.Module, inputs: Any) -> Tensor:
-    """Return draws of the network's output if the module can draw, otherwise its output; shape (samples, batch, *).
+
+
+def rows_by_outputs(predictive: nn.Module, batch: Any) -> Rows:
+    """Return what is scored of a batch: of draws of the output if the module can draw, otherwise of its output.
 
     Raises:
-        FedBayesError: the output has no such shape.
+        FedBayesError: the output is not of shape (batch, *).
     """
+    inputs, targets = unpacked(batch, predictive, needs_targets=True)
     sample: Any = getattr(predictive, "sample", None)
     outputs: Any = sample(inputs) if callable(sample) else output_of(predictive, inputs).unsqueeze(0)
     if not isinstance(outputs, Tensor) or outputs.ndim < 2:
@@ -362,13 +352,6 @@ def outputs_of(predictive: nn.Module, inputs: Any) -> Tensor:
             f"{type(predictive).__name__} gives {shown(outputs)}; outputs of shape (batch, *), or draws of them, are "
             "needed"
         )
-    return outputs
-
-
-def rows_by_outputs(predictive: nn.Module, batch: Any) -> Rows:
-    """Return what is scored of a batch by :func:`outputs_of`, and the likelihood of the module."""
-    inputs, targets = inputs_and_targets(predictive, batch)
-    outputs = outputs_of(predictive, inputs)
     known = predictive.likelihood_for(outputs[0], targets) if isinstance(predictive, PosteriorPredictive) else (
         likelihood_of(predictive, outputs[0], targets))
     return known.rows(outputs, targets)
@@ -415,12 +398,7 @@ def nll_of(found: Predicted) -> Tensor:
 
 
 def class_figures(probs: Tensor, target: Tensor) -> dict[str, float]:
-    """Return accuracy, NLL in nats per example and ECE (15 bins) of a classifier.
-
-    Args:
-        probs: mean predictive, shape (batch, classes).
-        target: class of each example, shape (batch,).
-    """
+    """Return accuracy, NLL in nats per example and ECE (15 bins) of mean predictives, shape (batch, classes)."""
     return {
         "accuracy": float((probs.argmax(-1) == target).double().mean()),
         "nll": float(negative_log_likelihood(probs, target).mean()),

@@ -99,11 +99,19 @@ class Federation:
         That is the module's present one: what hooks have changed since the last round holds.
 
         Raises:
-            FederationError: the log of a federation that is repeated has ended.
+            FederationError: the log of a federation that is repeated has ended, or the rule remembers rounds without
+                what was frozen and trains now.
         """
         if plan.is_beyond:
             raise FederationError(f"replay= ends after {plan.round} fusions: give so many rounds at most")
-        self._join()
+        if self.engine.model.join():  # what was frozen trains now
+            if any(self.server.rule_states.values()) or split(self.server.buffers)[1]:
+                raise FederationError(
+                    f"parameters that were frozen train from round {self.round + 2} on, and "
+                    f"fusion='{self.settings.method.name}' remembers the rounds before: let them require gradients "
+                    "when the fit begins and freeze them in on_train_epoch_start, or take a rule without a memory"
+                )
+            self.server.posterior = self.engine.model.read_posterior().clone()
         self.take_over()
         collective, module = self.server.collective, self.engine.model.module
         self.plan = plan
@@ -120,20 +128,6 @@ class Federation:
         self._keeps_clients = bool(getattr(module, "needs_client_posteriors", False))
         self.engine.begin_round(self.share)
 
-    def _join(self) -> None:
-        """Federate what was frozen and trains now.
-
-        Raises:
-            FederationError: the rule remembers rounds without it.
-        """
-        if self.engine.model.join():
-            if any(self.server.rule_states.values()) or split(self.server.buffers)[1]:
-                raise FederationError(
-                    f"parameters that were frozen train from round {self.round + 2} on, and "
-                    f"fusion='{self.settings.method.name}' remembers the rounds before: let them require gradients "
-                    "when the fit begins and freeze them in on_train_epoch_start, or take a rule without a memory"
-                )
-            self.server.posterior = self.engine.model.read_posterior().clone()
 
     def take_over(self) -> None:
         """Make the module's present parameters and buffers the global model, if a hook has changed them."""
@@ -154,15 +148,21 @@ class Federation:
         with self.engine.threads():
             for result in results:
                 self._received += 1
-                if result.client >= STRIDE:
-                    self._keep(result)
-                    continue
-                if isinstance(result, ClientUpdate) and self._adversaries.waits(result.client):
+                if result.client >= STRIDE:  # what came of a further problem stays with the client
+                    self.engine.log.forget(result.client)
+                    if isinstance(result, ClientFailure):
+                        self.engine.forget(result.client)
+                        self._not_kept[self.engine.names[result.client]] = result.error
+                elif isinstance(result, ClientUpdate) and self._adversaries.waits(result.client):
                     self._waiting.append(held_back(result))
                 else:
                     outcomes += self._send(result)
             if self.is_complete:
-                self._tell_not_kept()
+                if self._not_kept:
+                    rank_zero_warn(
+                        "Clients whose own networks stay as they were, because their training failed: "
+                        f"{listed(self._not_kept)}; the first: {next(iter(self._not_kept.values()))}"
+                    )
                 outcomes += [outcome for update in self._waiting for outcome in self._send(update)]
                 self._waiting = []
         return outcomes
@@ -188,20 +188,7 @@ class Federation:
                 outcomes.append(self._admit(message, started))
         return outcomes
 
-    def _keep(self, result: ClientUpdate | ClientFailure) -> None:
-        """Leave what came of a further problem of a client to the client."""
-        self.engine.log.forget(result.client)
-        if isinstance(result, ClientFailure):
-            self.engine.forget(result.client)
-            self._not_kept[self.engine.names[result.client]] = result.error
 
-    def _tell_not_kept(self) -> None:
-        """Warn of clients whose own networks could not be trained, in one line with the first reason."""
-        if self._not_kept:
-            rank_zero_warn(
-                "Clients whose own networks stay as they were, because their training failed: "
-                f"{listed(self._not_kept)}; the first: {next(iter(self._not_kept.values()))}"
-            )
 
     @property
     def is_complete(self) -> bool:
@@ -213,9 +200,7 @@ class Federation:
         if isinstance(result, ClientUpdate):
             try:
                 if self.settings.privacy is not None:
-                    result = self.settings.privacy.send(
-                        result, self.server.posterior, self.settings.seed, self.round
-                    )
+                    result = self.settings.privacy.send(result, self.server.posterior, self.settings.seed, self.round)
                 result = self._adversaries.send(result)
             except FusionError as refusal:
                 result = ClientFailure(result.client, refusal, result.num_examples, result.seconds)
@@ -252,7 +237,12 @@ class Federation:
         self.result = None
         try:
             with self._scoring() as score:
-                result = self.server.finish(score, self._note(note))
+                own = ProcessNote(None, self._sent, note)
+                if self._is_shared:
+                    sent = {client: posterior.to("cpu") for client, posterior in self._sent.items()}
+                    trained = self.engine.log.collected(), self.engine.states.trained()
+                    own = ProcessNote(trained, sent, note)
+                result = self.server.finish(score, own)
         except FederationError:
             self._end(success=False)
             raise
@@ -275,12 +265,6 @@ class Federation:
         self.result = result
         return result
 
-    def _note(self, extra: Any) -> ProcessNote:
-        """Return what the other processes must know of this one's clients beside their updates."""
-        if not self._is_shared:
-            return ProcessNote(None, self._sent, extra)
-        sent = {client: posterior.to("cpu") for client, posterior in self._sent.items()}
-        return ProcessNote(self.engine.trained(), sent, extra)
 
     @staticmethod
     def notes_of(result: RoundResult) -> list[Any]:
@@ -301,9 +285,7 @@ class Federation:
         if self._is_shared and self.engine.states.store is not None:
             self.server.collective.all_gather(None)
 
-    def _load(
-        self, aggregate: Aggregate, notes: Sequence[ProcessNote], hook: Callable[..., None] | None
-    ) -> None:
+    def _load(self, aggregate: Aggregate, notes: Sequence[ProcessNote], hook: Callable[..., None] | None) -> None:
         """Make ``aggregate`` the global model, and call the ``hook``, if any, with it and the clients' updates."""
         with self.engine.threads():
             self.engine.model.load_posterior(aggregate.posterior, split(aggregate.buffers)[0])
@@ -398,9 +380,6 @@ class Federation:
         self.in_flight.drop(self.round)
         self.stage = "between"
 
-    def restore_priors(self) -> None:
-        """Give the layers their own priors back."""
-        self.engine.restore_priors()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the federation at the end of the last finished round."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -48,31 +47,25 @@ class InFlight:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return all messages, as tensors, numbers and texts."""
-        return [_stored(each) for each in self.sent.values()]
+        found = []
+        for message, started, state in self.sent.values():
+            content = dict(vars(message))
+            if isinstance(message, ClientUpdate):
+                content["posterior"] = message.posterior.state_dict()
+            else:
+                content["error"] = [type(message.error).__name__, str(message.error)]
+            found.append({"message": content, "started": started, "state": None if state is None else vars(state)})
+        return found
 
     def load_state_dict(self, state: list[dict[str, Any]], device: torch.device) -> None:
-        """Restore what :meth:`state_dict` gave."""
-        there = (_restored(apply_to_collection(each, Tensor, lambda value: value.to(device))) for each in state)
-        self.sent = {each.message.client: each for each in there}
-
-
-def _stored(sent: Sent) -> dict[str, Any]:
-    """Return a message as a checkpoint holds it."""
-    message = dict(vars(sent.message))
-    if isinstance(sent.message, ClientUpdate):
-        message["posterior"] = sent.message.posterior.state_dict()
-    else:
-        message["error"] = [type(sent.message.error).__name__, str(sent.message.error)]
-    return {"message": message, "started": sent.started, "state": None if sent.state is None else vars(sent.state)}
-
-
-def _restored(stored: Mapping[str, Any]) -> Sent:
-    """Return the message that :func:`_stored` has stored; a failure is told by the name and text of its error."""
-    message, state = dict(stored["message"]), stored["state"]
-    if "posterior" in message:
-        message["posterior"] = GaussianPosterior.from_state_dict(message["posterior"])
-        found: ClientUpdate | ClientFailure = ClientUpdate(**message)
-    else:
-        name, text = message["error"]
-        found = ClientFailure(**{**message, "error": type(name, (FusionError,), {})(text)})
-    return Sent(found, stored["started"], None if state is None else ClientState(**state))
+        """Restore what :meth:`state_dict` gave; a failure is told by the name and text of its error."""
+        self.sent = {}
+        for stored in apply_to_collection(state, Tensor, lambda value: value.to(device)):
+            message, kept = stored["message"], stored["state"]
+            if "posterior" in message:
+                own = GaussianPosterior.from_state_dict(message["posterior"])
+                found: ClientUpdate | ClientFailure = ClientUpdate(**{**message, "posterior": own})
+            else:
+                name, text = message["error"]
+                found = ClientFailure(**{**message, "error": type(name, (FusionError,), {})(text)})
+            self.send(found, stored["started"], None if kept is None else ClientState(**kept))

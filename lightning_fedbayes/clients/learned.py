@@ -180,10 +180,6 @@ class OptimizerPosterior(LearnedPosterior):
 
     Its state holds the precisions :math:`\Lambda` and the prior.
 
-    Args:
-        optimizer: the user's.
-        module: whose parameters it trains.
-
     Raises:
         FederationError: it is to learn the posterior of a Bayesian layer's parameters, which have one already.
     """
@@ -299,11 +295,6 @@ class CurvaturePosterior(LearnedPosterior):
     of one model, and a client that fits its own examples perfectly ends where they say next to nothing. Where clients'
     posteriors are averaged, information weighs what each client has learnt, and stays that of its own model.
 
-    Args:
-        source: the user's.
-        module: the network.
-        optimizers: that train it.
-
     Raises:
         FederationError: an optimizer has a prior of its own, weight decay, or the source's prior is to be chosen.
     """
@@ -374,11 +365,6 @@ class PathPosterior(LearnedPosterior):
     """The posterior of a :class:`~lightning_fedbayes.SWAG`: moments of the parameters along a client's training.
 
     They are kept beside the optimizer's own state, from the first step on: :data:`MOMENTS`.
-
-    Args:
-        source: the user's.
-        module: the network.
-        optimizers: that train it.
 
     Raises:
         FederationError: there are several optimizers, or one with a posterior of its own.

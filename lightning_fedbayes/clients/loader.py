@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -132,18 +132,14 @@ class FederatedLoader:
     def dataloader(self, sequence: BatchOrder) -> DataLoader:
         """Return a loader with the user's settings over all clients' data, in the order of ``sequence``."""
         loader = self._user_loader
+        kept = (
+            "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
+            "persistent_workers",
+        )
         return DataLoader(
             ReproducibleDataset(self.clients.datasets, loader.collate_fn, self.batching.seed),
             batch_sampler=_PlannedBatches(self._sizes, self.batching, self._plan, sequence, self.part),
-            collate_fn=loaded,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-            generator=self._worker_seed,
+            collate_fn=loaded, generator=self._worker_seed, **{name: getattr(loader, name) for name in kept},
         )
 
     def load(self, round: int, client: int) -> Any:
@@ -178,6 +174,7 @@ def client_after_client(plan: RoundPlan) -> Iterator[tuple[int, int]]:
         yield from ((client, step) for step in range(plan.starts[position + 1] - plan.starts[position]))
 
 
+@dataclass(eq=False)
 class _PlannedBatches:
     """Batch sampler over the plan of the current round.
 
@@ -185,15 +182,11 @@ class _PlannedBatches:
     collector.
     """
 
-    def __init__(
-        self, sizes: Sequence[int], batching: Batching, plan: Callable[[], RoundPlan], sequence: BatchOrder,
-        part: tuple[int, int],
-    ) -> None:
-        self.part = part
-        self.sizes = sizes
-        self.batching = batching
-        self.plan = plan
-        self.sequence = sequence
+    sizes: Sequence[int]
+    batching: Batching
+    plan: Callable[[], RoundPlan]
+    sequence: BatchOrder
+    part: tuple[int, int]
 
     def __len__(self) -> int:
         return self.plan().num_batches
@@ -237,8 +230,7 @@ def batching_of(
         )
     sampler = loader.sampler
     shuffle = (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
+        type(sampler) is RandomSampler and not sampler.replacement
         and sampler.num_samples == len(sampler.data_source)
     )
     if not shuffle and type(sampler) is not SequentialSampler:
@@ -246,30 +238,17 @@ def batching_of(
             f"the training loader has a {type(sampler).__name__}; clients' orders are planned by "
             "FederatedBayes: give shuffle=True or False instead"
         )
-    return Batching(
-        batch_size=loader.batch_size,
-        shuffle=shuffle,
-        drop_last=loader.drop_last,
-        local_epochs=local_epochs,
-        fraction=fraction,
-        seed=seed,
-        limit=limit,
-        problems=problems,
-    )
+    return Batching(loader.batch_size, shuffle, loader.drop_last, local_epochs, fraction, seed, limit, problems)
 
 
 def federated_loader(
     loader: Any, settings: FederationSettings, plan: Callable[[FederatedLoader], RoundPlan],
     part: tuple[int, int] = (0, 1), limit: int | float = 1.0, clients_in_a_round: int | None = None,
 ) -> FederatedLoader:
-    """Deal the examples of the user's training ``loader`` out to clients.
+    """Deal the examples of the user's training ``loader`` out to clients; adversaries may get poisoned labels.
 
     Args:
-        loader: the user's; see :func:`batching_of`.
-        settings: the federation's; adversaries train on poisoned labels if that is their attack.
-        plan: returns the plan of the current round, of the clients that this process trains.
-        part: see :class:`FederatedLoader`.
-        limit: see :class:`~lightning_fedbayes.server.plan.Batching`.
+        loader, settings, plan, part, limit: see :func:`batching_of` and :class:`FederatedLoader`.
         clients_in_a_round: most clients in a round, for a trial run.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
-from lightning_fedbayes.clients.learned import LearnedPosterior, variance_of
+from lightning_fedbayes.clients.learned import LearnedPosterior, full, variance_of
 from lightning_fedbayes.clients.settings import BufferPolicy
 from lightning_fedbayes.clients.snapshot import write
 from lightning_fedbayes.core.errors import FederationError, listed, nearest, shown
@@ -109,11 +109,6 @@ class ResidentModel:
             self.remember_global()
         return bool(joined - self.local_names)
 
-    @property
-    def frozen_share(self) -> float:
-        """Part of the parameters that is frozen, from 0 to 1."""
-        sizes = {name: p.numel() for name, p in self.parameters.items()}
-        return sum(sizes[name] for name in self.frozen) / max(sum(sizes.values()), 1)
 
     def check_frozen(self) -> None:
         """Raise FederationError if a client has changed what is frozen."""
@@ -154,9 +149,10 @@ class ResidentModel:
 
     def load_global(self) -> None:
         """Copy the global model into the module."""
-        self._restore_shapes()
         with torch.no_grad():
             for name, parameter in self.parameters.items():
+                if parameter.shape != self.global_parameters[name].shape:  # a client's code has changed it
+                    parameter.grad, parameter.data = None, self.global_parameters[name].clone()
                 if name not in self.frozen:
                     parameter.copy_(self.global_parameters[name])
         self._write_buffers(self.global_buffers)
@@ -205,18 +201,11 @@ class ResidentModel:
             self.global_parameters, self.global_buffers, self._global_variances = before
             self.load_global()
 
-    def _restore_shapes(self) -> None:
-        """Undo changes of parameters' shapes by a client's code."""
-        for name, parameter in self.parameters.items():
-            if parameter.shape != self.global_parameters[name].shape:
-                parameter.grad, parameter.data = None, self.global_parameters[name].clone()
 
     def load_client(self, local: Tensors, start: Mapping[str, Tensor] | None = None) -> None:
         """Copy the global model into the module, and over it what the client has kept (:meth:`read_local`).
 
-        Args:
-            local: what it has kept.
-            start: name in the posterior → mean that it starts with.
+        Of the posterior's names in ``start`` the client starts with these means.
         """
         self.load_global()
         if start:
@@ -246,9 +235,7 @@ class ResidentModel:
     def with_local(self, posterior: GaussianPosterior, local: Tensors) -> GaussianPosterior:
         """Return ``posterior`` with what is frozen and with what never leaves a client, as it is at the client.
 
-        Args:
-            posterior: of the parameters that are federated.
-            local: the client's values (:meth:`read_local`); none: those of the global model.
+        Without ``local``, the client's values (:meth:`read_local`), those of the global model.
         """
         values, gaussians = {**self.global_parameters, **local}, gaussian_parameters(self.module)
         paths = {id(parameter): path for path, parameter in self.parameters.items()}
@@ -268,8 +255,7 @@ class ResidentModel:
     def anchor(self) -> Tensors:
         """Return the global values of the parameters that are federated, in at least single precision."""
         return {
-            name: value.to(torch.promote_types(value.dtype, torch.float32))
-            for name, value in self.global_parameters.items()
+            name: full(value) for name, value in self.global_parameters.items()
             if name not in self._local_parameters and name not in self.frozen
         }
 
@@ -309,16 +295,12 @@ class ResidentModel:
 
     def _read_buffers(self, names: Sequence[str]) -> Tensors:
         """Return copies of the named buffers."""
-        if not names:
-            return {}
-        live = dict(self.module.named_buffers())
+        live = dict(self.module.named_buffers()) if names else {}
         return {name: live[name].detach().clone() for name in names}
 
     def _write_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Copy ``values`` into the module's buffers, whose dtype stays."""
-        if not values:
-            return
-        live = dict(self.module.named_buffers())
+        live = dict(self.module.named_buffers()) if values else {}
         with torch.no_grad():
             for name, value in values.items():
                 write(live[name], value)
@@ -367,10 +349,8 @@ def federated_buffer_names(module: nn.Module) -> list[str]:
     """Return the names of the model's buffers: persistent ones but for the noise and priors of bayesian-torch."""
     persistent = module.state_dict(keep_vars=True)
     own = {
-        f"{path}.{name}" if path else name
-        for path, layer in module.named_modules()
-        if isinstance(layer, BaseVariationalLayer_)
-        for name in layer._buffers
+        f"{path}.{name}" if path else name for path, layer in module.named_modules()
+        if isinstance(layer, BaseVariationalLayer_) for name in layer._buffers
     }
     return [name for name, _ in module.named_buffers() if name in persistent and name not in own]
 
@@ -381,11 +361,8 @@ def _matches(
     """Return the names of parameters and buffers whose own name or posterior name some pattern matches."""
     found: list[str] = []
     for pattern in patterns:
-        names = [
-            name
-            for name in [*parameters, *buffers]
-            if fnmatchcase(name, pattern) or fnmatchcase(aliases.get(name, name), pattern)
-        ]
+        names = [name for name in [*parameters, *buffers]
+                 if fnmatchcase(name, pattern) or fnmatchcase(aliases.get(name, name), pattern)]
         if not names:
             raise FederationError(
                 f"local_parameters pattern '{pattern}' matches no parameter or buffer: "

@@ -74,7 +74,7 @@ class ClientOptimizer:
         if state:
             parameters = parameters_of(optimizer)
             there = with_counts(optimizer, state).items()
-            optimizer.state.update({parameters[i]: _copy(entries) for i, entries in there})
+            optimizer.state.update({parameters[i]: {k: copied(v) for k, v in entries.items()} for i, entries in there})
         for values, changed in zip([*optimizer.param_groups, vars(optimizer)], changes):
             for name, (before, after) in changed.items():
                 if not _differs(values.get(name), before):  # else a schedule has changed it since, for all clients
@@ -117,9 +117,8 @@ def drop_gradients(optimizer: Optimizer) -> None:
     if type(optimizer).zero_grad is not Optimizer.zero_grad:
         optimizer.zero_grad()
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
+    for parameter in parameters_of(optimizer):
+        parameter.grad = None
 
 
 def has_own_state(optimizer: Optimizer) -> bool:
@@ -152,9 +151,9 @@ def _differs(before: Any, now: Any) -> bool:
     return bool(before != now)
 
 
-def _copy(kept: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of an optimizer's entries for one parameter, which the optimizer may write into."""
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept.items()}
+def copied(value: Any) -> Any:
+    """Return a copy of an optimizer's entry for a parameter, which the optimizer may write into."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def remade(configure: Callable[[], Sequence[Optimizer]], place: int, like: Optimizer) -> Optimizer:

@@ -17,7 +17,7 @@ from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.layers import set_prior
-from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
+from lightning_fedbayes.layers.base import BayesianLayer
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior
 from lightning_fedbayes.methods.method import LocalProblem, Method, Quadratic
@@ -44,14 +44,7 @@ class Pull:
         self.duals = {} if duals is None else duals
 
     def __call__(self, parameters: Mapping[str, Tensor], stack: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return the term.
-
-        Args:
-            parameters: name → parameter; those that are missing do not train.
-            stack: takes the rows of the clients of a step out of a stack; None: there is one client.
-
-        Returns: a scalar; in a stack of shape (clients,).
-        """
+        """Return the term, a scalar; by ``stack``, which takes a step's clients out of a stack, of shape (clients,)."""
         term = torch.zeros((), device=next(iter(self.centre.values())).device)
         for name, centre in self.centre.items():
             if name in parameters:
@@ -108,13 +101,7 @@ class Pull:
 
 
 def pull_of(quadratics: Sequence[Quadratic | None], model: ResidentModel, *, stacked: bool = False) -> Pull:
-    """Return the term of one client's loss, or of each client in a stack, about the global values.
-
-    Args:
-        quadratics: of the clients; None for one that has none.
-        model: the resident network.
-        stacked: True for a stack, also of one client.
-    """
+    """Return the term of one client's loss, or, ``stacked``, of each client in a stack, about the global values."""
     given = [one or Quadratic(names=frozenset()) for one in quadratics]
     slopes = [model.parameter_names(one.slope) for one in given]
     strengths: list[Any] = [one.strength for one in given]
@@ -176,16 +163,35 @@ class LocalPriors:
                 f"precision='16-mixed' with fusion='{method.name}', which reads clients' gradients: they are scaled "
                 "there. Use 'bf16-mixed'"
             )
-        own = {} if self._source is None else {name: self._source.prior(name) for name in self.learned}
-        check_priors(method.prior_of, self.layers, own)
+        priors: dict[str, Any] = {}
+        if self._source is not None:
+            priors = {name: self._source.prior(name) for name in self.learned}
+        for name, parameter in self.layers.items():
+            if not isinstance(parameter.layer, BayesianLayer):
+                raise FederationError(
+                    f"fusion='sites': '{name}' is of {type(parameter.layer).__module__}, which takes proper priors "
+                    "alone. Use a layer of this package, such as fb.bayesianize makes"
+                )
+            priors[name] = parameter.layer.priors[parameter.path]
+        for name, own in priors.items():
+            counted = method.prior_of(name)
+            if counted is None:
+                continue
+            wanted = NormalPrior(*counted)
+            if not isinstance(own, NormalPrior) or (own.mean, own.std) != (wanted.mean, wanted.std):
+                raise FederationError(
+                    f"fusion='sites': '{name}' has the prior {own}, and the rule counts {wanted}; give the rule the "
+                    "network's: fb.Sites(prior_mean=..., prior_std=...), a number, or one for each tensor by name"
+                )
 
     def priors(self, own: Sequence[Quadratic], *, stacked: bool = False) -> dict[str, LocalPrior]:
         """Return the prior of each Gaussian parameter, of one client, or of a stack of them, fields (clients, *)."""
         found = {}
         for name, centre in self._centre.items():
+            strengths: list[Mapping[str, Tensor]] = [one.strength for one in own]  # pyright: ignore
             fields = [
                 torch.stack([field.to(centre) for field in each]) if stacked else next(iter(each)).to(centre)
-                for each in ([_strength(one)[name] for one in own], [-one.slope[name] for one in own])
+                for each in ([strength[name] for strength in strengths], [-one.slope[name] for one in own])
             ]
             found[name] = LocalPrior(centre, *fields)
         return found
@@ -195,9 +201,6 @@ class LocalPriors:
         set_prior(self.module, None)
 
 
-def _strength(quadratic: Quadratic) -> Mapping[str, Tensor]:
-    assert isinstance(quadratic.strength, Mapping)
-    return quadratic.strength
 
 
 class Measured:
@@ -213,9 +216,7 @@ class Measured:
         parts: micro-batches that make one step; each loss is divided by it.
     """
 
-    def __init__(
-        self, like: Tensors, layers: Collection[str], clients: int | None = None, parts: int = 1
-    ) -> None:
+    def __init__(self, like: Tensors, layers: Collection[str], clients: int | None = None, parts: int = 1) -> None:
         shape = () if clients is None else (clients,)
         device = next(iter(like.values())).device
         self.gradients = {name: torch.zeros_like(each) for name, each in like.items()}
@@ -231,12 +232,7 @@ class Measured:
     ) -> tuple[Tensors, Tensors]:
         """Return gradients and curvatures of the data of a client; nothing of a parameter without a gradient.
 
-        Args:
-            num_examples: of the client.
-            local_epochs: passes over its examples.
-            variances: name → the variances of the draws, of layers.
-            scales: name → the factor of the loss per example, of others.
-            slot: of the client in the stack.
+        ``variances`` are those of the draws, of layers; ``scales`` the factors of the loss per example, of others.
         """
         row = (lambda value: value) if slot is None else (lambda value: value[slot])
         gradients, precisions = {}, {}
@@ -293,14 +289,7 @@ class Watch:
 
     Gradients are read when they have been computed, before they are clipped. Those by ρ are taken away, so that no
     optimizer moves it, by weight decay neither. Of an optimizer that evaluates the loss several times in a step, the
-    last counts.
-
-    Args:
-        local: of the round.
-        own: the client's quadratic; None: it has none.
-        terms: of the client's loss.
-        parameters: of the module, by their own names.
-        parts: batches between two steps of the optimizer.
+    last counts. ``parts`` batches make one step.
     """
 
     def __init__(
@@ -325,7 +314,7 @@ class Watch:
             squares.register_hook(partial(self._squares.__setitem__, name))
             prior = replace(self._priors[name], tally=tally, squares=squares)
             each.replace_prior(prior)
-            self._take(name, each.mean, partial(_term_of_prior, prior))
+            self._take(name, each.mean, lambda mean, prior=prior: prior.gradients(mean, mean)[0])
             if each.rho.requires_grad:
                 weight = price_weight(each.std.detach())
                 self._handles.append(each.rho.register_post_accumulate_grad_hook(partial(self._hold, name, weight)))
@@ -378,38 +367,3 @@ class Watch:
         """Stop reading gradients."""
         for handle in self._handles:
             handle.remove()
-
-
-def _term_of_prior(prior: LocalPrior, mean: Tensor) -> Tensor:
-    return prior.gradients(mean, mean)[0]
-
-
-def check_priors(
-    prior_of: Callable[[str], tuple[float, float] | None], layers: Mapping[str, GaussianParameter],
-    learned: Mapping[str, NormalPrior],
-) -> None:
-    """Raise FederationError unless all Gaussian parameters have the normal priors that the method counts once.
-
-    Args:
-        prior_of: returns mean and standard deviation of a tensor's prior; None: the method counts none.
-        layers: Gaussian parameters of layers.
-        learned: the priors of others.
-    """
-    priors: dict[str, Any] = dict(learned)
-    for name, parameter in layers.items():
-        if not isinstance(parameter.layer, BayesianLayer):
-            raise FederationError(
-                f"fusion='sites': '{name}' is of {type(parameter.layer).__module__}, which takes proper priors alone. "
-                "Use a layer of this package, such as fb.bayesianize makes"
-            )
-        priors[name] = parameter.layer.priors[parameter.path]
-    for name, own in priors.items():
-        counted = prior_of(name)
-        if counted is None:
-            continue
-        wanted = NormalPrior(*counted)
-        if not isinstance(own, NormalPrior) or (own.mean, own.std) != (wanted.mean, wanted.std):
-            raise FederationError(
-                f"fusion='sites': '{name}' has the prior {own}, and the rule counts {wanted}; give the rule the "
-                "network's: fb.Sites(prior_mean=..., prior_std=...), a number, or one for each tensor by name"
-            )

@@ -36,7 +36,8 @@ def held_out_loss(
 ) -> float:
     """Return the mean loss of ``module`` over ``batches``, with the same noise for every candidate of a round."""
     total, count = 0.0, 0
-    with evaluation(module), module.trainer.precision_plugin.forward_context():
+    context = module.trainer.precision_plugin.forward_context
+    with evaluation_mode(module), torch.no_grad(), torch.random.fork_rng(), context():
         seed_everything(derive_seed(seed, "validation", round))
         for batch in batches:
             size = extract_batch_size(batch)
@@ -53,11 +54,6 @@ def own_hook(module: L.LightningModule) -> Callable[..., None] | None:
     return partial(BayesianModule.on_round_end, module) if isinstance(module, BayesianModule) else None
 
 
-@contextmanager
-def evaluation(module: L.LightningModule) -> Iterator[None]:
-    """Inside, ``module`` is in evaluation mode, without gradients, and the global generators are borrowed."""
-    with evaluation_mode(module), torch.no_grad(), torch.random.fork_rng():
-        yield
 
 
 def predictive_nll(module: L.LightningModule, batch: Any) -> Tensor:

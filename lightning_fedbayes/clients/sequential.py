@@ -110,9 +110,7 @@ class SequentialEngine(Engine):
         self._terms = self.terms([client], [problem])
         if problem.measures:
             assert self.local is not None
-            self._watch = Watch(
-                self.local, problem.prior, self._terms, self.model.parameters, self.context.accumulate
-            )
+            self._watch = Watch(self.local, problem.prior, self._terms, self.model.parameters, self.context.accumulate)
         states = self.optimizer_states(client, state, problem)
         for i, optimizer in enumerate(self._optimizers):
             optimizer.reset(states[i] if states else {}, state.options[i] if state.options else ())
@@ -203,9 +201,7 @@ class SequentialEngine(Engine):
             self.model.read_local(), self.kept_states([state for state, _ in kept]), [changes for _, changes in kept],
             **own,
         ))
-        return ClientUpdate(
-            client.job, client.num_examples, posterior, buffers, metrics, self.seconds(), own["kept"]
-        )
+        return ClientUpdate(client.job, client.num_examples, posterior, buffers, metrics, self.seconds(), own["kept"])
 
     def _measure(self) -> Exception | None:
         """Bring the variances of the client that has just trained beside the module; return why it cannot be."""
@@ -267,4 +263,3 @@ class SequentialEngine(Engine):
         Done at the end of the client before it, so that transforms of its first batch on the device are covered.
         """
         seed_everything(derive_seed(self.seed, "training", self.plan.round, self.plan.cohort[self._position]))
-

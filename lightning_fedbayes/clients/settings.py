@@ -99,7 +99,11 @@ class FederationSettings:
         if self.fusion is not None:
             self._set("fusion", get_method(self.fusion))
         check_weighting(self.weighting)
-        check_partition(self.partition)
+        if self.partition is not None and not isinstance(self.partition, Partition):
+            raise FederationError(
+                f"partition={shown(self.partition)} is no Partition: give one, such as IIDPartition(clients=10), or "
+                "None if the data set is a ClientDatasets"
+            )
         check_at_least("local_epochs", self.local_epochs, 1)
         check_kind("safeguards", self.safeguards, Safeguards, "give fb.Safeguards(...)")
         check_fraction(self.fraction)
@@ -110,14 +114,21 @@ class FederationSettings:
         self._set("keep", self.keep if isinstance(self.keep, Kept) else Kept(self.keep))
         check_choice("buffers", self.buffers, get_args(BufferPolicy))
         check_at_least("seed", self.seed, -LARGEST)
-        self._set("local_parameters", check_patterns(self.local_parameters))
+        remedy = "give patterns of names, such as ['head.*']"
+        self._set("local_parameters", check_strings("local_parameters", self.local_parameters, remedy))
         self._set("adversaries", attacks_of(self.adversaries))
-        check_privacy(self.privacy)
+        if self.privacy is not None and not isinstance(self.privacy, UpdatePrivacy):
+            raise FederationError(
+                f"privacy={shown(self.privacy)} is no UpdatePrivacy: give UpdatePrivacy(clip=1.0, "
+                "noise_multiplier=1.0), or None; an ExamplePrivacy is a callback of the Trainer, beside FederatedBayes"
+            )
         remedy = "give fb.Laplace(), fb.SWAG(), a PosteriorSource or None"
         check_kind("posterior", self.posterior, Source | None, remedy)
         check_kind("schedule", self.schedule, Asynchronous | None, "give fb.Asynchronous(...), or None for rounds")
-        if self.schedule is not None:
-            self._check_schedule(self.schedule)
+        if self.schedule is not None and self.fraction != 1.0:
+            raise FederationError(
+                f"fraction={self.fraction} with schedule=: say how many clients train at once by concurrency="
+            )
         if self.fusion is None:
             return
         method = self.method
@@ -133,12 +144,6 @@ class FederationSettings:
         if method.keeps_posteriors and not self.keeps_posteriors:
             self._set("keep", Kept((*self.kept.what, "posterior"), self.kept.folder))
 
-    def _check_schedule(self, schedule: Asynchronous) -> None:
-        """Raise FederationError for settings of rounds that a federation without rounds does not have."""
-        if self.fraction != 1.0:
-            raise FederationError(
-                f"fraction={self.fraction} with schedule=: say how many clients train at once by concurrency="
-            )
 
     @property
     def method(self) -> Method:
@@ -197,9 +202,6 @@ class FederationSettings:
         return found | found.pop("safeguards").__dict__
 
 
-def check_patterns(local_parameters: Any) -> tuple[str, ...]:
-    """Return the patterns of local parameters; raise FederationError unless they are one string or several."""
-    return check_strings("local_parameters", local_parameters, "give patterns of names, such as ['head.*']")
 
 
 def check_cohort(clients: int, fraction: Fraction, min_clients: int) -> None:
@@ -212,13 +214,6 @@ def check_cohort(clients: int, fraction: Fraction, min_clients: int) -> None:
         )
 
 
-def check_partition(partition: Any) -> None:
-    """Raise FederationError unless ``partition`` is None or can split."""
-    if partition is not None and not isinstance(partition, Partition):
-        raise FederationError(
-            f"partition={shown(partition)} is no Partition: give one, such as IIDPartition(clients=10), or None if the "
-            "data set is a ClientDatasets"
-        )
 
 
 def attacks_of(adversaries: Any) -> tuple[Attack, ...]:
@@ -231,12 +226,3 @@ def attacks_of(adversaries: Any) -> tuple[Attack, ...]:
             f"adversaries: {shown(wrong[0])} is no attack: give one, such as SignFlip(clients=0.3), or a list"
         )
     return tuple(attacks)
-
-
-def check_privacy(privacy: Any) -> None:
-    """Raise FederationError unless ``privacy`` is None or an UpdatePrivacy."""
-    if privacy is not None and not isinstance(privacy, UpdatePrivacy):
-        raise FederationError(
-            f"privacy={shown(privacy)} is no UpdatePrivacy: give UpdatePrivacy(clip=1.0, noise_multiplier=1.0), or "
-            "None; an ExamplePrivacy is a callback of the Trainer, beside FederatedBayes"
-        )

@@ -136,8 +136,9 @@ def make_engine(
         probed = probe(context, model, loader, pair)
         if name == "auto" and context.is_coarse:
             raise CannotVectorize("in half precision a stack rounds otherwise than each client alone")
-        limits = LARGEST_SHARED_STEP if model.frozen_share >= MOSTLY_FROZEN else LARGEST_STEP
-        most = clients_that_fit(probed.bytes_per_client, STACK_BYTES.get(device, STACK_BYTES["cuda"]))
+        still, all_ = (sum(p.numel() for p in each.values()) for each in (model.frozen, model.parameters))
+        limits = LARGEST_SHARED_STEP if still / max(all_, 1) >= MOSTLY_FROZEN else LARGEST_STEP
+        most = max(1, STACK_BYTES.get(device, STACK_BYTES["cuda"]) // max(probed.bytes_per_client, 1))
         at_once = settings.engine if isinstance(settings.engine, int) else most
         together = min(at_once, len(cohort))
         if name == "auto" and (probed.flops > limits.get(device, limits["cuda"]) or (
@@ -157,12 +158,3 @@ def make_engine(
         return one_by_one()
     rank_zero_info(f"Engine: vectorized, {together} clients at once.")
     return VectorizedEngine(context, model, loader, probed=probed, clients_at_once=at_once, **options)
-
-
-def clients_that_fit(bytes_per_client: int, available: int) -> int:
-    """Return how many clients a stack of ``available`` bytes holds, at least 1.
-
-    >>> clients_that_fit(100, available=250)
-    2
-    """
-    return max(1, available // max(bytes_per_client, 1))

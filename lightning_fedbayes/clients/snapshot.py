@@ -41,12 +41,7 @@ LIBRARIES = ("torch", "lightning", "lightning_fedbayes", "lightning_fabric", "to
 
 
 class Snapshot:
-    """The attributes of one module at one time, with their contents.
-
-    Args:
-        module: any module, without its submodules.
-        skip: names of attributes that do not matter.
-    """
+    """The attributes of one module at one time, with their contents, but for the names in ``skip``."""
 
     def __init__(self, module: nn.Module, skip: Collection[str] = ()) -> None:
         self._attributes = vars(module)
@@ -116,11 +111,7 @@ class Snapshot:
 
 
 class Modes:
-    """The modes of a module and its parts, training or evaluation, at one time.
-
-    Args:
-        module: the network.
-    """
+    """The modes of a module and its parts, training or evaluation, at one time."""
 
     def __init__(self, module: nn.Module) -> None:
         self._flags = [(each, each.training) for each in module.modules()]
@@ -174,11 +165,7 @@ class RoundState:
         self._by_hook |= {(path, name) for path, snapshot in self._snapshots.items() for name in snapshot.changes()}
 
     def restore(self, *, keep_hooks: bool = False) -> None:
-        """Put everything back that can be.
-
-        Args:
-            keep_hooks: leave what ``on_client_start`` has set.
-        """
+        """Put everything back that can be; ``keep_hooks`` leaves what ``on_client_start`` has set."""
         for each, prints in self._watchers:
             changed = [name for name, value in vars(each).items() if fingerprint(value) != prints.get(name, ABSENT)]
             self.shared |= {f"{type(each).__name__}.{name}" for name in changed}

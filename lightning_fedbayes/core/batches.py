@@ -22,11 +22,7 @@ REMEDY = "say what is what, unpack=lambda batch: (inputs, targets)"
 
 
 class Whole:
-    """A batch as one value, which code that maps over collections of tensors leaves as it is.
-
-    Args:
-        batch: of any form.
-    """
+    """A batch as one value, which code that maps over collections of tensors leaves as it is."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch

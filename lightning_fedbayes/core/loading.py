@@ -20,23 +20,14 @@ from lightning_fedbayes.core.seeding import derive_seed, seed_host
 
 
 class FailedBatch:
-    """Stand-in for a batch that could not be loaded.
-
-    Args:
-        error: the error that the client's data set raised.
-    """
+    """Stand-in for a batch that could not be loaded, with the error that the client's data set raised."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 class Parts(Sequence[Dataset]):
-    """Subsets of one data set, one for each client, made when they are asked for: a million take no memory.
-
-    Args:
-        dataset: of all clients.
-        indices: the examples of each client, int64 vectors.
-    """
+    """Subsets of one data set, int64 ``indices`` of each client, made when asked for: a million take no memory."""
 
     def __init__(self, dataset: Dataset, indices: Sequence[Tensor]) -> None:
         self.dataset = dataset
@@ -67,13 +58,7 @@ class Parts(Sequence[Dataset]):
 
 
 class PlannedBatch(list):
-    """A batch's example numbers, with the round, client and step that its random transforms are seeded by.
-
-    Args:
-        indices: numbers of examples within the client's data set.
-        round, client, step: the round, the client and the client's batch in that round.
-        dataset: number of the client's data set.
-    """
+    """A batch's example numbers, with the round, client and step that its random transforms are seeded by."""
 
     def __init__(self, indices: Sequence[int], round: int, client: int, step: int, dataset: int) -> None:
         super().__init__(indices)

@@ -63,11 +63,7 @@ class Store:
     # -- a run ---------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a new run.
-
-        Raises:
-            FederationError: the folder holds another one.
-        """
+        """Begin a new run; raise FederationError if the folder holds another one."""
         if not self.writes:
             return
         if self._fact("marks", ""):  # otherwise no checkpoint can go on with them
@@ -81,11 +77,7 @@ class Store:
             self._note(run=self.run, rounds=0, marks="")
 
     def resume(self, run: str, rounds: int) -> None:
-        """Go back to where a checkpoint was written.
-
-        Args:
-            run: the checkpoint's.
-            rounds: that were done then.
+        """Go back to where a checkpoint of a ``run`` was written, when ``rounds`` were done.
 
         Raises:
             FederationError: the folder holds another run, or no longer, or not yet, the states after that round.
@@ -133,15 +125,20 @@ class Store:
         """Return the state of a client after the last finished round; None if it has none."""
         if not self.rounds:
             return None
-        query = "SELECT state FROM states WHERE client = ? AND rounds <= ? ORDER BY rounds DESC LIMIT 1"
+        return self._read("rounds <= ? ORDER BY rounds DESC LIMIT 1", client, self.rounds)
+
+    def _read(self, when: str, client: int, rounds: int) -> dict[str, Any] | None:
         with self._told():
-            found = self._open.execute(query, (client, self.rounds)).fetchone()
+            query = f"SELECT state FROM states WHERE client = ? AND {when}"
+            found = self._open.execute(query, (client, rounds)).fetchone()
         return None if found is None else pickle.loads(found[0])
 
     def put(self, client: int, state: Mapping[str, Any]) -> None:
         """Write the state of a client after the round that is under way; it counts when :meth:`finish` is called."""
-        self._waiting[client] = content = _dumps(dict(state))
-        self._size += len(content)
+        file = io.BytesIO()
+        _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(dict(state))
+        self._waiting[client] = file.getvalue()
+        self._size += file.tell()
         if self._size >= MOST_WAITING:
             self._flush()
 
@@ -149,10 +146,7 @@ class Store:
         """Return what :meth:`put` was given of a client in the round that is under way; None for nothing."""
         if client in self._waiting:
             return pickle.loads(self._waiting[client])
-        query = "SELECT state FROM states WHERE client = ? AND rounds = ?"
-        with self._told():
-            found = self._open.execute(query, (client, self.rounds + 1)).fetchone()
-        return None if found is None else pickle.loads(found[0])
+        return self._read("rounds = ?", client, self.rounds + 1)
 
     def _flush(self) -> None:
         """Write the states that wait."""
@@ -274,14 +268,8 @@ class Store:
             ) from error
 
 
-def _dumps(state: dict[str, Any]) -> bytes:
-    """Return a state as bytes, its tensors as they lie in memory: torch.save takes ten times as long for small ones."""
-    file = io.BytesIO()
-    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(state)
-    return file.getvalue()
-
-
 class _Pickler(pickle.Pickler):
+    """Writes tensors as they lie in memory: torch.save takes ten times as long for small ones."""
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.layout != torch.strided:
             return NotImplemented

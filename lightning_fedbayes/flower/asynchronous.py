@@ -115,7 +115,10 @@ class Course:
         Raises:
             FederationError: too few clients are connected, or a replay cannot go on.
         """
-        began, replay = time.monotonic(), self._replayed(round)
+        began, turns = time.monotonic(), self._turns
+        if turns is not None and round >= len(turns):
+            raise FederationError(f"replay= ends after {len(turns)} fusions: give so many rounds at most")
+        replay = None if turns is None else turns[round]
         nodes = self.clients.look(grid, self.timeout)
         if len(nodes) < fewest:
             nodes = self.clients.wait(grid, fewest, self.timeout, at_once=True)
@@ -128,11 +131,23 @@ class Course:
         starts, refused = set[int](), set[int]()
         while True:
             self._go_on(grid, round)
-            for client in self._ready(round, together) if replay is None else self._ready_in(replay, starts):
+            if replay is None:
+                ready = self._ready(round, together)
+            else:  # in the log, as far as they are connected
+                ready = sorted((set(replay.starts) - starts - self.busy) & self.clients.nodes.keys())
+            for client in ready:
                 self._start(grid, client, round, arrays, told)
                 starts.add(client)
             late = time.monotonic() - began > self.timeout
-            due = self._due(round, max(buffer, fewest), late) if replay is None else self._due_in(replay, late)
+            if replay is None:
+                due = self._due(round, max(buffer, fewest), late)
+            else:  # the clients of the log's turn, when all have been heard
+                order = [arrival.client for arrival in replay.arrivals]
+                missing = set(order) - self._heard.keys()
+                if missing and late:
+                    silence = f"clients {listed(missing)} are silent for {self.timeout:g} s"
+                    raise FederationError(f"the replay cannot go on: {silence}")
+                due = None if missing else order
             if due is not None:
                 self._turn = turn._replace(starts=tuple(sorted(starts)), refused=frozenset(refused))
                 outcomes = self._admit(round, due)
@@ -191,13 +206,6 @@ class Course:
         held = {client: each.started for client, each in self._heard.items()}
         return {job.client: job.started for job in self._waited(self.server.rounds)} | held | self._resumed
 
-    def _replayed(self, round: int) -> Turn | None:
-        """Return the turn of the log."""
-        if self._turns is None:
-            return None
-        if round >= len(self._turns):
-            raise FederationError(f"replay= ends after {len(self._turns)} fusions: give so many rounds at most")
-        return self._turns[round]
 
     # -- who begins ----------------------------------------------------------------------------------------------------
 
@@ -223,9 +231,6 @@ class Course:
         free = [client for client in known if client not in self.busy and client not in self._heard]
         return free[: max(0, together - len(self._waited(round)))]
 
-    def _ready_in(self, turn: Turn, begun: set[int]) -> list[int]:
-        """Return the clients that begin in a turn of the log, as far as they are connected."""
-        return sorted((set(turn.starts) - begun - self.busy) & self.clients.nodes.keys())
 
     def _start(self, grid: Grid, client: int, started: int, arrays: ArrayRecord, told: Mapping[str, Any]) -> None:
         """Let a client begin."""
@@ -274,18 +279,6 @@ class Course:
         nobody = not self._waited(round) and (late or bool(self._heard))
         return list(self._heard) if valid >= buffer or nobody else None
 
-    def _due_in(self, turn: Turn, late: bool) -> list[int] | None:
-        """Return the clients of a turn of the log when all have been heard.
-
-        Raises:
-            FederationError: they have not in time.
-        """
-        order = [arrival.client for arrival in turn.arrivals]
-        missing = set(order) - self._heard.keys()
-        if missing and late:
-            silence = f"clients {listed(missing)} are silent for {self.timeout:g} s"
-            raise FederationError(f"the replay cannot go on: {silence}")
-        return None if missing else order
 
 
 def check_schedule(schedule: Asynchronous, min_clients: int) -> None:

@@ -100,7 +100,8 @@ def client_app(
     )
 
     def introduce(message: flwr.app.Message, context: Context) -> flwr.app.Message:
-        sent = client.attempt("introduction", number_or_none(context), lambda: introduction(context))
+        number = number_or_none(context)
+        sent = client.attempt("introduction", number, lambda: Message("introduction", client_number(context)))
         return flwr.app.Message(records_of(sent), reply_to=message)
 
     def answering(asked: Asked) -> Callable[[flwr.app.Message, Context], flwr.app.Message]:
@@ -123,11 +124,7 @@ def client_app(
 
 
 def client_number(context: Context) -> int:
-    """The number of the client that a node is.
-
-    Raises:
-        FederationError: the node's configuration does not say.
-    """
+    """The number of the client that a node is; raise FederationError if the node's configuration does not say."""
     number = context.node_config.get(NODE_CONFIG_KEY)
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise FederationError(
@@ -143,9 +140,6 @@ def number_or_none(context: Context) -> int:
     return number if isinstance(number, int) else -1
 
 
-def introduction(context: Context) -> Message:
-    """Say which client a node is."""
-    return Message("introduction", client_number(context))
 
 
 def question_in(message: flwr.app.Message, context: Context) -> Question:

@@ -34,9 +34,7 @@ class Roster:
     def wait(self, grid: Grid, clients: int, timeout: float, at_once: bool = False) -> dict[int, int]:
         """Wait until ``clients`` clients are at hand. Returns client → node.
 
-        Args:
-            grid, clients, timeout: how many clients, and for how many seconds.
-            at_once: go on as soon as so many have answered, and not when all have that are connected.
+        With ``at_once`` it goes on as soon as so many have answered, and not when all have that are connected.
 
         Raises:
             FederationError: they are not after ``timeout`` seconds.

@@ -30,9 +30,7 @@ def initial_arrays(
         buffers, local_parameters: tensors that stay at the clients; see :class:`~lightning_fedbayes.FederatedBayes`.
         posterior: see there; that of the clients.
     """
-    return record_of(
-        initial_model(module, buffers=buffers, local_parameters=local_parameters, posterior=posterior)
-    )
+    return record_of(initial_model(module, buffers=buffers, local_parameters=local_parameters, posterior=posterior))
 
 
 def server_app(

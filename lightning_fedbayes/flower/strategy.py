@@ -277,9 +277,7 @@ class FusionStrategy(Rounds, Strategy):
             answer = refusal
         return self.update_of(client, {client: answer})
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord]:
         """Fuse what can be used of the round's replies; see Flower's ``Strategy``.
 
         Returns: the new global arrays, None if the round came to nothing, and the round's figures.
@@ -437,13 +435,7 @@ def _records(result: RoundResult) -> tuple[ArrayRecord | None, MetricRecord]:
 def read_all(
     replies: Iterable[Message], nodes: Mapping[int, int], kind: Kind, server_round: int
 ) -> dict[int, ClientMessage | FedBayesError]:
-    """Return what each client has sent, or why it cannot be read, by the client's number.
-
-    Args:
-        replies: of the nodes; those of others are left out.
-        nodes: node → client, those that were asked.
-        kind, server_round: what they were asked for, and about which round.
-    """
+    """Return what each client of ``nodes`` (node → client) has sent, or why it cannot be read, by its number."""
     found: dict[int, ClientMessage | FedBayesError] = {}
     for reply in replies:
         client = nodes.get(reply.metadata.src_node_id)

@@ -15,41 +15,35 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.transport.messages import header_of, numbers_of, posterior_in, read_message, tensors_of
 
 
-def to_arrays(posterior: GaussianPosterior, buffers: Mapping[str, Tensor], frozen: str = "") -> ArrayRecord:
+def to_arrays(posterior: GaussianPosterior, buffers: Mapping[str, Tensor]) -> ArrayRecord:
     """Return ``posterior`` and ``buffers`` as one ArrayRecord: float64 and integers as they are, others in float32.
 
     Deterministic parameters send no variance. Keys are ``mean/<name>``, ``variance/<name>`` and ``buffer/<name>``, and
-    ``linearised/`` if the posterior is; ``frozen/<digest>`` where some parameters are.
+    ``linearised/`` if the posterior is.
 
     Args:
         posterior: means and variances, any floating dtype; bfloat16, which Flower cannot send, is exact in float32.
         buffers: name → tensor.
-        frozen: digest of the frozen parameters.
 
     >>> q = GaussianPosterior({"w": torch.zeros(2), "b": torch.zeros(1)}, {"w": torch.ones(2), "b": torch.zeros(1)})
     >>> sorted(to_arrays(GaussianPosterior.point_mass({"w": torch.zeros(2)}), {"steps": torch.tensor(3)}))
     ['buffer/steps', 'mean/w']
     """
-    return record_of(tensors_of(posterior, buffers) | ({f"frozen/{frozen}": torch.ones(1)} if frozen else {}))
+    return record_of(tensors_of(posterior, buffers))
 
 
 def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
     """Return named tensors as an ArrayRecord."""
-    return ArrayRecord({name: Array(_numpy_has(value)) for name, value in tensors.items()})
+    own = {name: value.detach().cpu() for name, value in tensors.items()}
+    half = torch.bfloat16  # which NumPy does not have
+    return ArrayRecord({n: Array(value.float() if value.dtype == half else value) for n, value in own.items()})
 
 
 def from_arrays(arrays: ArrayRecord, who: str) -> tuple[GaussianPosterior, dict[str, Tensor]]:
-    """Return the posterior and buffers that :func:`to_arrays` sent.
-
-    Args:
-        arrays: of a message; nothing in it is trusted.
-        who: whose they are, for messages.
-
-    Returns: the posterior and the buffers, in the dtypes they were sent in.
+    """Return the posterior and buffers that :func:`to_arrays` sent, in their dtypes; nothing in ``arrays`` is trusted.
 
     Raises:
-        FusionError: an array of another kind or order, one that cannot be read, a mean or variance that is neither
-            float32 nor float64, a negative variance, or a variance without a mean.
+        FusionError: see :func:`tensors_in` and :func:`~lightning_fedbayes.transport.messages.posterior_in`.
     """
     return posterior_in(tensors_in(arrays, who), who)
 
@@ -82,24 +76,13 @@ def records_of(message: Message) -> RecordDict:
     return records
 
 
-def _numpy_has(value: Tensor) -> Tensor:
-    """Return ``value`` on the CPU, bfloat16, which NumPy does not have, in float32."""
-    value = value.detach().cpu()
-    return value.float() if value.dtype == torch.bfloat16 else value
 
 
 def message_in(reply: flwr.app.Message, client: int | None, kind: Kind, server_round: int) -> Message:
     """Return the message in a client's reply; nothing in it is trusted.
 
-    Args:
-        reply: the reply.
-        client: the client that was asked; None: it is to say who it is.
-        kind: what it was asked for.
-        server_round: the round that it was asked about.
-
     Raises:
-        FusionError: the client failed, says that it is another, or has sent something else, of another round or of
-            no whole number of examples. Figures that are not finite are left out.
+        FusionError: for the reasons see :func:`~lightning_fedbayes.transport.messages.read_message`.
     """
     node = reply.metadata.src_node_id
     who = f"node {node}" if client is None else f"client {client}"

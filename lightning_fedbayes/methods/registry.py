@@ -54,11 +54,7 @@ def register_method(name: str) -> Callable[[M], M]:
 
 
 def unregister_method(name: str) -> None:
-    """Remove the method ``name``.
-
-    Raises:
-        FusionError: there is none; the message gives the nearest.
-    """
+    """Remove the method ``name``; raise FusionError if there is none; the message gives the nearest."""
     if name not in _METHODS:
         raise FusionError(f"name={shown(name)}: {nearest(str(name), _METHODS)}")
     _METHODS.pop(name).registered = ""

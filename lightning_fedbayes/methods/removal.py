@@ -31,7 +31,17 @@ def remove_client(federation: Any, client: int) -> GaussianPosterior:
     """
     check_at_least("client", client, 0)
     with raised_as(FederationError, "the state of the federation cannot be read", "give that of another checkpoint"):
-        return _without(_state_of(federation), client)
+        state = _state_of(federation)
+        kept = state["sites"].get(client) or Store.state_in(state.get("clients", {}), client).get("kept", {})
+        posterior = GaussianPosterior.from_state_dict(state["posterior"])
+        for method in every_method():
+            without = method.without(posterior, kept)
+            if without is not None:
+                return without
+        raise FederationError(
+            f"client {shown(client)} has no part of the posterior: it has trained in no federation by fusion='sites' "
+            "or 'sums', whose parts can be told from the others'"
+        )
 
 
 def _state_of(federation: Any) -> Mapping[str, Any]:
@@ -48,17 +58,3 @@ def _state_of(federation: Any) -> Mapping[str, Any]:
         if isinstance(state, Mapping) and {"rule_states", "sites", "posterior"} <= state.keys():
             return state
     raise FederationError(f"{shown(federation)}: give a FederatedBayes that has trained, or a checkpoint's content")
-
-
-def _without(state: Mapping[str, Any], client: int) -> GaussianPosterior:
-    """Return the posterior of a state without a client's part."""
-    kept = state["sites"].get(client) or Store.state_in(state.get("clients", {}), client).get("kept", {})
-    posterior = GaussianPosterior.from_state_dict(state["posterior"])
-    for method in every_method():
-        without = method.without(posterior, kept)
-        if without is not None:
-            return without
-    raise FederationError(
-        f"client {shown(client)} has no part of the posterior: it has trained in no federation by fusion='sites' or "
-        "'sums', whose parts can be told from the others'"
-    )

@@ -163,15 +163,12 @@ class FusionController(ModelController):
                 found = self._ask("evaluate", "scores", server_round, self._sites(), self._model())[0]
                 figures = {**figures, **rounds.take_scores(server_round, found)}
             told_round(server_round, count, figures)
-        if self._calibration and not self.is_aborted():
-            rounds.calibrate_by(self._calibration, self._ask_for_calibration)
+        def ask(request: dict[str, Any], clients: set[int] | None, kind: Kind) -> Mapping[int, Message | FedBayesError]:
+            chosen = {client: site for client, site in self._sites().items() if clients is None or client in clients}
+            return self._ask("calibrate", kind, max(1, count), chosen, self._model(), request)[0]
 
-    def _ask_for_calibration(
-        self, request: dict[str, Any], clients: set[int] | None, kind: Kind
-    ) -> Mapping[int, Message | FedBayesError]:
-        """Ask clients, or all, for what a calibration needs."""
-        sites = {client: site for client, site in self._sites().items() if clients is None or client in clients}
-        return self._ask("calibrate", kind, max(1, self._num_rounds), sites, self._model(), request)[0]
+        if self._calibration and not self.is_aborted():
+            rounds.calibrate_by(self._calibration, ask)
 
     def _model(self) -> dict[str, Tensor]:
         """Return the global model as it is sent."""
@@ -209,13 +206,6 @@ class FusionController(ModelController):
     ) -> tuple[dict[int, Message | FedBayesError], Collection[int]]:
         """Ask the clients of some sites, and wait for their answers.
 
-        Args:
-            asked: what they are to do.
-            kind: the message that they are to send.
-            server_round: the round, from 1.
-            sites: client → site.
-            model: the global model.
-            request: more that they are asked.
 
         Returns: client → its message, or why it cannot be read; and the clients that have lost their state.
         """

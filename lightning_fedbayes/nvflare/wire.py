@@ -22,13 +22,7 @@ TOLD = "told/"
 
 
 def model_of(asked: Asked, question: Question, rounds: int) -> FLModel:
-    """Return a question as FLARE sends it: tensors as ``params``, the rest as ``meta``.
-
-    Args:
-        asked: what the client is to do.
-        question: for one client.
-        rounds: number of rounds of the federation.
-    """
+    """Return a question for one client as FLARE sends it: tensors as ``params``, the rest as ``meta``."""
     told = {f"{TOLD}{name}": value for name, value in (question.told or {}).items()}
     meta = {**question.config, ASKED: asked, "client": question.client, "tells": question.told is not None}
     done = question.config["server-round"] - 1
@@ -79,11 +73,7 @@ def message_in(model: FLModel, client: int, kind: Kind, server_round: int) -> Me
 
 
 def tensors_in(params: Any, who: str) -> dict[str, Tensor]:
-    """Return the tensors of a reply, by their names.
-
-    Raises:
-        FusionError: one is no dense tensor.
-    """
+    """Return the tensors of a reply, by their names; raise FusionError if one is no dense tensor."""
     if not isinstance(params, Mapping):
         raise FusionError(f"{who}: its params are {shown(params)}, and a dict of tensors is needed")
     for name, value in params.items():

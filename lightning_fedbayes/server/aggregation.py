@@ -101,15 +101,9 @@ class Aggregation:
     """
 
     def __init__(
-        self,
-        rule: FusionRule,
-        weighting: str | CohortWeights,
-        previous: GaussianPosterior,
-        buffers: Mapping[str, Tensor] | None = None,
-        state: RuleState | None = None,
-        collective: Collective = ALONE,
-        guard: Guard | None = None,
-        adds: bool = False,
+        self, rule: FusionRule, weighting: str | CohortWeights, previous: GaussianPosterior,
+        buffers: Mapping[str, Tensor] | None = None, state: RuleState | None = None, collective: Collective = ALONE,
+        guard: Guard | None = None, adds: bool = False,
     ) -> None:
         check_kind("rule", rule, FusionRule, "give a rule object, such as get_rule('conflation')", error=FusionError)
         check_kind("previous", previous, GaussianPosterior, "give the global posterior", error=FusionError)
@@ -165,7 +159,8 @@ class Aggregation:
         if self.guard is not None:
             self.guard.check(posterior, who)
         if self._streams:
-            self._weights[update.client] = self._weight(update)
+            weigh = PER_CLIENT[str(self.weighting)] if self.rule.uses_weights else None  # ω, not normalised
+            self._weights[update.client] = 1.0 if weigh is None else weigh(ClientFacts.of(update, self.previous))
         if self._streams and not self._clips:
             self._fuse([(update, posterior, self._weights[update.client])])
         else:
@@ -280,13 +275,11 @@ class Aggregation:
         several = self.collective.size > 1
         total = sum(weights.values()) if several else self._accumulator.total
         self._accumulator.check_not_empty(total)
-        state = self.state
+        state, shares = self.state, shares_of(weights, {})
         if isinstance(self.rule, SumRule) and not several:
             fused = self._accumulator.result(state, weights)
-            shares = shares_of(weights, {})
             apart, buffers = self._merge(shares)
         elif isinstance(self.rule, SumRule):
-            shares = shares_of(weights, {})
             sums = Reduction(self._accumulator.statistics, self.previous.num_parameters, self.rule.merge)
             apart, buffers, merged = self._merge(shares, sums)
             fused = self._accumulator.finish(merged, state, weights)
@@ -297,12 +290,17 @@ class Aggregation:
             apart, buffers = self._merge(shares)
         check_finite(fused.posterior, "the fused posterior")
         refused = {client: why for each in everyone for client, why in each.refused.items()}
+        counted = [] if self.guard is None else [self.guard.counted]
+        counted = self.collective.all_gather(counted[0]) if counted and self._adds else counted
+        apart_within = float(apart.get("disagreement", 0.0)) + float(apart["within"])
         return Aggregate(
             fused.posterior,
             buffers=self._buffers.averages(buffers, sum(weights.values()) if self._streams else 1.0),
             weights=shares,
             metrics={
-                **self._diagnostics(fused.posterior, shares, self._disagreement_of(apart)),
+                "effective_clients": effective_clients(list(shares.values())),
+                "disagreement": apart_within / float(apart["weight"]) / max(1, self.previous.num_parameters),
+                **mean_variance(fused.posterior),
                 **fused.figures,
                 **({"outlying_clients": float(len(outlying))} if self._clips else {}),
             },
@@ -311,15 +309,8 @@ class Aggregation:
             state=fused.state,
             outlying=outlying,
             refused=refused,
-            counted={client: kept for client, kept in self._counted().items() if client not in refused},
+            counted={client: kept for each in counted for client, kept in each.items() if client not in refused},
         )
-
-    def _counted(self) -> dict[int, dict[str, Tensor]]:
-        """Return what clients of all processes have to keep in place of what they sent."""
-        if self.guard is None:
-            return {}
-        counted = self.collective.all_gather(self.guard.counted) if self._adds else [self.guard.counted]
-        return {client: kept for each in counted for client, kept in each.items()}
 
     def _fuse_held(self, weights: Mapping[int, float], everyone: Sequence[Admitted]) -> tuple[int, ...]:
         """Add the clients that had to wait until all were known, in the order of arrival, clipped where needed.
@@ -363,23 +354,14 @@ class Aggregation:
         """Merge what all processes know of the clients' disagreement, their buffers, and ``others``."""
         for update in () if self._streams else self._held:
             self._buffers.add(update.buffers, shares[update.client])
-        merged = merge_statistics(
-            [self._disagreement_reduction(), self._buffers.reduction(), *others], self.collective
-        )
+        own = self._disagreement.statistics(self.collective.size > 1)
+        apart = Reduction(own, self.previous.num_parameters, merge_disagreement, totals_only=True)
+        merged = merge_statistics([apart, self._buffers.reduction(), *others], self.collective)
         if self.collective.size > 1:
             device = self.previous.flatten()[0].device
             merged[2:] = [{name: value.to(device) for name, value in sums.items()} for sums in merged[2:]]
         return merged
 
-    def _disagreement_of(self, apart: Statistics) -> float:
-        """Return the weighted variance of the clients' means, averaged over the parameters."""
-        between_and_within = float(apart.get("disagreement", 0.0)) + float(apart["within"])
-        return between_and_within / float(apart["weight"]) / max(1, self.previous.num_parameters)
-
-    def _disagreement_reduction(self) -> Reduction:
-        """Return the sums behind :meth:`_disagreement_of`."""
-        own = self._disagreement.statistics(self.collective.size > 1)
-        return Reduction(own, self.previous.num_parameters, merge_disagreement, totals_only=True)
 
     def _weights_of(self, everyone: Sequence[Admitted]) -> dict[int, float]:
         """Return the weights of all clients; normalised where updates were held back until all were known."""
@@ -395,12 +377,6 @@ class Aggregation:
             values = normalised(values, self.weighting, len(clients))
         return dict(zip(clients, values, strict=True))
 
-    def _weight(self, update: ClientUpdate) -> float:
-        """Return the weight ω, not normalised, of one client."""
-        if not self.rule.uses_weights:
-            return 1.0
-        assert isinstance(self.weighting, str)
-        return PER_CLIENT[self.weighting](ClientFacts.of(update, self.previous))
 
     def _fuse(self, clients: Sequence[tuple[ClientUpdate, GaussianPosterior, float]]) -> None:
         """Add admitted clients to all running sums: of each its update, its posterior as the guard left it, its weight.
@@ -421,12 +397,6 @@ class Aggregation:
             if self._streams:
                 self._buffers.add(update.buffers, weight)
 
-    def _diagnostics(
-        self, posterior: GaussianPosterior, shares: dict[int, float], disagreement: float
-    ) -> dict[str, float]:
-        """Return the diagnostics of a fusion, as they are logged."""
-        found = {"effective_clients": effective_clients(list(shares.values())), "disagreement": disagreement}
-        return found | mean_variance(posterior)
 
 
 def mean_variance(posterior: GaussianPosterior) -> dict[str, float]:

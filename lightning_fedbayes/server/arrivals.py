@@ -39,7 +39,12 @@ def read_arrivals(path: Path) -> list[Fusion]:
     try:
         *lines, _ = path.read_text().split("\n")  # what follows the last line's end was cut off
         fusions = [_fusion(json.loads(line), number) for number, line in enumerate(lines, 1)]
-        _check_possible(fusions)
+        heard: dict[int, int] = {}
+        for number, fusion in enumerate(fusions, 1):
+            for client, version in fusion.arrived:
+                if version < heard.get(client, 0):
+                    raise ValueError(f"in line {number} client {client} has begun before it was heard")
+                heard[client] = number
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise FederationError(
             f"{path} is no log of arrivals: {type(error).__name__}: {error}; give the file beside the checkpoint of a "
@@ -57,13 +62,3 @@ def _fusion(line: dict[str, Any], number: int) -> Fusion:
     if line["fusion"] != number or not late or not all(is_whole(each) and each >= 0 for each in numbers):
         raise ValueError(f"line {number} is no fusion {number}")
     return Fusion(line["clients"], began, arrived, refused)
-
-
-def _check_possible(fusions: list[Fusion]) -> None:
-    """Raise ValueError if a client sends two messages at once, or begins again before it has been heard."""
-    heard: dict[int, int] = {}
-    for number, fusion in enumerate(fusions, 1):
-        for client, version in fusion.arrived:
-            if version < heard.get(client, 0):
-                raise ValueError(f"in line {number} client {client} has begun before it was heard")
-            heard[client] = number

@@ -108,9 +108,8 @@ def _add_all(statistics: Statistics, other: Statistics) -> None:
 
 def _as_real(buffer: Tensor) -> Tensor:
     """Return ``buffer`` on the CPU in double precision, real and imaginary parts as two numbers."""
-    if buffer.is_complex():
-        return torch.view_as_real(buffer.to("cpu", torch.complex128))
-    return buffer.to("cpu", torch.float64)
+    own = buffer.to("cpu", torch.complex128 if buffer.is_complex() else torch.float64)
+    return torch.view_as_real(own) if buffer.is_complex() else own
 
 
 def _alike(first: Tensor | None, second: Tensor | None, floats: bool = False) -> bool:

@@ -126,11 +126,7 @@ class RoundPlan:
 
 
 class OfClients(Sequence[Any]):
-    """One value for each client, by its number or that of any of its problems.
-
-    Args:
-        values: one for each client.
-    """
+    """One value for each client, by its number or that of any of its problems."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = values

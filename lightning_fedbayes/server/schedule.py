@@ -74,7 +74,8 @@ class Delays:
         check_flag("by_size", self.by_size)
         for each in self.away:
             whole = isinstance(each, Sequence) and len(each) == 3
-            if not whole or not is_whole(each[0]) or not is_number(each[1]) or not _is_later(*each[1:]):
+            ends = whole and is_whole(each[0]) and is_number(each[1]) and (is_number(each[2]) or each[2] == math.inf)
+            if not ends or not 0 <= each[1] < each[2]:
                 raise FederationError(f"away: {shown(each)}: give (client, from, until) with 0 ≤ from < until")
 
     @classmethod
@@ -192,9 +193,6 @@ class Asynchronous:
         return self.max_staleness is not None and round - started > self.max_staleness
 
 
-def _is_later(start: float, until: Any) -> bool:
-    """Return whether an absence is one: from 0 on, and with an end after its start, which may be infinite."""
-    return (is_number(until) or until == math.inf) and 0 <= start < until
 
 
 class Arrival(NamedTuple):
@@ -243,12 +241,8 @@ ENDED = Turn((), (), frozenset(), (), math.inf)
 def recorded(fusions: Sequence[Fusion], clients: int | None = None) -> list[Turn]:
     """Return the turns of a log; who begins, and is never heard, does not.
 
-    Args:
-        fusions: of the log.
-        clients: most clients; None: any number.
-
     Raises:
-        FederationError: the log is of more clients.
+        FederationError: the log is of more clients than ``clients``.
     """
     starts = [set[int]() for _ in fusions]
     for fusion in fusions:
@@ -269,9 +263,7 @@ class Timeline:
     """Course of a federation without rounds, which follows from its schedule, the clients' sizes and the seed alone.
 
     Args:
-        schedule: of the federation.
-        sizes: numbers of examples of the clients.
-        seed: of the federation.
+        schedule, sizes, seed: of the federation, and the clients' numbers of examples.
         min_clients: messages without which a fusion counts for nothing.
         first: messages that the first fusion waits for, if as many clients train at once: fewer cannot be compared.
         most: clients that may train at once, for a trial run; None: as the schedule says.

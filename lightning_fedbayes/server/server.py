@@ -11,14 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import (
-    FederationError,
-    FusionError,
-    check_at_least,
-    check_kind,
-    listed,
-    sendable,
-)
+from lightning_fedbayes.core.errors import FederationError, FusionError, check_at_least, check_kind, listed, sendable
 from lightning_fedbayes.core.exchange import ALONE, Collective
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, bytes_of, check_mapping
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, check_posterior
@@ -306,11 +299,21 @@ class Server:
         """
         if self._plan is None:
             raise FederationError("no round has begun: call begin(RoundPlan(round, cohort)) before finish")
-        reports = self.collective.all_gather(self._report(note))
+        own = list(self._outcomes.values())
+        if self.collective.size > 1:
+            own = [replace(each, error=each.error and sendable(each.error)) for each in own]
+        admitted = {name: aggregation.admitted() for name, aggregation in self._aggregations.items()}
+        count = len(next(iter(self._aggregations.values())))
+        reports = self.collective.all_gather(ProcessReport(own, admitted, count, note))
         outcomes = tuple(outcome for report in reports for outcome in report.outcomes)
         if self.collective.size > 1:
             outcomes = tuple(sorted(outcomes, key=lambda outcome: outcome.client))
-        outcomes = _with_refusals(outcomes, [each for report in reports for each in report.admitted.values()])
+        refused = {  # whose updates have turned out not to count, when all were known
+            client: FusionError(why) for report in reports for each in report.admitted.values()
+            for client, why in each.refused.items()
+        }
+        if refused:
+            outcomes = tuple(replace(each, error=each.error or refused.get(each.client)) for each in outcomes)
         notes = tuple(report.note for report in reports)
         aggregate, refusal, losses = None, None, {}
         if sum(report.count for report in reports) >= self.safeguards.min_clients:
@@ -347,13 +350,6 @@ class Server:
             raise self.failure(refusal, outcomes)
         return RoundResult(round, self.posterior, self.buffers, aggregate, refusal, outcomes, figures, notes)
 
-    def _report(self, note: Any) -> ProcessReport:
-        """Return what the other processes must know of this one's clients."""
-        outcomes = list(self._outcomes.values())
-        if self.collective.size > 1:
-            outcomes = [replace(each, error=each.error and sendable(each.error)) for each in outcomes]
-        admitted = {name: aggregation.admitted() for name, aggregation in self._aggregations.items()}
-        return ProcessReport(outcomes, admitted, len(next(iter(self._aggregations.values()))), note)
 
     def _aggregate(
         self, admitted: Sequence[Mapping[str, Admitted]], score: Scorer | None, notes: Sequence[Any]
@@ -487,11 +483,3 @@ class Server:
         if self.versions is not None:
             self.versions.load_state_dict(state["begun"], device)
         self._rule_states = {**self._rule_states, **known}
-
-
-def _with_refusals(outcomes: tuple[ClientOutcome, ...], admitted: Sequence[Admitted]) -> tuple[ClientOutcome, ...]:
-    """Return the outcomes with those of clients whose updates turned out not to count when all were known."""
-    refused = {client: FusionError(why) for each in admitted for client, why in each.refused.items()}
-    if not refused:
-        return outcomes
-    return tuple(replace(each, error=each.error or refused.get(each.client)) for each in outcomes)

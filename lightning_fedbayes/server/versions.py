@@ -20,11 +20,6 @@ from lightning_fedbayes.methods.method import Method, Shared, joined, split
 class Versions:
     """Record of what clients have started from in each round, as long as messages about it may come.
 
-    Args:
-        method: says what a late message is.
-        late: the way to take it, for methods that average.
-        posterior: the global one, before training.
-
     Attributes:
         begun: round → what its clients have started from.
 
@@ -43,10 +38,7 @@ class Versions:
     ) -> ClientUpdate:
         """Return the update that a client would have sent if it had started from the present global model.
 
-        Args:
-            update: as it was sent.
-            started: the round in which the client began.
-            now, round, buffers: what clients start from that begin now, the present round, the global buffers.
+        ``now`` is what clients start from that begin now, and ``buffers`` are the global ones.
 
         Raises:
             FusionError: what the client started from is not known any more, or what it sent is of another network, not

@@ -114,9 +114,7 @@ def _closeness(flat: Sequence[tuple[Tensor, Tensor]], divergence: Callable[..., 
     """1 / distance to the nearest other client, shape (clients,)."""
     if len(flat) == 1:
         return torch.ones(1, dtype=torch.float64)
-    nearest_other = [
-        min(float(divergence(q, p)) for j, p in enumerate(flat) if j != k) for k, q in enumerate(flat)
-    ]
+    nearest_other = [min(float(divergence(q, p)) for j, p in enumerate(flat) if j != k) for k, q in enumerate(flat)]
     return 1 / torch.tensor(nearest_other, dtype=torch.float64).clamp_min(SMALLEST_DISTANCE)
 
 
@@ -192,10 +190,7 @@ PER_CLIENT: dict[str, ClientWeight] = {
 }
 """Weightings that look at one client at a time, so that posteriors stream."""
 
-PER_COHORT: dict[str, CohortWeights] = {
-    "max_discrepancy": max_discrepancy,
-    "max_discrepancy_l2": max_discrepancy_l2,
-}
+PER_COHORT: dict[str, CohortWeights] = {"max_discrepancy": max_discrepancy, "max_discrepancy_l2": max_discrepancy_l2}
 """Weightings that compare the clients of a round, so that all their posteriors are held."""
 
 OF_DISTRIBUTIONS = ("distance", "max_discrepancy")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import zipfile
-from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_fedbayes.clients.client import options_of
 from lightning_fedbayes.core.errors import FederationError
 
 
@@ -53,16 +53,14 @@ class WholeCheckpointIO(TorchCheckpointIO):
         os.replace(written, path)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a whole checkpoint.
-
-        Raises:
-            FederationError: the file is damaged, and nothing can take its place.
-        """
+        """Read a whole checkpoint; raise FederationError if the file is damaged, and nothing can take its place."""
         file = Path(path)
         if not file.is_file() or (reason := damage(file)) is None:
             return super().load_checkpoint(path, *args, **kwargs)
         is_last = file.stem.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST)
-        for other in newest_beside(file) if is_last else ():
+        others = [each for each in file.parent.glob(f"*{file.suffix}") if each.is_file() and each != file]
+        others.sort(key=lambda other: (other.stat().st_mtime, other.name), reverse=True)  # the newest first
+        for other in others if is_last else ():
             checkpoint = super().load_checkpoint(other, *args, **kwargs) if damage(other) is None else {}
             if "optimizer_states" in checkpoint:  # not of weights alone
                 rank_zero_warn(f"{file} is damaged ({reason}): going on from {other.name}, the newest whole checkpoint")
@@ -73,10 +71,6 @@ class WholeCheckpointIO(TorchCheckpointIO):
         )
 
 
-def newest_beside(file: Path) -> Iterator[Path]:
-    """Yield the other files of the same ending in the folder of ``file``, the newest first."""
-    others = [other for other in file.parent.glob(f"*{file.suffix}") if other.is_file() and other != file]
-    yield from sorted(others, key=lambda other: (other.stat().st_mtime, other.name), reverse=True)
 
 
 def use_whole_checkpoints(trainer: L.Trainer) -> None:
@@ -89,20 +83,13 @@ Checkpoint = dict[str, Any]
 
 
 class RoundBoundary:
-    """The Trainer's progress at the start of a round, for checkpoints that are written inside the round.
-
-    Args:
-        trainer: the Trainer, between two rounds.
-    """
+    """The Trainer's progress at the start of a round, for checkpoints that are written inside the round."""
 
     def __init__(self, trainer: L.Trainer) -> None:
         self.loop_state = loop_state(trainer.fit_loop)
         self.global_step = trainer.global_step
         self.schedulers = [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
-        self.param_groups = [
-            [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-            for optimizer in trainer.optimizers
-        ]
+        self.param_groups = [options_of(optimizer) for optimizer in trainer.optimizers]
 
     def apply(self, checkpoint: Checkpoint, rounds_done: int) -> None:
         """Make ``checkpoint`` one of the start of the round."""
@@ -147,19 +134,3 @@ def close_round(checkpoint: Checkpoint, rounds_done: int) -> None:
     loops["epoch_loop.batch_progress"]["is_last_batch"] = False
     for state in checkpoint.get("optimizer_states", []):
         state["state"] = {}  # every client starts with its own
-
-
-def pending_plateau(trainer: L.Trainer) -> dict[str, Any]:
-    """Return what epoch-wise ``ReduceLROnPlateau`` schedulers are still to be given after a round, monitor → value.
-
-    Lightning steps them after it has written the round's checkpoint, and on resuming leaves that step out.
-    """
-    monitors = [str(config.monitor) for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    return {name: trainer.callback_metrics[name] for name in monitors if name in trainer.callback_metrics}
-
-
-def step_plateau(trainer: L.Trainer, pending: dict[str, Any], rounds_done: int) -> None:
-    """Take the steps of :func:`pending_plateau` after ``rounds_done`` rounds."""
-    for config in trainer.lr_scheduler_configs:
-        if config.reduce_on_plateau and config.monitor in pending and rounds_done % config.frequency == 0:
-            config.scheduler.step(pending[config.monitor])

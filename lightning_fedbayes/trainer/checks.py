@@ -71,7 +71,8 @@ def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
         )
     if trainer.max_steps != -1 and not made.fast_dev_run:
         yield f"max_steps={trainer.max_steps} stops inside a round; use max_epochs, the number of rounds"
-    if not _is_all(trainer.val_check_interval) or trainer.check_val_every_n_epoch is None:
+    interval = trainer.val_check_interval  # the integer 1 is one batch, not the share 1.0
+    if not isinstance(interval, float) or interval != 1.0 or trainer.check_val_every_n_epoch is None:
         yield (
             f"val_check_interval={trainer.val_check_interval} validates inside a round, when the module holds one "
             "client's model; use 1.0, and check_val_every_n_epoch for fewer validations"
@@ -110,9 +111,6 @@ def _reasons_of_several_processes(trainer: Any) -> Iterator[str]:
             yield "ModelCheckpoint inside a round, when processes are at different steps; use every_n_epochs="
 
 
-def _is_all(limit: int | float | None) -> bool:
-    """Return True if a limit is the share 1.0; the integer 1 is one batch."""
-    return isinstance(limit, float) and limit == 1.0
 
 
 def check_same_number(before: Clients, clients: Clients) -> None:
@@ -180,10 +178,7 @@ def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], setting
 
     Other settings may change from one round to the next; one line says which have.
 
-    Args:
-        trainer: which may reload data of other sizes during a fit.
-        stored: the settings in the checkpoint.
-        settings: the present ones.
+    A ``trainer`` may reload data of other sizes during a fit.
     """
     made: Any = trainer
     names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")

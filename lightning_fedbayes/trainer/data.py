@@ -13,14 +13,10 @@ from lightning_fedbayes.core.errors import FederationError
 
 
 class FederatedSource:
-    """Stand-in for the Trainer's source of training loaders.
+    """Stand-in for the Trainer's source of training loaders, which turns the user's loader into the federation's.
 
     It asks the user's source (loaders passed to ``fit``, a datamodule or the module's own hook) when the Trainer
     asks, so that all ``setup`` hooks have run by then.
-
-    Args:
-        source: the Trainer's own source.
-        federate: turns the user's loader into the federation's.
     """
 
     def __init__(self, source: Any, federate: Callable[[Any], Any]) -> None:

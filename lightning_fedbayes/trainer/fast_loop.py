@@ -30,14 +30,8 @@ OWN_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fedbayes")
 """Packages whose callbacks leave weights, options and batches alone in their hooks of a batch."""
 
 STEP_HOOKS = (
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "configure_gradient_clipping",
-    "backward",
+    "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "optimizer_step",
+    "optimizer_zero_grad", "configure_gradient_clipping", "backward",
 )
 """Hooks of a step, besides ``training_step``."""
 
@@ -45,10 +39,7 @@ Advance = Callable[[Any], None]
 """Trains on the next batch of a data fetcher: the epoch loop's ``advance``."""
 
 BATCH_HOOKS = (
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-    "on_train_batch_start",
+    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start",
     "on_train_batch_end",
 )
 """Hooks of a module or datamodule around a step; those of callbacks are called by the fast loop, too."""
@@ -68,7 +59,7 @@ def step_is_plain(trainer: L.Trainer) -> bool:
     return (
         type(trainer.precision_plugin) is Precision
         and not trainer.gradient_clip_val
-        and all(is_torchs_own(each) for each in trainer.optimizers)
+        and all(type(o).__module__.startswith("torch.optim.") and not _needs_closure(o) for o in trainer.optimizers)
         and next(step_obstacles(trainer), None) is None
     )
 
@@ -124,9 +115,6 @@ def batch_watchers(trainer: L.Trainer) -> Iterator[tuple[L.Callback, str]]:
                 yield callback, hook
 
 
-def is_torchs_own(optimizer: Optimizer) -> bool:
-    """Return True for an optimizer of torch that takes its step after one evaluation of the loss, if any."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not _needs_closure(optimizer)
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
@@ -160,12 +148,9 @@ def fast_step(trainer: L.Trainer) -> Step:
 
 
 def fast_advance(trainer: L.Trainer, step: Step, prepare: Callable[[Any], Any] | None = None) -> Advance:
-    """Return a function that trains on one batch, in place of the epoch loop's ``advance``.
+    """Return a function that trains on one batch by ``step``, in place of the epoch loop's ``advance``.
 
-    Args:
-        trainer: inside ``fit``.
-        step: takes the optimizer, the number of the batch, and {"batch": batch, "batch_idx": number}.
-        prepare: turns what the data fetcher gives into the batch; by default it moves it to the device.
+    ``prepare`` turns what the data fetcher gives into the batch; by default it moves it to the device.
     """
     made: Any = trainer
     loop: Any = trainer.fit_loop.epoch_loop

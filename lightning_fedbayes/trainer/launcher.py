@@ -23,7 +23,7 @@ class RememberingLauncher(_MultiProcessingLauncher):
         A file, because Lightning reads the pipe between the processes when they have ended: more than fits into it, as
         the sites of a few clients, would wait for ever.
         """
-        states = {callback.state_key: callback.state_dict() for callback in self._callbacks(trainer)}
+        states = {each.state_key: each.state_dict() for each in trainer.callbacks}  # pyright: ignore
         with NamedTemporaryFile(suffix=".pt", delete=False) as file:
             torch.save(states, file)
         return {**super().get_extra_results(trainer), "callback_states": file.name}
@@ -34,10 +34,6 @@ class RememberingLauncher(_MultiProcessingLauncher):
         file = Path(extra["callback_states"])
         states = torch.load(file, map_location="cpu", weights_only=False)
         file.unlink()
-        for callback in self._callbacks(trainer):
+        for callback in trainer.callbacks:  # pyright: ignore
             if states.get(callback.state_key):
                 callback.load_state_dict(states[callback.state_key])
-
-    @staticmethod
-    def _callbacks(trainer: Any) -> list[L.Callback]:
-        return trainer.callbacks

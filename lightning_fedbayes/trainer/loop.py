@@ -18,7 +18,7 @@ from lightning_fedbayes.clients.context import TrainingContext
 from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.core.exchange import Collective
-from lightning_fedbayes.trainer.checkpoints import RoundBoundary, close_round, pending_plateau, step_plateau
+from lightning_fedbayes.trainer.checkpoints import RoundBoundary, close_round
 from lightning_fedbayes.trainer.data import FederatedSource, held_out_batches
 from lightning_fedbayes.trainer.fast_loop import (
     Advance,
@@ -42,10 +42,6 @@ class FitLoop:
     """The fit loop of a Trainer: its data, length, steps, counters and checkpoints.
 
     Every method that changes the loop is undone by :meth:`restore`.
-
-    Args:
-        trainer: the user's Trainer, from ``setup`` on.
-        module: the user's module.
     """
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -186,7 +182,17 @@ class FitLoop:
             rank_zero_info(f"Lightning's own loop runs, because the fast one is not tested with {L.__version__}.")
         step = partial(engine.train_batch, fast_step(self.trainer) if is_fast else optimization.run)
         optimization.run = step
-        self._see_the_round_in_progress_bar_and_schedulers()
+        step_schedulers = self._epoch.update_lr_schedulers
+
+        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+            if not self._is_inside or interval != "epoch":  # schedulers step once in a round, at its end
+                step_schedulers(interval, update_plateau_schedulers)
+
+        self._epoch.update_lr_schedulers = update_lr_schedulers
+        bar: Any = self.trainer.progress_bar_callback
+        if bar is not None:  # it counts the batches of the round
+            show = bar.on_train_batch_end
+            bar.on_train_batch_end = lambda *args: show(*args[:-1], self._number)
         whole = self._epoch.advance
         inner = fast_advance(self.trainer, step, engine.prepare) if is_fast else whole
 
@@ -231,27 +237,12 @@ class FitLoop:
         if progress.is_last_batch:  # now, when the optimizers have the options of the round again
             self._epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
-    def _see_the_round_in_progress_bar_and_schedulers(self) -> None:
-        """Let the progress bar count the batches of the round, and schedulers step once in a round, at its end."""
-        step = self._epoch.update_lr_schedulers
-
-        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
-            if not self._is_inside or interval != "epoch":
-                step(interval, update_plateau_schedulers)
-
-        self._epoch.update_lr_schedulers = update_lr_schedulers
-        bar: Any = self.trainer.progress_bar_callback
-        if bar is not None:
-            show = bar.on_train_batch_end
-            bar.on_train_batch_end = lambda *args: show(*args[:-1], self._number)
 
     def stop_together(self, in_round: Callable[[], bool]) -> None:
         """Hold a ``trainer.should_stop`` back until all processes have ended the round; then all stop, or none.
 
-        Otherwise the process that stops would leave, and the others would wait for it.
-
-        Args:
-            in_round: returns True while clients are training in this process.
+        Otherwise the process that stops would leave, and the others would wait for it. While clients are training in
+        this process, ``in_round`` returns True.
         """
         inner, asked = self._epoch.on_advance_end, False
 
@@ -274,19 +265,11 @@ class FitLoop:
     def begin_round(self) -> None:
         """Note the loop's progress at the start of a round, for checkpoints inside it and for its counters."""
         self._boundary = RoundBoundary(self.trainer)
-        self._steps_before = self._steps()
-
-    def _steps(self) -> tuple[int, int]:
-        """Return the optimizer's steps, and the batches that loggers count."""
-        return self.trainer.global_step, self._epoch._batches_that_stepped
+        self._steps_before = self.trainer.global_step, self._epoch._batches_that_stepped
 
     def own_steps(self, *, idle: bool) -> tuple[int, int]:
-        """Return this process's steps and batches of the round, at the round's last batch.
-
-        Args:
-            idle: True if this process has had no client; its batch does not count.
-        """
-        steps, batches = self._steps()
+        """Return this process's steps and batches of the round, at its last batch, which does not count if ``idle``."""
+        steps, batches = self.trainer.global_step, self._epoch._batches_that_stepped
         before, batches_before = self._steps_before  # the Trainer has yet to count the last batch
         return steps - before, 0 if idle else batches + 1 - batches_before
 
@@ -313,25 +296,26 @@ class FitLoop:
         self.module.on_save_checkpoint = on_save_checkpoint
 
     def close_round(self, checkpoint: Checkpoint, rounds: int, *, is_done: bool) -> None:
-        """Make ``checkpoint`` lie between two rounds.
-
-        Args:
-            checkpoint: Lightning's, at any time of a fit.
-            rounds: number of finished rounds.
-            is_done: False while a round is under way: the checkpoint becomes one of its start.
-        """
+        """Make ``checkpoint`` lie between two rounds: after ``rounds``, or at the start of one that is not done."""
         if is_done:
             close_round(checkpoint, rounds)
         elif self._boundary is not None:
             self._boundary.apply(checkpoint, rounds)
 
     def pending_plateau(self) -> dict[str, Any]:
-        """Return the monitored values that ``ReduceLROnPlateau`` schedulers are still to be given, by name."""
-        return pending_plateau(self.trainer)
+        """Return what epoch-wise ``ReduceLROnPlateau`` schedulers are still to be given after a round, monitor → value.
+
+        Lightning steps them after it has written the round's checkpoint, and on resuming leaves that step out.
+        """
+        known = self.trainer.callback_metrics
+        monitors = [str(each.monitor) for each in self.trainer.lr_scheduler_configs if each.reduce_on_plateau]
+        return {name: known[name] for name in monitors if name in known}
 
     def step_plateau(self, pending: dict[str, Any], rounds: int) -> None:
         """Take the steps of :meth:`pending_plateau` after ``rounds`` rounds."""
-        step_plateau(self.trainer, pending, rounds)
+        for config in self.trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.monitor in pending and rounds % config.frequency == 0:
+                config.scheduler.step(pending[config.monitor])
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
@@ -36,7 +35,8 @@ class ClientParallelStrategy(ParallelStrategy):
         start_method: "popen" starts the script again for every process; "spawn" and "fork" start processes from this
             one, where there is no script (a notebook needs "fork"), and bring weights, metrics and what the callbacks
             know back to it.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: Lightning's own.
+        options: Lightning's own: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``,
+            ``precision_plugin``.
 
     Attributes:
         collective: the processes, once they are connected.
@@ -44,16 +44,8 @@ class ClientParallelStrategy(ParallelStrategy):
 
     strategy_name = "fedbayes"
 
-    def __init__(
-        self,
-        start_method: Literal["popen", "spawn", "fork"] = "popen",
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-    ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+    def __init__(self, start_method: Literal["popen", "spawn", "fork"] = "popen", **options: Any) -> None:
+        super().__init__(**options)
         self.start_method = start_method
         self.num_nodes = 1
         self.collective: Collective = ALONE

@@ -21,11 +21,7 @@ SHARED = frozenset({
 
 
 class WatchedTrainer:
-    """A Trainer of which only :data:`SHARED` can be read.
-
-    Args:
-        trainer: the Trainer.
-    """
+    """A Trainer of which only :data:`SHARED` can be read."""
 
     def __init__(self, trainer: L.Trainer) -> None:
         self._watched = trainer

@@ -84,19 +84,20 @@ def find_temperature(scaling: FederatedTemperature, ask: Ask) -> None:
 
 
 def take_thresholds(conformal: FederatedConformal, temperature: float, ask: Ask) -> None:
-    """Take the thresholds from a sketch of each client.
-
-    Raises:
-        FederationError: no client answers.
-    """
+    """Take the thresholds from a sketch of each client; raise FederationError if none answers."""
     conformal.temperature = 1.0 if conformal.kind == "interval" else temperature
     request = {
         "kind": conformal.kind, "temperature": conformal.temperature, "bins": conformal.bins,
         "epsilon": conformal.epsilon or 0.0,
     }
 
-    def read(message: Message) -> tuple[ScoreSketch, float]:
-        return _sketch_in(message, conformal)
+    def read(message: Message) -> tuple[ScoreSketch, float]:  # the sketch, and the ε that the client says it has spent
+        sketch = message.read(ScoreSketch, grid=GRIDS[conformal.kind])
+        if len(sketch.counts) != conformal.bins or int(sketch.counts.max()) > MOST_EXAMPLES or sketch.num_examples == 0:
+            raise FusionError(
+                f"client {message.client}: its counts are not those of {conformal.bins} cells and of some examples"
+            )
+        return sketch, message.figures.get("epsilon", 0.0)
 
     sketches = usable(ask(request, None, "counts"), read)
     conformal.fit({str(client): sketch for client, (sketch, _) in sketches.items()})
@@ -128,14 +129,6 @@ def usable(replies: Mapping[int, Message | FedBayesError], read: Callable[[Messa
     return found
 
 
-def _sketch_in(message: Message, conformal: FederatedConformal) -> tuple[ScoreSketch, float]:
-    """Return a client's sketch, and the ε that it says it has spent."""
-    sketch = message.read(ScoreSketch, grid=GRIDS[conformal.kind])
-    if len(sketch.counts) != conformal.bins or int(sketch.counts.max()) > MOST_EXAMPLES or sketch.num_examples == 0:
-        raise FusionError(
-            f"client {message.client}: its counts are not those of {conformal.bins} cells and of some examples"
-        )
-    return sketch, message.figures.get("epsilon", 0.0)
 
 
 # -- client ------------------------------------------------------------------------------------------------------------
@@ -144,10 +137,7 @@ def _sketch_in(message: Message, conformal: FederatedConformal) -> tuple[ScoreSk
 def own_data(loaders: Any, client: int) -> tuple[Dataset, int]:
     """Return a client's own validation data, and the batch size.
 
-    Args:
-        loaders: of its data module; of a :class:`~lightning_fedbayes.ClientDatasets` its part is taken, and of all
-            others everything.
-        client: its number.
+    Of a :class:`~lightning_fedbayes.ClientDatasets` in the ``loaders`` it is its part, and of all others everything.
 
     Raises:
         FedBayesError: there are no data, or no part for the client.
@@ -169,11 +159,8 @@ def answer(
     """Return what a client answers to a request: sums, or the counts of a sketch with its noise.
 
     Args:
-        module: with the global posterior.
-        data: see :func:`own_data`.
-        request: see :data:`REQUEST`.
-        client: its number.
-        seed: of the federation. That of the noise is fresh, and nobody knows it.
+        module, data, request: with the global posterior; see :func:`own_data` and :data:`REQUEST`.
+        client, seed: its number; of the federation. The seed of the noise is fresh, and nobody knows it.
 
     Raises:
         FedBayesError: the data or the module do not suit the request.

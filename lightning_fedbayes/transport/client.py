@@ -224,9 +224,7 @@ class RemoteClient:
                 "again; otherwise bring the state_folder back, or remove the client from the server's checkpoint"
             )
         task = question.task(kept.before)
-        update, after = self._with_trainer(
-            lambda trainer: self.training.train(trainer, self.module, data(), task)
-        )
+        update, after = self._with_trainer(lambda trainer: self.training.train(trainer, self.module, data(), task))
         update = self.door.protected(update, task.posterior, task.round)
         spent = {} if self.door.privacy is None else {"privacy/epsilon": kept.count(self.door.privacy)}
         kept.write(after)  # before anything is sent
@@ -243,9 +241,7 @@ class RemoteClient:
         number, config = question.client, question.config
         keeps = self.training.settings.is_personal(self.module) and not config.get("across")
         task = question.task(StateFile(self.state_folder, number, config).before if keeps else {})
-        figures, count = self._with_trainer(
-            lambda trainer: self.training.evaluate(trainer, self.module, data(), task)
-        )
+        figures, count = self._with_trainer(lambda trainer: self.training.evaluate(trainer, self.module, data(), task))
         return Message("scores", number, task.round + 1, count, figures=figures)
 
     def _calibrate(self, question: Question, data: Data) -> Message:

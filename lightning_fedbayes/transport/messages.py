@@ -204,18 +204,9 @@ def read_update(message: Message, probabilistic: set[str]) -> ClientUpdate:
 
 
 def client_scores(sent: Mapping[int, tuple[int, Mapping[str, float]]]) -> ClientScores:
-    """Return the table of what clients have measured; NaN where a client has not sent a figure.
-
-    Args:
-        sent: number of the client → its number of validation examples and its figures.
-    """
-    clients = sorted(sent)
-    figures = dict.fromkeys(name for client in clients for name in sent[client][1])
-    values = {
-        name: torch.tensor([sent[client][1].get(name, math.nan) for client in clients], dtype=torch.float64)
-        for name in figures
-    }
-    return ClientScores(tuple(map(str, clients)), tuple(sent[client][0] for client in clients), values)
+    """Return the table of what clients have measured, number → (examples, figures); NaN where one has not been sent."""
+    counts = {str(client): sent[client][0] for client in sorted(sent)}
+    return ClientScores.of(counts, {str(client): sent[client][1] for client in sorted(sent)})
 
 
 def cross_scores(found: Mapping[int, Mapping[int, Message]]) -> CrossScores | None:

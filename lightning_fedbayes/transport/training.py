@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,10 +120,7 @@ class ClientTraining(L.Callback):
     """Lets a Trainer train one client in one round, as :class:`~lightning_fedbayes.FederatedBayes` would.
 
     The batches' order, the layers' noise and transforms come from (seed, round, client), so that the update is the
-    one that the client would send inside a single process.
-
-    Args:
-        settings: of the federation; those of the server are ignored.
+    one that the client would send inside a single process. Settings of the server are ignored.
     """
 
     def __init__(self, settings: FederationSettings) -> None:
@@ -139,13 +135,7 @@ class ClientTraining(L.Callback):
     def train(
         self, trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule, task: Task
     ) -> tuple[ClientUpdate, dict[int, dict[str, Any]]]:
-        """Train as ``task`` says.
-
-        Args:
-            trainer: with this callback; nothing of an earlier task is left in it.
-            module: as it was built, or as an earlier task left it.
-            datamodule: the client's data.
-            task: what the server asks for.
+        """Train the ``module``, as it was built or as an earlier task left it, as ``task`` says.
 
         Returns: the update, whose tensors the next task overwrites, and what the client keeps for its next round.
 
@@ -155,8 +145,11 @@ class ClientTraining(L.Callback):
         self._reset(module)
         self._task, self._result = task, None
         FitLoop(trainer, module).set_epoch(task.round)
-        with _without_validation(trainer):
+        limit, trainer.limit_val_batches = trainer.limit_val_batches, 0  # else it scores one client's model
+        try:
             trainer.fit(module, datamodule=datamodule)
+        finally:
+            trainer.limit_val_batches = limit
         if self._result is None:
             raise FederationError("the Trainer stopped before the client's last batch; its options must not cut rounds")
         if isinstance(self._result, ClientFailure):
@@ -219,9 +212,7 @@ class ClientTraining(L.Callback):
             self._initial = copy.deepcopy(module.state_dict())
         module.load_state_dict(self._initial)
 
-    def _load(
-        self, module: L.LightningModule, task: Task, learned: LearnedPosterior | None = None
-    ) -> ResidentModel:
+    def _load(self, module: L.LightningModule, task: Task, learned: LearnedPosterior | None = None) -> ResidentModel:
         """Load the global model of ``task`` into ``module``.
 
         Raises:
@@ -275,9 +266,7 @@ class ClientTraining(L.Callback):
         )
         self._engine.states.load_state_dict(task.kept)
         tensors = {name: value.to(pl_module.device) for name, value in split(task.buffers)[1].items()}
-        self._engine.begin_method(
-            Shared(task.posterior.to(pl_module.device), tensors, task.share, not task.begun)
-        )
+        self._engine.begin_method(Shared(task.posterior.to(pl_module.device), tensors, task.share, not task.begun))
         self._loop.install(self._engine, self._engine.begin_batch, self._end_batch)
         start = getattr(pl_module, "on_federation_start", None)
         if start is not None:
@@ -331,13 +320,3 @@ def call_round_end(module: L.LightningModule, posterior: GaussianPosterior) -> N
     hook = getattr(module, "on_round_end", None)
     if hook is not None:
         hook(posterior, [])
-
-
-@contextmanager
-def _without_validation(trainer: L.Trainer) -> Iterator[None]:
-    """Inside, ``fit`` does not validate: it would score one client's model, before the fusion."""
-    limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
-    try:
-        yield
-    finally:
-        trainer.limit_val_batches = limit

@@ -99,9 +99,14 @@ class Attack(ABC):
     """
 
     clients: Attackers
+    ranges: ClassVar[Mapping[str, str]] = {}
+    """Numbers among the arguments → the interval that they lie in."""
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        for argument, interval in self.ranges.items():
+            if (value := getattr(self, argument)) is not None:
+                check_number(f"{name}: {argument}", value, interval)
         if isinstance(self.clients, float):
             check_number(f"{name}: clients", self.clients, "(0, 1]", why="it is the share of clients that attack")
             return
@@ -199,24 +204,23 @@ def assign(attacks: Sequence[Attack], names: Sequence[str], seed: int) -> dict[i
             chosen = list(dict.fromkeys(_number(attack, client, numbers) for client in attack.clients))
         else:
             count = int(attack.clients * len(names) + 0.5)
-            _check_share(attack, count, len(order), len(names))
+            if count == 0:
+                raise FederationError(
+                    f"{attack}: this share of {len(names)} clients is none of them; give at least "
+                    f"{0.5 / len(names):.3g}, or numbers"
+                )
+            if count > len(order):
+                raise FederationError(
+                    f"{attack}: this share is {count} of {len(names)} clients, and the attacks before it leave "
+                    f"{len(order)}, since shares are disjoint; give smaller shares, or name the clients, which may "
+                    "then have several attacks"
+                )
             chosen, order = order[:count], order[count:]
         for client in chosen:
             assigned[client] = (*assigned.get(client, ()), attack)
     return assigned
 
 
-def _check_share(attack: Attack, count: int, left: int, clients: int) -> None:
-    """Raise FederationError unless ``count`` clients can be drawn."""
-    if count == 0:
-        raise FederationError(
-            f"{attack}: this share of {clients} clients is none of them; give at least {0.5 / clients:.3g}, or numbers"
-        )
-    if count > left:
-        raise FederationError(
-            f"{attack}: this share is {count} of {clients} clients, and the attacks before it leave {left}, since "
-            "shares are disjoint; give smaller shares, or name the clients, which may then have several attacks"
-        )
 
 
 def _number(attack: Attack, client: int | str, numbers: Mapping[str, int]) -> int:

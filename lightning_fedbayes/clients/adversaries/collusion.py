@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import ClassVar
@@ -9,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_fedbayes.clients.adversaries.base import Attackers, Knowledge, UpdateAttack
-from lightning_fedbayes.core.errors import check_at_least, check_number
+from lightning_fedbayes.core.errors import check_at_least
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,7 @@ class ALittleIsEnough(UpdateAttack):
     clients: Attackers
     z: float | None = None
     needs_honest: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.z is not None:
-            check_number("ALittleIsEnough: z", self.z)
+    ranges: ClassVar[Mapping[str, str]] = {"z": "(-inf, inf)"}
 
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
         """Return honest mean − z × honest standard deviation."""
@@ -94,10 +91,7 @@ class InnerProductManipulation(UpdateAttack):
     clients: Attackers
     epsilon: float = 0.1
     needs_honest: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("InnerProductManipulation: epsilon", self.epsilon, "(0, inf)")
+    ranges: ClassVar[Mapping[str, str]] = {"epsilon": "(0, inf)"}
 
     def falsify(self, mean: Tensor, knowledge: Knowledge) -> Tensor:
         """Return μ_o − ε × mean of the honest updates."""

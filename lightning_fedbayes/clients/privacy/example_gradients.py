@@ -51,9 +51,6 @@ def remember_generator(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         layer.__dict__.setdefault(STATES, []).append(state)
 
 
-def forget_generator(layer: nn.Module) -> None:
-    """Drop what :func:`remember_generator` noted."""
-    layer.__dict__.pop(STATES, None)
 
 
 def example_gradients(layer: BayesianAffine, activations: list[Tensor], backprops: Tensor) -> dict[Any, Tensor]:
@@ -84,12 +81,7 @@ def example_gradients(layer: BayesianAffine, activations: list[Tensor], backprop
 def std_gradients(
     layer: BayesianAffine, x: Tensor, backprops: Tensor, weight_step: Tensor, bias_step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of every example with respect to σ of weight and bias; the noise is drawn as the layer draws it.
-
-    Args:
-        layer, x, backprops: see :func:`example_gradients`.
-        weight_step, bias_step: D(x, b) for weight and bias.
-    """
+    """Gradients of every example with respect to σ of weight and bias; the noise is drawn as the layer draws it."""
     weight, rho = (getattr(layer, f"{part}_{layer.weight_name}").detach() for part in ("mu", "rho"))
     bias_mean, bias_rho = layer.mu_bias, layer.rho_bias
     if layer.mean_only:
@@ -204,9 +196,6 @@ class GradSamples:
     """Lets every backward pass leave the gradient of each example in ``parameter.grad_sample``, shape (batch, *).
 
     The module itself stays what it is: no wrapper, no other names. The loss is the mean over the batch.
-
-    Args:
-        module: in which :func:`check_network` finds nothing.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -224,7 +213,7 @@ class GradSamples:
             layer.__dict__.pop("activations", None)
             layer.__dict__.pop("max_batch_len", None)
         for layer in self._bayesian:
-            forget_generator(layer)
+            layer.__dict__.pop(STATES, None)
         for parameter in self._module.parameters():
             if parameter.requires_grad:
                 tagged: Any = parameter

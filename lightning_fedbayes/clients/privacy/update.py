@@ -28,13 +28,8 @@ SMALLEST_VARIANCE = torch.finfo(torch.float32).tiny
 
 
 def privatised(
-    posterior: GaussianPosterior,
-    previous: GaussianPosterior,
-    *,
-    clip: float,
-    noise_multiplier: float,
-    generator: torch.Generator,
-    widen: bool = False,
+    posterior: GaussianPosterior, previous: GaussianPosterior, *, clip: float, noise_multiplier: float,
+    generator: torch.Generator, widen: bool = False,
 ) -> GaussianPosterior:
     r"""Return a client's posterior as the Gaussian mechanism releases it.
 
@@ -68,8 +63,14 @@ def privatised(
     posterior = posterior.ordered(previous.names)
     mean, variance = posterior.flatten()
     mean_before, variance_before = previous.flatten()
-    gaussian = entries_of_gaussians(previous).to(mean.device)
-    log_variance, log_before = (_log(each[gaussian]) for each in (variance, variance_before))
+    # a tensor is Gaussian as a whole, by the global posterior, which everybody knows: the client's would tell something
+    gaussian = torch.cat([
+        torch.full((like.numel(),), not is_zero(previous.variance[name]) and bool(previous.variance[name].any()))
+        for name, like in previous.mean.items()
+    ]).to(mean.device)
+    log_variance, log_before = (
+        each[gaussian].clamp_min(SMALLEST_VARIANCE).log() for each in (variance, variance_before)
+    )
     step = clipped(torch.cat([mean - mean_before, (log_variance - log_before) / 2]), clip)
     noise = torch.randn(step.shape, generator=generator, dtype=step.dtype).to(step.device)
     mean_step, log_std_step = (step + noise_multiplier * clip * noise).split([len(mean), len(log_before)])
@@ -90,21 +91,6 @@ def clipped(vector: Tensor, clip: float) -> Tensor:
     return vector * (clip / vector.norm().clamp_min(clip))
 
 
-def entries_of_gaussians(posterior: GaussianPosterior) -> Tensor:
-    """Return a mask of the entries of :meth:`GaussianPosterior.flatten` that have a variance; bool of shape (P,).
-
-    A tensor is Gaussian as a whole: a single variance of 0 in it tells nothing. Ask the global posterior, which
-    everybody knows: whether all variances of a *client's* tensor are 0 would be told without noise.
-    """
-    parts = [
-        torch.full((mean.numel(),), not is_zero(posterior.variance[name]) and bool(posterior.variance[name].any()))
-        for name, mean in posterior.mean.items()
-    ]
-    return torch.cat(parts)
-
-
-def _log(variance: Tensor) -> Tensor:
-    return variance.clamp_min(SMALLEST_VARIANCE).log()
 
 
 @dataclass(frozen=True)
@@ -173,12 +159,9 @@ class UpdatePrivacy:
         check_at_least("round", round, 0)
         check_structure(update.posterior, previous, f"client {update.client}")
         check_no_buffers(update.buffers)
+        draws = generator(seed, "privacy", round, update.client)
         posterior = privatised(
-            update.posterior,
-            previous,
-            clip=self.clip,
-            noise_multiplier=self.noise_multiplier,
-            generator=generator(seed, "privacy", round, update.client),
+            update.posterior, previous, clip=self.clip, noise_multiplier=self.noise_multiplier, generator=draws,
             widen=self.widen_posterior,
         )
         return replace(update, posterior=posterior, metrics={})

@@ -173,7 +173,11 @@ def _check_singles(
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         batch = tree_map(lambda stacked, slot=slot: stacked[slot], data)
         with step.swap.using({**own, **buffers}), step.log.metrics.noting():
-            loss = _single_loss(context, client, batch)
+            if before is not None:
+                module.on_client_start(client)  # pyright: ignore[reportCallIssue]
+            with with_attributes(module, context.training_step_marks), context.precision.train_step_context():
+                output = module.training_step(*((batch, 1) if takes_index(module) else (batch,)))
+            loss = None if output is None else loss_and_rest(output)[0]
         alike = (loss is None) == (losses is None)
         if alike and loss is not None and losses is not None:
             single = torch.autograd.grad(loss.reshape(()), [own[name] for name in gradients], allow_unused=True)
@@ -195,15 +199,6 @@ def _are_close(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first, second, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
-def _single_loss(context: TrainingContext, client: Client, batch: Any) -> Tensor | None:
-    """Return the loss of one client on its second ``batch``."""
-    module = context.module
-    hook = getattr(module, "on_client_start", None)
-    if hook is not None:
-        hook(client)
-    with with_attributes(module, context.training_step_marks), context.precision.train_step_context():
-        output = module.training_step(*((batch, 1) if takes_index(module) else (batch,)))
-    return None if output is None else loss_and_rest(output)[0]
 
 
 class Still(TorchFunctionMode):

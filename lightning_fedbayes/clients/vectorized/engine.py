@@ -182,22 +182,17 @@ class VectorizedEngine(Engine):
         with threads_for(self.probed.flops * max(len(group.slots) for group in groups)):
             for group, batch in zip(groups, self._batches_at_hand, strict=True):
                 steps.increment_ready()
-                outputs = self._train_group(group, batch)
+                for slot, error in batch.failures.items():
+                    self._failures.setdefault(slot, error)
+                parts = [part for slots, data in batch.parts for part in self._parts(slots, data, group.step)]
+                step_of = group if len(parts) <= 1 else replace(group, alone=False)
+                outputs = None, {}
+                for part, data in parts:
+                    outputs = self._train(part, data, step_of)
                 steps.increment_completed()
         losses, rest = outputs
         return rest if losses is None else {"loss": losses.mean(), **rest}
 
-    def _train_group(self, group: Group, batch: StackedBatch) -> Outputs:
-        """Take one step of a group."""
-        for slot, error in batch.failures.items():
-            self._failures.setdefault(slot, error)
-        parts = [part for slots, data in batch.parts for part in self._parts(slots, data, group.step)]
-        if len(parts) > 1:
-            group = replace(group, alone=False)
-        outputs: Outputs = None, {}
-        for slots, data in parts:
-            outputs = self._train(slots, data, group)
-        return outputs
 
     def _index(self, slot: int, step: int) -> int:
         """Return the number of the batch in the client's local epoch."""

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from lightning_fedbayes.clients.model import Tensors
 from lightning_fedbayes.clients.problems import LocalPriors
 from lightning_fedbayes.clients.vectorized.schedule import Slots, take_rows
-from lightning_fedbayes.core.private_torch import (
-    version_of,
-)
+from lightning_fedbayes.core.private_torch import version_of
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.kl import SMALL, JointDraw
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
@@ -38,9 +36,6 @@ class GaussiansOf:
 
 class GaussianParameters:
     """The Gaussian parameters of a module, looked up once: it must not be rebuilt while this is in use.
-
-    Args:
-        module: any network.
 
     Attributes:
         small: those that are drawn jointly: in our own layers, with few entries, and of one dtype and device.
@@ -96,11 +91,7 @@ class JointDraws:
         self._joint: tuple[Tensor, ...] = ()
 
     def draw(self, mean: Tensor, rho: Tensor) -> Tensor | None:
-        """Return a draw of every client, shape (clients, \\*); None if it is not drawn jointly or was drawn before.
-
-        Args:
-            mean, rho: μ and ρ as one client sees them.
-        """
+        """Return a draw of every client, shape (clients, \\*); None if it is not drawn jointly or was drawn before."""
         index = self._index.get((id(mean), id(rho)))
         if index is None or index in self._asked or not torch.is_grad_enabled():
             return None
@@ -132,7 +123,17 @@ class JointDraws:
 
     def _joint_prior(self) -> tuple[float, float] | LocalPrior | None:
         """Return the prior that the small parameters have in common; None if it has no closed form here."""
-        return shared_prior(self._small) if self._local is None else self.local()
+        if self._local is not None:
+            return self._local.joint(self._small)
+        first, *others = [each.prior for each in self._small]
+        if not isinstance(first, NormalPrior) or isinstance(first.mean, Tensor) or isinstance(first.std, Tensor):
+            return None
+        own = first.mean, first.std
+        alike = all(
+            each is first or (isinstance(each, NormalPrior) and each.is_scalar and (each.mean, each.std) == own)
+            for each in others
+        )
+        return own if alike else None
 
     def _changed(self) -> bool:
         """Return whether a parameter has been written into since the draw."""
@@ -140,12 +141,7 @@ class JointDraws:
 
 
 class StackedPriors:
-    """The own priors of the clients in a stack, as priors of the module's parameters.
-
-    Args:
-        local: puts them into the network.
-        own: each client's quadratic.
-    """
+    """The own priors of the clients in a stack, as priors of the module's parameters."""
 
     def __init__(self, local: LocalPriors, own: Sequence[Quadratic]) -> None:
         self.local = local
@@ -223,12 +219,7 @@ class StackedPriors:
 
 
 class SeenPrior:
-    """The own prior of one client under vmap, made of a stack of them when it is asked for.
-
-    Args:
-        stack: the clients' priors.
-        view: makes of a stack what one client sees.
-    """
+    """The own prior of one client under vmap, made by ``view`` of a stack of them when it is asked for."""
 
     def __init__(self, stack: LocalPrior, view: Callable[[Tensor], Tensor]) -> None:
         self._stack, self._view = stack, view
@@ -272,18 +263,6 @@ def with_own(prior: LocalPrior, own: Iterable[Tensor]) -> LocalPrior:
     return replace(prior, curvature=curvature, slope=slope, tally=tally, squares=squares)
 
 
-def shared_prior(gaussians: Sequence[GaussianParameter]) -> tuple[float, float] | None:
-    """Return m and s of the prior N(m, s²) that all ``gaussians`` share; None if they share none."""
-    priors = [each.prior for each in gaussians]
-    first = priors[0]
-    if not isinstance(first, NormalPrior) or isinstance(first.mean, Tensor) or isinstance(first.std, Tensor):
-        return None
-    for prior in priors:
-        if prior is not first and not (
-            isinstance(prior, NormalPrior) and prior.is_scalar and (prior.mean, prior.std) == (first.mean, first.std)
-        ):
-            return None
-    return first.mean, first.std
 
 
 def _alike(gaussians: Iterable[GaussianParameter]) -> list[GaussianParameter]:

@@ -22,9 +22,6 @@ REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": to
 class StackedTrainingLog(TrainingLog):
     """Collects the values that a stacked step logs: epoch means client by client, others as means over the clients.
 
-    Args:
-        context: the training loop's module and options.
-
     Attributes:
         metrics: the calls of metrics in a step, which are made when its values are added.
     """
@@ -110,16 +107,12 @@ class StackedTrainingLog(TrainingLog):
             else:
                 if self.is_shared:
                     self.check_local(name, options)
-                self._log_now(name, value, {**options, "batch_size": weight * len(slots)})
+                if isinstance(value, Tensor) and value.dim():  # one value of all clients of the step
+                    reduce = options.get("reduce_fx", "mean")
+                    value = REDUCTIONS.get(reduce, reduce)(value.float() if reduce == "mean" else value)
+                with with_attributes(self.module, self._marks):
+                    self._log(name, value, **{**options, "batch_size": weight * len(slots)})
         return errors
-
-    def _log_now(self, name: str, value: Any, options: dict[str, Any]) -> None:
-        """Reduce the values of all clients of the step to one, and pass it to Lightning."""
-        if isinstance(value, Tensor) and value.dim():
-            reduce = options.get("reduce_fx", "mean")
-            value = REDUCTIONS.get(reduce, reduce)(value.float() if reduce == "mean" else value)
-        with with_attributes(self.module, self._marks):
-            self._log(name, value, **options)
 
     def end_chunk(self, clients: tuple[int, ...]) -> list[dict[str, float]]:
         """Return the means of the clients in the stack, slot by slot, and keep them for the means of the round."""

@@ -23,11 +23,7 @@ MERGED = (dim_zero_sum, dim_zero_cat, dim_zero_min, dim_zero_max)
 
 
 class MetricCalls:
-    """The calls of metrics in one step.
-
-    Args:
-        module: the user's module; its metrics are those that it and its layers hold.
-    """
+    """The calls of metrics in one step, those that the user's ``module`` and its layers hold."""
 
     def __init__(self, module: nn.Module) -> None:
         self._calls: list[Call] = []
@@ -71,19 +67,19 @@ class MetricCalls:
             except Exception as error:
                 errors[slot] = error
         for call in self._calls:
-            call.keep_mean()
+            for key, metric in named(call.metric) if call.method == "forward" else ():
+                values = [value if key is None else value.get(key) for value in call.values.values()]
+                if values and all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
+                    # the metric's value of this step, which self.log(..., metric) shows: the mean over the clients
+                    metric._forward_cache = call.stack(key, len(values)).float().mean()
         return errors
 
     def check(self) -> None:
-        """Make the calls of two clients on copies of the metrics.
-
-        Raises:
-            CannotVectorize: a metric changes something else than its states.
-        """
+        """Make the calls of two clients on copies; raise CannotVectorize if a metric changes more than its states."""
         copies = {id(call.metric): call.metric.clone() for call in self._calls}
         for call in self._calls:
             copy = copies[id(call.metric)]
-            snapshots = [Snapshot(each, {*own_names(), *each.metric_state}) for each in parts_of(copy)]
+            snapshots = [Snapshot(each, {*own_names(), *each.metric_state}) for _, each in named(copy)]
             call.values = {row: call.make(copy, row) for row in range(2)}
             changed = [name for snapshot in snapshots for name in snapshot.changes()]
             if changed:
@@ -129,24 +125,12 @@ class Call:
         mean = known.float().mean()
         return torch.stack([values[row].reshape(()) if row in values else mean for row in range(rows)])
 
-    def keep_mean(self) -> None:
-        """Keep the mean over the clients as the metrics' value of this step, which ``self.log(..., metric)`` shows."""
-        if self.method == "forward":
-            for key, metric in named(self.metric):
-                values = [value if key is None else value.get(key) for value in self.values.values()]
-                if values and all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
-                    metric._forward_cache = self.stack(key, len(values)).float().mean()
 
 
 class StandIn(nn.Module):
     """Stands in the place of a metric or a collection while a stack trains: notes calls, and refuses everything else.
 
     ``isinstance`` takes it for what it stands for.
-
-    Args:
-        metric: the metric or the collection.
-        path: where the module holds it.
-        calls: takes the calls.
     """
 
     def __init__(self, metric: Metric | MetricCollection, path: str, calls: list[Call]) -> None:
@@ -203,12 +187,7 @@ class Member:
 
 
 class BatchValue:
-    """Result of a metric for a batch, known after the step: it can be logged, and everything else is refused.
-
-    Args:
-        call: of the metric.
-        key: of the metric in a collection.
-    """
+    """Result of a metric for a batch, known after the step: it can be logged, and everything else is refused."""
 
     def __init__(self, call: Call, key: str | None) -> None:
         self.call, self.key = call, key
@@ -243,9 +222,6 @@ def logged_value(value: Any, rows: int) -> Any:
     return value
 
 
-def parts_of(metric: Metric | MetricCollection) -> list[Metric]:
-    """Return the metrics of a collection, or the metric itself."""
-    return [each for _, each in named(metric)]
 
 
 def named(metric: Metric | MetricCollection) -> list[tuple[str | None, Metric]]:
@@ -256,12 +232,8 @@ def named(metric: Metric | MetricCollection) -> list[tuple[str | None, Metric]]:
 
 
 def check_metric(metric: Metric | MetricCollection, path: str) -> None:
-    """Check that it does not matter in which order clients feed a metric.
-
-    Raises:
-        CannotVectorize: it may.
-    """
-    for each in parts_of(metric):
+    """Raise CannotVectorize if it may matter in which order clients feed a metric."""
+    for _, each in named(metric):
         if next(each.children(), None) is not None or next(each.parameters(), None) is not None:
             raise CannotVectorize(f"the metric {path} is made of other modules, and clients would feed it in turns")
         if has_forward_hook(each):

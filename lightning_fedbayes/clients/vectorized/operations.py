@@ -15,10 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fedbayes.clients.vectorized import recurrent
-from lightning_fedbayes.clients.vectorized.gaussians import (
-    GaussianParameters,
-    JointDraws,
-)
+from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, JointDraws
 from lightning_fedbayes.clients.vectorized.schedule import Disagreement
 from lightning_fedbayes.core.private_torch import (
     outside_of_vmap,
@@ -66,20 +63,12 @@ class ClientOperations(TorchFunctionMode):
 class StackedOperations(ClientOperations):
     """Replaces functions by operations on stacks where they can be; all others go through vmap.
 
-    Args:
-        level: of the clients, see :class:`~lightning_fedbayes.core.private_torch.vmap_level`.
-        gaussians: the Gaussian parameters of the module.
-        joint: joint draws of the small ones in this step.
-        branches: see :class:`ClientOperations`.
-
     Attributes:
         fused_times: steps in time that this training step has written out, of recurrences that torch takes in one
             operation when it has one client: LSTMs, and all on a GPU.
     """
 
-    def __init__(
-        self, level: int, gaussians: GaussianParameters, joint: JointDraws, branches: bool = True
-    ) -> None:
+    def __init__(self, level: int, gaussians: GaussianParameters, joint: JointDraws, branches: bool = True) -> None:
         super().__init__(branches)
         self.level = level
         self.gaussians = gaussians
@@ -141,13 +130,8 @@ def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]
 
 
 def lstm_cell(
-    mode: ClientOperations,
-    input: Tensor,
-    hx: Sequence[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
+    mode: ClientOperations, input: Tensor, hx: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor,
+    b_ih: Tensor | None = None, b_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``torch.lstm_cell``, which vmap does not take."""
     h, c = hx
@@ -179,14 +163,8 @@ def truth(mode: ClientOperations, tensor: Tensor) -> bool | None:
 
 
 def embedding(
-    mode: ClientOperations,
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    mode: ClientOperations, input: Tensor, weight: Tensor, padding_idx: int | None = None,
+    max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Tensor | None:
     """``F.embedding`` with a padding row, to which vmap itself would give a gradient; None without one."""
     if padding_idx is None or max_norm is not None or scale_grad_by_freq or sparse:
@@ -196,14 +174,8 @@ def embedding(
 
 
 def cross_entropy(
-    mode: StackedOperations,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
+    mode: StackedOperations, input: Tensor, target: Tensor, weight: Tensor | None = None,
+    size_average: bool | None = None, ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """The mean ``F.cross_entropy`` of logits (batch, classes) and labels (batch,); None for anything else."""
@@ -219,13 +191,8 @@ def cross_entropy(
 
 
 def mse_loss(
-    mode: StackedOperations,
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    weight: Tensor | None = None,
+    mode: StackedOperations, input: Tensor, target: Tensor, size_average: bool | None = None,
+    reduce: bool | None = None, reduction: str = "mean", weight: Tensor | None = None,
 ) -> Tensor | None:
     """The mean ``F.mse_loss`` of outputs and targets of one shape and floating-point dtype; None for anything else."""
     plain = weight is None and size_average is None and reduce is None and reduction == "mean"
@@ -383,12 +350,7 @@ class CrossEntropy(torch.autograd.Function):
 def mean_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     """Return each client's mean cross-entropy over the examples whose label is not ``ignored``; NaN if there is none.
 
-    Args:
-        logits: shape (clients, batch, classes).
-        labels: shape (clients, batch).
-        ignored: label of examples that do not count.
-
-    Returns: shape (clients,).
+    Of logits (clients, batch, classes) and labels (clients, batch) it is of shape (clients,).
     """
     if labels.is_cpu and ignored < 0:  # on a GPU the error would come too late
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.client import options_of, parameters_of
 from lightning_fedbayes.clients.learned import MOMENTS
-from lightning_fedbayes.clients.optimizers import OptimizerState, has_own_state, with_counts
+from lightning_fedbayes.clients.optimizers import OptimizerState, copied, has_own_state, with_counts
 from lightning_fedbayes.clients.vectorized.schedule import Slots, put_rows, slots_of, take_rows
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.sources.ivon import IVON
@@ -38,25 +38,21 @@ class StackedOptimizer:
 
     Attributes:
         parameters: the parameters of the selected clients.
+        stacked_state: number of the parameter → name → state of all clients, (clients, *); after :meth:`write_back`.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        rows: Sequence[Tensor],
-        states: Sequence[OptimizerState],
-        stacked_keys: frozenset[str],
-        counts: frozenset[str] = frozenset(),
+        self, optimizer: Optimizer, rows: Sequence[Tensor], states: Sequence[OptimizerState],
+        stacked_keys: frozenset[str], counts: frozenset[str] = frozenset(),
     ) -> None:
         self.optimizer = optimizer
         self.rows = list(rows)
         self._own = parameters_of(optimizer)
         self.parameters: list[Parameter] = []
         optimizer.state.clear()
-        self._stacks: dict[int, dict[str, Tensor]] = {i: {} for i in range(len(rows))}
-        rests = [_without(state, stacked_keys) for state in states]
+        self.stacked_state: dict[int, dict[str, Tensor]] = {i: {} for i in range(len(rows))}
         own = IVON.sums if isinstance(optimizer, IVON) else frozenset()
-        rests = [_without(rest, own) for rest in rests]
+        rests = [_without(state, stacked_keys | own) for state in states]
         self._counts = own if all(_equal(rest, rests[0]) for rest in rests) else counts | own
         self._stacked_keys = stacked_keys | self._counts | {*MOMENTS}
         self._single: dict[str, Tensor] = {}  # name of a count → one as the optimizer makes it for one network
@@ -82,13 +78,7 @@ class StackedOptimizer:
         return [slots_of([slot for slot in slots if self._kinds[slot] == kind]) for kind in kinds]
 
     def select(self, slots: Slots, steps: int, *, alone: bool) -> None:
-        """Make :attr:`parameters` those of ``slots``.
-
-        Args:
-            slots: clients of one kind.
-            steps: number of steps that each of them has taken.
-            alone: True if no other clients take this step.
-        """
+        """Make :attr:`parameters` those of ``slots``, of one kind, after ``steps``; ``alone``: no others step now."""
         if slots != self._selected:
             self.write_back()
             self._load(slots, steps)
@@ -97,17 +87,12 @@ class StackedOptimizer:
 
     def step(self) -> None:
         """Take an optimizer step of the selected clients."""
-        if self._counts and not isinstance(self.optimizer, IVON) and self._has_rows():
-            with _counting_by_row(self.optimizer):
-                self.optimizer.step()
-        else:
+        is_plain = not self._counts or isinstance(self.optimizer, IVON)
+        states = [(self.optimizer.state.get(each, {}), each.dim()) for each in (() if is_plain else self.parameters)]
+        by_row = any(state[key].dim() == dim for state, dim in states for key in self._counts & state.keys())
+        with _counting_by_row(self.optimizer) if by_row else nullcontext():
             self.optimizer.step()
         self._steps += 1
-
-    def _has_rows(self) -> bool:
-        """Return True if the numbers of steps in the optimizer's state have one entry per row."""
-        states = [(self.optimizer.state.get(parameter, {}), parameter.dim()) for parameter in self.parameters]
-        return any(state[key].dim() == dim for state, dim in states for key in self._counts & state.keys())
 
     def skip(self) -> None:
         """Count a step that ``training_step`` has skipped."""
@@ -115,21 +100,15 @@ class StackedOptimizer:
             self.optimizer.forget()
         self._steps += 1
 
-    @contextmanager
-    def drawn(self) -> Iterator[None]:
+    def drawn(self) -> AbstractContextManager[Any]:
         """Inside, the parameters of the selected clients are draws, if the optimizer takes gradients there."""
-        with self.optimizer.sampled() if isinstance(self.optimizer, IVON) else nullcontext():
-            yield
+        return self.optimizer.sampled() if isinstance(self.optimizer, IVON) else nullcontext()
 
     @property
     def draws(self) -> int:
         """Number of draws, and of evaluations of the loss, per step."""
         return self.optimizer.samples if isinstance(self.optimizer, IVON) else 1
 
-    @property
-    def stacked_state(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """Number of the parameter → name → state of all clients, shape (clients, *); after :meth:`write_back`."""
-        return self._stacks
 
     def write_back(self) -> None:
         """Write parameters and state of the selected clients into :attr:`rows` and the stacked state."""
@@ -157,7 +136,7 @@ class StackedOptimizer:
             if parameter in self.optimizer.state:
                 kept[i] = {
                     key: (_entry(value, row, self._single[key]) if key in self._counts else
-                          value[row].clone() if key in self._stacked_keys else _copy(value))
+                          value[row].clone() if key in self._stacked_keys else copied(value))
                     for key, value in sorted(self.optimizer.state[parameter].items())  # else by the hashes of names
                 }
         return kept
@@ -173,21 +152,15 @@ class StackedOptimizer:
         set_parameters(self.optimizer, self.parameters)
         for i, parameter in enumerate(self.parameters):
             if i in rest:
-                state = {key: take_rows(stack, slots) for key, stack in self._stacks[i].items()}
-                state.update({key: _copy(value) for key, value in rest[i].items()})
+                state = {key: take_rows(stack, slots) for key, stack in self.stacked_state[i].items()}
+                state.update({key: copied(value) for key, value in rest[i].items()})
                 self.optimizer.state[parameter] = state
 
     def _rest(self) -> OptimizerState:
         """Return the state of the selected clients that is not stacked."""
-        return {
-            i: {
-                key: _copy(value)
-                for key, value in self.optimizer.state[parameter].items()
-                if key not in self._stacked_keys
-            }
-            for i, parameter in enumerate(self.parameters)
-            if parameter in self.optimizer.state
-        }
+        states = {i: self.optimizer.state[p] for i, p in enumerate(self.parameters) if p in self.optimizer.state}
+        rest = _without(states, self._stacked_keys)
+        return {i: {key: copied(value) for key, value in state.items()} for i, state in rest.items()}
 
     def _remember(self, rest: OptimizerState) -> None:
         """Keep ``rest`` for other clients of this kind at the same step, and drop that of earlier steps."""
@@ -212,16 +185,14 @@ class StackedOptimizer:
 
     def _stack(self, i: int, key: str, like: Tensor) -> Tensor:
         """Return the stacked state ``key`` of a parameter."""
-        if key not in self._stacks[i]:
+        if key not in self.stacked_state[i]:
             rows = self.rows[i]
             dtype = torch.float64 if key in self._counts else like.dtype  # as precise as Python's numbers
             rows = rows.new_empty(_by_row(rows)) if key in self._counts else rows
-            self._stacks[i][key] = torch.zeros_like(rows, dtype=dtype)
-        return self._stacks[i][key]
+            self.stacked_state[i][key] = torch.zeros_like(rows, dtype=dtype)
+        return self.stacked_state[i][key]
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _without(state: OptimizerState, keys: Collection[str]) -> OptimizerState:
@@ -278,7 +249,7 @@ def clip_norms(gradients: Sequence[Tensor], max_norm: float) -> None:
         gradients: one per parameter, shape (clients, *).
         max_norm: c > 0.
     """
-    norms = torch.stack([torch.linalg.vector_norm(each.flatten(1), dim=1) for each in map(_at_least_2d, gradients)])
+    norms = torch.stack([torch.linalg.vector_norm(each.reshape(len(each), -1), dim=1) for each in gradients])
     factor = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.view(-1, *[1] * (gradient.dim() - 1)).to(gradient.dtype))
@@ -290,8 +261,6 @@ def clip_values(gradients: Sequence[Tensor], max_value: float) -> None:
         gradient.clamp_(-max_value, max_value)
 
 
-def _at_least_2d(gradient: Tensor) -> Tensor:
-    return gradient.unsqueeze(1) if gradient.dim() == 1 else gradient
 
 
 LARGEST = 8
@@ -342,9 +311,7 @@ def check_elementwise(optimizer: Optimizer) -> frozenset[str]:
     if not type(optimizer).__module__.startswith("torch.optim."):
         _check_closure(optimizer, [row[0] for row in rows])
     return frozenset(
-        key
-        for parameter, state in together.state.items()
-        for key, value in state.items()
+        key for parameter, state in together.state.items() for key, value in state.items()
         if isinstance(value, Tensor) and value.shape == parameter.shape
     )
 

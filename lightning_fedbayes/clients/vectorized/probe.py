@@ -24,12 +24,7 @@ from lightning_fedbayes.clients.engine import threads_for
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel
 from lightning_fedbayes.clients.snapshot import LIBRARIES, Modes
-from lightning_fedbayes.clients.vectorized.dry_run import (
-    ChangesForGood,
-    check_against_single,
-    check_buffers,
-    dry_run,
-)
+from lightning_fedbayes.clients.vectorized.dry_run import ChangesForGood, check_against_single, check_buffers, dry_run
 from lightning_fedbayes.clients.vectorized.log import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.optimizer import check_elementwise
 from lightning_fedbayes.clients.vectorized.schedule import stack_batches
@@ -75,17 +70,7 @@ class ProbeResult:
 def probe(
     context: TrainingContext, model: ResidentModel, loader: FederatedLoader, clients: Sequence[Client]
 ) -> ProbeResult:
-    """Take one step of two clients as a stack, in a dry run.
-
-    Args:
-        context: the training loop's module, optimizers and options.
-        model: the resident network.
-        loader: the federation's loader.
-        clients: two clients.
-
-    Raises:
-        CannotVectorize: the module, its optimizer, its batches or the Trainer do not allow it; the message says why.
-    """
+    """Take one step of two clients as a stack, in a dry run; raise CannotVectorize, with the reason, if none can."""
     try:
         return _probe(context, model, loader, clients)
     except ChangesForGood:
@@ -116,7 +101,11 @@ def _probe(
                 try:
                     with flops, allocations:
                         layouts = _layouts(stack, data, index)
-                    shared, switches, modes = _unchanging_buffers(stack), not modes.is_now(), Modes(module)
+                    # a hook on_client_start may write into buffers; where all trains, sharing them saves little
+                    shares = bool(model.frozen) and not hasattr(module, "on_client_start")
+                    live = module.named_buffers() if shares else ()
+                    shared = frozenset(name for name, own in live if torch.equal(stack.buffers[name][0], own))
+                    switches, modes = not modes.is_now(), Modes(module)
                     if switches:
                         stack.forward_backward(range(2), data, index)
                         _check_modes(modes)
@@ -165,15 +154,6 @@ def _layouts(stack: ClientStack, data: Any, index: int) -> dict[str, Layout | No
     return layouts
 
 
-def _unchanging_buffers(stack: ClientStack) -> frozenset[str]:
-    """Return the names of buffers that a step has left alone; none for a network all of which trains.
-
-    Nor for one with a hook ``on_client_start``, which may write into them.
-    """
-    module = stack.model.module
-    if not stack.model.frozen or hasattr(module, "on_client_start"):
-        return frozenset()
-    return frozenset(name for name, own in module.named_buffers() if torch.equal(stack.buffers[name][0], own))
 
 
 def _check_modes(modes: Modes) -> None:

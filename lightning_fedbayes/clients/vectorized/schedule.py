@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_fedbayes.clients.loader import FederatedLoader, examples
 from lightning_fedbayes.core.errors import CannotVectorize
@@ -90,12 +89,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of a round.
-
-    Args:
-        chunks: one after another.
-        steps_per_batch: most steps in one of the Trainer's batches.
-    """
+    """The steps of a round, chunk after chunk, up to ``steps_per_batch`` in one of the Trainer's batches."""
 
     chunks: tuple[Chunk, ...]
     steps_per_batch: int = 1
@@ -106,8 +100,7 @@ class Schedule:
         length = self.steps_per_batch
         return tuple(
             (chunk, chunk.groups[start : start + length])
-            for chunk in self.chunks
-            for start in range(0, len(chunk.groups), length)
+            for chunk in self.chunks for start in range(0, len(chunk.groups), length)
         )
 
     def __len__(self) -> int:
@@ -115,14 +108,7 @@ class Schedule:
 
 
 class Scheduler:
-    """Makes the schedule of a round, and keeps the last one, because cohorts often stay the same.
-
-    Args:
-        sizes: number of examples of every client.
-        batching: batch size, local epochs and order of the examples.
-        clients_at_once: most clients in the stack.
-        steps_per_batch: most steps in one of the Trainer's batches.
-    """
+    """Makes the schedule of a round, and keeps the last one, because cohorts often stay the same."""
 
     def __init__(
         self, sizes: Sequence[int], batching: Batching, clients_at_once: int, steps_per_batch: int = 1
@@ -163,12 +149,8 @@ def chunk_cohort(
     Group(step=1, slots=range(0, 1), batch_size=4, alone=False)
     Group(step=1, slots=range(1, 2), batch_size=2, alone=False)
     """
-
-    def longest_first(client: int) -> tuple[int, int]:
-        remainder = _last_batch_size(sizes[client], batching)
-        return -batches_per_epoch(sizes[client], batching), -remainder
-
-    order = sorted(plan.cohort, key=longest_first)
+    order = sorted(plan.cohort, key=lambda client: (
+        -batches_per_epoch(sizes[client], batching), -_last_batch_size(sizes[client], batching)))
     count = -(-len(order) // clients_at_once)
     bounds = [len(order) * i // count for i in range(count + 1)]
     chunks = [tuple(order[bounds[i] : bounds[i + 1]]) for i in range(count)]
@@ -220,12 +202,7 @@ class StackedBatch:
 
 
 class StackedBatches:
-    """The batches of a loader in the order of a round's schedule.
-
-    Args:
-        loader: the federation's loader.
-        scheduler: makes the schedule.
-    """
+    """The batches of a loader in the order of a round's schedule."""
 
     def __init__(self, loader: FederatedLoader, scheduler: Scheduler) -> None:
         self.loader = loader
@@ -239,16 +216,14 @@ class StackedBatches:
     def batches(self, plan: RoundPlan) -> Iterator[list[StackedBatch]]:
         """Yield the Trainer's batches, each a list of the stacked batches of a few steps."""
         schedule = self.schedule(plan)
-        steps = self._in_memory(plan, schedule) if self._loader is None else self._loaded(plan, schedule, self._loader)
+        if self._loader is None:
+            steps = self._in_memory(plan, schedule)
+        else:
+            loaded = self.loader.iterate(self._loader, plan)
+            steps = (stack_batches(group.slots, [next(loaded) for _ in group.slots])
+                     for chunk in schedule.chunks for group in chunk.groups)
         for _, groups in schedule.batches:
             yield list(islice(steps, len(groups)))
-
-    def _loaded(self, plan: RoundPlan, schedule: Schedule, loader: DataLoader) -> Iterator[StackedBatch]:
-        """Stack the batches that ``loader`` brings."""
-        batches = self.loader.iterate(loader, plan)
-        for chunk in schedule.chunks:
-            for group in chunk.groups:
-                yield stack_batches(group.slots, [next(batches) for _ in group.slots])
 
     def _in_memory(self, plan: RoundPlan, schedule: Schedule) -> Iterator[StackedBatch]:
         """Select the batches from tensors in memory, with one index for all clients and consecutive equal steps."""
@@ -293,11 +268,7 @@ class StackedBatches:
 
 
 class Disagreement(RuntimeError):
-    """Raised where clients in a stack would take different branches.
-
-    Args:
-        truths: what each of them finds.
-    """
+    """Raised where clients in a stack would take different branches, with what each of them finds."""
 
     def __init__(self, truths: Sequence[bool]) -> None:
         super().__init__("vmap: data-dependent control flow, in which the clients of a stack disagree")
@@ -305,11 +276,7 @@ class Disagreement(RuntimeError):
 
 
 class _Like:
-    """A ``UserDict``, such as a ``BatchEncoding`` of Hugging Face, without its entries.
-
-    Args:
-        batch: with them.
-    """
+    """A ``UserDict``, such as a ``BatchEncoding`` of Hugging Face, without its entries."""
 
     def __init__(self, batch: UserDict) -> None:
         self.empty, self.keys = copy.copy(batch), tuple(batch.data)

@@ -62,19 +62,10 @@ class ClientStack:
     """
 
     def __init__(
-        self,
-        model: ResidentModel,
-        optimizer: Optimizer,
-        step: StackedStep,
-        clients: Sequence[Client],
-        states: Sequence[ClientState],
-        starts: Sequence[OptimizerState],
-        stacked_keys: frozenset[str] = frozenset(),
-        counts: frozenset[str] = frozenset(),
-        layouts: Mapping[str, Layout | None] | None = None,
-        local: LocalPriors | None = None,
-        problems: Sequence[LocalProblem] = (),
-        terms: Sequence[Pull] = (),
+        self, model: ResidentModel, optimizer: Optimizer, step: StackedStep, clients: Sequence[Client],
+        states: Sequence[ClientState], starts: Sequence[OptimizerState], stacked_keys: frozenset[str] = frozenset(),
+        counts: frozenset[str] = frozenset(), layouts: Mapping[str, Layout | None] | None = None,
+        local: LocalPriors | None = None, problems: Sequence[LocalProblem] = (), terms: Sequence[Pull] = (),
     ) -> None:
         self.model = model
         self.step = step
@@ -120,8 +111,7 @@ class ClientStack:
         Args:
             slots: the clients that :meth:`StackedOptimizer.select` has selected.
             batch: their batches, tensors of shape (clients, batch, *).
-            batch_idx: the argument of ``training_step``.
-            clip: changes the gradients in place.
+            batch_idx, clip: the argument of ``training_step``; changes the gradients in place.
 
         Returns: the losses, shape (clients,), None if ``training_step`` skipped the batch; and its other results.
         """
@@ -157,9 +147,7 @@ class ClientStack:
     ) -> tuple[Tensor | None, dict[str, Any], Collection[str]]:
         """As :meth:`forward_backward`; returns also the names of the buffers that were replaced."""
         optimizer, frozen = self.optimizer, self.model.frozen  # which clients share: they stay in the module
-        parameters: Tensors = {
-            name: p for name, p in zip(self.names, optimizer.parameters) if name not in frozen
-        }
+        parameters: Tensors = {name: p for name, p in zip(self.names, optimizer.parameters) if name not in frozen}
         buffers = {name: take_rows(stack, slots) for name, stack in self.buffers.items()}
         before = {name: rows.clone() for name, rows in buffers.items()}
         stacked = self.attributes.stacked
@@ -214,7 +202,10 @@ class ClientStack:
                 gradient = torch.addcmul(gradient, local.of_means(name, parameter).to(gradient), scale, value=-1)
                 single = local.squares(name)
                 add_rows(measured.squares[name], slots, gradient.square() if single is None else single)
-                add_rows(measured.traces[name], slots, self._trace(name, parameters[self._rhos[name]]))
+                rho = parameters[self._rhos[name]]
+                if rho.grad is not None:  # what Price's trace gains
+                    trace = (rho.grad.double() * self._weights[name]).reshape(len(rho), -1).sum(1)
+                    add_rows(measured.traces[name], slots, torch.stack([trace, trace.square()], 1))
             else:
                 continue
             add_rows(total, slots, gradient)
@@ -222,12 +213,6 @@ class ClientStack:
         for path in {} if self._local is None else self._rhos.values():
             parameters[path].grad = None
 
-    def _trace(self, name: str, rho: Tensor) -> Tensor | float:
-        """Return what Price's trace gains for each client, and its square, shape (clients, 2)."""
-        if rho.grad is None:
-            return 0.0
-        trace = (rho.grad.double() * self._weights[name]).reshape(len(rho), -1).sum(1)
-        return torch.stack([trace, trace.square()], 1)
 
     def read_posteriors(self, measured: OfSlot | None = None) -> Iterator[GaussianPosterior]:
         """Return the posterior that each client sends, slot by slot: views of the stack.
@@ -316,12 +301,7 @@ def empty_with_layout(shape: tuple[int, ...], layout: Layout | None, like: Tenso
 
 
 class StackedClient(Client):
-    """Several clients in one, with a tensor inside :func:`torch.func.vmap` for each value that differs.
-
-    Args:
-        number, num_examples, position: as in :class:`~lightning_fedbayes.clients.client.Client`.
-        like: any of the clients, for the values that they share.
-    """
+    """Several clients in one, with a tensor inside :func:`torch.func.vmap` for each value that differs."""
 
     def __init__(self, number: Tensor, num_examples: Tensor, position: Tensor, like: Client) -> None:
         self.__dict__.update(
@@ -345,12 +325,6 @@ def start_clients(
     module: L.LightningModule, clients: Sequence[Client], swap: ParameterSwap, tensors: Tensors
 ) -> Attributes:
     """Call the module's ``on_client_start``, if it has one, for several clients at once.
-
-    Args:
-        module: the user's module; its attributes stay as they are.
-        clients: the clients that start.
-        swap: puts the clients' tensors into the module.
-        tensors: the parameters and buffers that the hook finds: name → tensor of shape (clients, *).
 
     Returns: the attributes that it set.
 

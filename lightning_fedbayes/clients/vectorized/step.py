@@ -74,9 +74,6 @@ class StepModes:
     """The modes of a module's parts, training or evaluation, where a client's first step switches them.
 
     Every client begins with those of the round's start, and its later steps with those that its first one has left.
-
-    Args:
-        module: the user's module, at the start of a round.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -181,7 +178,8 @@ class StackedStep:
             views = {name: to_client_view(stack, level) for name, stack in tensors.items()}
             held = {**attributes.shared, **{name: view(value) for name, value in attributes.stacked.items()}}
             if not self.shares_batch:
-                batch = [to_client_view(each, level) for each in batch] if is_list_of_tensors(batch) else view(batch)
+                of_tensors = type(batch) is list and all(isinstance(each, Tensor) for each in batch)  # TensorDataset
+                batch = [to_client_view(each, level) for each in batch] if of_tensors else view(batch)
             joint = JointDraws(self._gaussians, parameters, views, local)
             operations = StackedOperations(level, self._gaussians, joint, not self.shares_batch)
             with nullcontext() if local is None else local.installed(lambda stack: SeenPrior(stack, view)):
@@ -215,21 +213,12 @@ class StackedStep:
         return vmapped({**parameters, **buffers}, attributes.stacked, batch, fields), assembles[0]
 
     def _of_client(
-        self,
-        views: Tensors,
-        buffers: Collection[str],
-        attributes: dict[str, Any],
-        batch: Any,
-        batch_idx: int,
+        self, views: Tensors, buffers: Collection[str], attributes: dict[str, Any], batch: Any, batch_idx: int,
         operations: ClientOperations,
     ) -> tuple[list[Tensor], Assemble]:
         """Call ``training_step`` under vmap. Returns its results as one client sees them, and how to use their stacks.
 
-        Args:
-            views: parameters and buffers as one client sees them.
-            buffers: names of the buffers.
-            attributes, batch, batch_idx: as one client sees them.
-            operations: special operations in force.
+        All arguments are as one client sees them; ``buffers`` are names.
         """
         held = {**attributes, **self._marks}
         noting = self.log.metrics.noting()
@@ -259,8 +248,3 @@ class StackedStep:
             return StepOutput(None if loss is None else next(remaining), others, changed)
 
         return outputs, assemble
-
-
-def is_list_of_tensors(batch: Any) -> bool:
-    """Return whether a batch is of the form that a ``TensorDataset`` gives."""
-    return type(batch) is list and all(isinstance(each, Tensor) for each in batch)

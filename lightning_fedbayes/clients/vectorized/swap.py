@@ -21,10 +21,8 @@ class ParameterSwap:
     """Puts other tensors in place of the parameters and buffers of a module, for the time of a step.
 
     ``torch.func.functional_call`` does the same for one call; this takes a tenth of its time. A tied tensor has several
-    locations and is replaced in all of them; a recurrent layer keeps a list of its parameters, too.
-
-    Args:
-        module: any network, which must not be rebuilt while this is in use.
+    locations and is replaced in all of them; a recurrent layer keeps a list of its parameters, too. The module must not
+    be rebuilt while this is in use.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -29,12 +29,9 @@ BEGINNING = HEAD.size + WITH_HEAD
 
 
 class GlooCollective(Collective):
-    """Collective operations in a process group of their own; torch's default group stays unused.
+    """Collective operations in a process group of their own, which finds itself through a torch ``store``.
 
-    Args:
-        store: a torch store through which the processes find each other.
-        rank: number of this process.
-        size: number of processes.
+    torch's default group stays unused.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -53,7 +50,8 @@ class GlooCollective(Collective):
                 packed[id(value)] = pickle.dumps(value, protocol=5)
         messages = [b"" if other == self.rank else packed[id(value)] for other, value in enumerate(values)]
         longest = max(map(len, messages))
-        begun = self._exchange_bytes([_beginning(each, longest) for each in messages], [BEGINNING] * self.size)
+        firsts = [HEAD.pack(len(each), longest) + each[:WITH_HEAD] for each in messages]
+        begun = self._exchange_bytes([each.ljust(BEGINNING, b"\0") for each in firsts], [BEGINNING] * self.size)
         heads = [HEAD.unpack_from(each) for each in begun]
         rests = [b""] * self.size
         if max(longest for _, longest in heads) > WITH_HEAD:
@@ -67,16 +65,7 @@ class GlooCollective(Collective):
         content = torch.frombuffer(bytearray(b"".join(parts)) or bytearray(1), dtype=torch.uint8)
         sent = [len(each) for each in parts]
         received = torch.empty(sum(lengths), dtype=torch.uint8)
-        self._wait(self._group.alltoall_base(received, content[: sum(sent)], list(lengths), sent))
-        self.bytes_sent += sum(sent) - sent[self.rank]
-        return [each.numpy().tobytes() for each in received.split(list(lengths))]
-
-    def _wait(self, work: Any) -> None:
-        """Wait until all processes have taken part.
-
-        Raises:
-            FederationError: one of them has ended.
-        """
+        work = self._group.alltoall_base(received, content[: sum(sent)], list(lengths), sent)
         try:
             work.wait()
         except RuntimeError as error:
@@ -84,8 +73,5 @@ class GlooCollective(Collective):
                 f"process {self.rank} of {self.size} waits for another that has ended; what stopped it stands in its "
                 "own output. Resume from the last checkpoint with ckpt_path='last'"
             ) from error
-
-
-def _beginning(message: bytes, longest: int) -> bytes:
-    """Return the head of a message and the first bytes of it, padded."""
-    return (HEAD.pack(len(message), longest) + message[:WITH_HEAD]).ljust(BEGINNING, b"\0")
+        self.bytes_sent += sum(sent) - sent[self.rank]
+        return [each.numpy().tobytes() for each in received.split(list(lengths))]
