@@ -159,6 +159,10 @@ class BayesianAffine(BayesianLayer):
     mu_bias: Parameter | None
     rho_bias: Parameter | None
 
+    def __init_subclass__(cls, estimator: Estimator | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.default_estimator = estimator or cls.default_estimator
+
     def __init__(
         self,
         template: nn.Module,
