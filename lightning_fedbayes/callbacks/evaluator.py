@@ -273,7 +273,6 @@ class Evaluator:
         """Return the predictions of a module by ``posterior``; one object, which warns once."""
         if self._predictive is None or self._predictive.network is not module:
             self._predictive = PosteriorPredictive(module, posterior)
-            self._predictive.has_said = True  # here targets tell
         self._predictive.samples = self._samples
         self._predictive.posterior = posterior
         return self._predictive.eval()
