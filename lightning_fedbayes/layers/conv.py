@@ -150,16 +150,6 @@ class BayesianConv(BayesianAffine):
         batch, ones = x.shape[: -self.dims - 1], (1,) * self.dims
         return (*batch, self.in_channels, *ones), (*batch, self.out_channels, *ones)
 
-    def extra_repr(self) -> str:
-        """The geometry, then the estimator and the prior."""
-        shown = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
-        shown += [f"padding={self.padding!r}"] if self.padding not in ((0,) * self.dims, "valid") else []
-        shown += [f"dilation={self.dilation}"] if self.dilation != (1,) * self.dims else []
-        shown += [f"groups={self.groups}"] if self.groups != 1 else []
-        shown += ["bias=False"] if self.bias is None and self.mu_bias is None else []
-        shown += [f"padding_mode={self.padding_mode!r}"] if self.padding_mode != "zeros" else []
-        return ", ".join([*shown, super().extra_repr()])
-
 
 class Convolution(BayesianConv):
     """Base of ``Conv1d*``, ``Conv2d*`` and ``Conv3d*``; use those. Arguments as of :class:`BayesianConv`."""

@@ -73,11 +73,6 @@ class LinearReparameterization(BayesianAffine):
         lead = (x.shape[0], *(1,) * (x.dim() - 2)) if x.dim() > 1 else ()
         return (*lead, self.in_features), (*lead, self.out_features)
 
-    def extra_repr(self) -> str:
-        """The sizes, then the estimator and the prior."""
-        bias = self.bias is not None or self.mu_bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {super().extra_repr()}"
-
 
 class LinearLocalReparameterization(LinearReparameterization, estimator="local_reparameterization"):
     r"""Linear layer that samples its outputs, :math:`y \sim N(x\mu^T, x^2 (\sigma^2)^T)` (Kingma et al. 2015).

@@ -68,9 +68,7 @@ class OutOfDistributionAUROC(OutOfDistributionMetric):
 
     higher_is_better = True
 
-    def separation(self, uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
-        """Return the AUROC."""
-        return ood_auroc(uncertainty_in, uncertainty_out)
+    separation = staticmethod(ood_auroc)
 
 
 class OutOfDistributionFPR(OutOfDistributionMetric):

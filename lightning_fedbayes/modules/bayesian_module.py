@@ -31,7 +31,14 @@ from lightning_fedbayes.metrics import (
     PredictiveEntropy,
 )
 from lightning_fedbayes.metrics.likelihoods import Likelihood, Rows, get_likelihood, said_by
-from lightning_fedbayes.modules.predictive import GlobalRound, Predictive, check_predictive, sample_with
+from lightning_fedbayes.modules.predictive import NETWORK, GlobalRound, Predictive, check_predictive
+from lightning_fedbayes.modules.sampling import (
+    draws_from_clients,
+    draws_from_posterior,
+    outputs_with,
+    sample_outputs,
+    within,
+)
 
 OPTIONS = ("samples", "kl_weight", "warmup_rounds", "learning_rate", "predictive")
 """Hyperparameters of every :class:`BayesianModule`."""
@@ -237,7 +244,14 @@ class BayesianModule(L.LightningModule):
     def sample(self, inputs: Tensor, samples: int | None = None) -> Tensor:
         """Draws of the network's output, shape (samples, batch, *); as many as clients for "bootstrap"."""
         count = self.samples if samples is None else samples
-        return sample_with(self.predictive, self.network, self.global_round, inputs, count)
+        last, device = self.global_round, inputs.device
+        if self.predictive == "layers" or last.posterior is None:  # as before the first round
+            return sample_outputs(self.network, inputs, count)
+        if self.predictive == "bootstrap":
+            sets = draws_from_clients([within(client, NETWORK).to(device) for client in last.clients])
+        else:
+            sets = draws_from_posterior(within(last.posterior, NETWORK).to(device), count)
+        return outputs_with(self.network, sets, inputs)
 
     def predict_mean(self, inputs: Tensor) -> Tensor:
         """The network's output at the posterior mean, shape (batch, *), at the cost of the deterministic network."""

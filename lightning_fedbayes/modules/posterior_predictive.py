@@ -284,9 +284,7 @@ class PosteriorPredictive(ScoredModule):
 def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> GaussianPosterior:
     """Return the posterior that a checkpoint of Lightning holds: of a federation, or of an IVON optimizer.
 
-    Args:
-        checkpoint: as Lightning writes it.
-        module: that was trained. Of an IVON, all its parameters, in their order.
+    An IVON has to train all parameters of ``module``, in their order.
 
     Raises:
         FedBayesError: it holds none, or it is not known whose it is.
