@@ -68,7 +68,9 @@ class OutOfDistributionAUROC(OutOfDistributionMetric):
 
     higher_is_better = True
 
-    separation = staticmethod(ood_auroc)
+    def separation(self, uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
+        """Return the AUROC."""
+        return ood_auroc(uncertainty_in, uncertainty_out)
 
 
 class OutOfDistributionFPR(OutOfDistributionMetric):
