@@ -276,7 +276,7 @@ class BayesianAffine(BayesianLayer):
         return functional.flipout(op, x, weight, bias, noise)
 
     def extra_repr(self) -> str:
-        """What torch says of the deterministic layer, then the estimator and the prior of the weight."""
+        """The deterministic layer in torch's words, then the estimator and the prior of the weight."""
         prior = self.priors[self.weight_name]
         text = repr(prior) if len(repr(prior)) < 80 else type(prior).__name__
         return f"{self.mean_layer().extra_repr()}, estimator={self.estimator!r}, prior={text}"
