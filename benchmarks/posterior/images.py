@@ -116,7 +116,7 @@ def scores(module: fb.HybridBayesianClassifier, held_out: Dataset[Any]) -> dict[
     """Return accuracy, NLL, ECE and mutual information on examples held out."""
     assert isinstance(held_out, TensorDataset)
     inputs, targets = held_out.tensors
-    probs = torch.cat([module.sample_probs(part) for part in inputs.split(2000)], 1)
+    probs = torch.cat([module.sample(part).softmax(-1) for part in inputs.split(2000)], 1)
     mean = probs.mean(0)
     return {
         "accuracy": float((mean.argmax(-1) == targets).float().mean()),

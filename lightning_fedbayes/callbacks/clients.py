@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_fedbayes.callbacks.evaluator import BATCH_SIZE, Evaluator, Reader, collate_of, evaluator_of
+from lightning_fedbayes.callbacks.evaluator import Evaluator, Reader, callback_of, callbacks_of, evaluator_of
 from lightning_fedbayes.callbacks.loggers import log_figure, log_table
-from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport, bring_report
+from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients.across import CrossScores
 from lightning_fedbayes.clients.evaluation import ClientScores, evaluate_clients, figures_of, has_predict_step
 from lightning_fedbayes.core.errors import FedBayesError
@@ -19,21 +18,11 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.data import ClientDatasets
 from lightning_fedbayes.metrics.likelihoods import examples_in
 
+if TYPE_CHECKING:
+    from lightning_fedbayes.callbacks.federated_bayes import FederatedBayes
+
 MOST_ACROSS = 24
 """Most clients whose models are scored on the data of each other: one pass over the data for each of them."""
-
-
-class KeepsPosteriors(Protocol):
-    """A federation whose clients keep their posteriors."""
-
-    @property
-    def clients(self) -> Any:
-        """Return its :class:`~lightning_fedbayes.data.clients.Clients`."""
-        ...
-
-    def holding(self, client: int) -> AbstractContextManager[GaussianPosterior]:
-        """Return a context inside which the module predicts by the client's own posterior, which it gives."""
-        ...
 
 
 class ClientReport(Reader):
@@ -70,7 +59,7 @@ class ClientReport(Reader):
     def __init__(self) -> None:
         self.scores: dict[str, ClientScores] = {}
         self.across: CrossScores | None = None
-        self.personal: KeepsPosteriors | None = None
+        self.personal: FederatedBayes | None = None
         self._is_silent = False
 
     def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None) -> bool:
@@ -135,7 +124,7 @@ class ClientReport(Reader):
         module.log_dict({f"{stage}/{name}": value for name, value in figures.items()})
 
     def _own_scores(
-        self, evaluator: Evaluator, module: L.LightningModule, federation: KeepsPosteriors, clients: ClientDatasets
+        self, evaluator: Evaluator, module: L.LightningModule, federation: FederatedBayes, clients: ClientDatasets
     ) -> ClientScores | None:
         """Score every client by the posterior that it has trained last; None if that is not of the module's weights."""
         if not set(clients.names) <= set(federation.clients.names):
@@ -153,19 +142,16 @@ class ClientReport(Reader):
         )
 
     def _own_on(
-        self, evaluator: Evaluator, module: L.LightningModule, federation: KeepsPosteriors, client: str,
+        self, evaluator: Evaluator, module: L.LightningModule, federation: FederatedBayes, client: str,
         data: ClientDatasets,
     ) -> ClientScores:
         """Return the scores of a client's own posterior on ``data``."""
-        batch_size = getattr(evaluator.loaders[0], "batch_size", None) or BATCH_SIZE
         with federation.holding(federation.clients.names.index(client)) as posterior:
-            return evaluate_clients(
-                evaluator.predictor(module, posterior), data, batch_size=batch_size,
-                collate_fn=collate_of(evaluator.loaders),
-            )
+            predictor, size = evaluator.predictor(module, posterior), evaluator.batch_size
+            return evaluate_clients(predictor, data, batch_size=size, collate_fn=evaluator.collate_fn)
 
     def _scores_across(
-        self, evaluator: Evaluator, module: L.LightningModule, federation: KeepsPosteriors, clients: ClientDatasets
+        self, evaluator: Evaluator, module: L.LightningModule, federation: FederatedBayes, clients: ClientDatasets
     ) -> CrossScores | None:
         """Score every client's own posterior on the data of all; None for one client, or what cannot be scored."""
         shown = torch.linspace(0, len(clients.names) - 1, min(len(clients.names), MOST_ACROSS)).round().int().tolist()
@@ -185,19 +171,15 @@ class ClientReport(Reader):
                 log_table(trainer, name, *self.scores[key].table(), trainer.current_epoch)
 
 
-def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: KeepsPosteriors | None = None) -> UncertaintyReport:
+def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: FederatedBayes | None = None) -> UncertaintyReport:
     """Return the Trainer's :class:`UncertaintyReport`; it and a :class:`ClientReport` stand behind ``beside``, if new.
 
-    Args:
-        trainer: whose callbacks get them.
-        beside: one of its callbacks.
-        personal: the federation, if its clients keep their posteriors.
+    ``personal`` is the federation, if its clients keep their posteriors.
     """
-    first = bring_report(trainer, beside)
-    callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    report = next((callback for callback in callbacks if isinstance(callback, ClientReport)), None)
-    if report is None:
-        report = ClientReport()
-        callbacks.insert(callbacks.index(first) + 1, report)
-    report.personal = personal
+    callbacks, first = callbacks_of(trainer), callback_of(trainer, UncertaintyReport) or UncertaintyReport()
+    second = callback_of(trainer, ClientReport) or ClientReport()
+    for report, place in ((first, beside), (second, first)):
+        if report not in callbacks:
+            callbacks.insert(callbacks.index(place) + 1, report)
+    second.personal = personal
     return first

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -15,7 +16,6 @@ from torch.utils.data import BatchSampler, ConcatDataset, Dataset, SequentialSam
 from lightning_fedbayes.clients.evaluation import (
     OF_DRAWS,
     REMEDY,
-    Collate,
     Predicted,
     drawing,
     has_predict_step,
@@ -27,10 +27,10 @@ from lightning_fedbayes.clients.evaluation import (
     rows_by_outputs,
 )
 from lightning_fedbayes.core.batches import unpacked
-from lightning_fedbayes.core.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError, shown
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
 from lightning_fedbayes.core.seeding import derive_seed
-from lightning_fedbayes.data import ClientDatasets
+from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
 from lightning_fedbayes.metrics.likelihoods import (
     Bernoulli,
     Categorical,
@@ -41,6 +41,7 @@ from lightning_fedbayes.metrics.likelihoods import (
 )
 from lightning_fedbayes.modules.posterior_predictive import OUTPUT_DRAWS, PosteriorPredictive
 
+C = TypeVar("C", bound=L.Callback)
 Datasets = ClientDatasets | Mapping[str, Dataset]
 """Client name → its data set of (input, target)."""
 BATCH_SIZE = 256
@@ -136,12 +137,14 @@ class Evaluator:
         """Return the readers; at the first call see what they need and how the data come."""
         if self._readers is not None:
             return self._readers
-        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        callbacks = callbacks_of(trainer)
         self._readers = readers = [] if trainer.sanity_checking else [c for c in callbacks if isinstance(c, Reader)]
         federation = next((each for each in callbacks if hasattr(each, "posterior_of")), None)
         self._seed = 0 if federation is None else federation.settings.seed
         loaders: Any = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
         self.loaders = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+        self.collate_fn = getattr(self.loaders[0], "collate_fn", None)
+        self.batch_size: int = getattr(self.loaders[0], "batch_size", None) or BATCH_SIZE
         numbers = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
         numbers = numbers if isinstance(numbers, list) else [numbers]
         clients = max((len(getattr(reader, "client_sizes", ())) for reader in readers), default=0)
@@ -155,7 +158,9 @@ class Evaluator:
         self._calibrates = any(reader.calibrates for reader in readers)
         self._needs_logits = any(reader.needs_logits for reader in readers)
         self._keeps = self._calibrates or self._has_clients
-        posterior = _posterior_of(federation)
+        posterior: GaussianPosterior | None = None
+        with suppress(FedBayesError):  # there is none yet
+            posterior = None if federation is None else federation.posterior
         self._asks = any(reader.asks(module, posterior) for reader in readers)
         self._samples = next((n for n in (getattr(reader, "samples", None) for reader in readers) if n), DRAWS)
         draws = posterior is not None and not callable(getattr(module, "sample", None)) and any(
@@ -176,8 +181,7 @@ class Evaluator:
             return
         self._last = loader, number
         found = returned(outputs, module)
-        lacks = found is None or (self._needs_logits and "probs" in found and "logits" not in found)
-        if lacks and self._asks and (self._in_order or not self._keeps):
+        if self._lacks(found) and self._asks and (self._in_order or not self._keeps):
             try:
                 with drawing(module.device, derive_seed(self._seed, "evaluation", client=loader, step=number)):
                     found = {**self._predict(module, batch), **(found or {})}
@@ -188,17 +192,20 @@ class Evaluator:
             if self._keeps and self._in_order:
                 self._kept[loader].append(self._keep(found))
 
+    def _lacks(self, found: Predicted | None) -> bool:
+        """Return True if a module has to predict once more beside what its step has returned."""
+        return found is None or (self._needs_logits and "probs" in found and "logits" not in found)
+
     def _try(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any) -> None:
         """Raise what would keep a calibration from its predictions, on a batch of the check before training."""
-        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        readers = [each for each in callbacks if isinstance(each, Reader) and each.calibrates]
+        readers = [each for each in callbacks_of(trainer) if isinstance(each, Reader) and each.calibrates]
         if not readers or trainer.state.fn != "fit":
             return
         self._posterior, self._calibrates = None, True
         self._needs_logits = any(reader.needs_logits for reader in readers)
         with drawing(module.device, 0):
             found = returned(outputs, module)
-            if found is None or (self._needs_logits and "probs" in found and "logits" not in found):
+            if self._lacks(found):
                 try:
                     found = {**self._predict(module, batch), **(found or {})}
                 except FedBayesError:
@@ -273,7 +280,6 @@ class Evaluator:
         """Return the predictions of a module by ``posterior``; one object, which warns once."""
         if self._predictive is None or self._predictive.network is not module:
             self._predictive = PosteriorPredictive(module, posterior)
-            self._predictive.has_said = True  # here targets tell
         self._predictive.samples = self._samples
         self._predictive.posterior = posterior
         return self._predictive.eval()
@@ -316,13 +322,8 @@ class Evaluator:
         if self._error is not None:
             raise self._error
         datasets, batch_size = data_of(self.loaders)
-        named = dict(zip(datasets.names, datasets.datasets)) if isinstance(datasets, ClientDatasets) else datasets
+        named = by_name(datasets)
         sizes = {name: len(dataset) for name, dataset in named.items()}  # pyright: ignore[reportArgumentType]
-        for name, size in sizes.items():
-            if not size:
-                raise FedBayesError(
-                    f"client {name} has no held-out example: leave it out, or hold some of its data out"
-                )
         whole = [joined(self._kept[loader]) for loader in sorted(self._kept)]
         parts = whole if len(self.loaders) > 1 else [p for each in whole for p in _parts(each, list(sizes.values()))]
         self._kept.clear()
@@ -347,8 +348,33 @@ class Evaluator:
 
         for number, (name, dataset) in enumerate(named.items()):
             seed = derive_seed(self._seed, "evaluation", client=number)
-            found[name] = predict_data(module, dataset, batch_size, seed, predict, collate_of(self.loaders))
+            found[name] = predict_data(module, dataset, batch_size, seed, predict, self.collate_fn)
         return found
+
+
+def by_name(datasets: Datasets) -> dict[str, Dataset]:
+    """Return client name → data set; raise FedBayesError if there are none, or one is empty or not map-style."""
+    if isinstance(datasets, ClientDatasets):
+        named: dict[str, Dataset] = dict(zip(datasets.names, datasets.datasets, strict=True))
+    elif isinstance(datasets, Mapping) and datasets:
+        named = dict(datasets)
+    else:
+        raise FedBayesError(f"datasets={shown(datasets)}: give a ClientDatasets, or a dict, client name → data set")
+    for name, dataset in named.items():
+        check_dataset(f"the calibration data of client {name}", dataset)
+        if len(dataset) == 0:  # pyright: ignore[reportArgumentType]
+            raise FedBayesError(f"client {name} has no held-out example: leave it out, or hold some of its data out")
+    return named
+
+
+def callbacks_of(trainer: L.Trainer) -> list[Any]:
+    """Return the Trainer's callbacks, in their order."""
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def callback_of(trainer: L.Trainer, kind: type[C]) -> C | None:
+    """Return the Trainer's first callback of a kind, if it has one."""
+    return next((each for each in callbacks_of(trainer) if isinstance(each, kind)), None)
 
 
 def evaluator_of(trainer: L.Trainer) -> Evaluator:
@@ -386,10 +412,7 @@ def returned(outputs: Any, module: L.LightningModule) -> Predicted | None:
 def gives_all(loader: Any, batches: float, *, together: bool) -> bool:
     """Return True if ``batches`` of a loader are all its examples in their order.
 
-    Args:
-        loader: of a validation or a test.
-        batches: how many of them the Trainer takes.
-        together: the examples are those of several clients, so that their order within a batch counts.
+    ``together`` says that they are those of several clients, so that their order within a batch counts.
     """
     sampler: Any = getattr(loader, "batch_sampler", None)
     plain = type(sampler) is BatchSampler and type(sampler.sampler) is SequentialSampler and not sampler.drop_last
@@ -414,19 +437,6 @@ def data_of(loaders: Any) -> tuple[Datasets, int]:
         datasets = datasets[0].datasets
     named: dict[str, Dataset] = {str(number): dataset for number, dataset in enumerate(datasets)}  # pyright: ignore[reportAssignmentType]
     return (named if len(named) > 1 else {"all": next(iter(named.values()))}), batch_size
-
-
-def collate_of(loaders: list[Any]) -> Collate | None:
-    """Return the function that makes batches of examples in the first of some loaders; None: torch's own."""
-    return getattr(loaders[0], "collate_fn", None)
-
-
-def _posterior_of(federation: Any) -> GaussianPosterior | None:
-    """Return the global posterior of a federation; None if it has none, or there is no federation."""
-    try:
-        return None if federation is None else federation.posterior
-    except FedBayesError:
-        return None
 
 
 def _parts(whole: Predicted, sizes: list[int]) -> list[Predicted]:

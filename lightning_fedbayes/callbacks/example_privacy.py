@@ -250,11 +250,6 @@ def check_nothing_else(module: nn.Module, parameters: Sequence[Any], of_prior: S
 
     Past the layers goes, for instance, a penalty on the parameters in the loss: no example has a part in it, and it
     would be lost.
-
-    Args:
-        module: for the names of the parameters.
-        parameters: with their gradients, and those of the examples.
-        of_prior: see :func:`kl_gradients`.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for parameter, prior in zip(parameters, of_prior):

@@ -406,7 +406,7 @@ class FederatedBayes(L.Callback):
             if trainer.loggers:  # beside what the module logs of its training; it takes as long as a small step
                 pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
             if self.settings.privacy is not None:
-                pl_module.log_dict(self.settings.privacy.figures(self._report.most_rounds))
+                pl_module.log_dict(self.settings.privacy.figures(max(self._report.records.rounds)))
             assert self._loop is not None
             self._report.log_round(
                 trainer, self.history[-1], log.names, self._loop.step_names, self._uncertainty.client_accuracy
@@ -470,9 +470,7 @@ class FederatedBayes(L.Callback):
         """Return the whole federation at the end of the last finished round."""
         if self._federation is None:
             return {}
-        return {
-            **self._federation.state_dict(), "report": self._report.state_dict(), "settings": self.described()
-        }
+        return {**self._federation.state_dict(), "report": self._report.state_dict(), "settings": self.described()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave, once ``fit`` has made the engine."""

@@ -29,13 +29,9 @@ ANONYMOUS = "The anonymous setting has no effect and will be removed in a future
 
 
 def log_figure(trainer: L.Trainer, name: str, figure: Figure, round: int) -> None:
-    """Log a figure: an image in W&B and TensorBoard, a PNG file beside the figures of a CSVLogger.
+    """Log a figure by ``name``: an image in W&B and TensorBoard, a PNG file beside the figures of a CSVLogger.
 
-    Args:
-        trainer: its loggers get it.
-        name: key, such as "val/calibration".
-        figure: of Matplotlib.
-        round: number of finished rounds (epochs).
+    Here and below ``round`` is the number of finished rounds (epochs).
     """
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
@@ -52,13 +48,6 @@ def log_table(trainer: L.Trainer, name: str, columns: Sequence[str], rows: Seque
     """Log a table: a table in W&B, Markdown text in TensorBoard, a CSV file beside the figures of a CSVLogger.
 
     It goes into the file of the run, too, see :func:`note`.
-
-    Args:
-        trainer: its loggers get it.
-        name: key, such as "federation/clients".
-        columns: heads of the columns.
-        rows: one sequence per row, of as many entries.
-        round: number of finished rounds (epochs).
     """
     note(trainer, {"round": round, "table": name, "columns": columns, "rows": rows})
     for logger in trainer.loggers:
@@ -79,13 +68,7 @@ def log_curves(
 ) -> None:
     """Log curves as data: a chart of lines in W&B, which keeps those of every round, and a line in the file of the run.
 
-    Args:
-        trainer: its loggers get them.
-        name: key, such as "val/retained_curve".
-        columns: name of x, then of every curve.
-        rows: one per point; not empty.
-        round: number of finished rounds (epochs).
-        title: of the chart.
+    The first of ``columns`` is x; there is at least one row.
     """
     note(trainer, {"round": round, "curve": name, "columns": columns, "rows": rows})
     for logger in trainer.loggers:
@@ -127,24 +110,16 @@ def _file(logger: CSVLogger, name: str, suffix: str) -> Path:
 def prepare_wandb() -> None:
     """Log offline without an account, and keep a warning back that is not about anything that a user has written.
 
-    Called when the callback is made, since the Trainer starts its loggers before it calls any hook.
+    Called when the callback is made, since the Trainer starts its loggers before it calls any hook. Without an account
+    ``wandb.init`` asks on a terminal and fails elsewhere. This must not ask wandb itself (``wandb.login``): that would
+    fix wandb's settings before the variable is set.
     """
-    go_offline_without_account()
+    if not any(name in os.environ for name in DECIDED) and not has_account(server()):
+        os.environ["WANDB_MODE"] = "offline"  # wandb itself says so when a run starts
     import wandb
 
     with redirect_stderr(StringIO()):  # what wandb has said once it does not repeat
         wandb.termwarn(ANONYMOUS, repeat=False)
-
-
-def go_offline_without_account() -> None:
-    """Set ``WANDB_MODE=offline`` unless it is set already or an account is configured.
-
-    Without an account ``wandb.init`` asks on a terminal and fails elsewhere. It must not ask wandb itself
-    (``wandb.login``): that would fix wandb's settings before the variable is set.
-    """
-    if any(name in os.environ for name in DECIDED) or has_account(server()):
-        return
-    os.environ["WANDB_MODE"] = "offline"  # wandb itself says so when a run starts
 
 
 def server() -> str:

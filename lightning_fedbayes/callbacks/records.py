@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from lightning_fedbayes.callbacks.divergence import worst_loss
+from lightning_fedbayes.core.errors import listed
 from lightning_fedbayes.core.messages import ClientOutcome
 
 DTYPES = {"l": torch.int64, "b": torch.int8, "d": torch.float64}
@@ -86,3 +86,24 @@ class ClientRecords:
         for name, (kind, _) in self.COLUMNS.items():
             setattr(self, name, array(kind, state[name].tolist()))
         self.last_failure = dict(state["last_failure"])
+
+
+def worst_loss(first: float) -> float:
+    r"""Return the mean training loss of a round beyond which a client's training has diverged.
+
+    :math:`\ell_1 + \max(|\ell_1|, 1)` for the loss :math:`\ell_1` of its first round, which began at parameters that
+    know nothing: what is far above that is worse than the prior.
+    """
+    return first + max(abs(first), 1.0)
+
+
+def divergence_of(names: Sequence[str]) -> str:
+    """Return the message that the training of clients has diverged.
+
+    >>> divergence_of(["a", "b"])[:45]
+    'the training of clients a, b has diverged: th'
+    """
+    return (
+        f"the training of client{'s' if len(names) > 1 else ''} {listed(names)} has diverged: the loss is far above "
+        "that of the first round, which began without knowledge. Take a smaller learning rate or fewer local epochs"
+    )

@@ -13,9 +13,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_fedbayes.callbacks.divergence import divergence_of
 from lightning_fedbayes.callbacks.loggers import log_figure, log_table, note
-from lightning_fedbayes.callbacks.records import ClientRecords
+from lightning_fedbayes.callbacks.records import ClientRecords, divergence_of
 from lightning_fedbayes.clients.client import Client
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.errors import listed, told_failures
@@ -164,11 +163,7 @@ class FederationReport:
             self.reliabilities.append({"round": result.round + 1, "shares": shares, "excluded": excluded})
 
     def log_round(
-        self,
-        trainer: L.Trainer,
-        figures: dict[str, float],
-        training_names: set[str],
-        step_names: set[str],
+        self, trainer: L.Trainer, figures: dict[str, float], training_names: set[str], step_names: set[str],
         accuracy: Tensor | None,
     ) -> None:
         """Log a round's figures as ``federation/...``, which other callbacks can monitor, and the clients' curves.
@@ -254,22 +249,13 @@ class FederationReport:
             logger.experiment.define_metric(name, step_metric="round")
         self._with_axis |= names
 
-    @property
-    def most_rounds(self) -> int:
-        """Number of rounds of the client that took part in most."""
-        return max(self.records.rounds)
-
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def finish(self, trainer: L.Trainer, accuracy: Tensor | None, history: Sequence[Mapping[str, float]]) -> None:
         """Log the table of clients, that of the reliabilities with a picture, and that of the chosen rules.
 
-        Of a federation by sites print a line on how far it has come.
-
-        Args:
-            trainer: its loggers get them.
-            accuracy: accuracy of the global model for each client, shape (clients,); None if unknown.
-            history: the figures of every round.
+        Of a federation by sites print a line on how far it has come. ``accuracy`` is that of :meth:`log_round`,
+        ``history`` the figures of every round.
         """
         tell_of_sites(history)
         known = self.records

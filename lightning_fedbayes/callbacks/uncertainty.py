@@ -259,14 +259,3 @@ class UncertaintyReport(Reader):
             curve = metric.compute()
             curves[name] = (curve.fraction, curve.accuracy)
         log_figure(trainer, f"{stage}/accuracy_retained", plots.accuracy_retained(curves), round)
-
-
-def bring_report(trainer: L.Trainer, beside: L.Callback) -> UncertaintyReport:
-    """The Trainer's :class:`UncertaintyReport`; a new one behind the callback ``beside`` if it has none."""
-    callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    for callback in callbacks:
-        if isinstance(callback, UncertaintyReport):
-            return callback
-    report = UncertaintyReport()
-    callbacks.insert(callbacks.index(beside) + 1, report)
-    return report

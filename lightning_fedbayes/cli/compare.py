@@ -49,7 +49,9 @@ def compare(arguments: list[str]) -> int:
 
     with quietly():
         seed, configuration = _described(settings)
-    runs = _done(folder, configuration)
+    earlier, runs = results.load(folder) if (folder / results.FILE).is_file() else (configuration, [])
+    if earlier != configuration:
+        raise FedBayesError(f"{folder} has a comparison of another configuration: give another --output, or remove it")
     known = {(run.fusion, run.seed) for run in runs}
     wanted = [(fusion, seed + extra) for fusion in fusions for extra in range(values.seeds)]
     missing = [each for each in wanted if each not in known]
@@ -87,16 +89,6 @@ def _described(settings: list[str]) -> tuple[int, dict[str, Any]]:
     configuration = yaml.safe_load(cli.parser.dump(cli.config, format="yaml"))
     del configuration["federation"]["fusion"], configuration["trainer"]["logger"]
     return configuration.pop("seed_everything"), configuration
-
-
-def _done(folder: Path, configuration: dict[str, Any]) -> list[Run]:
-    """Return the runs of an earlier start; raise FedBayesError if they had another configuration."""
-    if not (folder / results.FILE).is_file():
-        return []
-    earlier, runs = results.load(folder)
-    if earlier != configuration:
-        raise FedBayesError(f"{folder} has a comparison of another configuration: give another --output, or remove it")
-    return runs
 
 
 def _train(settings: list[str], fusion: str, seed: int, folder: Path, project: str | None) -> Run:

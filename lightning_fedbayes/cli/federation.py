@@ -15,15 +15,14 @@ from lightning_fedbayes import data, fusion, modules  # noqa: F401 (classes to f
 from lightning_fedbayes.callbacks import FederatedBayes
 from lightning_fedbayes.callbacks.calibration import FederatedConformal
 from lightning_fedbayes.callbacks.clients import bring_reports
+from lightning_fedbayes.callbacks.evaluator import callback_of, callbacks_of
 from lightning_fedbayes.cli.messages import class_help, explain, one_line, option_names, short_help
 from lightning_fedbayes.clients import adversaries  # noqa: F401
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.data import partition  # noqa: F401
 from lightning_fedbayes.data.clients import clients_of
 
-LOGGER = {
-    "class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "outputs", "name": "fedbayes"}
-}
+LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "outputs", "name": "fedbayes"}}
 """Default logger; ``fedbayes plot`` reads its files."""
 PREDICTIONS = "predictions.pt"
 NO_SCORES = ("train/", "federation/")
@@ -130,8 +129,7 @@ class FederationCLI(LightningCLI):
     def predict(self, model: L.LightningModule, **arguments: Any) -> None:
         """Predict, and save the module's output for each batch, with the sets or intervals of conformal callbacks."""
         batches = self.trainer.predict(model, **arguments) or []
-        callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        conformal = [each for each in callbacks if isinstance(each, FederatedConformal)]
+        conformal = [each for each in callbacks_of(self.trainer) if isinstance(each, FederatedConformal)]
         folder = Path(self.trainer.log_dir or ".")
         if not self.trainer.is_global_zero:  # the first process has all batches
             return
@@ -144,8 +142,8 @@ class FederationCLI(LightningCLI):
 
     def before_validate(self) -> None:
         """Let the clients' figures be shown as after a fit, which alone makes the clients."""
-        callbacks: list[L.Callback] = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        federation = next(each for each in callbacks if isinstance(each, FederatedBayes))
+        federation = callback_of(self.trainer, FederatedBayes)
+        assert federation is not None
         self.datamodule.prepare_data()
         self.datamodule.setup("fit")
         examples = self.datamodule.train_dataloader().dataset

@@ -52,11 +52,7 @@ CONTAINERS = ("builtins", "collections.abc", "typing")
 
 
 def explain(message: str, keys: Collection[str]) -> str:
-    """Return one line, with the nearest known name, for an error ``message`` of jsonargparse.
-
-    Args:
-        message: often fifteen lines long.
-        keys: options that the parser knows, without dashes.
+    """Return one line, with the nearest known name, for an error ``message`` of jsonargparse; ``keys`` have no dashes.
 
     >>> explain("Subcommand 'fit' does not accept option 'federation.fuson'", ["federation.fusion", "model"])
     "unknown option 'federation.fuson': did you mean 'federation.fusion'? Known: federation.fusion"
@@ -177,11 +173,7 @@ HELP = {
 def short_help(command: str, description: str, actions: Iterable[argparse.Action], classes: dict[str, type]) -> str:
     """Return a help of one page: one line per option, in groups; the Trainer's options by name only.
 
-    Args:
-        command: such as "fit".
-        description: one sentence.
-        actions: actions of the command's parser.
-        classes: key → base class, for the keys that take a class, such as "model".
+    ``classes`` are the base classes of the keys that take a class, such as "model".
     """
     options = {action.dest: action for action in actions if _is_option(action)}
     heads = {name.partition(".")[0] for name in options if "." in name}

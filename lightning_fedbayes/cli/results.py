@@ -27,11 +27,7 @@ Curves = dict[str, list[float]]
 
 
 def read_curves(file: Path) -> Curves:
-    """Read the last value of every metric in every round (epoch).
-
-    Args:
-        file: ``metrics.csv`` of a CSVLogger, with a column "epoch" (from 0) and one per metric.
-    """
+    """Read the last value of every metric in every round (epoch, from 0) of a ``metrics.csv`` of a CSVLogger."""
     with open(file, newline="") as lines:
         rows = list(csv.DictReader(lines))
     rounds = 1 + max((int(float(row["epoch"])) for row in rows if row.get("epoch")), default=-1)
@@ -42,11 +38,6 @@ def read_curves(file: Path) -> Curves:
             if row.get("epoch") and row[name]:
                 curves[name][int(float(row["epoch"]))] = float(row[name])
     return curves
-
-
-def validated(curves: Curves) -> list[str]:
-    """Return the sorted names of the validation metrics."""
-    return sorted(name for name in curves if name.startswith("val/"))
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ def _replaced(value: Any, old: float | None, new: float | None) -> Any:
 
 def metrics_of(runs: Sequence[Run]) -> list[str]:
     """Return the sorted names of the validation metrics that at least one run has."""
-    return sorted({name for run in runs for name in validated(run.curves)})
+    return sorted({name for run in runs for name in run.curves if name.startswith("val/")})
 
 
 def mean_curves(runs: Sequence[Run], metric: str) -> Curves:
@@ -126,14 +117,12 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         own = [run.curves for run in runs if run.fusion == fusion]
         scores = [_spread([_last(curves.get(metric, [])) for curves in own]) for metric in metrics]
         seconds = statistics.fmean(statistics.median(curves.get("federation/seconds", [math.nan])) for curves in own)
-        traffic = statistics.fmean(sum(_megabytes(curves, way) for way in ("up", "down")) for curves in own)
+        traffic = statistics.fmean(
+            sum(statistics.fmean(curves.get(f"federation/megabytes_{way}", [0.0])) for way in ("up", "down"))
+            for curves in own
+        )
         rows.append([fusion, str(len(own)), *scores, f"{seconds:.3g}", f"{traffic:.3g}"])
     return columns, rows
-
-
-def _megabytes(curves: Curves, way: str) -> float:
-    """Return the mean traffic of a round in one direction; 0 if it was not logged."""
-    return statistics.fmean(curves.get(f"federation/megabytes_{way}", [0.0]))
 
 
 def _last(values: Sequence[float]) -> float:
@@ -173,7 +162,8 @@ def curves_of(folder: Path) -> dict[str, Curves]:
         return {metric: mean_curves(runs, metric) for metric in metrics_of(runs)}
     if (folder / METRICS).is_file():
         curves = read_curves(folder / METRICS)
-        return {metric: {metric.removeprefix("val/"): curves[metric]} for metric in validated(curves)}
+        names = sorted(name for name in curves if name.startswith("val/"))
+        return {metric: {metric.removeprefix("val/"): curves[metric]} for metric in names}
     below = sorted(each.parent for each in folder.glob(f"**/{METRICS}"))
     remedy = f"did you mean {below[-1]}?" if below else "give the folder of a CSVLogger or of 'fedbayes compare'"
     raise FedBayesError(f"there is neither {METRICS} nor {FILE} in {folder}: {remedy}")

@@ -138,10 +138,11 @@ class CrossScores:
         Raises:
             FedBayesError: there is no such figure, or there are fewer than three clients.
         """
-        values = self._of(figure)[1]
-        if len(values) < 3:
-            raise FedBayesError(f"there are {len(values)} clients: models and data can be told apart from 3 on")
-        return _effects(values)
+        off, number = _without_diagonal(self._of(figure)[1]), len(self.names)
+        if number < 3:
+            raise FedBayesError(f"there are {number} clients: models and data can be told apart from 3 on")
+        rows, columns, scale = off.sum(1), off.sum(0), number * (number - 2)
+        return ((number - 1) * rows + columns - off.sum()) / scale, ((number - 1) * columns + rows - off.sum()) / scale
 
     def outlying(self, figure: str | None = None, *, rate: float = 0.05) -> dict[str, tuple[str, ...]]:
         r"""Return the clients that stand out: name → ("model",), ("data",) or ("model", "data").
@@ -183,7 +184,8 @@ class CrossScores:
             del left[worst]
         if len(left) >= 3:
             kept = _without_diagonal(values[left][:, left])
-            for what, effects in zip(("model", "data"), _effects(kept), strict=True):
+            among = CrossScores(tuple(self.names[client] for client in left), {"": kept})
+            for what, effects in zip(("model", "data"), among.effects(), strict=True):
                 far = (effects - effects.quantile(0.5)).abs()
                 mad = float(far.quantile(0.5))
                 if mad > 1e-9 * float(kept.abs().max()):  # equal up to rounding
@@ -306,23 +308,9 @@ def _without_diagonal(values: Tensor) -> Tensor:
     return values.masked_fill(torch.eye(len(values), dtype=torch.bool), 0)
 
 
-def _effects(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the effects of rows and columns; see :meth:`CrossScores.effects`."""
-    off, number = _without_diagonal(values), len(values)
-    rows, columns, scale = off.sum(1), off.sum(0), number * (number - 2)
-    return (
-        ((number - 1) * rows + columns - off.sum()) / scale, ((number - 1) * columns + rows - off.sum()) / scale,
-    )
-
-
 @cache
 def threshold(clients: int, rate: float) -> float:
-    """Return how many MADs from the median a client stands out; see :meth:`CrossScores.outlying`.
-
-    Args:
-        clients: how many there are, at least 3.
-        rate: chance that some client is named by its model or its data, where none differs.
-    """
+    """Return how many MADs from the median one of ``clients`` stands out; see :meth:`CrossScores.outlying`."""
     chance = torch.Generator().manual_seed(0)
     trials = min(TRIALS, max(1000, CELLS // clients))
     draws = torch.empty(trials, clients, dtype=torch.float64).exponential_(generator=chance)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import pairwise
 from numbers import Integral
 from statistics import median
 from typing import Any
@@ -285,8 +284,10 @@ def clients_of(dataset: Dataset, partition: Partition | None, seed: int) -> Clie
             )
         datasets = tuple(dataset.datasets)
         names = getattr(dataset, "names", None) or tuple(str(k) for k in range(len(datasets)))
-        labels = _labels_of_parts(datasets)
-        counts, classes = (None, ()) if labels is None else _count_parts(labels)
+        labels, (counts, classes) = labels_of(dataset), (None, ())
+        if labels is not None:
+            sizes = [len(part) for part in datasets]  # pyright: ignore[reportArgumentType]
+            counts, classes = counts_table(torch.arange(len(labels)).split(sizes), labels)
     else:
         if isinstance(dataset, ClientDatasets):
             raise FederationError(
@@ -325,20 +326,6 @@ def check_classes(clients: Clients) -> None:
             f"no client has an example of class {listed(gaps)}: if the network has outputs for it, they "
             "will not learn it"
         )
-
-
-def _labels_of_parts(datasets: Sequence[Dataset]) -> list[Tensor] | None:
-    """Integer labels of every part, or None if those of one part are unknown."""
-    labels = [labels_of(dataset) for dataset in datasets]
-    known = [each for each in labels if each is not None]
-    return known if len(known) == len(labels) else None
-
-
-def _count_parts(labels: Sequence[Tensor]) -> tuple[Tensor, tuple]:
-    """Counts of each class in each part (clients × classes), and the classes."""
-    starts = torch.tensor([0, *(len(each) for each in labels)]).cumsum(0).tolist()
-    indices = [torch.arange(start, stop) for start, stop in pairwise(starts)]
-    return counts_table(indices, torch.cat(list(labels)))
 
 
 class TensorsOfClients(Sequence[Any]):

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from lightning_fedbayes.core.errors import FederationError, check_number, check_path
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.data.clients import ClientDatasets
-from lightning_fedbayes.data.splits import SplitDataModule, check_seed
+from lightning_fedbayes.data.splits import SplitDataModule
 from lightning_fedbayes.data.tables import Table, read_table, standardisation_of
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
@@ -138,14 +138,9 @@ def indicators(attributes: Tensor) -> Tensor:
 
 
 def stratified_split(labels: Tensor, fraction: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
-    """Indices of a client's training and test examples; of each class, the nearest number to ``fraction`` is in test.
+    """Return indices, sorted, of a client's training and test examples, by a draw of ``seed`` and ``client``.
 
-    Args:
-        labels: integers, shape (examples,).
-        fraction: share of the test examples of each class.
-        seed, client: determine the choice.
-
-    Returns: two int64 vectors, sorted.
+    Of each class, the nearest number to ``fraction`` is in test.
     """
     order = torch.randperm(len(labels), generator=generator(seed, "partition", client=client))
     classes = [order[labels[order] == label] for label in labels.unique()]
@@ -232,9 +227,8 @@ class HospitalsDataModule(SplitDataModule):
         seed: int = 0,
         download: bool = False,
     ) -> None:
-        super().__init__(batch_size)
+        super().__init__(batch_size, seed)
         check_number("test_fraction", test_fraction, "(0, 1)", why="both parts need patients")
-        check_seed(seed)
         # a path would keep checkpoints from loading with weights_only
         directory = str(check_path("directory", directory))
         self.save_hyperparameters(logger=False)
@@ -246,7 +240,6 @@ class HospitalsDataModule(SplitDataModule):
                     f"the four processed files, get them from {SOURCE}, or pass download=True"
                 )
         self.test_fraction = test_fraction
-        self.seed = seed
         self.download = download
 
     def prepare_data(self) -> None:

@@ -94,15 +94,7 @@ def check_length(path: Path, expected: int, found: int) -> None:
 
 
 def check_images(path: Path, images: Tensor, labels: Tensor, shape: tuple[int, int, int], classes: int) -> None:
-    """Raise FederationError unless ``images`` are of ``shape``, with one label in [0, ``classes``) each.
-
-    Args:
-        path: of the file, for the error.
-        images: shape (examples, channels, height, width).
-        labels: integers, shape (examples,).
-        shape: channels, height and width that the data set has.
-        classes: number of classes that it has.
-    """
+    """Raise FederationError unless ``images`` are of ``shape``, with one label in [0, ``classes``) each."""
     if tuple(images.shape[1:]) != shape:
         raise FederationError(
             f"{path} holds images of (channels, height, width) {tuple(images.shape[1:])} instead of {shape}; it "
@@ -156,17 +148,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 
 
 def read_idx_images(images: Path, labels: Path, shape: tuple[int, int, int], classes: int) -> LabelledImages:
-    """Read the images of one IDX file and the labels of another.
-
-    Args:
-        images: file of three dimensions (examples, height, width).
-        labels: file of one dimension (examples).
-        shape: channels (1), height and width that the images must have.
-        classes: number of classes.
-
-    Raises:
-        FederationError: see :func:`read_idx` and :func:`check_images`.
-    """
+    """Read the images of one IDX file, and their labels of another; see :func:`read_idx` and :func:`check_images`."""
     read = LabelledImages(read_idx(images, 3).unsqueeze(1), read_idx(labels, 1).long())
     check_images(images, *read, shape, classes)
     return read
@@ -179,11 +161,7 @@ CLASSES = 10
 
 
 def read_cifar(path: Path) -> LabelledImages:
-    """Read one file of CIFAR-10: of the binary version if its name ends in ``.bin``, else of the Python version.
-
-    Raises:
-        FederationError: see :func:`read_cifar_binary` and :func:`read_cifar_pickle`.
-    """
+    """Read one file of CIFAR-10: of the binary version if its name ends in ``.bin``, else of the Python version."""
     return read_cifar_binary(path) if ".bin" in path.suffixes else read_cifar_pickle(path)
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from lightning_fedbayes.core.errors import FederationError, check_at_least, check_flag, check_number, check_path, listed
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.data.image_files import LabelledImages, find_files, join, read_cifar, read_idx_images, read_svhn
-from lightning_fedbayes.data.splits import SplitDataModule, check_seed, stratified_order
+from lightning_fedbayes.data.splits import SplitDataModule, stratified_order
 
 WHITE = 255
 """The largest value of a pixel."""
@@ -39,13 +39,7 @@ def channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def standardise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    r"""Return :math:`z = (x / 255 - m) / s` for the mean m and standard deviation s of each channel, float32.
-
-    Args:
-        images: uint8, shape (examples, channels, height, width).
-        mean: m, shape (channels,), in units of white.
-        std: s > 0, likewise.
-    """
+    r"""Return :math:`z = (x / 255 - m) / s`, float32, for the mean m and standard deviation s > 0 of each channel."""
     shift, scale = ((each.float().view(-1, 1, 1)) for each in (mean / std, WHITE * std))
     return images.float().div_(scale).sub_(shift)
 
@@ -105,13 +99,12 @@ class ImageDataModule(SplitDataModule):
         seed: int = 0,
         download: bool = False,
     ) -> None:
-        super().__init__(batch_size)
+        super().__init__(batch_size, seed)
         if validation_fraction is not None:
             why = "None validates with the test part"
             check_number("validation_fraction", validation_fraction, "(0, 1)", why=why)
         if examples is not None:
             check_at_least("examples", examples, 2, why="each class needs one; None is all")
-        check_seed(seed)
         check_flag("download", download)
         # a path would keep checkpoints from loading with weights_only
         directory = str(check_path("directory", directory))
@@ -119,7 +112,6 @@ class ImageDataModule(SplitDataModule):
         self.directory = Path(directory)
         self.validation_fraction = validation_fraction
         self.examples = examples
-        self.seed = seed
         self.download = download
         if not download:
             self.find()

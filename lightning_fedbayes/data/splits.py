@@ -20,16 +20,18 @@ class SplitDataModule(L.LightningDataModule):
 
     Args:
         batch_size: examples per training batch.
+        seed: of the splits; one that NumPy takes, too.
     """
 
     train: Dataset[Any]
     validation: Dataset[Any]
     test: Dataset[Any]
 
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int, seed: int = 0) -> None:
         super().__init__()
         check_at_least("batch_size", batch_size, 1)
-        self.batch_size = batch_size
+        check_at_least("seed", seed, 0, 2**32 - 1)
+        self.batch_size, self.seed = batch_size, seed
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled training batches."""
@@ -67,21 +69,14 @@ class TensorDataModule(SplitDataModule):
     validation: TensorDataset  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, batch_size: int, validation_fraction: float, seed: int) -> None:
-        super().__init__(batch_size)
+        super().__init__(batch_size, seed)
         check_number("validation_fraction", validation_fraction, "(0, 1)", why="both parts need examples")
-        check_seed(seed)
         self.validation_fraction = validation_fraction
-        self.seed = seed
 
     @property
     def test(self) -> TensorDataset:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The validation examples."""
         return self.validation
-
-
-def check_seed(seed: int) -> None:
-    """Raise FederationError unless ``seed`` is a whole number that seeds NumPy too."""
-    check_at_least("seed", seed, 0, 2**32 - 1)
 
 
 def stratified_order(labels: Tensor, draws: torch.Generator) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_fedbayes.core.errors import FederationError, check_at_least, check_choice, check_number, check_path
-from lightning_fedbayes.data.splits import SplitDataModule, check_seed
+from lightning_fedbayes.data.splits import SplitDataModule
 from lightning_fedbayes.data.tables import read_table, standardisation_of
 
 
@@ -33,12 +33,7 @@ def available_datasets(directory: str | Path) -> tuple[str, ...]:
 
 
 def read_indices(path: Path, stop: int, what: str) -> Tensor:
-    """Read the integers in a file, int64, shape (number,): distinct and in [0, ``stop``).
-
-    Args:
-        path: of a file with one integer per line, or several.
-        stop: number of examples or columns that the indices count.
-        what: "examples" or "columns", for the error.
+    """Read the integers in a file, int64, shape (number,): distinct and in [0, ``stop``), the number of ``what``.
 
     Raises:
         FederationError: the file cannot be read, or a number is fractional, out of range or repeated.
@@ -58,11 +53,7 @@ def read_indices(path: Path, stop: int, what: str) -> Tensor:
 
 
 def check_split(train: Tensor, test: Tensor, examples: int, where: str) -> None:
-    """Raise FederationError unless every example is in exactly one part of the split.
-
-    Raises:
-        FederationError: an example is in both parts, or in none.
-    """
+    """Raise FederationError unless every example is in exactly one part of the split."""
     times = torch.cat([train, test]).bincount(minlength=examples)
     if (times > 1).any():
         shared = times.gt(1).nonzero().flatten()
@@ -132,13 +123,12 @@ class UCIDataModule(SplitDataModule):
         validation_fraction: float | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(batch_size)
+        super().__init__(batch_size, seed)
         known = available_datasets(directory)
         check_choice("dataset", dataset, known)
         if validation_fraction is not None:
             why = "None validates with the test split"
             check_number("validation_fraction", validation_fraction, "(0, 1)", why=why)
-        check_seed(seed)
         directory = str(directory)  # a path would keep checkpoints from loading with weights_only
         self.save_hyperparameters(logger=False)
         self.folder = Path(directory) / dataset / "data"
@@ -151,7 +141,6 @@ class UCIDataModule(SplitDataModule):
             )
         self.split = split
         self.validation_fraction = validation_fraction
-        self.seed = seed
 
     def setup(self, stage: str | None = None) -> None:
         """Read, check, split and standardise the data, the same way for every stage."""
@@ -173,9 +162,7 @@ class UCIDataModule(SplitDataModule):
                 "there is nothing to learn; does index_target.txt name the right column?"
             )
         x, y = of_inputs.apply(inputs), of_targets.apply(targets)
-        self.train, self.validation, self.test = (
-            TensorDataset(x[part], y[part]) for part in (train, validation, test)
-        )
+        self.train, self.validation, self.test = (TensorDataset(x[part], y[part]) for part in (train, validation, test))
 
     def _inputs_and_targets(self, data: Tensor) -> tuple[Tensor, Tensor]:
         """Columns of the features, shape (examples, num_features), and of the target, shape (examples, 1)."""

@@ -30,15 +30,7 @@ from lightning_fedbayes.fusion.registry import (
     unregister_fusion,
 )
 from lightning_fedbayes.fusion.robust import CoordinateMedian, GeometricMedian, Krum, MultiKrum, TrimmedMean
-from lightning_fedbayes.fusion.rule import (
-    Cohort,
-    Fused,
-    FusionRule,
-    ReliabilityRule,
-    RuleState,
-    Statistics,
-    SumRule,
-)
+from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, Statistics, SumRule
 from lightning_fedbayes.fusion.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerOptimizer
 
 __all__ = [

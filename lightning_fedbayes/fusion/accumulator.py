@@ -268,7 +268,13 @@ def fuse(
     """
     resolved = get_rule(rule)
     accumulator = FusionAccumulator(resolved, previous)
-    values = None if weights is None else _weight_values(weights)
+    values: list[float] | None = None
+    if weights is not None:
+        values = as_weights(weights).tolist()
+        if values and sum(values) == 0:
+            raise FusionError(f"weights sum to 0: {values}; at least one client needs a positive weight")
+        largest = max(values, default=1.0)
+        values = [value / largest for value in values]
     if not isinstance(posteriors, Iterable) or hasattr(posteriors, "shape"):
         raise FusionError(f"posteriors={shown(posteriors)}: give the clients' posteriors")
     remaining = iter(posteriors)
@@ -288,15 +294,6 @@ def fuse(
     if values is not None and accumulator.count != len(values):
         raise FusionError(f"{len(values)} weights for {accumulator.count} posteriors; give one per client")
     return accumulator.compute().marked(linearised)
-
-
-def _weight_values(weights: Sequence[float] | Tensor) -> list[float]:
-    """Return the clients' weights as floats of which the largest is 1; raise FusionError if they cannot be used."""
-    values = as_weights(weights).tolist()
-    if values and sum(values) == 0:
-        raise FusionError(f"weights sum to 0: {values}; at least one client needs a positive weight")
-    largest = max(values, default=1.0)
-    return [value / largest for value in values]
 
 
 def as_weights(weights: Any, who: str = "") -> Tensor:

@@ -6,7 +6,7 @@ that contains the clients' disagreement. A point mass (σ² = 0) needs no specia
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -23,13 +23,10 @@ class _AverageRule(SumRule):
     by_columns: ClassVar[bool] = True
     weight_power = 1
 
-    @abstractmethod
-    def transform(self, variance: Tensor) -> Tensor:
-        """Return the term that is summed over clients for the variance, shape (P,)."""
-
-    @abstractmethod
-    def invert(self, average: Tensor) -> Tensor:
-        """Return the variance from the weighted average of :meth:`transform`, shape (P,)."""
+    transform: Callable[[Tensor], Tensor] = staticmethod(lambda variance: variance)
+    """Variance → the term that is summed over clients."""
+    invert: Callable[[Tensor], Tensor] = staticmethod(lambda average: average)
+    """Weighted average of these terms → the variance."""
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
         """See :meth:`SumRule.update`."""
@@ -57,14 +54,6 @@ class WeightedAverage(_AverageRule):
     Source: [FBDL] eq. (10) "naive weighted averaging"; [BA-BFL] "EAA".
     """
 
-    def transform(self, variance: Tensor) -> Tensor:
-        """Return σ²."""
-        return variance
-
-    def invert(self, average: Tensor) -> Tensor:
-        """Return the average itself."""
-        return average
-
 
 @register_fusion("weighted_sum", aliases=("ws", "gaa"))
 class WeightedSum(WeightedAverage):
@@ -88,13 +77,7 @@ class WassersteinBarycenter(_AverageRule):
     Source: [BA-BFL] Theorem 2, eq. (9).
     """
 
-    def transform(self, variance: Tensor) -> Tensor:
-        """Return σ."""
-        return variance.sqrt()
-
-    def invert(self, average: Tensor) -> Tensor:
-        """Return (Σωσ)²."""
-        return average.square()
+    transform, invert = staticmethod(torch.sqrt), staticmethod(torch.square)
 
 
 @register_fusion("log_variance_average", aliases=("aalv",))
@@ -106,13 +89,7 @@ class LogVarianceAverage(_AverageRule):
     Source: [BA-BFL] "AALV".
     """
 
-    def transform(self, variance: Tensor) -> Tensor:
-        """Return log σ², −∞ for a point mass."""
-        return torch.log(variance)
-
-    def invert(self, average: Tensor) -> Tensor:
-        """Return exp Σω log σ²."""
-        return torch.exp(average)
+    transform, invert = staticmethod(torch.log), staticmethod(torch.exp)
 
 
 @register_fusion("linear_pool", aliases=("lp", "kl_barycenter"))
@@ -184,9 +161,7 @@ def add_disagreement(statistics: Statistics, mean: Tensor, weight: Tensor | floa
     """Add a group of clients of mean ``mean`` and total weight ``weight`` to the running mean and Σω(μ_k − μ)²."""
     weight = float(weight)
     if "mean" not in statistics:
-        statistics.update(
-            weight=mean.new_tensor(weight), mean=mean.clone(), disagreement=mean.new_zeros(mean.shape)
-        )
+        statistics.update(weight=mean.new_tensor(weight), mean=mean.clone(), disagreement=mean.new_zeros(mean.shape))
         return
     before = float(statistics["weight"])
     total = before + weight

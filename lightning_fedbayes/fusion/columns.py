@@ -59,13 +59,9 @@ def in_double(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def weighted_sum(rows: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Tensor:
-    """Return Σ_k w_k x_k of the rows x_k of :func:`columns`, shape (P,), float64.
+    """Return Σ_k w_k x_k of the rows x_k of :func:`columns`, shape (P,), float64; weights are float64, of any sign.
 
     Rows of weight 0 are skipped, and so are tensors that are known to be 0 in all rows (variances of point masses).
-
-    Args:
-        rows: as for :func:`columns`.
-        weights: shape (rows,), float64, of any sign.
     """
     counted = [k for k, weight in enumerate(weights.tolist()) if weight] or [0]
     weights = weights[counted]
@@ -103,12 +99,7 @@ def weighted_medians(block: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighted_median(rows: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Tensor:
-    """Return the weighted median of ``rows``, entry by entry, shape (P,), float64.
-
-    Args:
-        rows: as for :func:`columns`.
-        weights: shape (rows,), float64, none negative, of sum 1.
-    """
+    """Return the weighted median of ``rows``, entry by entry, shape (P,), float64; see :func:`weighted_medians`."""
     counted = [k for k, weight in enumerate(weights.tolist()) if weight]
     weights = weights[counted][None]
     parts = []

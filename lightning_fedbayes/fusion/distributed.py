@@ -19,15 +19,10 @@ SHARD = "shard"
 def fuse_distributed(
     rule: FusionRule, own: Cohort, like: GaussianPosterior, state: RuleState, collective: Collective
 ) -> Fused:
-    """Fuse the clients of all processes; the result is the same in each.
+    """Fuse the clients of all processes, whose weights sum to 1; the result is the same in each.
 
-    Args:
-        rule: a rule that is no sum. If it works by columns, each process receives a shard of the parameters of all
-            clients; otherwise each receives all clients.
-        own: this process's clients, which may be none. The weights of all processes' clients sum to 1.
-        like: a posterior of the clients' names and shapes, on this process's device.
-        state: the rule's state, the same in all processes.
-        collective: the processes, of which each has a part of the clients.
+    If the rule, which is no sum, works by columns, each process receives a shard of the parameters of all clients;
+    otherwise each receives all clients. A process may have no clients of its ``own``.
 
     Raises:
         FusionError: the rule cannot fuse these posteriors.

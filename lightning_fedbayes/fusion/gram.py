@@ -72,18 +72,15 @@ class GramRule(ReliabilityRule):
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """See :meth:`FusionRule.apply`."""
         shares, reasons = self.infer_shares(gram_of(cohort), cohort.weights)
-        mean, variance = combine(cohort.posteriors, shares, None), combine_variances(cohort.posteriors, shares)
+        mean = weighted_sum([posterior.mean for posterior in cohort.posteriors], shares)
+        variance = weighted_median([posterior.variance for posterior in cohort.posteriors], shares)
         return fused_by_shares(cohort, mean, variance, shares, reasons, state)
 
 
 def fused_by_shares(
     cohort: Cohort, mean: Tensor, variance: Tensor, shares: Tensor, reasons: dict[int, str], state: RuleState
 ) -> Fused:
-    """Return the result for fused moments, shape (P,) each, and the clients' shares, shape (K,).
-
-    Args:
-        reasons: position of a client in the cohort → why it was left out.
-    """
+    """Return the result for fused moments, (P,), and the clients' shares, (K,); ``reasons`` are by position."""
     return Fused(
         cohort.posteriors[0].unflatten(mean, variance),
         reliability=dict(zip(cohort.clients, shares.tolist(), strict=True)),
@@ -112,7 +109,8 @@ def gram_of(cohort: Cohort) -> Gram:
         FusionError: a client so far from the others that its squared distance exceeds float64 (about 1e154).
     """
     few = sample([posterior.mean for posterior in cohort.posteriors], SAMPLED)
-    centre = int(cohort.collective.all_reduce(far_from_middle(few).cpu()).argmin())
+    far = (few - few.median(0).values).square().sum(1) if few.numel() else few.new_zeros(len(few))  # from the middle
+    centre = int(cohort.collective.all_reduce(far.cpu()).argmin())
     gram = _around(centre, cohort)
     for _ in cohort.posteriors:  # the second centre is good enough; K of them are a bound
         spread = median_distances(gram)
@@ -121,11 +119,6 @@ def gram_of(cohort: Cohort) -> Gram:
         centre = int(spread.argmin())
         gram = _around(centre, cohort)
     return gram
-
-
-def far_from_middle(rows: Tensor) -> Tensor:
-    """Return the squared distance of each row to the coordinate-wise median, shape (rows,)."""
-    return (rows - rows.median(0).values).square().sum(1) if rows.numel() else rows.new_zeros(len(rows))
 
 
 def squared_distances(products: Tensor) -> Tensor:
@@ -188,18 +181,6 @@ def combine(
     if previous is None:
         return weighted_sum([posterior.mean for posterior in posteriors], coefficients)
     return weighted_sum(points_of(posteriors, previous), torch.cat([coefficients, 1 - coefficients.sum()[None]]))
-
-
-def combine_variances(posteriors: Sequence[GaussianPosterior], coefficients: Tensor) -> Tensor:
-    r"""Return the weighted median of the variances, entry by entry, shape (P,), float64.
-
-    An average would follow a client of any share that claims a huge variance.
-
-    Args:
-        posteriors: the K clients.
-        coefficients: :math:`a`, shape (K,), float64, none negative, of sum 1.
-    """
-    return weighted_median([posterior.variance for posterior in posteriors], coefficients)
 
 
 def squared_distances_to(products: Tensor, coefficients: Tensor) -> Tensor:

@@ -14,20 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError, check_number, is_whole, shown
-from lightning_fedbayes.fusion.gram import Gram, combine, combine_variances, fused_by_shares, gram_of, squared_distances
+from lightning_fedbayes.fusion.columns import weighted_median
+from lightning_fedbayes.fusion.gram import Gram, combine, fused_by_shares, gram_of, squared_distances
 from lightning_fedbayes.fusion.registry import get_rule, rule_name
 from lightning_fedbayes.fusion.robust import GeometricMedian
-from lightning_fedbayes.fusion.rule import (
-    Cohort,
-    Fused,
-    FusionRule,
-    ReliabilityRule,
-    RuleState,
-    check_part,
-)
+from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, ReliabilityRule, RuleState, check_part
 
 FAR = 1e8
-"""Squared distance to its nearest clients, in units of the others', from which a client is left out."""
+"""Squared distance to its nearest clients, in units of the others', from which a client is left out of a round."""
 NOTHING = 1e-9
 """Ratio of noise variances below which the smaller is 0 except for rounding."""
 
@@ -87,16 +81,6 @@ def lower_quartile(values: Tensor) -> int:
     if values[quartile] > NOTHING * values[median]:
         return quartile
     return median if values[median] > NOTHING * values[largest] else largest
-
-
-def near_clients(distances: Tensor) -> Tensor:
-    """Return a mask, shape (K,): False for a client so far off that rounding loses the distances of the others.
-
-    Such a client counts as absent in that round.
-    """
-    count = len(distances) - 1
-    nearest = distances[:-1, :-1].sort(1).values[:, min(count - 1, max(1, count // 4))]
-    return nearest <= FAR * least_noise(nearest, 1.0)
 
 
 LEAST_WEIGHT = 1e-9
@@ -165,7 +149,9 @@ class InferredRule(ReliabilityRule):
         """See :meth:`FusionRule.apply`."""
         gram = gram_of(cohort)
         now = squared_distances(gram.products) / max(gram.size, 1)
-        near = near_clients(now)
+        others = now[:-1, :-1].sort(1).values
+        nearest = others[:, min(len(others) - 1, max(1, len(others) // 4))]
+        near = nearest <= FAR * least_noise(nearest, 1.0)  # farther off, rounding loses the distances of the others
         points = torch.cat([near, torch.ones(1, dtype=torch.bool)])
         clients = tuple(client for client, kept in zip(cohort.clients, near.tolist(), strict=True) if kept)
         now = now[points][:, points]
@@ -181,7 +167,7 @@ class InferredRule(ReliabilityRule):
             if share < NEGLIGIBLE / len(shares)
         }
         mean = combine(cohort.posteriors, coefficients, cohort.previous)
-        variance = combine_variances(cohort.posteriors, shares)
+        variance = weighted_median([posterior.variance for posterior in cohort.posteriors], shares)
         return fused_by_shares(cohort, mean, variance, shares, reasons, new_state)
 
     def _infer(self, distances: Tensor, size: int, known: bool) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from lightning_fedbayes.core.errors import FusionError, check_at_least, check_nu
 from lightning_fedbayes.fusion.inferred import (
     InferredRule,
     consensus,
-    gram_about_last,
     least_noise,
     residuals,
     signal_of,
@@ -124,11 +123,7 @@ def coordinate_ascent(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the coefficients of the posterior mean, the new noise and the new signal variances: eq. (10) to (13).
 
-    Args:
-        distances: see :meth:`InferredRule.infer`.
-        noise: σ², shape (K,).
-        signal: τ², a scalar.
-        least: bound of the noise variances.
+    The noise σ² is of shape (K,), none below ``least``; the signal τ² is a scalar.
     """
     posterior_variance = 1 / (1 / signal + (1 / noise).sum())
     coefficients = posterior_variance / noise
@@ -136,17 +131,3 @@ def coordinate_ascent(
     squares = squared_lengths(distances, torch.eye(len(point), dtype=torch.float64) - point[:, None])
     moments = posterior_variance + squares
     return coefficients, moments[:-1].clamp_min(least), moments[-1]
-
-
-def evidence(distances: Tensor, noise: Tensor, signal: Tensor) -> Tensor:
-    r"""Return the log evidence per parameter, :math:`\log N(x; 0, \tau^2 1 1^\top + \mathrm{diag}(\sigma^2))`.
-
-    It equals the free energy of eq. (10) and (11), where the posterior is exact.
-
-    Args:
-        distances, noise, signal: see :func:`coordinate_ascent`.
-    """
-    covariance = signal + torch.diag(noise)
-    quadratic = (torch.linalg.inv(covariance) * gram_about_last(distances)).sum()
-    constant = len(noise) * torch.log(torch.tensor(2 * torch.pi, dtype=torch.float64))
-    return -(constant + torch.logdet(covariance) + quadratic) / 2

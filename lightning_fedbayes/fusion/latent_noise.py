@@ -106,14 +106,8 @@ def climb(
 ) -> Latent:
     """Return features, noise and signal of a free energy that is at least that of ``latent``, by L-BFGS.
 
-    Coordinate ascent has the same stationary points, but takes thousands of passes where the noise is small.
-
-    Args:
-        latent: first estimates.
-        products, size: see :func:`free_energy`.
-        least: lower bound of the noise variances.
-        steps: number of quasi-Newton steps.
-        moved: names of the estimates that change.
+    Coordinate ascent has the same stationary points, but takes thousands of passes where the noise is small. No noise
+    becomes less than ``least``; only what is named in ``moved`` changes.
     """
     above = (latent.noise - least).clamp_min(1e-3 * least)
     begun = {"features": latent.features, "noise": above.log(), "signal": latent.signal.log()}

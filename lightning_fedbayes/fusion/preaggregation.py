@@ -13,21 +13,20 @@ from torch import Tensor
 from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero, zeros_like
 from lightning_fedbayes.fusion.averages import WeightedAverage
-from lightning_fedbayes.fusion.columns import columns, weighted_sum
+from lightning_fedbayes.fusion.columns import columns, weighted_median, weighted_sum
 from lightning_fedbayes.fusion.gram import (
     Gram,
     GramRule,
-    combine_variances,
     fused_by_shares,
     gram_of,
     median_distances,
     points_of,
 )
 from lightning_fedbayes.fusion.registry import get_rule, register_fusion
-from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState, fuse_one_round
+from lightning_fedbayes.fusion.rule import Cohort, CohortRule, Fused, FusionRule, RuleState
 
 
-class Preaggregation(FusionRule):
+class Preaggregation(CohortRule):
     """Every client is replaced by a combination of the clients and the origin, then another rule fuses them.
 
     Weights, need of the previous posterior, reliabilities and state are those of the rule that fuses. If that is a
@@ -68,27 +67,27 @@ class Preaggregation(FusionRule):
         """See :meth:`FusionRule.check_state`: the state of the rule that fuses."""
         self.then.check_state(state, parameters)
 
-    def fuse(
-        self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
-    ) -> GaussianPosterior:
-        """See :meth:`FusionRule.fuse`."""
-        return fuse_one_round(self, posteriors, weights, previous)
-
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
         """See :meth:`FusionRule.apply`; a client's reliability sums its parts of the new clients times theirs."""
         gram = gram_of(cohort)
         means, parts = self.mix(gram)
         if isinstance(self.then, GramRule):
-            shares, reasons = self.then.infer_shares(mixed_gram(gram, means), cohort.weights)
+            both = torch.cat([means, torch.eye(means.shape[1], dtype=means.dtype)[-1:]])  # and the origin as it is
+            near = median_distances(Gram(both @ gram.products @ both.T, gram.size)).argmin()
+            both = both - both[near]  # about the one in the middle: they may lie much closer than the clients do
+            of_mixed = Gram(both @ gram.products @ both.T, gram.size)
+            shares, reasons = self.then.infer_shares(of_mixed, cohort.weights)
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), shares @ means)
             own = shares @ parts
-            variance = combine_variances(cohort.posteriors, shares)
+            variance = weighted_median([posterior.variance for posterior in cohort.posteriors], shares)
             return fused_by_shares(cohort, mean, variance, own, unused(own, reasons), state)
         if type(self.then) is WeightedAverage:  # not a subclass, which may fuse otherwise
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), cohort.weights @ means)
             variance = weighted_sum([posterior.variance for posterior in cohort.posteriors], cohort.weights)
             return Fused(cohort.posteriors[0].unflatten(mean, variance), state=state)
-        fused = self.then.apply(replace(cohort, posteriors=mixed(cohort, means)), state)
+        rows = _mixed_rows(points_of(cohort.posteriors, cohort.previous), means)
+        mixed = [GaussianPosterior(row, old.variance) for row, old in zip(rows, cohort.posteriors, strict=True)]
+        fused = self.then.apply(replace(cohort, posteriors=mixed), state)
         if not fused.reliability:
             return fused
         shares = torch.tensor([fused.reliability.get(client, 0.0) for client in cohort.clients], dtype=torch.float64)
@@ -199,29 +198,6 @@ def unused(shares: Tensor, reasons: Mapping[int, str]) -> dict[int, str]:
     """
     why = "it is part of no mixture of neighbours that the rule kept"
     return {position: reasons.get(position, why) for position, share in enumerate(shares.tolist()) if share == 0}
-
-
-def mixed_gram(gram: Gram, coefficients: Tensor) -> Gram:
-    """Return the Gram matrix of combinations of the points of ``gram``, and of the origin as it is.
-
-    Its centre is the combination in the middle: combinations may lie much closer together than the clients do.
-
-    Args:
-        gram: of K clients and the origin.
-        coefficients: shape (K, K + 1), rows of sum 1.
-    """
-    origin = torch.zeros(1, coefficients.shape[1], dtype=coefficients.dtype)
-    origin[0, -1] = 1
-    both = torch.cat([coefficients, origin])
-    middle = median_distances(Gram(both @ gram.products @ both.T, gram.size)).argmin()
-    both = both - both[middle]
-    return Gram(both @ gram.products @ both.T, gram.size)
-
-
-def mixed(cohort: Cohort, means: Tensor) -> list[GaussianPosterior]:
-    """Return the new clients, from the coefficients that :meth:`Preaggregation.mix` returns."""
-    new_means = _mixed_rows(points_of(cohort.posteriors, cohort.previous), means)
-    return [GaussianPosterior(mean, old.variance) for mean, old in zip(new_means, cohort.posteriors, strict=True)]
 
 
 def _mixed_rows(rows: Sequence[Mapping[str, Tensor]], coefficients: Tensor) -> list[dict[str, Tensor]]:

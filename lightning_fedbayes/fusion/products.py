@@ -6,7 +6,6 @@ the (weighted) mean of the point masses, with variance 0; clients with a positiv
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import ClassVar
 
 import torch
@@ -23,9 +22,13 @@ class _ProductRule(SumRule):
 
     by_columns: ClassVar[bool] = True
 
-    @abstractmethod
+    scale: ClassVar[str | None] = None
+    """Statistic that the variance is a multiple of, over the summed precision; None: of 1."""
+
     def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
         """Return mean and variance where no client is a point mass; any values elsewhere."""
+        precision = statistics["precision"]
+        return statistics["precision_mean"] / precision, (statistics[self.scale] if self.scale else 1) / precision
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
         """See :meth:`SumRule.update`."""
@@ -57,7 +60,10 @@ class _ProductRule(SumRule):
             return atom_mean, zeros_like(atom_mean)
         atom = statistics["atom_weight"] > 0
         regular = {**statistics, "precision": statistics["precision"].masked_fill(atom, 1)}
-        mean, variance = self.combine(regular, like, _without(previous, atom))
+        if previous is not None:  # which knows nothing where clients are point masses
+            before, spread = previous.flatten()
+            previous = previous.unflatten(before, spread.masked_fill(atom, torch.inf))
+        mean, variance = self.combine(regular, like, previous)
         return torch.where(atom, atom_mean, mean), variance.masked_fill(atom, 0)
 
 
@@ -77,10 +83,6 @@ class Conflation(_ProductRule):
     narrows: ClassVar[bool] = True
     uses_weights: ClassVar[bool] = False
 
-    def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """See :meth:`_ProductRule.combine`: eq. (15)."""
-        return statistics["precision_mean"] / statistics["precision"], 1 / statistics["precision"]
-
 
 @register_fusion("weighted_conflation", aliases=("wc",))
 class WeightedConflation(_ProductRule):
@@ -96,11 +98,7 @@ class WeightedConflation(_ProductRule):
     """
 
     narrows: ClassVar[bool] = True
-
-    def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """See :meth:`_ProductRule.combine`: eq. (16)."""
-        precision = statistics["precision"]
-        return statistics["precision_mean"] / precision, statistics["max_weight"] / precision
+    scale = "max_weight"
 
 
 @register_fusion("reverse_kl_barycenter", aliases=("rklb", "log_linear_pool", "llp"))
@@ -116,10 +114,7 @@ class ReverseKLBarycenter(_ProductRule):
     Source: [BA-BFL] Corollary 1, eq. (8); [FBDL] §2.5.4 (log-linear pooling).
     """
 
-    def combine(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """See :meth:`_ProductRule.combine`: eq. (8)."""
-        precision = statistics["precision"]
-        return statistics["precision_mean"] / precision, statistics["weight"] / precision
+    scale = "weight"
 
 
 @register_fusion("distributed_weight_consolidation", aliases=("dwc",))
@@ -187,11 +182,3 @@ def _vague(precision: Tensor, low: Tensor, like: GaussianPosterior) -> str:
         "global posterior. Pre-train it, use prior='global', or pass "
         "DistributedWeightConsolidation(min_precision=...)"
     )
-
-
-def _without(previous: GaussianPosterior | None, atom: Tensor) -> GaussianPosterior | None:
-    """Return ``previous`` with an infinite variance (no information) where clients are point masses."""
-    if previous is None:
-        return None
-    mean, variance = previous.flatten()
-    return previous.unflatten(mean, variance.masked_fill(atom, torch.inf))

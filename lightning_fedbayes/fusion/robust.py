@@ -147,7 +147,7 @@ class MultiKrum(GramRule):
             raise FusionError(f"krum: keep={keep} of {count} clients; give at most {count}")
         neighbours = count - byzantine - 2
         distances = gram.squared_distances()
-        scores = krum_scores(distances, neighbours).tolist()
+        scores = distances.sort(1).values[:, 1 : 1 + neighbours].sum(1).tolist()  # itself comes first
         totals = distances.sum(1).tolist()
         ranked = sorted(range(count), key=lambda k: (scores[k], totals[k]))
         shares = torch.zeros(count, dtype=torch.float64)
@@ -178,19 +178,6 @@ class Krum(MultiKrum):
 
     def __init__(self, byzantine: int | None = None) -> None:
         super().__init__(byzantine, keep=1)
-
-
-def krum_scores(squared_distances: Tensor, neighbours: int) -> Tensor:
-    """Return the sum of squared distances of each client to its nearest others, shape (K,).
-
-    Args:
-        squared_distances: between clients, shape (K, K), 0 on the diagonal.
-        neighbours: number of others that count, less than K.
-
-    >>> krum_scores(torch.tensor([[0.0, 1.0, 9.0], [1.0, 0.0, 4.0], [9.0, 4.0, 0.0]]), 1)
-    tensor([1., 1., 4.])
-    """
-    return squared_distances.sort(1).values[:, 1 : 1 + neighbours].sum(1)
 
 
 class _CoordinateRule(FusionRule):

@@ -114,11 +114,8 @@ class FusionRule(ABC):
         return Fused(self.fuse(cohort.posteriors, cohort.weights, cohort.previous), state=state)
 
 
-class ReliabilityRule(FusionRule):
-    """A rule that infers each client's reliability from the updates. It needs no weights."""
-
-    uses_weights: ClassVar[bool] = False
-    resists: ClassVar[bool] = True
+class CohortRule(FusionRule):
+    """A rule that is :meth:`apply`, whose ``fuse`` is that of the initial state; clients count from 0."""
 
     @abstractmethod
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
@@ -128,7 +125,15 @@ class ReliabilityRule(FusionRule):
         self, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
     ) -> GaussianPosterior:
         """See :meth:`FusionRule.fuse`."""
-        return fuse_one_round(self, posteriors, weights, previous)
+        cohort = Cohort(tuple(posteriors), weights, previous, tuple(range(len(posteriors))))
+        return self.apply(cohort, self.init()).posterior
+
+
+class ReliabilityRule(CohortRule):
+    """A rule that infers each client's reliability from the updates. It needs no weights."""
+
+    uses_weights: ClassVar[bool] = False
+    resists: ClassVar[bool] = True
 
 
 class SumRule(FusionRule):
@@ -194,14 +199,6 @@ class SumRule(FusionRule):
         return posteriors[0].unflatten(*self.compute(statistics, posteriors[0], previous))
 
 
-def fuse_one_round(
-    rule: FusionRule, posteriors: Sequence[GaussianPosterior], weights: Tensor, previous: GaussianPosterior | None
-) -> GaussianPosterior:
-    """Return the posterior that :meth:`FusionRule.apply` fuses from the initial state; clients count from 0."""
-    cohort = Cohort(tuple(posteriors), weights, previous, tuple(range(len(posteriors))))
-    return rule.apply(cohort, rule.init()).posterior
-
-
 def add(statistics: Statistics, key: str, value: Tensor, scale: float = 1.0) -> None:
     """``statistics[key] += scale * value``; a missing key counts as 0."""
     if key not in statistics:
@@ -225,14 +222,6 @@ def of_zeros(variance: Tensor) -> Tensor:
     return variance[:1] if is_zero(variance) else variance
 
 
-def add_product(statistics: Statistics, key: str, first: Tensor, second: Tensor) -> None:
-    """``statistics[key] += first * second``; a missing key counts as 0."""
-    if key in statistics:
-        statistics[key].addcmul_(first, second)
-    else:
-        statistics[key] = first * second
-
-
 def add_precisions(statistics: Statistics, mean: Tensor, variance: Tensor, weight: float, atom_weight: float) -> None:
     r"""Add a client's weighted precision :math:`\omega/\sigma^2` and :math:`\omega\mu/\sigma^2` to ``statistics``.
 
@@ -254,7 +243,10 @@ def add_precisions(statistics: Statistics, mean: Tensor, variance: Tensor, weigh
         precision.masked_fill_(atom, 0)
         add(statistics, "atom_weight", atom.to(mean.dtype), atom_weight)
         add(statistics, "atom_mean", mean * atom, atom_weight)
-    add_product(statistics, "precision_mean", precision, mean)
+    if "precision_mean" in statistics:
+        statistics["precision_mean"].addcmul_(precision, mean)
+    else:
+        statistics["precision_mean"] = precision * mean
     add(statistics, "precision", precision)
 
 

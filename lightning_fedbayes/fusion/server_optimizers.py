@@ -13,14 +13,7 @@ from torch import Tensor
 from lightning_fedbayes.core.errors import FusionError, check_number
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.fusion.registry import get_rule, register_fusion
-from lightning_fedbayes.fusion.rule import (
-    Fused,
-    Moments,
-    RuleState,
-    Statistics,
-    SumRule,
-    check_part,
-)
+from lightning_fedbayes.fusion.rule import Fused, Moments, RuleState, Statistics, SumRule, check_part
 
 
 class ServerOptimizer(SumRule):

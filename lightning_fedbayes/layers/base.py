@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -159,16 +159,13 @@ class BayesianAffine(BayesianLayer):
     mu_bias: Parameter | None
     rho_bias: Parameter | None
 
+    def __init_subclass__(cls, estimator: Estimator | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.default_estimator = estimator or cls.default_estimator
+
     def __init__(
-        self,
-        template: nn.Module,
-        weight_name: str,
-        prior_mean: float,
-        prior_variance: float | None,
-        prior_std: float | None,
-        prior: Prior | None,
-        posterior_mu_init: float,
-        posterior_rho_init: float | None,
+        self, template: nn.Module, weight_name: str, prior_mean: float, prior_variance: float | None,
+        prior_std: float | None, prior: Prior | None, posterior_mu_init: float, posterior_rho_init: float | None,
         bayesian_bias: bool,
     ) -> None:
         super().__init__()
@@ -279,10 +276,10 @@ class BayesianAffine(BayesianLayer):
         return functional.flipout(op, x, weight, bias, noise)
 
     def extra_repr(self) -> str:
-        """The estimator and the prior of the weight."""
+        """The deterministic layer in torch's words, then the estimator and the prior of the weight."""
         prior = self.priors[self.weight_name]
         text = repr(prior) if len(repr(prior)) < 80 else type(prior).__name__
-        return f"estimator={self.estimator!r}, prior={text}"
+        return f"{self.mean_layer().extra_repr()}, estimator={self.estimator!r}, prior={text}"
 
 
 def is_exporting() -> bool:
@@ -320,22 +317,19 @@ def sum_kl(parameters: Iterable[GaussianParameter]) -> Tensor:
 
     Small ones that share a prior N(m, s²) are concatenated: the number of calls determines their cost, not their size.
     """
-    groups: dict[Hashable, list[GaussianParameter]] = {}
+    groups: dict[Any, list[GaussianParameter]] = {}
     for parameter in parameters:
-        key: Hashable = parameter
+        key: Any = parameter
         prior, mean = parameter.prior, parameter.mean
         if isinstance(prior, NormalPrior) and prior.is_scalar and mean.numel() < SMALL:
             key = prior.mean, prior.std, mean.dtype, mean.device
         groups.setdefault(key, []).append(parameter)
-    divergences = [group[0].kl() if len(group) == 1 else kl_of_joined(group) for group in groups.values()]
+    divergences = [
+        group[0].kl() if len(group) == 1 else joined_kl_sum(
+            [each.mean for each in group], [each.rho for each in group], *key[:2])
+        for key, group in groups.items()
+    ]
     return sum(divergences[1:], divergences[0])
-
-
-def kl_of_joined(parameters: Sequence[GaussianParameter]) -> Tensor:
-    """KL(q‖p) of ``parameters`` that share a scalar Gaussian prior, dtype and device, computed as if they were one."""
-    prior = cast("NormalPrior", parameters[0].prior)
-    means, rhos = [each.mean for each in parameters], [each.rho for each in parameters]
-    return joined_kl_sum(means, rhos, cast("float", prior.mean), cast("float", prior.std))
 
 
 def default_weight_std(weight: Tensor) -> float:
@@ -349,13 +343,7 @@ def random_signs(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def check_template(bias: Any, device: Any, dtype: Any, **sizes: Any) -> None:
-    """Raise ConversionError unless a deterministic layer can be made of these arguments.
-
-    Args:
-        bias: True or False.
-        device, dtype: where and in which floating-point type torch can make tensors; None for the default.
-        sizes: name → number of features or channels.
-    """
+    """Raise ConversionError unless a layer can be made of these, and of ``sizes``, name → features or channels."""
     for name, size in sizes.items():
         check_at_least(name, size, 1, 2**31 - 1, error=ConversionError)
     check_flag("bias", bias, error=ConversionError)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_fedbayes.core.errors import ConversionError, check_at_least, check_choice, shown
 from lightning_fedbayes.layers.base import BayesianAffine, check_template
 from lightning_fedbayes.layers.functional import (
-    Estimator,
     FlipoutNoise,
     Normal,
     Op,
@@ -42,15 +41,9 @@ def check_sizes(name: str, size: Any, dims: int, least: int) -> None:
         check_at_least(name, each, least, 2**31 - 1, error=ConversionError, why=ORDER)
 
 
-def check_groups(in_channels: int, out_channels: int, groups: int) -> None:
-    """Raise ConversionError unless the groups divide the channels."""
-    for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
-        if channels % groups:
-            raise ConversionError(f"{name}={channels} is no multiple of groups={groups}; {ORDER}")
-
-
 def check_geometry(
-    dims: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any, padding_mode: Any, *, transposed: bool
+    dims: int, in_channels: int, out_channels: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any,
+    groups: int, padding_mode: Any, *, transposed: bool,
 ) -> None:
     """Raise ConversionError unless these are the arguments of a convolution in ``dims`` dimensions."""
     for name, size in (("kernel_size", kernel_size), ("stride", stride), ("dilation", dilation)):
@@ -63,55 +56,13 @@ def check_geometry(
         check_sizes("padding", padding, dims, 0)
     modes = ("zeros",) if transposed else ("zeros", "reflect", "replicate", "circular")
     check_choice("padding_mode", padding_mode, modes, error=ConversionError)
+    for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
+        if channels % groups:
+            raise ConversionError(f"{name}={channels} is no multiple of groups={groups}; {ORDER}")
 
 
 class BayesianConv(BayesianAffine):
-    """Base of convolutions and transposed convolutions: the geometry of the deterministic layer that they replace.
-
-    Args:
-        template: the deterministic convolution.
-        arguments: as in :class:`~lightning_fedbayes.layers.base.BayesianAffine`.
-    """
-
-    deterministic: ClassVar[type[nn.Module]]
-    dims: ClassVar[int]
-
-    def __init__(self, template: Any, **arguments: Any) -> None:
-        super().__init__(template, "kernel", **arguments)
-        self.in_channels: int = template.in_channels
-        self.out_channels: int = template.out_channels
-        self.kernel_size: tuple[int, ...] = template.kernel_size
-        self.stride: tuple[int, ...] = template.stride
-        self.padding: str | tuple[int, ...] = template.padding
-        self.dilation: tuple[int, ...] = template.dilation
-        self.groups: int = template.groups
-        self.padding_mode: str = template.padding_mode
-
-    def template(self, bias: bool) -> nn.Module:
-        """The deterministic convolution of this geometry."""
-        names = ("stride", "padding", "dilation", "groups", "padding_mode", "output_padding")
-        geometry = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        return self.deterministic(
-            self.in_channels, self.out_channels, self.kernel_size, bias=bias, device="meta", **geometry)
-
-    def sign_shapes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Signs per example and channel, the same at every position."""
-        batch, ones = x.shape[: -self.dims - 1], (1,) * self.dims
-        return (*batch, self.in_channels, *ones), (*batch, self.out_channels, *ones)
-
-    def extra_repr(self) -> str:
-        """The geometry, then the estimator and the prior."""
-        shown = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
-        shown += [f"padding={self.padding!r}"] if self.padding not in ((0,) * self.dims, "valid") else []
-        shown += [f"dilation={self.dilation}"] if self.dilation != (1,) * self.dims else []
-        shown += [f"groups={self.groups}"] if self.groups != 1 else []
-        shown += ["bias=False"] if self.bias is None and self.mu_bias is None else []
-        shown += [f"padding_mode={self.padding_mode!r}"] if self.padding_mode != "zeros" else []
-        return ", ".join([*shown, super().extra_repr()])
-
-
-class Convolution(BayesianConv):
-    """Base of ``Conv1d*``, ``Conv2d*`` and ``Conv3d*``; use those.
+    """Base of convolutions and transposed convolutions.
 
     ``*Reparameterization`` samples one kernel per call. ``*LocalReparameterization`` samples its outputs: every entry
     has the distribution that a sampled kernel gives, but independently of the other positions. Under one kernel sample
@@ -119,16 +70,25 @@ class Convolution(BayesianConv):
     channel a random sign: all positions of one example see one kernel, and examples are uncorrelated.
 
     Args:
-        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode: as in ``nn.Conv2d``.
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode: as in ``nn.Conv2d``;
+            padding_mode of a transposed convolution is "zeros".
         prior_mean, prior_variance, posterior_mu_init, posterior_rho_init, bias, prior_std, prior, bayesian_bias:
             as in :class:`~lightning_fedbayes.layers.LinearReparameterization`.
+        output_padding: of a transposed convolution, as in ``nn.ConvTranspose2d``.
         device, dtype: as in ``nn.Conv2d``.
 
-    Shapes: as for the deterministic convolution, with or without a batch dimension.
+    Shapes: as for the deterministic layer, with or without a batch dimension.
 
     Raises:
-        ConversionError: more than one prior is described, or a prior without positive spread.
+        ConversionError: more than one prior is described, or a prior without positive spread; no such convolution.
     """
+
+    deterministic: ClassVar[type[nn.Module]]
+
+    def __init_subclass__(cls, replaces: type[nn.Module] | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if replaces is not None:
+            cls.deterministic, cls.dims = replaces, int(replaces.__name__[-2])  # "Conv2d"
 
     def __init__(
         self,
@@ -146,6 +106,7 @@ class Convolution(BayesianConv):
         bias: bool = True,
         *,
         padding_mode: str = "zeros",
+        output_padding: Size | None = None,
         prior_std: float | None = None,
         prior: Prior | None = None,
         bayesian_bias: bool = True,
@@ -153,15 +114,45 @@ class Convolution(BayesianConv):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_template(bias, device, dtype, in_channels=in_channels, out_channels=out_channels, groups=groups)
-        check_geometry(self.dims, kernel_size, stride, padding, dilation, padding_mode, transposed=False)
-        check_groups(in_channels, out_channels, groups)
-        template = self.deterministic(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device,
-            dtype)
-        super().__init__(
-            template, prior_mean=prior_mean, prior_variance=prior_variance, prior_std=prior_std, prior=prior,
-            posterior_mu_init=posterior_mu_init, posterior_rho_init=posterior_rho_init, bayesian_bias=bayesian_bias)
-        self._margins = margins(self.padding, self.kernel_size, self.dilation)
+        transposed = isinstance(self, TransposedConvolution)
+        check_geometry(self.dims, in_channels, out_channels, kernel_size, stride, padding, dilation, groups,
+                       padding_mode, transposed=transposed)
+        own: dict[str, Any] = {} if output_padding is None else {"output_padding": output_padding}
+        if own and not transposed:
+            raise ConversionError(f"output_padding={shown(output_padding)} is of transposed convolutions: leave it out")
+        for name, size in own.items():
+            check_sizes(name, size, self.dims, 0)
+        template: Any = self.deterministic(
+            in_channels, out_channels, kernel_size, stride, padding, dilation=dilation, groups=groups, bias=bias,
+            padding_mode=padding_mode, device=device, dtype=dtype, **own)
+        super().__init__(template, "kernel", prior_mean, prior_variance, prior_std, prior, posterior_mu_init,
+                         posterior_rho_init, bayesian_bias)
+        self.in_channels: int = template.in_channels
+        self.out_channels: int = template.out_channels
+        self.kernel_size: tuple[int, ...] = template.kernel_size
+        self.stride: tuple[int, ...] = template.stride
+        self.padding: str | tuple[int, ...] = template.padding
+        self.dilation: tuple[int, ...] = template.dilation
+        self.groups: int = template.groups
+        self.padding_mode: str = template.padding_mode
+        self.output_padding: tuple[int, ...] = template.output_padding
+
+    def template(self, bias: bool) -> nn.Module:
+        """The deterministic convolution of this geometry."""
+        names = ["stride", "padding", "dilation", "groups", "padding_mode"]
+        names += ["output_padding"] if isinstance(self, TransposedConvolution) else []
+        geometry = {name: getattr(self, name) for name in names}
+        return self.deterministic(
+            self.in_channels, self.out_channels, self.kernel_size, bias=bias, device="meta", **geometry)
+
+    def sign_shapes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Signs per example and channel, the same at every position."""
+        batch, ones = x.shape[: -self.dims - 1], (1,) * self.dims
+        return (*batch, self.in_channels, *ones), (*batch, self.out_channels, *ones)
+
+
+class Convolution(BayesianConv):
+    """Base of ``Conv1d*``, ``Conv2d*`` and ``Conv3d*``; use those. Arguments as of :class:`BayesianConv`."""
 
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``F.conv*d``, after padding by ``padding_mode``."""
@@ -171,7 +162,7 @@ class Convolution(BayesianConv):
         """:meth:`op` with any number of groups."""
         padding = self.padding
         if self.padding_mode != "zeros":
-            x, padding = F.pad(x, self._margins, mode=self.padding_mode), 0
+            x, padding = F.pad(x, margins(self.padding, self.kernel_size, self.dilation), mode=self.padding_mode), 0
         convolve = CONVOLVE[self.deterministic]
         return convolve(x, weight, bias, self.stride, padding, self.dilation, groups)
 
@@ -201,56 +192,9 @@ def margins(padding: str | tuple[int, ...], kernel_size: tuple[int, ...], dilati
 class TransposedConvolution(BayesianConv):
     """Base of ``ConvTranspose1d*``, ``ConvTranspose2d*`` and ``ConvTranspose3d*``; use those.
 
-    The estimators differ as those of :class:`Convolution` do.
-
-    Args:
-        in_channels, out_channels, kernel_size, stride, padding, output_padding, dilation, groups: as in
-            ``nn.ConvTranspose2d``; pass them by keyword, because their order differs between bayesian-torch's classes.
-        prior_mean, prior_variance, posterior_mu_init, posterior_rho_init, bias, prior_std, prior, bayesian_bias:
-            as in :class:`~lightning_fedbayes.layers.LinearReparameterization`.
-        padding_mode: only "zeros", as in ``nn.ConvTranspose2d``.
-        device, dtype: as in ``nn.ConvTranspose2d``.
-
-    Shapes: as for the deterministic layer, with or without a batch dimension.
-
-    Raises:
-        ConversionError: more than one prior is described, or a prior without positive spread.
+    Arguments as of :class:`BayesianConv`; pass all but the first three by keyword, because their order differs between
+    bayesian-torch's classes.
     """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Size,
-        stride: Size = 1,
-        padding: Size = 0,
-        dilation: Size = 1,
-        groups: int = 1,
-        output_padding: Size = 0,
-        prior_mean: float = 0.0,
-        prior_variance: float | None = None,
-        posterior_mu_init: float = 0.0,
-        posterior_rho_init: float | None = None,
-        bias: bool = True,
-        *,
-        padding_mode: str = "zeros",
-        prior_std: float | None = None,
-        prior: Prior | None = None,
-        bayesian_bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        check_template(bias, device, dtype, in_channels=in_channels, out_channels=out_channels, groups=groups)
-        check_geometry(self.dims, kernel_size, stride, padding, dilation, padding_mode, transposed=True)
-        check_groups(in_channels, out_channels, groups)
-        check_sizes("output_padding", output_padding, self.dims, 0)
-        template: Any = self.deterministic(
-            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
-            padding_mode, device, dtype)
-        super().__init__(
-            template, prior_mean=prior_mean, prior_variance=prior_variance, prior_std=prior_std, prior=prior,
-            posterior_mu_init=posterior_mu_init, posterior_rho_init=posterior_rho_init, bayesian_bias=bayesian_bias)
-        self.output_padding: tuple[int, ...] = template.output_padding
 
     def op(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None
@@ -279,115 +223,73 @@ class TransposedConvolution(BayesianConv):
         return (output, self.kl_loss()) if return_kl else output
 
 
-class Conv1dReparameterization(Convolution):
+class Conv1dReparameterization(Convolution, replaces=nn.Conv1d):
     """1-d convolution at one kernel sample per call; see :class:`Convolution`."""
 
-    deterministic = nn.Conv1d
-    dims = 1
 
-
-class Conv1dLocalReparameterization(Conv1dReparameterization):
+class Conv1dLocalReparameterization(Conv1dReparameterization, estimator="local_reparameterization"):
     """1-d convolution that samples its outputs; see :class:`Convolution`."""
 
-    default_estimator: ClassVar[Estimator] = "local_reparameterization"
 
-
-class Conv1dFlipout(Conv1dReparameterization):
+class Conv1dFlipout(Conv1dReparameterization, estimator="flipout"):
     """1-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`."""
 
-    default_estimator: ClassVar[Estimator] = "flipout"
 
-
-class Conv2dReparameterization(Convolution):
+class Conv2dReparameterization(Convolution, replaces=nn.Conv2d):
     """2-d convolution at one kernel sample per call; see :class:`Convolution`."""
 
-    deterministic = nn.Conv2d
-    dims = 2
 
-
-class Conv2dLocalReparameterization(Conv2dReparameterization):
+class Conv2dLocalReparameterization(Conv2dReparameterization, estimator="local_reparameterization"):
     """2-d convolution that samples its outputs; see :class:`Convolution`."""
 
-    default_estimator: ClassVar[Estimator] = "local_reparameterization"
 
-
-class Conv2dFlipout(Conv2dReparameterization):
+class Conv2dFlipout(Conv2dReparameterization, estimator="flipout"):
     """2-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`."""
 
-    default_estimator: ClassVar[Estimator] = "flipout"
 
-
-class Conv3dReparameterization(Convolution):
+class Conv3dReparameterization(Convolution, replaces=nn.Conv3d):
     """3-d convolution at one kernel sample per call; see :class:`Convolution`."""
 
-    deterministic = nn.Conv3d
-    dims = 3
 
-
-class Conv3dLocalReparameterization(Conv3dReparameterization):
+class Conv3dLocalReparameterization(Conv3dReparameterization, estimator="local_reparameterization"):
     """3-d convolution that samples its outputs; see :class:`Convolution`."""
 
-    default_estimator: ClassVar[Estimator] = "local_reparameterization"
 
-
-class Conv3dFlipout(Conv3dReparameterization):
+class Conv3dFlipout(Conv3dReparameterization, estimator="flipout"):
     """3-d convolution with Flipout, one sign per example and channel; see :class:`Convolution`."""
 
-    default_estimator: ClassVar[Estimator] = "flipout"
 
-
-class ConvTranspose1dReparameterization(TransposedConvolution):
+class ConvTranspose1dReparameterization(TransposedConvolution, replaces=nn.ConvTranspose1d):
     """1-d transposed convolution at one kernel sample per call; see :class:`TransposedConvolution`."""
 
-    deterministic = nn.ConvTranspose1d
-    dims = 1
 
-
-class ConvTranspose1dLocalReparameterization(ConvTranspose1dReparameterization):
+class ConvTranspose1dLocalReparameterization(ConvTranspose1dReparameterization, estimator="local_reparameterization"):
     """1-d transposed convolution that samples its outputs; see :class:`TransposedConvolution`."""
 
-    default_estimator: ClassVar[Estimator] = "local_reparameterization"
 
-
-class ConvTranspose1dFlipout(ConvTranspose1dReparameterization):
+class ConvTranspose1dFlipout(ConvTranspose1dReparameterization, estimator="flipout"):
     """1-d transposed convolution with Flipout, one sign per example and channel; see :class:`TransposedConvolution`."""
 
-    default_estimator: ClassVar[Estimator] = "flipout"
 
-
-class ConvTranspose2dReparameterization(TransposedConvolution):
+class ConvTranspose2dReparameterization(TransposedConvolution, replaces=nn.ConvTranspose2d):
     """2-d transposed convolution at one kernel sample per call; see :class:`TransposedConvolution`."""
 
-    deterministic = nn.ConvTranspose2d
-    dims = 2
 
-
-class ConvTranspose2dLocalReparameterization(ConvTranspose2dReparameterization):
+class ConvTranspose2dLocalReparameterization(ConvTranspose2dReparameterization, estimator="local_reparameterization"):
     """2-d transposed convolution that samples its outputs; see :class:`TransposedConvolution`."""
 
-    default_estimator: ClassVar[Estimator] = "local_reparameterization"
 
-
-class ConvTranspose2dFlipout(ConvTranspose2dReparameterization):
+class ConvTranspose2dFlipout(ConvTranspose2dReparameterization, estimator="flipout"):
     """2-d transposed convolution with Flipout, one sign per example and channel; see :class:`TransposedConvolution`."""
 
-    default_estimator: ClassVar[Estimator] = "flipout"
 
-
-class ConvTranspose3dReparameterization(TransposedConvolution):
+class ConvTranspose3dReparameterization(TransposedConvolution, replaces=nn.ConvTranspose3d):
     """3-d transposed convolution at one kernel sample per call; see :class:`TransposedConvolution`."""
 
-    deterministic = nn.ConvTranspose3d
-    dims = 3
 
-
-class ConvTranspose3dLocalReparameterization(ConvTranspose3dReparameterization):
+class ConvTranspose3dLocalReparameterization(ConvTranspose3dReparameterization, estimator="local_reparameterization"):
     """3-d transposed convolution that samples its outputs; see :class:`TransposedConvolution`."""
 
-    default_estimator: ClassVar[Estimator] = "local_reparameterization"
 
-
-class ConvTranspose3dFlipout(ConvTranspose3dReparameterization):
+class ConvTranspose3dFlipout(ConvTranspose3dReparameterization, estimator="flipout"):
     """3-d transposed convolution with Flipout, one sign per example and channel; see :class:`TransposedConvolution`."""
-
-    default_estimator: ClassVar[Estimator] = "flipout"

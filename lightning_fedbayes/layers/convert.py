@@ -95,7 +95,12 @@ def bayesianize(
     ['Linear', 'ReLU', 'LinearFlipout']
     """
     check_estimator(estimator)
-    check_init(init, delta, posterior_std)
+    check_choice("init", init, ("fresh", "pretrained"), error=ConversionError)
+    if init == "pretrained" and posterior_std is not None:
+        raise ConversionError(f"posterior_std={shown(posterior_std)} is for init='fresh'; 'pretrained' takes delta")
+    check_number("delta", delta, "(0, inf)", error=ConversionError)
+    if posterior_std is not None:
+        check_std("posterior_std", posterior_std)
     check_flag("bayesian_bias", bayesian_bias, error=ConversionError)
     check_kind("network", network, nn.Module, "give a torch.nn.Module", error=ConversionError)
     choose_prior(0.0, None, prior_std, prior)
@@ -120,7 +125,11 @@ def bayesianize(
     chosen = choose(copied, last, names, types)
     for name, layer in chosen.items():
         check_convertible(copied, name, layer)
-    check_disjoint(chosen)
+    for outer, module in chosen.items():
+        parts = {id(inner) for inner in module.modules() if inner is not module}
+        for inner, other in chosen.items():
+            if id(other) in parts:  # its parameters would be sampled twice
+                raise ConversionError(f"'{inner}' is a part of '{outer}', and both are chosen: choose one of them")
     # by identity: a module chosen under two names is converted once
     bayesian = {key: convert(layer) for key, layer in {id(layer): layer for layer in chosen.values()}.items()}
     if id(copied) in bayesian:
@@ -133,10 +142,7 @@ def bayesianize(
 
 
 def choose(
-    network: nn.Module,
-    last: int | None,
-    names: Sequence[str] | None,
-    types: Sequence[type[nn.Module]] | None,
+    network: nn.Module, last: int | None, names: Sequence[str] | None, types: Sequence[type[nn.Module]] | None
 ) -> dict[str, nn.Module]:
     """The modules to convert by name, each once; raises ConversionError where the choice makes no sense."""
     if sum(choice is not None for choice in (last, names, types)) != 1:
@@ -217,7 +223,8 @@ def check_convertible(network: nn.Module, name: str, module: nn.Module) -> None:
         reason = "is lazy, so its sizes are unknown: run one batch through the network first"
     elif id(module) not in {id(candidate) for candidate in candidate_modules(network).values()}:
         reason = "is inside an attention or Bayesian layer, which does not call it: choose that layer"
-    elif inside_encoder_layer(network, module):
+    elif any(module is part for layer in network.modules() if isinstance(layer, nn.TransformerEncoderLayer)
+             for part in layer.modules() if part is not layer):
         reason = "is inside a TransformerEncoderLayer, which reads its weight: wrap that whole layer in Reparameterized"
     elif is_parametrized(module) or (affine_kind(module) is not None and not isinstance(
             module._parameters.get("weight"), Tensor)):
@@ -238,36 +245,6 @@ def check_convertible(network: nn.Module, name: str, module: nn.Module) -> None:
             reason = f"shares a parameter with '{others[0]}': untie them first"
     if reason is not None:
         raise ConversionError(f"'{name}' ({type(module).__name__}) cannot be made Bayesian: it {reason}")
-
-
-def inside_encoder_layer(network: nn.Module, module: nn.Module) -> bool:
-    """True if ``module`` is a part of a ``TransformerEncoderLayer`` of ``network``, but not such a layer itself."""
-    return any(
-        module is part
-        for layer in network.modules()
-        if isinstance(layer, nn.TransformerEncoderLayer)
-        for part in layer.modules()
-        if part is not layer
-    )
-
-
-def check_disjoint(chosen: dict[str, nn.Module]) -> None:
-    """Raise ConversionError where one chosen module is a part of another: its parameters would be sampled twice."""
-    for outer, module in chosen.items():
-        parts = {id(inner) for inner in module.modules() if inner is not module}
-        for inner, other in chosen.items():
-            if id(other) in parts:
-                raise ConversionError(f"'{inner}' is a part of '{outer}', and both are chosen: choose one of them")
-
-
-def check_init(init: str, delta: float, posterior_std: float | None) -> None:
-    """Raise ConversionError for an unknown ``init``, or arguments that contradict it."""
-    check_choice("init", init, ("fresh", "pretrained"), error=ConversionError)
-    if init == "pretrained" and posterior_std is not None:
-        raise ConversionError(f"posterior_std={shown(posterior_std)} is for init='fresh'; 'pretrained' takes delta")
-    check_number("delta", delta, "(0, inf)", error=ConversionError)
-    if posterior_std is not None:
-        check_std("posterior_std", posterior_std)
 
 
 def geometry(layer: Any) -> dict[str, Any]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fedbayes.layers.base import BayesianAffine, check_template
-from lightning_fedbayes.layers.functional import Estimator
 from lightning_fedbayes.layers.priors import Prior
 
 
@@ -76,13 +73,8 @@ class LinearReparameterization(BayesianAffine):
         lead = (x.shape[0], *(1,) * (x.dim() - 2)) if x.dim() > 1 else ()
         return (*lead, self.in_features), (*lead, self.out_features)
 
-    def extra_repr(self) -> str:
-        """The sizes, then the estimator and the prior."""
-        bias = self.bias is not None or self.mu_bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {super().extra_repr()}"
 
-
-class LinearLocalReparameterization(LinearReparameterization):
+class LinearLocalReparameterization(LinearReparameterization, estimator="local_reparameterization"):
     r"""Linear layer that samples its outputs, :math:`y \sim N(x\mu^T, x^2 (\sigma^2)^T)` (Kingma et al. 2015).
 
     Independent noise for every example and output: the least gradient noise, at the cost of two products. For inputs
@@ -90,14 +82,10 @@ class LinearLocalReparameterization(LinearReparameterization):
     Arguments as in :class:`LinearReparameterization`.
     """
 
-    default_estimator: ClassVar[Estimator] = "local_reparameterization"
 
-
-class LinearFlipout(LinearReparameterization):
+class LinearFlipout(LinearReparameterization, estimator="flipout"):
     """Linear layer with Flipout (Wen et al. 2018): one perturbation, decorrelated between examples by random signs.
 
     All time steps of one example see one weight, so it suits sequences; two products.
     Arguments as in :class:`LinearReparameterization`; dimension 0 of the input counts the examples.
     """
-
-    default_estimator: ClassVar[Estimator] = "flipout"

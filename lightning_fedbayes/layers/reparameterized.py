@@ -87,17 +87,15 @@ class Reparameterized(BayesianLayer):
 
     def forward(self, *args: Any, return_kl: bool = False, **kwargs: Any) -> Any:
         """Return the module's output at sampled parameters, or at their means where the layer is mean-only."""
-        output = self._output(args, kwargs)
-        return (output, self.kl_loss()) if return_kl else output
-
-    def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.mean_only:
-            return self.module(*args, **kwargs)
-        refuse_export(self)
-        parameters = list(self.gaussian_parameters())
-        draws = draw([each.mean for each in parameters], [each.rho for each in parameters])
-        names = [each.path.removeprefix("module.") for each in parameters]
-        return functional_call(self.module, dict(zip(names, draws)), args, kwargs)
+            output = self.module(*args, **kwargs)
+        else:
+            refuse_export(self)
+            parameters = list(self.gaussian_parameters())
+            draws = draw([each.mean for each in parameters], [each.rho for each in parameters])
+            names = [each.path.removeprefix("module.") for each in parameters]
+            output = functional_call(self.module, dict(zip(names, draws)), args, kwargs)
+        return (output, self.kl_loss()) if return_kl else output
 
 
 def rho_name(name: str) -> str:

@@ -31,7 +31,17 @@ from lightning_fedbayes.metrics import (
     PredictiveEntropy,
 )
 from lightning_fedbayes.metrics.likelihoods import Likelihood, Rows, get_likelihood, said_by
-from lightning_fedbayes.modules.predictive import GlobalRound, Predictive, check_predictive, sample_with
+from lightning_fedbayes.modules.predictive import NETWORK, GlobalRound, Predictive, check_predictive
+from lightning_fedbayes.modules.sampling import (
+    draws_from_clients,
+    draws_from_posterior,
+    outputs_with,
+    sample_outputs,
+    within,
+)
+
+OPTIONS = ("samples", "kl_weight", "warmup_rounds", "learning_rate", "predictive")
+"""Hyperparameters of every :class:`BayesianModule`."""
 
 
 class BayesianModule(L.LightningModule):
@@ -135,6 +145,10 @@ class BayesianModule(L.LightningModule):
         inputs, targets = batch
         return inputs, targets
 
+    def inputs_of(self, batch: Any) -> Tensor:
+        """The inputs of a batch: a tensor of inputs, or (inputs, targets)."""
+        return batch if isinstance(batch, Tensor) else self.unpack(batch)[0]
+
     # -- training ------------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -230,7 +244,14 @@ class BayesianModule(L.LightningModule):
     def sample(self, inputs: Tensor, samples: int | None = None) -> Tensor:
         """Draws of the network's output, shape (samples, batch, *); as many as clients for "bootstrap"."""
         count = self.samples if samples is None else samples
-        return sample_with(self.predictive, self.network, self.global_round, inputs, count)
+        last, device = self.global_round, inputs.device
+        if self.predictive == "layers" or last.posterior is None:  # as before the first round
+            return sample_outputs(self.network, inputs, count)
+        if self.predictive == "bootstrap":
+            sets = draws_from_clients([within(client, NETWORK).to(device) for client in last.clients])
+        else:
+            sets = draws_from_posterior(within(last.posterior, NETWORK).to(device), count)
+        return outputs_with(self.network, sets, inputs)
 
     def predict_mean(self, inputs: Tensor) -> Tensor:
         """The network's output at the posterior mean, shape (batch, *), at the cost of the deterministic network."""
@@ -238,21 +259,50 @@ class BayesianModule(L.LightningModule):
             return self(inputs)
 
 
-class ClassScores(nn.Module):
+class Scores(nn.Module):
+    """Scores of a validation or a test.
+
+    Args:
+        metrics: collections of metrics, by attribute.
+    """
+
+    def __init__(self, **metrics: MetricCollection) -> None:
+        super().__init__()
+        for name, each in metrics.items():
+            self.add_module(name, each)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the scores since the last :meth:`take`."""
+        return {name: score for each in self.children() for name, score in each.compute().items()}  # pyright: ignore
+
+    def take(self, stage: str) -> dict[str, Tensor]:
+        """Return the scores since the last call, with names that begin with ``stage``."""
+        scores = {f"{stage}/{name}": score for name, score in self.compute().items()}
+        for each in self.children():
+            each.reset()  # pyright: ignore[reportCallIssue]
+        return scores
+
+
+class ClassScores(Scores):
     """Scores of a classifier: accuracy, NLL, ECE (15 bins), Brier score; and its uncertainty.
 
     That is the entropy, the mutual information as "epistemic", and the traces of Kwon's two covariances.
     """
 
+    predictive: MetricCollection
+    sampled: MetricCollection
+
     def __init__(self) -> None:
-        super().__init__()
-        self.predictive = MetricCollection(
-            {"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()}, compute_groups=False
-        )
-        self.sampled = MetricCollection(
-            {"entropy": PredictiveEntropy(), "epistemic": MutualInformation(),
-             "kwon_aleatoric": KwonAleatoric(), "kwon_epistemic": KwonEpistemic()},
-            compute_groups=False,
+        super().__init__(
+            predictive=MetricCollection(
+                {"ece": CalibrationDiagram(), "nll": NegativeLogLikelihood(), "brier": BrierScore()},
+                compute_groups=False,
+            ),
+            sampled=MetricCollection(
+                {"entropy": PredictiveEntropy(), "epistemic": MutualInformation(),
+                 "kwon_aleatoric": KwonAleatoric(), "kwon_epistemic": KwonEpistemic()},
+                compute_groups=False,
+            ),
         )
 
     def update(self, rows: Rows) -> None:
@@ -260,46 +310,62 @@ class ClassScores(nn.Module):
         self.predictive.update(rows["probs"].mean(0), rows["target"])
         self.sampled.update(rows["probs"])
 
-    def take(self, stage: str) -> dict[str, Tensor]:
-        """Return the scores since the last call, with names that begin with ``stage``."""
-        scores = {**self.predictive.compute(), **self.sampled.compute()}
-        calibration = scores["ece"]
-        scores["ece"] = calibration.ece
-        scores["accuracy"] = (calibration.accuracy * calibration.counts).nansum() / calibration.counts.sum()
-        self.predictive.reset()
-        self.sampled.reset()
-        return {f"{stage}/{name}": score for name, score in scores.items()}
+    def compute(self) -> dict[str, Tensor]:
+        """See :meth:`Scores.compute`."""
+        scores: dict[str, Any] = super().compute()
+        diagram = scores["ece"]
+        accuracy = (diagram.accuracy * diagram.counts).nansum() / diagram.counts.sum()
+        return {**scores, "ece": diagram.ece, "accuracy": accuracy}
 
 
-class GaussianScores(nn.Module):
+class GaussianScores(Scores):
     """RMSE, NLL, CRPS, coverage of the 90 % interval and sharpness of a regressor."""
 
+    gaussian: MetricCollection
+    others: MetricCollection
+
     def __init__(self) -> None:
-        super().__init__()
-        self.gaussian = MetricCollection(
-            {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)},
-            compute_groups=False,
+        super().__init__(
+            gaussian=MetricCollection(
+                {"nll": GaussianNLL(), "crps": GaussianCRPS(), "coverage90": IntervalCoverage(level=0.9)},
+                compute_groups=False,
+            ),
+            others=MetricCollection(
+                {"sharpness": DeterminantSharpness(), "rmse": MeanSquaredError(squared=False)}, compute_groups=False
+            ),
         )
-        self.sharpness = DeterminantSharpness()
-        self.squared_error = MeanSquaredError(squared=False)
 
     def update(self, rows: Rows) -> None:
         """Add "mean", "variance" and "target", each (N, targets)."""
         mean, variance, targets = (rows[name] for name in ("mean", "variance", "target"))
         self.gaussian.update(mean, variance, targets)
-        self.sharpness.update(torch.diag_embed(variance))
-        self.squared_error.update(mean.contiguous(), targets.contiguous())
-
-    def take(self, stage: str) -> dict[str, Tensor]:
-        """Return the scores since the last call, with names that begin with ``stage``."""
-        scores = self.gaussian.compute()
-        scores |= {"sharpness": self.sharpness.compute(), "rmse": self.squared_error.compute()}
-        for metric in (self.gaussian, self.sharpness, self.squared_error):
-            metric.reset()
-        return {f"{stage}/{name}": score for name, score in scores.items()}
+        self.others["sharpness"].update(torch.diag_embed(variance))
+        self.others["rmse"].update(mean.contiguous(), targets.contiguous())
 
 
-class LikelihoodModule(BayesianModule):
+class ScoredModule(L.LightningModule):
+    """Base of modules whose ``validation_step``, in a test too, updates ``_scores``: they are logged of all batches."""
+
+    _scores: Any
+
+    def test_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
+        """As ``validation_step``."""
+        return self.validation_step(batch, batch_idx, dataloader_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the scores over all batches."""
+        self._log_scores("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the scores over all batches."""
+        self._log_scores("test")
+
+    def _log_scores(self, stage: str) -> None:
+        if self._scores is not None:
+            self.log_dict(self._scores.take(stage))  # at once: a call costs as much as the pass of a small network
+
+
+class LikelihoodModule(ScoredModule, BayesianModule):
     r"""A :class:`BayesianModule` that trains on the NLL of its likelihood, and predicts and is scored by it.
 
     Validation and test log, behind "val/" and "test/", of classes accuracy, NLL, ECE (15 bins), Brier score, entropy,
@@ -321,10 +387,6 @@ class LikelihoodModule(BayesianModule):
         """Return the NLL of outputs and targets, summed over positions, a mean over the batch, in nats."""
         return self.likelihood.loss(outputs, targets)
 
-    def inputs_of(self, batch: Any) -> Tensor:
-        """The inputs of a batch: a tensor of inputs, or (inputs, targets)."""
-        return batch if isinstance(batch, Tensor) else self.unpack(batch)[0]
-
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
         """Return mean prediction and decomposed uncertainty of a batch: a tensor of inputs, or (inputs, targets)."""
         return self._known().predict(self.sample(self.inputs_of(batch)))
@@ -341,15 +403,3 @@ class LikelihoodModule(BayesianModule):
             self.predict_step(inputs), targets)
         self._scores.update(rows)
         return rows
-
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Rows:
-        """As :meth:`validation_step`."""
-        return self.validation_step(batch, batch_idx, dataloader_idx)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the scores over all batches."""
-        self.log_dict(self._scores.take("val"))  # at once: a call costs as much as the forward pass of a small network
-
-    def on_test_epoch_end(self) -> None:
-        """As :meth:`on_validation_epoch_end`."""
-        self.log_dict(self._scores.take("test"))

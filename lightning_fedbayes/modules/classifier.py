@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
 
 from lightning_fedbayes.core.errors import FedBayesError, check_number
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.metrics.likelihoods import Categorical, Likelihood
-from lightning_fedbayes.modules.bayesian_module import LikelihoodModule
+from lightning_fedbayes.modules.bayesian_module import OPTIONS, LikelihoodModule
 from lightning_fedbayes.modules.networks import Init, hybrid, layers_to_convert
-from lightning_fedbayes.modules.predictive import Predictive
 
 
 def generalized_cross_entropy(logits: Tensor, target: Tensor, exponent: float) -> Tensor:
@@ -55,10 +53,11 @@ class HybridBayesianClassifier(LikelihoodModule):
         prior: any other prior.
         init: "fresh", or "pretrained" (MOPED) to start from the network's weights.
         posterior_std: initial standard deviation.
-        samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive: see :class:`BayesianModule`.
         robustness: :math:`\delta` in [0, 1]. What is trained is the generalised cross-entropy
             :math:`(1 - p_y^\delta) / \delta`, under which a label that the network finds improbable counts little: for
             data with wrong labels. 0 is the cross-entropy. Logged and scored is the NLL in any case.
+        likelihood: "categorical", or "bernoulli" for yes or no.
+        options: see :class:`BayesianModule`: samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive.
 
     Source of the robust loss: Zhang and Sabuncu 2018, eq. (6); Mildner et al. 2025.
 
@@ -83,28 +82,15 @@ class HybridBayesianClassifier(LikelihoodModule):
         prior: Prior | None = None,
         init: Init = "fresh",
         posterior_std: float | None = None,
-        samples: int = 10,
-        kl_weight: float = 1.0,
-        warmup_rounds: int = 0,
-        learning_rate: float = 1e-3,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
-        predictive: Predictive = "layers",
         robustness: float = 0.0,
         likelihood: Likelihood | str = "categorical",
+        **options: Any,
     ) -> None:
         check_number("robustness", robustness, "[0, 1]", error=FedBayesError, why="0 is the cross-entropy")
-        super().__init__(
-            hybrid(
-                network, layers_to_convert(network, bayesian_last), estimator, prior_std, prior, init, posterior_std
-            ),
-            likelihood,
-            samples=samples,
-            kl_weight=kl_weight,
-            warmup_rounds=warmup_rounds,
-            learning_rate=learning_rate,
-            optimizer=optimizer,
-            predictive=predictive,
-        )
+        bayesian_last = layers_to_convert(network, bayesian_last)
+        network = hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std)
+        super().__init__(network, likelihood, **options)
+        self.save_hyperparameters({name: getattr(self, name) for name in OPTIONS})
         if not self.likelihood.of_classes:
             raise FedBayesError(
                 f"likelihood '{self.likelihood.name}' is not of classes: give 'categorical' or 'bernoulli', or take a "
@@ -119,7 +105,3 @@ class HybridBayesianClassifier(LikelihoodModule):
         """As :meth:`BayesianModule.loss_and_nll`, with the generalised cross-entropy if ``robustness`` is above 0."""
         loss, nll = super().loss_and_nll(outputs, targets)
         return (generalized_cross_entropy(outputs, targets, self.robustness).mean() if self.robustness else loss), nll
-
-    def sample_probs(self, inputs: Tensor, samples: int | None = None) -> Tensor:
-        """Class probabilities of each draw of the parameters, shape (samples, batch, classes)."""
-        return self.sample(inputs, samples).softmax(-1)

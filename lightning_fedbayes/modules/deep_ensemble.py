@@ -86,7 +86,8 @@ class DeepEnsembleRegressor(LikelihoodModule):
         for network in networks:
             check_kind("a network", network, nn.Module, "give a torch.nn.Module", error=FedBayesError)
         for number, network in enumerate(networks):
-            twins = [other for other in range(number) if _begin_alike(networks[other], network)]
+            pairs = [list(zip(other.parameters(), network.parameters())) for other in networks[:number]]
+            twins = [other for other, each in enumerate(pairs) if each and all(torch.equal(a, b) for a, b in each)]
             if twins:
                 raise FedBayesError(
                     f"networks {twins[0]} and {number} have equal parameters, and would learn the same: build each "
@@ -132,9 +133,3 @@ def mean_and_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
         )
     mean, raw = outputs.chunk(2, -1)
     return mean, F.softplus(raw) + MIN_VARIANCE
-
-
-def _begin_alike(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether two networks have equal parameters, at least one."""
-    pairs = list(zip(one.parameters(), other.parameters()))
-    return bool(pairs) and all(torch.equal(a, b) for a, b in pairs)

@@ -11,8 +11,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number, listed
-from lightning_fedbayes.modules.linear_statistics import check_real
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
+from lightning_fedbayes.modules.linear_statistics import check_examples, check_real, with_bias
 from lightning_fedbayes.modules.regressor import RegressionPrediction
 
 NoiseEstimate = Literal["evidence", "target"]
@@ -93,22 +93,9 @@ class BayesianLinearRegression:
             check_choice("noise", noise, get_args(NoiseEstimate), error=FedBayesError)
         else:
             check_number("noise", noise, "(0, 1e100)", error=FedBayesError, why="it is a variance")
-        check_real("inputs", inputs)
-        check_real("targets", targets)
+        check_examples(inputs, targets, least=1)
         targets = targets.unsqueeze(1) if targets.ndim == 1 else targets
-        if inputs.ndim != 2 or targets.ndim != 2 or len(inputs) != len(targets) or not len(inputs):
-            raise FedBayesError(
-                f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}: give (examples, features) and "
-                "(examples, targets) of as many examples, at least one"
-            )
-        for name, values in (("inputs", inputs), ("targets", targets)):
-            wrong = (~values.isfinite()).any(0).nonzero().flatten().tolist()
-            if wrong:
-                raise FedBayesError(
-                    f"{name} are not finite in column {listed(wrong)}: leave out the examples, or put the "
-                    "column's mean in their place"
-                )
-        design, targets = _with_bias(inputs), targets.double()
+        design, targets = with_bias(inputs), targets.double()
         return cls(design.T @ design, design.T @ targets, targets.square().sum(0), prior_std, noise)
 
     @staticmethod
@@ -245,7 +232,7 @@ class BayesianLinearRegression:
         features, targets = len(self.gram) - 1, self.moment.shape[1]
         if inputs.ndim != 2 or inputs.shape[1] != features:
             raise FedBayesError(f"inputs {tuple(inputs.shape)}: the model was fitted to (examples, {features})")
-        design = _with_bias(inputs)
+        design = with_bias(inputs)
         mean = design @ self.mean
         whitened = torch.linalg.solve_triangular(self._root, design.T, upper=False)
         epistemic = whitened.square().sum(0).unsqueeze(1).expand_as(mean)
@@ -255,11 +242,6 @@ class BayesianLinearRegression:
         fields = (mean, aleatoric + epistemic, aleatoric, epistemic, draws)
         dtype = torch.result_type(inputs, 1.0)
         return RegressionPrediction(*(field.to(dtype) for field in fields))
-
-
-def _with_bias(inputs: Tensor) -> Tensor:
-    """``inputs`` in float64 with a last column of ones."""
-    return torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1).double()
 
 
 def most_evident(

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_flag
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_flag, listed
 from lightning_fedbayes.core.posterior import check_tensor
 
 
@@ -68,17 +68,8 @@ class LinearStatistics:
             FedBayesError: shapes that do not fit, or a value that is not finite.
         """
         check_flag("bias", bias, error=FedBayesError)
-        check_real("inputs", inputs)
-        check_real("targets", targets)
+        check_examples(inputs, targets)
         targets = targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
-        if inputs.ndim != 2 or targets.ndim not in (1, 2) or len(inputs) != len(targets):
-            raise FedBayesError(
-                f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}: give (examples, features), and "
-                "(examples,) or (examples, targets) of as many examples"
-            )
-        for name, values in (("inputs", inputs), ("targets", targets)):
-            if not values.isfinite().all():
-                raise FedBayesError(f"{name} are not finite: leave out the examples, or put the column's mean in place")
         design, targets = design_of(inputs, bias), targets.double()
         square = targets @ targets if targets.ndim == 1 else targets.square().sum(0)
         return cls((design.T @ design).cpu(), (design.T @ targets).cpu(), square.cpu(), len(inputs))
@@ -124,6 +115,30 @@ def design_of(inputs: Tensor, bias: bool) -> Tensor:
     """Return ``inputs`` in float64, after a column of ones if there is a bias."""
     columns = [torch.ones_like(inputs[:, :1] if inputs.shape[1] else inputs.new_ones(len(inputs), 1))] * bias
     return torch.cat([*columns, inputs], 1).double()
+
+
+def with_bias(inputs: Tensor) -> Tensor:
+    """Return ``inputs`` in float64, before a last column of ones."""
+    return torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1).double()
+
+
+def check_examples(inputs: Tensor, targets: Tensor, least: int = 0) -> None:
+    """Raise FedBayesError unless inputs and targets are finite, and of as many examples, at ``least`` so many."""
+    for name, values in (("inputs", inputs), ("targets", targets)):
+        check_real(name, values)
+    if inputs.ndim != 2 or targets.ndim not in (1, 2) or len(inputs) != len(targets) or len(inputs) < least:
+        raise FedBayesError(
+            f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}: give (examples, features), and "
+            f"(examples,) or (examples, targets) of as many examples{', at least one' if least else ''}"
+        )
+    for name, values in (("inputs", inputs), ("targets", targets)):
+        rows = values.unsqueeze(1) if values.ndim == 1 else values
+        wrong = (~rows.isfinite()).any(0).nonzero().flatten().tolist()
+        if wrong:
+            raise FedBayesError(
+                f"{name} are not finite in column {listed(wrong)}: leave out the examples, or put the column's mean in "
+                "their place"
+            )
 
 
 def check_real(name: str, values: Tensor) -> None:

@@ -6,19 +6,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
-import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_fedbayes.core.batches import Unpack, check_unpack, output_of, unpacked
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    check_at_least,
-    check_choice,
-    check_kind,
-    raised_as,
-)
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, raised_as
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 from lightning_fedbayes.metrics.likelihoods import (
@@ -30,7 +22,7 @@ from lightning_fedbayes.metrics.likelihoods import (
     likelihood_of,
     said_by,
 )
-from lightning_fedbayes.modules.bayesian_module import BayesianModule, ClassScores, GaussianScores
+from lightning_fedbayes.modules.bayesian_module import BayesianModule, ClassScores, GaussianScores, ScoredModule
 from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with
 from lightning_fedbayes.sources.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
 
@@ -39,11 +31,9 @@ T = TypeVar("T")
 OUTPUT_DRAWS = 256
 """Fewest draws of linearised outputs, which cost nothing beside their covariance."""
 REMEDY = "give inputs that its forward takes, by unpack=lambda batch: (inputs, targets) if the batch has others"
-MOST_LOST = 0.1
-"""Share of a batch's examples that draws of the parameters may be expected to lose against their mean."""
 
 
-class PosteriorPredictive(L.LightningModule):
+class PosteriorPredictive(ScoredModule):
     r"""Predicts with any network from a posterior of its parameters.
 
     .. math:: p(y \mid x) \approx \frac1S \sum_s p(y \mid f_s), \qquad
@@ -67,9 +57,6 @@ class PosteriorPredictive(L.LightningModule):
     All draws, or all examples, are one stacked pass where ``torch.func.vmap`` can run the network, otherwise one after
     the other. In that pass layers before the first one with a variance run once for all draws. The module is put into
     evaluation mode; its weights are not changed.
-
-    Where the draws classify the first batch far worse than the mean (:func:`accuracy_lost`), a line of the log says so:
-    the posterior is wider than the network bears.
 
     When to use it: for networks without Bayesian layers, whose posterior comes from :class:`~lightning_fedbayes.IVON`
     or from :class:`~lightning_fedbayes.Laplace`.
@@ -123,10 +110,8 @@ class PosteriorPredictive(L.LightningModule):
         self.likelihood = None if likelihood is None else get_likelihood(likelihood)
         self.predictive = predictive
         self._unpack = unpack
-        self._scores: ClassScores | GaussianScores | None = None
+        self._scores = None
         self._one_by_one = False
-        self._compared: GaussianPosterior | KroneckerPosterior | None = None
-        self.has_said = False
         if posterior is not None:
             self._check(posterior)
         self.eval()
@@ -186,18 +171,13 @@ class PosteriorPredictive(L.LightningModule):
             FedBayesError: there is no posterior, or the network cannot predict the inputs.
         """
         if self.is_linearised:
-            mean, covariance = self._linearised(inputs)
-            outputs = self._draws(mean, covariance, samples)
-            self._compare(outputs, lambda: mean)
-            return outputs
+            return self._draws(*self._linearised(inputs), samples)
         posterior, count = self._known(), self.samples if samples is None else samples
         if isinstance(posterior, KroneckerPosterior):
             sets, buffers = posterior.sample(count), posterior.buffers
         else:
             sets, buffers = draws_from_posterior(posterior, count), None
-        outputs = self._vectorized_if_possible(outputs_with, self.network, sets, inputs, buffers=buffers)
-        self._compare(outputs, lambda: self.at_mean(inputs))
-        return outputs
+        return self._vectorized_if_possible(outputs_with, self.network, sets, inputs, buffers=buffers)
 
     @torch.no_grad()
     def at_mean(self, inputs: Any) -> Tensor:
@@ -224,28 +204,6 @@ class PosteriorPredictive(L.LightningModule):
                 except (RuntimeError, ValueError):  # an error of the network itself shows below
                     self._one_by_one = True
             return function(*arguments, vectorized=False, **options)
-
-    def _compare(self, draws: Tensor, mean: Callable[[], Tensor]) -> None:
-        """At the first batch, say if draws classify far worse than the mean; at most once.
-
-        Args:
-            draws: logits, shape (samples, batch, classes).
-            mean: returns the logits at the mean, shape (batch, classes).
-        """
-        known = said_by(self)
-        if not (known is None or known.of_classes) or draws.ndim != 3 or draws.shape[2] < 2 or self.has_said or (
-                self._compared is self.posterior):
-            return
-        self._compared = self.posterior
-        lost = accuracy_lost(mean(), draws)
-        if float(lost.sum()) > MOST_LOST * len(lost) + 2:  # two may be chance
-            self.has_said = True
-            who = "The linearised network loses" if self.is_linearised else "Draws of the parameters lose"
-            closer = "" if self.is_linearised else ", and predictive='linearised' stays closer to its mean"
-            rank_zero_info(
-                f"{who} about {float(lost.mean()):.0%} of the examples that the posterior's mean classifies right: the "
-                f"posterior is too wide. A smaller prior_std or temperature makes it narrower{closer}."
-            )
 
     def likelihood_for(self, outputs: Tensor, targets: Any = None) -> Likelihood:
         """Return the likelihood, which the first batch of outputs and targets may tell.
@@ -303,20 +261,6 @@ class PosteriorPredictive(L.LightningModule):
         self._scores.update(rows)
         return rows
 
-    test_step = validation_step
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the scores over all batches."""
-        self._log_scores("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log the scores over all batches."""
-        self._log_scores("test")
-
-    def _log_scores(self, stage: str) -> None:
-        if self._scores is not None:
-            self.log_dict(self._scores.take(stage))
-
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -337,27 +281,10 @@ class PosteriorPredictive(L.LightningModule):
         self.posterior = posterior
 
 
-def accuracy_lost(mean: Tensor, draws: Tensor) -> Tensor:
-    r"""Return the accuracy that the mean of draws is expected to lose, example by example, shape (batch,).
-
-    .. math:: \max_c p_c - p_d, \qquad d = \arg\max_c \frac1S \sum_s \mathrm{softmax}(f_s)_c
-
-    if p, the softmax of the logits at the mean of the posterior, is right; 0 where both predict the same class.
-
-    Args:
-        mean: logits at the mean of the posterior, shape (batch, classes).
-        draws: logits of draws, shape (samples, batch, classes).
-    """
-    probs, chosen = mean.softmax(-1), draws.softmax(-1).mean(0).argmax(-1, keepdim=True)
-    return probs.max(-1).values - probs.gather(-1, chosen).squeeze(-1)
-
-
 def trained_posterior(checkpoint: Mapping[str, Any], module: nn.Module) -> GaussianPosterior:
     """Return the posterior that a checkpoint of Lightning holds: of a federation, or of an IVON optimizer.
 
-    Args:
-        checkpoint: as Lightning writes it.
-        module: that was trained. Of an IVON, all its parameters, in their order.
+    An IVON has to train all parameters of ``module``, in their order.
 
     Raises:
         FedBayesError: it holds none, or it is not known whose it is.

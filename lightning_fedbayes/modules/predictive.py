@@ -10,13 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.core.errors import FedBayesError, check_choice
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.modules.sampling import (
-    draws_from_clients,
-    draws_from_posterior,
-    outputs_with,
-    sample_outputs,
-    within,
-)
+from lightning_fedbayes.modules.sampling import within
 
 Predictive = Literal["layers", "omc", "bootstrap", "closed_form"]
 PREDICTIVES: tuple[Predictive, ...] = ("layers", "omc", "bootstrap", "closed_form")
@@ -54,28 +48,6 @@ def check_predictive(predictive: str, network: nn.Module) -> None:
     check_choice("predictive", predictive, PREDICTIVES, error=FedBayesError)
     if predictive == "closed_form":
         linear_layer(network)
-
-
-def sample_with(
-    predictive: Predictive, network: nn.Module, round: GlobalRound, inputs: Tensor, samples: int
-) -> Tensor:
-    """Draws of the network's output, shape (samples, batch, *).
-
-    Args:
-        predictive: "layers": the network's own noise. "omc" and "closed_form": parameters drawn from the global
-            posterior. "bootstrap": the clients' parameters, one draw per client.
-        network: the submodule "network" of the module that ``round`` describes.
-        round: the last round; before the first, draws come from the network's own noise.
-        inputs: shape (batch, *).
-        samples: number of draws; "bootstrap" ignores it.
-    """
-    if predictive == "layers" or round.posterior is None:
-        return sample_outputs(network, inputs, samples)
-    if predictive == "bootstrap":
-        sets = draws_from_clients([within(client, NETWORK).to(inputs.device) for client in round.clients])
-    else:
-        sets = draws_from_posterior(within(round.posterior, NETWORK).to(inputs.device), samples)
-    return outputs_with(network, sets, inputs)
 
 
 def linear_layer(network: nn.Module) -> tuple[str, nn.Linear]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_number
 from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.metrics.likelihoods import Gaussian, RegressionPrediction, shaped_like
-from lightning_fedbayes.modules.bayesian_module import LikelihoodModule
+from lightning_fedbayes.modules.bayesian_module import OPTIONS, LikelihoodModule
 from lightning_fedbayes.modules.networks import Init, hybrid, layers_to_convert
-from lightning_fedbayes.modules.predictive import Predictive, linear_moments
+from lightning_fedbayes.modules.predictive import linear_moments
 
 Noise = Literal["learnt", "per_client", "fixed", "residual", "none"]
 NOISES: tuple[Noise, ...] = ("learnt", "per_client", "fixed", "residual", "none")
@@ -52,7 +50,7 @@ class HybridBayesianRegressor(LikelihoodModule):
             so small where the network over-fits.
         noise_std: standard deviation σ of the noise, in units of the target; the initial value if σ is measured.
         targets: number of targets if each has its own σ; None: one σ for all.
-        samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive: see :class:`BayesianModule`.
+        options: see :class:`BayesianModule`: samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive.
 
     Raises:
         FedBayesError: ``noise_std`` is not positive; an unknown ``noise``; or ``noise`` "residual" or "none" for a
@@ -80,29 +78,17 @@ class HybridBayesianRegressor(LikelihoodModule):
         noise: Noise = "learnt",
         noise_std: float = 1.0,
         targets: int | None = None,
-        samples: int = 10,
-        kl_weight: float = 1.0,
-        warmup_rounds: int = 0,
-        learning_rate: float = 1e-3,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
-        predictive: Predictive = "layers",
+        **options: Any,
     ) -> None:
         check_number("noise_std", noise_std, "(0, inf)", error=FedBayesError, why="it is a standard deviation")
         check_choice("noise", noise, NOISES, error=FedBayesError)
         if targets is not None:
             check_at_least("targets", targets, 1, error=FedBayesError)
-        if noise not in OF_SQUARES and predictive == "layers":
+        if noise not in OF_SQUARES and options.get("predictive", "layers") == "layers":
             bayesian_last = layers_to_convert(network, bayesian_last)
-        super().__init__(
-            hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std),
-            Gaussian(),
-            samples=samples,
-            kl_weight=kl_weight,
-            warmup_rounds=warmup_rounds,
-            learning_rate=learning_rate,
-            optimizer=optimizer,
-            predictive=predictive,
-        )
+        network = hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std)
+        super().__init__(network, Gaussian(), **options)
+        self.save_hyperparameters({name: getattr(self, name) for name in OPTIONS})
         if noise in OF_SQUARES and gaussian_parameters(self.network):
             raise FedBayesError(
                 f"noise='{noise}' trains on the squared error, and a network with Bayesian layers needs a likelihood "

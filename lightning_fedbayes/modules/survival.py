@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torchmetrics import MetricCollection
 
 from lightning_fedbayes.core.errors import FedBayesError
@@ -17,9 +15,9 @@ from lightning_fedbayes.layers import Estimator, Prior
 from lightning_fedbayes.metrics.functional.survival import check_survival
 from lightning_fedbayes.metrics.functional.utilities import at_least_float32
 from lightning_fedbayes.metrics.survival import ConcordanceIndex, SurvivalMetric
-from lightning_fedbayes.modules.bayesian_module import BayesianModule
+from lightning_fedbayes.modules.bayesian_module import OPTIONS, BayesianModule, ScoredModule, Scores
 from lightning_fedbayes.modules.networks import Init, hybrid
-from lightning_fedbayes.modules.predictive import Predictive, linear_moments
+from lightning_fedbayes.modules.predictive import linear_moments
 
 
 def cox_loss(log_risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
@@ -87,7 +85,7 @@ class CoxNLL(SurvivalMetric):
         return cox_loss(risk, time, event) * event.float().mean()
 
 
-class CoxRegressor(BayesianModule):
+class CoxRegressor(ScoredModule, BayesianModule):
     r"""Cox proportional hazards whose log risk is a network with Bayesian layers, for (inputs, target) batches.
 
     A target has two columns: event (1 observed, 0 censored) and time. The hazard of an example is
@@ -113,7 +111,7 @@ class CoxRegressor(BayesianModule):
         network: maps inputs to log risks of shape (batch,) or (batch, 1).
         bayesian_last: the last n linear or convolutional layers become Bayesian; None takes ``network`` as it is.
         estimator, prior_std, prior, init, posterior_std: see :func:`~lightning_fedbayes.bayesianize`.
-        samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive: see :class:`BayesianModule`.
+        options: see :class:`BayesianModule`: samples, kl_weight, warmup_rounds, learning_rate, optimizer, predictive.
 
     Raises:
         ConversionError: the network has fewer layers to convert than asked for.
@@ -137,24 +135,13 @@ class CoxRegressor(BayesianModule):
         prior: Prior | None = None,
         init: Init = "fresh",
         posterior_std: float | None = None,
-        samples: int = 10,
-        kl_weight: float = 1.0,
-        warmup_rounds: int = 0,
-        learning_rate: float = 1e-3,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
-        predictive: Predictive = "layers",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std),
-            samples=samples,
-            kl_weight=kl_weight,
-            warmup_rounds=warmup_rounds,
-            learning_rate=learning_rate,
-            optimizer=optimizer,
-            predictive=predictive,
-        )
+        super().__init__(hybrid(network, bayesian_last, estimator, prior_std, prior, init, posterior_std), **options)
+        self.save_hyperparameters({name: getattr(self, name) for name in OPTIONS})
         self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
-        self._scores = MetricCollection({"c_index": ConcordanceIndex(), "nll": CoxNLL()}, compute_groups=False)
+        metrics = MetricCollection({"c_index": ConcordanceIndex(), "nll": CoxNLL()}, compute_groups=False)
+        self._scores = Scores(survival=metrics)
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Negative log partial likelihood of the batch, divided by its number of examples, in nats.
@@ -170,7 +157,7 @@ class CoxRegressor(BayesianModule):
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> SurvivalPrediction:
         """Mean and standard deviation of the log risk of a batch: a tensor of inputs, or (inputs, targets)."""
-        inputs = batch if isinstance(batch, Tensor) else self.unpack(batch)[0]
+        inputs = self.inputs_of(batch)
         draws = _log_risks(self.sample(inputs), 2)
         posterior = self.global_round.posterior
         if self.predictive == "closed_form" and posterior is not None:
@@ -183,24 +170,8 @@ class CoxRegressor(BayesianModule):
         inputs, targets = self.unpack(batch)
         prediction = self.predict_step(inputs)
         event, time = event_and_time(targets)
-        self._scores.update(prediction.log_risk, time, event)
+        self._scores.survival.update(prediction.log_risk, time, event)
         return {"log_risk": prediction.log_risk, "std": prediction.std, "target": targets}
-
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """As :meth:`validation_step`."""
-        return self.validation_step(batch, batch_idx, dataloader_idx)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the scores over all batches."""
-        self._log_scores("val")
-
-    def on_test_epoch_end(self) -> None:
-        """As :meth:`on_validation_epoch_end`."""
-        self._log_scores("test")
-
-    def _log_scores(self, stage: str) -> None:
-        self.log_dict({f"{stage}/{name}": score for name, score in self._scores.compute().items()})
-        self._scores.reset()
 
 
 def _log_risks(outputs: Tensor, dimensions: int) -> Tensor:

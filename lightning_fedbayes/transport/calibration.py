@@ -23,7 +23,7 @@ from lightning_fedbayes.callbacks.calibration import (
 )
 from lightning_fedbayes.callbacks.calibration.callback import data_of
 from lightning_fedbayes.callbacks.calibration.scores import GRIDS
-from lightning_fedbayes.callbacks.calibration.temperature import message_of
+from lightning_fedbayes.callbacks.calibration.temperature import checked_pair, message_of
 from lightning_fedbayes.clients.privacy import Door
 from lightning_fedbayes.core.errors import ClientMismatch, FedBayesError, FederationError, FusionError, told_failures
 from lightning_fedbayes.core.messages import Kind, Message
@@ -169,7 +169,7 @@ def answer(
     kind, temperature = request["kind"], request["temperature"]
     if kind == TEMPERATURE:
         pair = predictions_of(module, {name: dataset}, batch_size, seed, first=client)[name]
-        return message_of(pair, temperature)
+        return message_of(checked_pair("", pair), temperature)
     conformal = FederatedConformal(kind=kind, bins=request["bins"])
     sketch = conformal.sketch(
         conformal.scores_of(module, {name: dataset}, temperature, batch_size, seed, first=client)[name]

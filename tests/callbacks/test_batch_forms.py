@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.callbacks.calibration import moments_of, predictions_of
+from lightning_fedbayes.callbacks.calibration import predictions_of
 from tests.federations import Plain, blobs, federate, network, trainer
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
@@ -261,7 +261,7 @@ def test_calibration_from_data_sets_of_dicts():
     regressor = fb.PosteriorPredictive(
         line, posterior(line), likelihood=fb.Gaussian(1.0), unpack=lambda b: (b["x"], b["labels"].float())
     )
-    assert moments_of(regressor, rows)["north"][0].shape == (20,)
+    assert fb.FederatedConformal(kind="interval").scores_of(regressor, rows)["north"].shape == (20,)
 
 
 def test_a_function_says_what_a_batch_holds():

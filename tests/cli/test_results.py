@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from lightning_fedbayes.cli import main, results
-from lightning_fedbayes.cli.results import Run, read_curves, validated
+from lightning_fedbayes.cli.results import Run, metrics_of, read_curves
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.tables import markdown_table
 
@@ -71,7 +71,7 @@ def test_the_last_value_of_an_epoch_is_its_rounds(elsewhere):
     assert set(curves) == {"val/nll", "train/nll"}
     assert repr(curves["val/nll"]) == "[1.5, nan, 0.5]"
     assert repr(curves["train/nll"]) == "[9.0, nan, nan]"
-    assert validated(curves) == ["val/nll"]
+    assert metrics_of([Run("conflation", 0, curves)]) == ["val/nll"]
 
 
 @pytest.mark.parametrize("rows", [(), ({"epoch": 0, "train/nll": 1.0},)])

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from lightning_fedbayes import FusionError, GaussianPosterior
 from lightning_fedbayes.fusion import Cohort
-from lightning_fedbayes.fusion.columns import columns, sample, weighted_sum
-from lightning_fedbayes.fusion.gram import combine, combine_variances, squared_distances_to
+from lightning_fedbayes.fusion.columns import columns, sample, weighted_median, weighted_sum
+from lightning_fedbayes.fusion.gram import combine, squared_distances_to
 from lightning_fedbayes.fusion.gram import gram_of as gram_of_cohort
 
 from .strategies import posterior
@@ -122,7 +122,7 @@ def test_client_of_coefficient_zero_is_not_read():
     clients = [posterior([1.0], 0.5), posterior([1e308], 1e308), posterior([3.0], 1.5)]
     shares = torch.tensor([0.5, 0.0, 0.5], dtype=torch.float64)
     assert combine(clients, shares, None).item() == 2
-    assert combine_variances(clients, shares).item() == 1
+    assert weighted_median([client.variance for client in clients], shares).item() == 1
 
 
 def test_columns_are_the_rows_side_by_side_in_blocks(monkeypatch):

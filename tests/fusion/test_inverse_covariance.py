@@ -387,3 +387,11 @@ def test_products_follow_from_distances():
 def test_arguments_are_checked(kind, wrong):
     with pytest.raises(FusionError, match=next(iter(wrong))):
         kind(**wrong)
+
+
+@pytest.mark.parametrize("rule", ["icov_vb", "icov_mle"])
+def test_clients_that_all_send_nearly_the_same_are_averaged(rule):
+    origin, *clients = (
+        GaussianPosterior({"w": torch.tensor([value])}, {"w": torch.tensor([1.0])}) for value in (-1.9, -0.6401, -0.63)
+    )
+    assert fuse(rule, clients, previous=origin).mean["w"].item() == pytest.approx(-0.63505, abs=1e-5)

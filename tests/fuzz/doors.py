@@ -517,10 +517,6 @@ DOORS = {
         {"mean": torch.zeros(2), "std": torch.ones(2), "client": "a"}),
     "predictions_of": (
         calibration.predictions_of, {"predictive": LINEAR, "datasets": {"a": CLASSES}, "batch_size": 2, "seed": 0}),
-    "moments_of": (
-        calibration.moments_of,
-        {"predictive": fb.HybridBayesianRegressor(nn.Linear(2, 1)), "datasets": {"a": CLASSES}, "batch_size": 2,
-         "seed": 0}),
     # layers
     "with_kl": (fb.with_kl, {"module": fb.HybridBayesianClassifier(network()).eval(), "kl_weight": 1.0}),
     "mean_network": (fb.mean_network, {"module": bayesian(), "posterior": fb.read_posterior(bayesian())}),

@@ -269,7 +269,7 @@ def test_transposed_convolution_takes_an_output_size():
 def test_repr_names_geometry_estimator_and_prior():
     text = repr(Conv2dLocalReparameterization(1, 2, 3, padding_mode="reflect", padding=1, groups=1, bias=False))
     assert "kernel_size=(3, 3)" in text
-    assert "padding_mode='reflect'" in text
+    assert "padding_mode=reflect" in text
     assert "NormalPrior(mean=0.0, std=1.0)" in text
     assert "bias=False" in text
 

@@ -55,7 +55,7 @@ def test_the_last_layers_of_lenet_become_bayesian(last):
     model = HybridBayesianClassifier(lenet(), bayesian_last=last)
     bayesian = sum([850, 10164, 30840][:last])
     assert count(model) == 44_426 + bayesian
-    assert model.sample_probs(torch.zeros(2, 1, 28, 28), 4).shape == (4 if last else 1, 2, 10)
+    assert model.sample(torch.zeros(2, 1, 28, 28), 4).shape == (4 if last else 1, 2, 10)
 
 
 def test_lenet_says_which_images_are_too_small():

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.modules.posterior_predictive import accuracy_lost
 from tests.federations import Plain, blobs, federate, loader, network, trainer
 
 
@@ -353,56 +352,3 @@ def test_a_linearised_module_that_does_not_vectorize_predicts_one_by_one():
     assert torch.allclose(mean, module.layer(x) * signs[:, None], atol=1e-6)
     variance = 0.09 * (x.square().sum(1) + 1)
     assert torch.allclose(covariance, variance[:, None, None] * torch.eye(3), atol=1e-5)
-
-
-def test_accuracy_lost_is_what_the_mean_s_own_probabilities_expect():
-    mean = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.1, 0.0, 0.0]])
-    same = mean.expand(4, -1, -1)
-    assert torch.allclose(accuracy_lost(mean, same), torch.zeros(3))
-    turned = torch.stack([torch.tensor([[0.0, 9.0, 0.0], [0.0, 3.0, 0.0], [0.0, 0.0, 9.0]])] * 2)
-    probs = mean.softmax(-1)
-    wanted = torch.tensor([probs[0, 0] - probs[0, 1], 0.0, probs[2, 0] - probs[2, 2]])
-    assert torch.allclose(accuracy_lost(mean, turned), wanted)
-
-
-def sharp(std, predictive, rows=90):
-    """A certain classifier and a posterior about it."""
-    module, x = nn.Linear(6, 3, bias=False), blobs(rows).tensors[0]
-    module.weight.data = 5 * torch.eye(3, 6)
-    return fb.PosteriorPredictive(module, posterior_of(module, std), 10, predictive=predictive), x
-
-
-@pytest.mark.parametrize("predictive", ["draws", "linearised"])
-def test_a_posterior_that_is_too_wide_is_said_once_and_at_the_first_batch(predictive, caplog):
-    torch.manual_seed(0)
-    found, x = sharp(100.0, predictive)
-    with caplog.at_level("INFO"):
-        found.sample(x, 5)
-        assert caplog.text.count("the posterior is too wide") == 1
-        assert ("predictive='linearised'" in caplog.text) == (predictive == "draws")
-        found.sample(x, 5)
-        found.posterior = found.posterior.clone()
-        found.predict_step(x)
-    assert caplog.text.count("the posterior is too wide") == 1
-
-
-def test_nothing_is_said_of_narrow_posteriors_few_examples_untrained_networks_later_batches_and_regression(caplog):
-    torch.manual_seed(0)
-    with caplog.at_level("INFO"):
-        for predictive in ("draws", "linearised"):
-            for std, rows in ((0.5, 90), (100.0, 2)):
-                found, x = sharp(std, predictive, rows)
-                found.predict_step(x)
-            untrained = network()
-            fb.PosteriorPredictive(untrained, posterior_of(untrained, 3.0), predictive=predictive).predict_step(x)
-            found, x = sharp(0.01, predictive)
-            passes = []
-            found.network.register_forward_pre_hook(lambda *_, passes=passes: passes.append(1))
-            found.predict_step(x)
-            first = len(passes)
-            found.predict_step(x)
-            assert len(passes) - first == first - (predictive == "draws")  # the mean is looked at once
-            found.posterior = found.posterior.marked(True)
-            found.likelihood = fb.Gaussian(1.0)
-            found.sample(x)
-    assert "too wide" not in caplog.text

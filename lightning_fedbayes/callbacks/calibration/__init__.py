@@ -1,13 +1,8 @@
 """Calibration after training without moving data: one temperature, conformal sets and intervals."""
 
 from lightning_fedbayes.callbacks.calibration.conformal import FederatedConformal
-from lightning_fedbayes.callbacks.calibration.predictions import moments_of, predictions_of
-from lightning_fedbayes.callbacks.calibration.scores import (
-    ScoreSketch,
-    all_class_scores,
-    class_scores,
-    interval_scores,
-)
+from lightning_fedbayes.callbacks.calibration.predictions import predictions_of
+from lightning_fedbayes.callbacks.calibration.scores import ScoreSketch, all_class_scores, class_scores, interval_scores
 from lightning_fedbayes.callbacks.calibration.temperature import (
     FederatedTemperature,
     TemperatureMessage,
@@ -24,7 +19,6 @@ __all__ = [
     "all_class_scores",
     "class_scores",
     "interval_scores",
-    "moments_of",
     "predictions_of",
     "temperature_message",
 ]

@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import lightning as L
-from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_fedbayes.callbacks import ExamplePrivacy, FederatedBayes
-from lightning_fedbayes.callbacks.calibration.predictions import check_apart
-from lightning_fedbayes.callbacks.evaluator import Datasets, Reader, data_of, evaluator_of
+from lightning_fedbayes.callbacks.calibration.predictions import check_apart, rows_of_clients
+from lightning_fedbayes.callbacks.evaluator import Datasets, Reader, callback_of, data_of, evaluator_of
 from lightning_fedbayes.callbacks.loggers import log_table
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted
 from lightning_fedbayes.clients.privacy.door import EXACT, Door
-from lightning_fedbayes.core.errors import FedBayesError, FederationError, NotSent, check_kind
+from lightning_fedbayes.core.errors import FedBayesError, FederationError, NotSent, check_kind, listed
 from lightning_fedbayes.core.messages import Kind
 
 Found = Mapping[str, tuple[Tensor, ...]]
@@ -36,18 +36,18 @@ class CalibrationCallback(Reader):
     """
 
     calibrates = True
+    label: str
+    """Name of its figures in the log."""
     sends: ClassVar[Kind]
     """The kind of message that a client sends for it."""
     if_private: ClassVar[str]
     """The remedy where that must not leave a client."""
     epsilon: float | None = None
+    max_influence: float | None
+    takes_moments = False
+    """True if it takes mean and variance of ``predict_step``, which may be exact."""
     _compared = False
     """True once the validation data have been compared with the training data."""
-
-    @property
-    @abstractmethod
-    def label(self) -> str:
-        """Name of its figures in the log."""
 
     @abstractmethod
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
@@ -69,12 +69,41 @@ class CalibrationCallback(Reader):
     def score(self, found: Found) -> ClientScores:
         """Score what is calibrated on each client's test data."""
 
+    def evaluate(
+        self, predictive: nn.Module, datasets: Datasets, *, batch_size: int = 256, seed: int = 0
+    ) -> ClientScores:
+        """Return the scores of what is calibrated on each client's data, other than those of the fit.
+
+        They are accuracy, NLL and ECE (of numbers RMSE, NLL and coverage) of scaled predictions, or coverage and size
+        of the sets (width of the intervals, in the units of the targets).
+
+        Args:
+            predictive, datasets, batch_size, seed: see :meth:`fit_from`.
+
+        Raises:
+            FedBayesError: before a fit, an unknown client, or as :meth:`fit_from`.
+        """
+        return self.score(self._found(predictive, datasets, batch_size, seed))
+
+    def _found(self, predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int = 0) -> Found:
+        """Return the predictions of each client's data."""
+        found = rows_of_clients(predictive, datasets, batch_size, seed, first, numbers=self.takes_moments)
+        return {name: self.read(each) for name, each in found}
+
+    def _tell(self, what: str, names: list[str]) -> None:
+        """Say which clients are bounded; ``what`` is theirs."""
+        if names:
+            rank_zero_info(
+                f"Calibration {self.label}: the {what} of client{'s' if len(names) > 1 else ''} {listed(names)} stand "
+                f"out, and count for at most {self.max_influence:g} times those of the median client"
+            )
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse what does not go together, before anything runs, and what a client's door would not let out."""
         self._compared = False
-        federation = federation_of(trainer)
+        federation = callback_of(trainer, FederatedBayes)
         privacy = None if federation is None else federation.settings.privacy
-        examples = any(isinstance(callback, ExamplePrivacy) for callback in callbacks_of(trainer))
+        examples = callback_of(trainer, ExamplePrivacy) is not None
         try:
             Door(privacy, self.epsilon, examples=examples).check(self.sends, self.epsilon)
         except NotSent:
@@ -90,8 +119,11 @@ class CalibrationCallback(Reader):
             return
 
         def calibrate(found: Found) -> None:
-            self._compare(trainer, data_of(trainer.val_dataloaders)[0])
-            federation = federation_of(trainer)
+            trained_on = getattr(trainer.train_dataloader, "dataset", None)
+            if trainer.state.fn == "fit" and not self._compared and isinstance(trained_on, Dataset):
+                self._compared = True
+                check_apart(data_of(trainer.val_dataloaders)[0], trained_on)
+            federation = callback_of(trainer, FederatedBayes)
             self.calibrate(trainer, found, 0 if federation is None else federation.settings.seed)
             pl_module.log_dict({f"val/{self.label}/{name}": value for name, value in self.figures().items()})
 
@@ -122,13 +154,6 @@ class CalibrationCallback(Reader):
                 raise
             rank_zero_warn(f"{type(self).__name__} does nothing: {error}")
 
-    def _compare(self, trainer: L.Trainer, datasets: Datasets) -> None:
-        """Warn once of validation examples that are trained on."""
-        trained_on = getattr(trainer.train_dataloader, "dataset", None)
-        if trainer.state.fn == "fit" and not self._compared and isinstance(trained_on, Dataset):
-            self._compared = True
-            check_apart(datasets, trained_on)
-
 
 def state_of(callback: CalibrationCallback, state: Any) -> Mapping[str, Any]:
     """Return a stored state of a callback; raise FederationError unless it has the entries that the callback has."""
@@ -140,13 +165,3 @@ def state_of(callback: CalibrationCallback, state: Any) -> Mapping[str, Any]:
             "state_dict() has returned"
         )
     return state
-
-
-def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
-    """Return the Trainer's callbacks, in their order."""
-    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def federation_of(trainer: L.Trainer) -> FederatedBayes | None:
-    """Return the Trainer's federation, if it has one."""
-    return next((callback for callback in callbacks_of(trainer) if isinstance(callback, FederatedBayes)), None)

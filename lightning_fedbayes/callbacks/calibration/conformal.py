@@ -8,24 +8,12 @@ from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_fedbayes.callbacks.calibration.bounds import check_influence, middle
-from lightning_fedbayes.callbacks.calibration.callback import (
-    CalibrationCallback,
-    Found,
-    callbacks_of,
-    state_of,
-)
-from lightning_fedbayes.callbacks.calibration.predictions import (
-    Datasets,
-    check_apart,
-    logits_of,
-    numbers_of,
-    rows_of_clients,
-)
+from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Found, state_of
+from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, logits_of, numbers_of
 from lightning_fedbayes.callbacks.calibration.scores import (
     BINS,
     GRIDS,
@@ -36,14 +24,17 @@ from lightning_fedbayes.callbacks.calibration.scores import (
     all_class_scores,
     bounded_distribution,
     check_epsilon,
+    check_influence,
     check_moments,
     check_same_grid,
     check_targets,
     class_scores,
     edge_at,
     interval_scores,
+    middle,
 )
 from lightning_fedbayes.callbacks.calibration.temperature import FederatedTemperature
+from lightning_fedbayes.callbacks.evaluator import callback_of, callbacks_of
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, likelihood_by, mean_probs
 from lightning_fedbayes.core.errors import (
     FedBayesError,
@@ -178,6 +169,8 @@ class FederatedConformal(CalibrationCallback):
         self.per: Per = per
         self.level = level
         self.kind: Kind = kind
+        self.takes_moments = kind == "interval"
+        self.label = f"{kind}_{100 * level:g}"  # such as "lac_90"
         self.per_client = per_client
         self.shrinkage = shrinkage
         self.bins = bins
@@ -224,7 +217,8 @@ class FederatedConformal(CalibrationCallback):
             self.threshold, behind = float(middle(own)), int(middle(torch.tensor(list(sizes.values()))))
         else:
             self.threshold, behind = edge_at(self.level, pooled, grid), sum(sizes.values())
-            self._tell(list(sketches), exceeds, pooled)
+            cell = int((pooled < self.level - ROUNDING).sum().clamp_max(len(pooled) - 1))
+            self._tell("scores", [name for name, exceed in zip(sketches, exceeds[:, cell].tolist()) if exceed])
         self._warn({"all clients": behind} if math.isinf(self.threshold) else {})
         self.thresholds = {}
         if self.per_client:
@@ -274,11 +268,6 @@ class FederatedConformal(CalibrationCallback):
         check_number("temperature", temperature, "(0, inf)", error=FedBayesError)
         return self._scores(self._found(predictive, datasets, batch_size, seed, first), temperature)
 
-    def _found(self, predictive: nn.Module, datasets: Datasets, batch_size: int, seed: int, first: int = 0) -> Found:
-        """Return the predictions of each client's data: moments for intervals, logits for sets."""
-        found = rows_of_clients(predictive, datasets, batch_size, seed, first, numbers=self.kind == "interval")
-        return {name: self.read(each) for name, each in found}
-
     def _scores(self, found: Found, temperature: float) -> dict[str, Tensor]:
         """Return the scores of each client's predictions."""
         scores = dict[str, Tensor]()
@@ -288,45 +277,29 @@ class FederatedConformal(CalibrationCallback):
             scores[name] = by_example(each, counts, "amax") if self.per == "example" else each
         return scores
 
-    def evaluate(
-        self, predictive: nn.Module, datasets: Datasets, *, batch_size: int = 256, seed: int = 0
-    ) -> ClientScores:
-        """Return coverage and size of the sets, or width of the intervals, on each client's data.
-
-        A client's threshold is its own with ``per_client``; logits are scaled as they were in :meth:`fit_from`. Both
-        figures are means over examples; those of a regressor over examples and targets, its "width" in the units of the
-        targets.
-
-        Args:
-            predictive, datasets, batch_size, seed: see :meth:`fit_from`; other examples than those of the fit.
-
-        Raises:
-            FedBayesError: before :meth:`fit`, an unknown client, or as :meth:`fit_from`.
-        """
-        return self.score(self._found(predictive, datasets, batch_size, seed))
-
     def score(self, found: Found) -> ClientScores:
-        """Return coverage and size, or width, of each client's predictions; see :meth:`evaluate`."""
+        """Return coverage and size, or width, of each client's predictions, by its own threshold with ``per_client``.
+
+        Both figures are means over examples; those of a regressor over examples and targets. Logits are scaled as they
+        were in :meth:`fit_from`.
+        """
         figures, sizes = dict[str, dict[str, float]](), dict[str, int]()
         for name, (first, *std, targets, counts) in found.items():
+            whose = name if self.per_client else None
             if self.kind == "interval":
-                ends = self.intervals(first, std[0], self._client(name))
+                ends = self.intervals(first, std[0], whose)
                 inside = (ends[:, 0] <= targets) & (targets <= ends[:, 1])
                 figures[name] = {"coverage": share(inside), "width": float((ends[:, 1] - ends[:, 0]).mean())}
             else:
                 probs = mean_probs(first, self.temperature)
                 check_targets(targets, probs)
-                sets = self.sets(probs, self._client(name))
+                sets = self.sets(probs, whose)
                 inside = sets.gather(1, targets.unsqueeze(1)).squeeze(1)
                 figures[name] = {"coverage": share(inside), "set_size": float(sets.sum(1).double().mean())}
             if self.per == "example":
                 figures[name]["coverage"] = share(by_example(inside.double(), counts, "amin"))
             sizes[name] = len(counts)
         return ClientScores.of(sizes, figures)
-
-    def _client(self, name: str) -> str | None:
-        """Return whose threshold client ``name`` has."""
-        return name if self.per_client else None
 
     def sets(self, probs: Tensor, client: str | None = None, generator: torch.Generator | None = None) -> Tensor:
         r"""Return each example's set of classes: those whose score is at most the threshold.
@@ -397,16 +370,6 @@ class FederatedConformal(CalibrationCallback):
             raise FedBayesError(f"client {name} has no held-out example: leave it out, or hold some of its data out")
         return sketch
 
-    def _tell(self, names: list[str], exceeds: Tensor, pooled: Tensor) -> None:
-        """Say which clients exceed their bound at the threshold, where clipping them has moved it."""
-        cell = int((pooled < self.level - ROUNDING).sum().clamp_max(len(pooled) - 1))
-        outlying = [name for name, exceed in zip(names, exceeds[:, cell].tolist()) if exceed]
-        if outlying:
-            rank_zero_info(
-                f"Calibration {self.label}: the scores of client{'s' if len(outlying) > 1 else ''} {listed(outlying)} "
-                f"stand out, and count for at most {self.max_influence:g} times those of the median client"
-            )
-
     def _warn(self, infinite: Mapping[str, int]) -> None:
         """Warn of those whose threshold is infinite, name → examples, in one line with the reason of the first."""
         if not infinite:
@@ -421,11 +384,6 @@ class FederatedConformal(CalibrationCallback):
         rank_zero_warn(f"{next(iter(infinite))}: {why}{others}, so {what}; hold more examples out, or lower the level")
 
     # -- in a Trainer --------------------------------------------------------------------------------------------------
-
-    @property
-    def label(self) -> str:
-        """Kind and level in percent, such as "lac_90"."""
-        return f"{self.kind}_{100 * self.level:g}"
 
     @property
     def state_key(self) -> str:
@@ -471,7 +429,7 @@ class FederatedConformal(CalibrationCallback):
 
     def _temperature_in(self, trainer: L.Trainer) -> float:
         """Return the temperature by which the Trainer's callbacks scale logits."""
-        scaling = next((each for each in callbacks_of(trainer) if isinstance(each, FederatedTemperature)), None)
+        scaling = callback_of(trainer, FederatedTemperature)
         return 1.0 if scaling is None or self.kind == "interval" else scaling.check_fitted()
 
     def figures(self) -> dict[str, float]:
@@ -539,12 +497,7 @@ class FederatedConformal(CalibrationCallback):
 
 
 def by_example(values: Tensor, counts: Tensor, how: str) -> Tensor:
-    """Return the largest ("amax") or smallest ("amin") value of each example that has some.
-
-    Args:
-        values: of all rows, shape (N,).
-        counts: rows of each example, shape (batch,).
-    """
+    """Return the largest ("amax") or smallest ("amin") of the ``values``, (N,), of each example that has some."""
     index = torch.arange(len(counts)).repeat_interleave(counts).to(values.device)
     found = values.new_zeros(len(counts)).scatter_reduce(0, index, values, how, include_self=False)
     return found[counts.to(values.device) > 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -10,20 +10,21 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_fedbayes.callbacks.evaluator import Datasets
+from lightning_fedbayes.callbacks.evaluator import Datasets, by_name
 from lightning_fedbayes.clients.evaluation import Predicted, has_predict_step, predict_data, predicted, rows_by_outputs
-from lightning_fedbayes.core.errors import LARGEST, FedBayesError, check_at_least, check_kind, listed, shown
+from lightning_fedbayes.core.errors import LARGEST, FedBayesError, check_at_least, check_kind, listed
 from lightning_fedbayes.core.seeding import derive_seed
-from lightning_fedbayes.data.clients import ClientDatasets, check_dataset
+from lightning_fedbayes.data.clients import check_dataset
 
 
 def predictions_of(
     predictive: nn.Module, datasets: Datasets, batch_size: int = 256, seed: int = 0, first: int = 0
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Return each client's logits, (samples, N, classes), and targets, (N,); of numbers what :func:`moments_of` gives.
+    """Return each client's logits, (samples, N, classes), and targets, (N,).
 
     Logits are those of ``predictive.sample(inputs)`` if there is such a method, otherwise of ``predictive(inputs)``,
-    one draw; N are the examples, or their positions (:data:`~lightning_fedbayes.metrics.likelihoods.Rows`).
+    one draw; N are the examples, or their positions (:data:`~lightning_fedbayes.metrics.likelihoods.Rows`). Of numbers
+    they are means, standard deviations and targets, vectors of shape (N · targets,).
 
     Args:
         predictive: a :class:`~lightning_fedbayes.PosteriorPredictive`, a Bayesian module or any other module. It is
@@ -38,23 +39,6 @@ def predictions_of(
         FedBayesError: no module, no data sets by name, a client without an example, examples that are no pairs.
     """
     return {name: scalable(each) for name, each in rows_of_clients(predictive, datasets, batch_size, seed, first)}
-
-
-def moments_of(
-    predictive: nn.Module, datasets: Datasets, batch_size: int = 256, seed: int = 0, first: int = 0
-) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return each client's predictive means, standard deviations and targets, vectors of shape (N · targets,).
-
-    Args:
-        predictive: a regressor, whose ``predict_step`` returns a
-            :class:`~lightning_fedbayes.modules.RegressionPrediction`.
-        datasets, batch_size, seed, first: see :func:`predictions_of`.
-
-    Raises:
-        FedBayesError: as :func:`predictions_of`, or ``predictive`` is no regressor.
-    """
-    found = rows_of_clients(predictive, datasets, batch_size, seed, first, numbers=True)
-    return {name: numbers_of(each) for name, each in found}
 
 
 def scalable(found: Predicted) -> tuple[Tensor, ...]:
@@ -87,9 +71,7 @@ def rows_of_clients(
 ) -> Iterator[tuple[str, Predicted]]:
     """Yield each client's name and what is scored of it; see :func:`predictions_of`.
 
-    Args:
-        predictive, datasets, batch_size, seed, first: see :func:`predictions_of`.
-        numbers: take mean and variance of ``predict_step``, if there is one, which may be exact; otherwise draws.
+    With ``numbers`` mean and variance are those of ``predict_step``, if there is one, perhaps exact; otherwise draws.
     """
     check_kind("predictive", predictive, nn.Module, "give a torch.nn.Module", error=FedBayesError)
     check_at_least("batch_size", batch_size, 1, error=FedBayesError)
@@ -104,30 +86,8 @@ def rows_of_clients(
         )
 
 
-def by_name(datasets: Datasets) -> dict[str, Dataset]:
-    """Return client name → data set; raise FedBayesError if there are none, or one is empty or not map-style."""
-    if isinstance(datasets, ClientDatasets):
-        named: dict[str, Dataset] = dict(zip(datasets.names, datasets.datasets, strict=True))
-    elif isinstance(datasets, Mapping) and datasets:
-        named = dict(datasets)
-    else:
-        raise FedBayesError(f"datasets={shown(datasets)}: give a ClientDatasets, or a dict, client name → data set")
-    for name, dataset in named.items():
-        check_dataset(f"the calibration data of client {name}", dataset)
-        if len(dataset) == 0:  # pyright: ignore[reportArgumentType]
-            raise FedBayesError(
-                f"client {name} has no held-out example: leave it out, or hold some of its data out"
-            )
-    return named
-
-
 def check_apart(datasets: Datasets, trained_on: Dataset | None) -> None:
-    """Warn, in one line, of calibration examples that were trained on, as far as data sets and indices of Subsets tell.
-
-    Args:
-        datasets: calibration data, by client.
-        trained_on: training data, a ConcatDataset or ClientDatasets with all parts; None: not known, nothing is said.
-    """
+    """Warn, in one line, of calibration examples that were trained on, as far as data sets and Subsets tell."""
     if trained_on is None:
         return
     check_dataset("trained_on", trained_on)

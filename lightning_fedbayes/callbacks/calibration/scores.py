@@ -11,17 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.callbacks.calibration.bounds import largest_sums, middle
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    check_at_least,
-    check_choice,
-    check_kind,
-    check_number,
-)
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.core.seeding import derive_seed
 from lightning_fedbayes.metrics.functional.utilities import check_numbers, check_vectors
+from lightning_fedbayes.metrics.likelihoods import Categorical
 
 ClassKind = Literal["lac", "aps"]
 Kind = Literal["lac", "aps", "interval"]
@@ -38,6 +32,8 @@ ROUNDING = 1e-12
 """Of a level times a number of examples: 0.9 · 10 must be 9, not more."""
 TOLERANCE = 1e-2
 """By which probabilities may miss a sum of 1: those of half floats do."""
+CHANCE = 2.0
+"""Standard deviations of the median client's sampling noise that are added to the median size."""
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -83,16 +79,11 @@ def class_scores(
 def check_targets(targets: Any, probs: Tensor) -> None:
     """Raise FedBayesError unless ``targets`` hold one of the classes of ``probs``, (batch, classes), per example."""
     check_tensor("targets", targets, error=FedBayesError)
-    if targets.shape != probs.shape[:1] or targets.dtype == torch.bool or targets.is_floating_point() \
-            or targets.is_complex():
+    why = "targets are no classes" if targets.dtype == torch.bool else Categorical().unfit(probs, targets)
+    if why:
         raise FedBayesError(
-            f"targets are of shape {tuple(targets.shape)} and {targets.dtype}; give one integer class for each of the "
-            f"{len(probs)} examples"
-        )
-    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < probs.shape[1]:
-        raise FedBayesError(
-            f"targets run from {int(targets.min())} to {int(targets.max())}, and there are {probs.shape[1]} classes; "
-            f"number the classes from 0 to {probs.shape[1] - 1}"
+            f"targets are of shape {tuple(targets.shape)} and {targets.dtype}, probs of {tuple(probs.shape)}: {why}; "
+            f"give one integer for each example, from 0 to {probs.shape[1] - 1}"
         )
 
 
@@ -373,3 +364,40 @@ def bounded_distribution(
     counted = sizes.clamp_max(max_influence * middle(sizes)).sum()
     bounded = (level + (total - level) / (counted + 1)).clamp(0, 1)
     return torch.where(exceeds.any(0), bounded, pooled), exceeds
+
+
+# -- bound on what one client adds to a sum, from what the median client adds ------------------------------------------
+
+
+def check_influence(max_influence: float | None) -> None:
+    """Raise FedBayesError unless ``max_influence`` is a multiple of at least 1, or None."""
+    if max_influence is not None:
+        why = "a client may count as this multiple of the median client; None turns the bound off"
+        check_number("max_influence", max_influence, "[1, inf)", error=FedBayesError, why=why)
+
+
+def middle(values: Tensor) -> Tensor:
+    """Return the upper median over the first dimension: the larger of two, so that two clients are never bounded."""
+    return values.sort(0).values[len(values) // 2]
+
+
+def largest_sums(sums: Tensor, variances: Tensor, max_influence: float) -> Tensor:
+    r"""Return the largest size of a client's sum that is believed.
+
+    .. math:: B = c \left(\operatorname{median}_k |s_k| + 2 \sqrt{\operatorname{median}_k v_k}\right)
+
+    with the clients' sums s, whose expectation is 0 at the solution if clients are alike, and their variances v there.
+    Fewer than half of the clients cannot move it beyond what the others are. Of three honest clients whose sums cancel
+    none exceeds it with c = 2: the largest is the sum of the other two.
+
+    When to use it: for sums that are 0 at the value sought. A client that is clipped at :math:`\pm B` moves the value
+    no further than :math:`B` divided by the slope of the others' sum, whatever it sends.
+
+    Args:
+        sums: shape (clients, *).
+        variances: shape (clients, *), or that of their median's shape with one client.
+        max_influence: c, at least 1.
+
+    Returns: shape (*).
+    """
+    return max_influence * (middle(sums.abs()) + CHANCE * middle(variances).clamp_min(0).sqrt())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -11,18 +12,17 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_fedbayes.callbacks.calibration.bounds import check_influence, largest_sums, middle
 from lightning_fedbayes.callbacks.calibration.callback import CalibrationCallback, Found, state_of
 from lightning_fedbayes.callbacks.calibration.predictions import Datasets, check_apart, predictions_of, scalable
-from lightning_fedbayes.callbacks.calibration.scores import interval_scores
+from lightning_fedbayes.callbacks.calibration.scores import check_influence, interval_scores, largest_sums, middle
 from lightning_fedbayes.clients.evaluation import ClientScores, Predicted, class_figures, figures_of
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, listed, shown
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind, check_number, shown
 from lightning_fedbayes.core.posterior import check_tensor
-from lightning_fedbayes.metrics.likelihoods import RegressionPrediction, said_by
+from lightning_fedbayes.metrics.likelihoods import Categorical, RegressionPrediction, said_by
 
 LIMIT = math.log(1e3)
 """Largest |log T|: temperatures lie between 1/1000 and 1000."""
@@ -123,17 +123,11 @@ def _message(logits: Tensor, targets: Tensor, temperature: float) -> Temperature
 
 
 def message_of(pair: tuple[Tensor, ...], temperature: float) -> TemperatureMessage:
-    r"""Return the message of a client's logits and targets, or of its means, standard deviations and targets.
+    r"""Return the message of what :func:`checked_pair` has returned.
 
     Of the latter T scales the standard deviations, :math:`L = \log T + (y - \mu)^2 / 2 \sigma^2 T^2` up to a constant,
     so that :math:`L' = 1 - z^2 / T^2` and :math:`L'' = 2 z^2 / T^2` with :math:`z = (y - \mu) / \sigma`.
     """
-    if len(pair) == 2:
-        return temperature_message(*pair, temperature)
-    return _message_of_checked(_checked("", pair), temperature)
-
-
-def _message_of_checked(pair: tuple[Tensor, ...], temperature: float) -> TemperatureMessage:
     if len(pair) == 2:
         return _message(*pair, temperature)
     squares = interval_scores(*pair).square().sum() / temperature**2
@@ -149,39 +143,23 @@ def check_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """
     check_tensor("logits", logits, error=FedBayesError)
     check_tensor("targets", targets, error=FedBayesError)
-    shaped = logits.ndim == 2 or (logits.ndim == 3 and len(logits) > 0)
-    if not shaped or logits.shape[-1] < 2 or not logits.is_floating_point():
+    draws, why = logits.unsqueeze(0) if logits.ndim == 2 else logits, "logits are (batch, classes), or draws of them"
+    if draws.ndim == 3 and len(draws) and draws.is_floating_point() and targets.dtype != torch.bool:
+        why = Categorical().unfit(draws[0], targets)
+    if why:
         raise FedBayesError(
-            f"logits are of shape {tuple(logits.shape)} and {logits.dtype}; give floating-point logits of shape "
-            "(batch, classes) or (samples, batch, classes), at least 2 classes. A regressor has none: calibrate it by "
-            "FederatedConformal(kind='interval')"
-        )
-    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-        raise FedBayesError(
-            f"targets are of {targets.dtype}; give the class of each example, an integer. A regressor is calibrated by "
-            "FederatedConformal(kind='interval')"
-        )
-    if targets.shape != logits.shape[-2:-1]:
-        raise FedBayesError(
-            f"targets are of shape {tuple(targets.shape)} and logits of {tuple(logits.shape)}; give one class for each "
-            "example of the batch"
+            f"targets are of {targets.dtype} and shape {tuple(targets.shape)}, logits of {logits.dtype} and "
+            f"{tuple(logits.shape)}: {why}. A regressor has none: calibrate it by FederatedConformal(kind='interval')"
         )
     if len(targets) == 0:
         raise FedBayesError("there is no held-out example: leave the client out, or hold some of its data out")
-    classes = logits.shape[-1]
-    if int(targets.min()) < 0 or int(targets.max()) >= classes:
-        raise FedBayesError(
-            f"targets run from {int(targets.min())} to {int(targets.max())}, and the logits have {classes} classes; "
-            f"number the classes from 0 to {classes - 1}"
-        )
     finite = logits.isfinite()
     if not bool(finite.all()):
         raise FedBayesError(
             f"logits: {int((~finite).sum())} of {logits.numel()} entries are not finite; leave those examples or "
             "classes out, or look for the cause in the network"
         )
-    logits = logits.detach().double()
-    return (logits if logits.ndim == 3 else logits.unsqueeze(0)), targets.to(logits.device, torch.int64)
+    return draws.detach().double(), targets.to(logits.device, torch.int64)
 
 
 def bounded_sum(
@@ -379,6 +357,7 @@ class FederatedTemperature(CalibrationCallback):
 
     needs_logits = True
     sends = "temperature"
+    label = "scaled"
     if_private = "Leave it out, or calibrate by FederatedConformal(epsilon=...)"
 
     def __init__(self, temperature: float | None = None, *, max_influence: float | None = 2.0) -> None:
@@ -388,7 +367,7 @@ class FederatedTemperature(CalibrationCallback):
         self.max_influence = max_influence
         self.temperature = temperature
         self.exchanges = 0
-        self._restore: Callable[[], None] = nothing
+        self._scaled = ExitStack()
 
     def fit(self, clients: Mapping[str, tuple[Tensor, ...]]) -> FederatedTemperature:
         """Find T from held-out examples of each client; return self.
@@ -405,21 +384,26 @@ class FederatedTemperature(CalibrationCallback):
         """
         if not isinstance(clients, Mapping) or not clients:
             raise FedBayesError(f"clients={shown(clients)}: give a dict, client name → (logits, targets)")
-        checked = {name: _checked(name, pair) for name, pair in clients.items()}
+        checked = {name: checked_pair(name, pair) for name, pair in clients.items()}
         search = TemperatureSearch(max_influence=self.max_influence)
         while not search.done:
-            search = search.after([_message_of_checked(pair, search.temperature) for pair in checked.values()])
+            search = search.after([message_of(pair, search.temperature) for pair in checked.values()])
         return self.take(search, list(checked))
 
     def take(self, search: TemperatureSearch, names: Sequence[str]) -> FederatedTemperature:
         """Take T from a search that has ended among clients of these names, with the warnings of :meth:`fit`."""
-        warn_of(search)
-        if search.outlying:
-            outlying = [names[position] for position in search.outlying]
-            rank_zero_info(
-                f"Calibration {self.label}: the sums of client{'s' if len(outlying) > 1 else ''} {listed(outlying)} "
-                f"stand out, and count for at most {self.max_influence:g} times those of the median client"
+        if search.flat:
+            rank_zero_warn("the loss of the held-out examples does not depend on the temperature: T stays 1")
+        elif search.at_limit:
+            why = "every held-out example is classified correctly" if search.temperature < 1 else "chance is better"
+            rank_zero_warn(
+                f"the temperature ends at its limit, T = {search.temperature:.3g}: {why}, so no T within the "
+                "limits is best; hold more examples out"
             )
+        elif search.exchanges >= MOST_EXCHANGES and (search.step or 0.0) ** 2 > ROUGH:
+            taken = f"{search.exchanges} exchanges"
+            rank_zero_warn(f"the temperature has not converged in {taken}: T = {search.temperature}")
+        self._tell("sums", [names[position] for position in search.outlying])
         self.temperature, self.exchanges = search.temperature, search.exchanges
         return self
 
@@ -443,19 +427,6 @@ class FederatedTemperature(CalibrationCallback):
         check_apart(datasets, trained_on)
         return self.fit(predictions_of(predictive, datasets, batch_size, seed))
 
-    def evaluate(
-        self, predictive: nn.Module, datasets: Datasets, *, batch_size: int = 256, seed: int = 0
-    ) -> ClientScores:
-        """Return accuracy, NLL and ECE of the scaled probabilities on each client's data, other than those of the fit.
-
-        Args:
-            predictive, datasets, batch_size, seed: see :meth:`fit_from`.
-
-        Raises:
-            FedBayesError: before :meth:`fit`, or as :meth:`fit_from`.
-        """
-        return self.score(predictions_of(predictive, datasets, batch_size, seed))
-
     def __call__(self, logits: Tensor) -> Tensor:
         """Return logits / T, of the shape of ``logits``; raise FedBayesError before :meth:`fit`, or if some are NaN."""
         check_tensor("logits", logits, error=FedBayesError)
@@ -477,11 +448,6 @@ class FederatedTemperature(CalibrationCallback):
 
     # -- in a Trainer --------------------------------------------------------------------------------------------------
 
-    @property
-    def label(self) -> str:
-        """Name of the figures of scaled probabilities."""
-        return "scaled"
-
     def read(self, found: Predicted) -> tuple[Tensor, ...]:
         """Return a client's logits and targets, or its moments and targets."""
         return scalable(found)
@@ -494,7 +460,7 @@ class FederatedTemperature(CalibrationCallback):
         """Return the figures of each client's scaled predictions."""
         figures, sizes = dict[str, dict[str, float]](), dict[str, int]()
         for name, pair in found.items():
-            first, *std, targets = _checked(name, pair)
+            first, *std, targets = checked_pair(name, pair)
             if std:
                 variance = (std[0] * self.check_fitted()).square().unsqueeze(1)
                 figures[name] = figures_of(
@@ -544,12 +510,11 @@ class FederatedTemperature(CalibrationCallback):
             if own is not None:
                 setattr(module, name, own)
 
-        self._restore = restore
+        self._scaled.callback(restore)
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Give the module its own draws back."""
-        self._restore, restore = nothing, self._restore
-        restore()
+        self._scaled.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Give the module its own draws back."""
@@ -572,28 +537,11 @@ class FederatedTemperature(CalibrationCallback):
         self.temperature, self.exchanges = state["temperature"], state["exchanges"]
 
 
-def nothing() -> None:
-    """Do nothing: there is nothing to give back."""
-
-
-def warn_of(search: TemperatureSearch) -> None:
-    """Warn if a search has ended at a limit, on a flat loss or unfinished."""
-    if search.flat:
-        rank_zero_warn("the loss of the held-out examples does not depend on the temperature: T stays 1")
-    elif search.at_limit:
-        why = "every held-out example is classified correctly" if search.temperature < 1 else "chance is better"
-        rank_zero_warn(
-            f"the temperature ends at its limit, T = {search.temperature:.3g}: {why}, so no T within the "
-            "limits is best; hold more examples out"
-        )
-    elif search.exchanges >= MOST_EXCHANGES and (search.step or 0.0) ** 2 > ROUGH:
-        rank_zero_warn(f"the temperature has not converged in {search.exchanges} exchanges: T = {search.temperature}")
-
-
-def _checked(name: str, pair: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return a client's predictions and targets; the error of what is wrong with them names the client."""
+def checked_pair(name: str, pair: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return a client's predictions and targets; the error of what is wrong names the client, if it has a ``name``."""
+    who = f"client {name}: " if name else ""
     if not isinstance(pair, tuple | list) or len(pair) not in (2, 3):
-        raise FedBayesError(f"client {name}: {shown(pair)} is no pair (logits, targets); give one")
+        raise FedBayesError(f"{who}{shown(pair)} is no pair (logits, targets); give one")
     try:
         if len(pair) == 2:
             return check_logits(*pair)
@@ -601,4 +549,4 @@ def _checked(name: str, pair: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             raise FedBayesError("there is no held-out example: leave the client out, or hold some of its data out")
         return tuple(each.detach().double() for each in pair)
     except FedBayesError as error:
-        raise FedBayesError(f"client {name}: {error}") from None
+        raise FedBayesError(f"{who}{error}") from None

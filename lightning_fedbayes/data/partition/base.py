@@ -78,7 +78,16 @@ class Split:
         return html_table(head, rows)
 
     def __str__(self) -> str:
-        return _align(self._table())
+        """Return a text table whose inner columns are equally wide; bars set off the first and the last."""
+        table = self._table()
+        width = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        inner = max([3, *(w + 1 for w in width[1:-1])])
+        lines = []
+        for row in table:
+            cells = "".join(cell.rjust(inner) for cell in row[1:-1])
+            middle = f"{cells} | " if cells else ""
+            lines.append(f"{row[0].rjust(width[0])} |{'' if cells else ' '}{middle}{row[-1].rjust(width[-1])}")
+        return "\n".join(lines)
 
     def _table(self) -> list[list[str]]:
         """Return the rows of the printed table: a head, the clients, and the sums."""
@@ -143,18 +152,6 @@ def _abbreviate(items: list[Any], limit: int) -> list[Any]:
         return items
     gap = ["…"] * len(items[0]) if isinstance(items[0], list) else "…"
     return [*items[: limit - 4], gap, *items[-3:]]
-
-
-def _align(table: list[list[str]]) -> str:
-    """Format a text table whose inner columns are equally wide; bars set off the first and the last."""
-    width = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    inner = max([3, *(w + 1 for w in width[1:-1])])
-    lines = []
-    for row in table:
-        cells = "".join(cell.rjust(inner) for cell in row[1:-1])
-        middle = f"{cells} | " if cells else ""
-        lines.append(f"{row[0].rjust(width[0])} |{'' if cells else ' '}{middle}{row[-1].rjust(width[-1])}")
-    return "\n".join(lines)
 
 
 class Partition(ABC):

@@ -164,7 +164,13 @@ class DirichletPartition(LabelPartition):
 
     def deal_classes(self, labels: Array, generator: np.random.Generator) -> list[Array]:
         """Draw the number of examples of each class and client, then the examples."""
-        least = self._least(check_enough(self.clients, len(labels)))
+        total = check_enough(self.clients, len(labels))
+        least = self.min_examples or min(10, max(1, total // (2 * self.clients)))
+        if least * self.clients > total:
+            raise PartitionError(
+                f"min_examples {least} × {self.clients} clients is more than the {total} examples; lower min_examples "
+                "or clients"
+            )
         classes, supply = np.unique(labels, return_counts=True)
         if self.per == "label":
             counts = self._counts_per_label(supply, least, generator)
@@ -179,17 +185,6 @@ class DirichletPartition(LabelPartition):
             for hand, part in zip(hands, np.split(stack[: column.sum()], np.cumsum(column)[:-1])):
                 hand.append(part)
         return [np.concatenate(hand) for hand in hands]
-
-    def _least(self, num_examples: int) -> int:
-        """Return the number of examples that every client must get."""
-        if self.min_examples is None:
-            return min(10, max(1, num_examples // (2 * self.clients)))
-        if self.min_examples * self.clients > num_examples:
-            raise PartitionError(
-                f"min_examples {self.min_examples} × {self.clients} clients is more than the {num_examples} examples; "
-                "lower min_examples or clients"
-            )
-        return self.min_examples
 
     def _counts_per_label(self, supply: Array, least: int, generator: np.random.Generator) -> Array:
         """Draw counts of shape (clients, classes) until every client has at least ``least`` examples."""
@@ -207,16 +202,9 @@ class DirichletPartition(LabelPartition):
 
 
 def split_labels(clients: int, alpha: float, supply: Array, balance: bool, generator: np.random.Generator) -> Array:
-    """Split every label over the clients by its own Dirichlet draw (``per="label"``).
+    """Split every label over the clients by its own Dirichlet draw (``per="label"``); see :class:`DirichletPartition`.
 
-    Args:
-        clients: number of clients K.
-        alpha: concentration.
-        supply: number of examples of each class, shape (C,).
-        balance: give no more examples to a client that holds at least N/K.
-        generator: source of the draws.
-
-    Returns: counts of shape (K, C) whose columns sum to ``supply``.
+    Returns: counts of shape (K, C) whose columns sum to ``supply``, shape (C,).
     """
     counts = np.zeros((clients, len(supply)), np.int64)
     for c, available in enumerate(supply):

@@ -88,23 +88,11 @@ def adaptive_calibration_error(probs: Tensor, target: Tensor, bins: int = 15) ->
 
 
 def equal_mass_error(counts: Tensor, confidences: Tensor, hits: Tensor, bins: int) -> Tensor:
-    """Return the adaptive ECE of groups of examples in ascending order of confidence.
-
-    Args:
-        counts: examples in each group, float64, shape (groups,).
-        confidences: sum of their confidences, shape (groups,).
-        hits: number of correct ones, shape (groups,).
-        bins: number of bins.
-    """
+    """Return the adaptive ECE of groups of examples in ascending order of confidence, shape (groups,), float64."""
     gap = (hits - confidences)[counts > 0]
     mass = counts[counts > 0].cumsum(0)
     edges = torch.linspace(0, 1, bins + 1, dtype=mass.dtype) * mass[-1]
-    zero = mass.new_zeros(1)
-    return _interpolate(edges, torch.cat([zero, mass]), torch.cat([zero, gap.cumsum(0)])).diff().abs().sum() / mass[-1]
-
-
-def _interpolate(at: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Interpolate linearly between points (x, y), x strictly ascending; ``at`` is within the range of x."""
-    right = torch.searchsorted(x, at).clamp(1, len(x) - 1)
-    share = (at - x[right - 1]) / (x[right] - x[right - 1])
-    return torch.lerp(y[right - 1], y[right], share)
+    x, y = (torch.cat([mass.new_zeros(1), each]) for each in (mass, gap.cumsum(0)))
+    right = torch.searchsorted(x, edges).clamp(1, len(x) - 1)  # and between the points linearly
+    between = torch.lerp(y[right - 1], y[right], (edges - x[right - 1]) / (x[right] - x[right - 1]))
+    return between.diff().abs().sum() / mass[-1]

@@ -52,13 +52,7 @@ def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
 
 
 def check_survival(time: Tensor, event: Tensor, **predicted: Tensor) -> Tensor:
-    """Return ``event`` as bool; raise FedBayesError unless it is 0 or 1 and ``time`` finite and at least 0.
-
-    Args:
-        time: shape (batch,).
-        event: shape (batch,).
-        predicted: by name, each of shape (batch,).
-    """
+    """Return ``event`` as bool; raise FedBayesError unless it is 0 or 1 and ``time`` finite and at least 0."""
     check_vectors(**predicted, time=time, event=event)
     if not len(time):
         raise FedBayesError("time and event have no entries, but at least one example is needed; skip an empty batch")

@@ -182,9 +182,7 @@ def accuracy_retained_area(correct: Tensor, uncertainty: Tensor) -> Tensor:
 def curve_of_groups(counts: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
     """Return fractions and accuracies at the ends of groups of equally uncertain examples, most certain first.
 
-    Args:
-        counts: examples in each group, float64, shape (groups,); empty groups are skipped.
-        hits: correct ones among them, shape (groups,).
+    Counts, float64, and correct ones among them are of shape (groups,); empty groups are skipped.
     """
     counts, hits = counts[counts > 0], hits[counts > 0]
     return counts.cumsum(0) / counts.sum(), hits.cumsum(0) / counts.cumsum(0)

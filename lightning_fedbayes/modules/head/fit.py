@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,11 +91,6 @@ class HeadFit:
         mean = design @ (self.weights * (1 / self.noise if self.likelihood == "one_hot" else 1.0)).T.to(design)
         return mean, self.posterior.systems[""].covariance_of_linear(design)
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> HeadFit:
-        """Return the fit that ``dataclasses.asdict`` has taken apart."""
-        return cls(**{**state, "sums": LinearStatistics(**state["sums"])})
-
     def told(self, variational: bool) -> dict[str, Tensor]:
         """Return what clients have to know for an exchange, name → tensor, for :meth:`from_told`.
 
@@ -165,14 +159,9 @@ def gaussian_fit(sums: LinearStatistics, likelihood: str, prior_precision: float
 
 
 def next_fit(fit: HeadFit, found: HeadSlopes, prior_std: float | None, variational: bool, most: int) -> HeadFit:
-    """Return the fit after an exchange: a step, a shorter one if the last went too far, or the end.
+    """Return the fit after an exchange: a step, a shorter one if the last went too far, or the end, at the ``most``.
 
-    Args:
-        fit: before it.
-        found: of all clients, at :attr:`HeadFit.weights`, or expected under the posterior.
-        prior_std: of the head; None: the precision is chosen anew.
-        variational: True if they are expectations.
-        most: number of exchanges at which the fit ends.
+    ``found`` is of all clients, at :attr:`HeadFit.weights`, or if ``variational`` expected under the posterior.
     """
     fit = replace(fit, exchanges=fit.exchanges + 1)
     if fit._last is not None:
@@ -247,13 +236,9 @@ def _stepped(
 def _two_loops(
     system: KroneckerSystem, memory: tuple[tuple[Tensor, Tensor], ...], slope: Tensor, precision: float
 ) -> Tensor:
-    r"""Return L-BFGS's :math:`H g` for the slope g, from the system as the first guess of the curvature.
+    r"""Return L-BFGS's :math:`H g` for the slope g, the prior's included, from the system as the first guess.
 
-    Args:
-        system: the guess.
-        memory: moves of the weights, and those of the slope of the loss without the prior.
-        slope: g, with the prior's.
-        precision: of the prior.
+    ``memory`` holds moves of the weights, and those of the slope of the loss without the prior.
 
     Source: Nocedal and Wright 2006, algorithm 7.4.
     """

@@ -9,16 +9,9 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import (
-    FedBayesError,
-    check_at_least,
-    check_choice,
-    check_kind,
-    check_number,
-    shown,
-)
-from lightning_fedbayes.modules.head.fit import HeadFit, first_fit, next_fit
-from lightning_fedbayes.modules.head.personal import personal_linear, personal_softmax
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number, shown
+from lightning_fedbayes.modules.head.fit import HeadFit, first_fit, gaussian_fit, next_fit
+from lightning_fedbayes.modules.head.personal import mixed_sums, personal_softmax
 from lightning_fedbayes.modules.head.slopes import HeadSlopes, design_of
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
 from lightning_fedbayes.sources.curvature.systems import DENSE
@@ -197,7 +190,8 @@ class BayesianHead:
         if not own.num_examples:
             return fit
         if self.likelihood != "softmax":
-            return personal_linear(fit, own, weight)
+            sums = mixed_sums(fit.sums, own, weight)  # at the noise and the prior of the federation's
+            return gaussian_fit(sums, fit.likelihood, fit.prior_precision, fit.noise)
         return personal_softmax(
             fit, own, lambda at: self.slopes(at, features, targets), weight, self.inference == "variational")
 

@@ -194,7 +194,8 @@ class HeadModule(PosteriorPredictive):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take what :meth:`on_save_checkpoint` has stored."""
         if checkpoint.get("head") is not None:
-            self._go_on(HeadFit.from_state(checkpoint["head"]))
+            state = checkpoint["head"]
+            self._go_on(HeadFit(**{**state, "sums": LinearStatistics(**state["sums"])}))
 
 
 def parameters_of(module: HeadModule) -> list[nn.Parameter]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lightning_fedbayes.modules.head.fit import DAMPED, SETTLED, HeadFit, gaussian_fit
+from lightning_fedbayes.modules.head.fit import DAMPED, SETTLED, HeadFit
 from lightning_fedbayes.modules.head.slopes import HeadSlopes
 from lightning_fedbayes.modules.linear_statistics import LinearStatistics
 from lightning_fedbayes.sources.curvature.systems import KroneckerSystem
@@ -21,22 +21,11 @@ Terms = list[tuple[Tensor, Tensor]]
 
 
 def mixed_sums(sums: LinearStatistics, own: LinearStatistics, weight: float) -> LinearStatistics:
-    """Return the sums of a client's examples, once, and of the others', each of them 1 - ``weight`` times.
-
-    Args:
-        sums: of all clients.
-        own: of the client, which are a part of them.
-        weight: see :meth:`BayesianHead.personal`.
-    """
+    """Return the sums of a client's own examples, once, and of all others', each of them 1 - ``weight`` times."""
     parts = {
         name: (1 - weight) * getattr(sums, name) + weight * getattr(own, name) for name in ("gram", "moment", "square")
     }
     return LinearStatistics(**parts, num_examples=round((1 - weight) * sums.num_examples + weight * own.num_examples))
-
-
-def personal_linear(fit: HeadFit, own: LinearStatistics, weight: float) -> HeadFit:
-    """Return a client's own Gaussian model, at the noise and the prior of the federation's."""
-    return gaussian_fit(mixed_sums(fit.sums, own, weight), fit.likelihood, fit.prior_precision, fit.noise)
 
 
 def personal_softmax(

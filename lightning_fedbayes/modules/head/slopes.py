@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_kind
-from lightning_fedbayes.modules.linear_statistics import LinearStatistics, check_sums
+from lightning_fedbayes.modules.linear_statistics import LinearStatistics, check_sums, with_bias
 from lightning_fedbayes.sources.curvature import draws_of_outputs
 
 DRAWS = 128
@@ -144,4 +144,4 @@ def design_of(features: Tensor) -> Tensor:
     check_kind("features", features, Tensor, "give a tensor (examples, features)", error=FedBayesError)
     if features.ndim != 2 or not features.shape[1]:
         raise FedBayesError(f"features {tuple(features.shape)}: give (examples, features), at least one feature")
-    return torch.cat([features, torch.ones_like(features[:, :1])], 1).double()
+    return with_bias(features)

@@ -11,14 +11,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_fedbayes.core.batches import (
-    Unpack,
-    Whole,
-    check_unpack,
-    number_of_examples,
-    output_of,
-    unpacked,
-)
+from lightning_fedbayes.core.batches import Unpack, Whole, check_unpack, number_of_examples, output_of, unpacked
 from lightning_fedbayes.core.errors import (
     FedBayesError,
     FederationError,
@@ -169,8 +162,16 @@ class Laplace:
             raise FederationError("fuse: no site; give what site() has returned, of every client")
         mean = {name: p.detach().clone() for name, p in module.named_parameters()}
         chosen = chosen_parameters(module, self.parameters)
+        rule = "all clients have to take site() of this module"
         for number, site in enumerate(sites):
-            _check_site(number, site, chosen)
+            check_kind(f"sites[{number}]", site, Mapping, rule)
+            check_shapes(f"sites[{number}]", site, chosen, "the module", rule)
+            for name, value in site.items():
+                if not bool((torch.isfinite(value) & (value >= 0)).all()):
+                    raise FederationError(
+                        f"sites[{number}]['{name}'] is negative or not finite, and information is a sum of squares: "
+                        "leave this client out"
+                    )
         total = {name: torch.stack([site[name].to(p) for site in sites]).sum(0) for name, p in chosen.items()}
         if self.prior_std is None:
             precision = chosen_precision(total.values(), chosen.values())
@@ -362,15 +363,7 @@ def chosen_parameters(module: nn.Module, patterns: Sequence[str]) -> Tensors:
 def check_shapes(
     part: str, own: Mapping[str, Tensor], wanted: Mapping[str, Tensor], whose: str, rule: str
 ) -> None:
-    """Raise FederationError unless both have the same names and shapes.
-
-    Args:
-        part: what ``own`` is, in words.
-        own: name → tensor, of one client.
-        wanted: name → tensor, of all.
-        whose: what ``wanted`` is of.
-        rule: what all clients have to do.
-    """
+    """Raise FederationError, with the ``rule``, unless ``part`` of a client has the names and shapes of ``wanted``."""
     shapes, expected = ({name: tuple(value.shape) for name, value in each.items()} for each in (own, wanted))
     if shapes != expected:
         name = next(iter(dict(shapes.items() ^ expected.items())))
@@ -380,32 +373,13 @@ def check_shapes(
         )
 
 
-def _check_site(number: int, site: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Raise FederationError unless a client's ``site`` is information of the ``parameters``."""
-    rule = "all clients have to take site() of this module"
-    check_kind(f"sites[{number}]", site, Mapping, rule)
-    check_shapes(f"sites[{number}]", site, parameters, "the module", rule)
-    for name, value in site.items():
-        if not bool((torch.isfinite(value) & (value >= 0)).all()):
-            raise FederationError(
-                f"sites[{number}]['{name}'] is negative or not finite, and information is a sum of squares: leave this "
-                "client out"
-            )
-
-
 def rows(inputs: Any, which: int | slice) -> Any:
     """Return rows of all tensors of a collection."""
     return apply_to_collection(inputs, Tensor, lambda tensor: tensor[which])
 
 
 def output_of_one(module: nn.Module, values: Mapping[str, Tensor], example: Any) -> Tensor:
-    """Return the output for one example, without the dimension of the batch.
-
-    Args:
-        module: see :func:`~lightning_fedbayes.core.batches.output_of`.
-        values: in place of its own parameters and buffers, by name.
-        example: inputs without the dimension of the batch.
-    """
+    """Return the output for one example, both without the dimension of the batch; see ``output_of``."""
     alone = apply_to_collection(example, Tensor, lambda tensor: tensor.unsqueeze(0))
     return output_of(module, alone, values).squeeze(0)
 
@@ -415,10 +389,7 @@ def sum_of_squares(
 ) -> Tensors:
     """Return the sum over the examples of the squared gradients of ``terms``, by name, with one pass back for each.
 
-    Args:
-        terms: values, inputs and targets → functions of each example, shape (examples, terms).
-        values: where gradients are taken, by name.
-        parts: inputs and targets; ``vmap`` need not run the network, and inputs need not be tensors.
+    ``terms`` gives functions of each example, shape (examples, terms); ``vmap`` need not run the network.
     """
     total = {name: torch.zeros_like(value) for name, value in values.items()}
     for inputs, targets in parts:

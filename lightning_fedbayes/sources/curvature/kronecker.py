@@ -131,9 +131,9 @@ class KroneckerLaplace:
                         gradients = torch.autograd.grad(term, shifts, retain_graph=True, materialize_grads=True)
                         for name, gradient in zip(record, gradients):
                             rows = _rows(layers[name], gradient)
-                            _add(outer, name, _gram(rows) * (len(targets) / len(rows)))
+                            outer[name] = outer.get(name, 0) + _gram(rows) * (len(targets) / len(rows))
                 for name, (seen, _) in record.items():
-                    _add(inner, name, _gram(_patches(layers[name], seen)))
+                    inner[name] = inner.get(name, 0) + _gram(_patches(layers[name], seen))
         if not count:
             raise FederationError("KroneckerLaplace: a client without an example has no curvature: leave it out")
         mean = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -155,7 +155,10 @@ class KroneckerLaplace:
             raise FederationError("fuse: no site; give what site() has returned, of every client")
         for number, each in enumerate(sites):
             check_kind(f"sites[{number}]", each, KroneckerSite, "give what site() returns")
-            _check_alike(number, each, sites[0])
+            for part in ("mean", "buffers", "inputs", "outputs"):
+                check_shapes(f"sites[{number}].{part}", getattr(each, part), getattr(sites[0], part), "sites[0]",
+                             "all clients have to train the same network")
+            _check_finite(f"sites[{number}].", each)
         total = sum(each.num_examples for each in sites)
         shares = [each.num_examples / total for each in sites]
         mean = _averaged([each.mean for each in sites], shares)
@@ -260,14 +263,6 @@ def _averaged(values: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -
     }
 
 
-def _check_alike(number: int, site: KroneckerSite, first: KroneckerSite) -> None:
-    """Raise FederationError unless a site has the names and shapes of the first, and finite values."""
-    for part in ("mean", "buffers", "inputs", "outputs"):
-        own, others = getattr(site, part), getattr(first, part)
-        check_shapes(f"sites[{number}].{part}", own, others, "sites[0]", "all clients have to train the same network")
-    _check_finite(f"sites[{number}].", site)
-
-
 def _check_finite(whose: str, site: KroneckerSite) -> None:
     """Raise FederationError unless all values of a client's ``site`` are finite."""
     for part in ("mean", "buffers", "inputs", "outputs"):
@@ -282,8 +277,3 @@ def _gram(rows: Tensor) -> Tensor:
     """Return the sum of the outer products of rows with themselves, float64."""
     rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
     return (rows.T @ rows).double()
-
-
-def _add(sums: Tensors, name: str, value: Tensor) -> None:
-    """``sums[name] += value``; a missing name counts as 0."""
-    sums[name] = sums[name] + value if name in sums else value

@@ -51,8 +51,12 @@ def linearised_outputs(
     Source: Immer, Korzepa and Bauer 2021.
     """
     paths = parameter_paths(network)
-    names = {name: paths[name] for name in _random_names(posterior)}
-    buffers = posterior.buffers if isinstance(posterior, KroneckerPosterior) else {}
+    if isinstance(posterior, GaussianPosterior):
+        buffers, random = {}, [name for name in posterior.names if is_random(posterior.variance[name])]
+    else:
+        own = [f"{layer}.{part}".lstrip(".") for layer in posterior.terms for part in ("weight", "bias")]
+        buffers, random = posterior.buffers, [name for name in own if name in posterior.mean]
+    names = {name: paths[name] for name in random}
     with torch.inference_mode(False), torch.no_grad(), mean_only(network):
         count = number_of_examples(inputs)
         inputs = copy.deepcopy(inputs) if count is None else apply_to_collection(inputs, Tensor, _differentiable)
@@ -122,15 +126,6 @@ def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
     return mean + torch.einsum("nij,sj->sni", root, noise).reshape(draws, *mean.shape).to(mean)
 
 
-def _random_names(posterior: GaussianPosterior | KroneckerPosterior) -> list[str]:
-    """Return the names of the parameters that are no point masses."""
-    if isinstance(posterior, GaussianPosterior):
-        return [name for name in posterior.names if is_random(posterior.variance[name])]
-    layers = [f"{layer}." if layer else "" for layer in posterior.terms]
-    own = [f"{prefix}{part}" for prefix in layers for part in ("weight", "bias")]
-    return [name for name in own if name in posterior.mean]
-
-
 def _covariance(
     posterior: GaussianPosterior | KroneckerPosterior, jacobians: Mapping[str, Tensor], mean: Tensor
 ) -> Tensor:
@@ -161,12 +156,7 @@ def _jacobians(output: Callable[..., tuple[Tensor, Tensor]], at: Tensors, inputs
 
 
 def _jacobians_by_row(output: Callable[[Tensors], Tensor], at: Tensors) -> Iterator[tuple[Tensor, Tensors]]:
-    """Yield what :func:`_jacobians` returns, example by example, for networks that do not vectorize.
-
-    Args:
-        output: values → outputs of a batch.
-        at: the values.
-    """
+    """Yield what :func:`_jacobians` returns, example by example, for networks that do not vectorize."""
     leaves = {path: value.detach().clone().requires_grad_() for path, value in at.items()}
     with torch.enable_grad():
         found = output(leaves)

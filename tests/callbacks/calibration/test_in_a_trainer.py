@@ -13,7 +13,6 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.callbacks.calibration import moments_of
 from lightning_fedbayes.core.errors import FedBayesError
 from tests.federations import Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters, trainer
 
@@ -155,7 +154,7 @@ def test_standard_deviations_of_a_regressor_are_scaled_by_the_closed_form():
     scaling, held_out = fb.FederatedTemperature(max_influence=None), regression(32, 40)
     module = regressor(0)
     federate(module, fb.FederatedBayes(), 2, loader(regression(40, 30)), batches(held_out), callbacks=[scaling])
-    z = torch.cat([(y - mean) / std for mean, std, y in moments_of(module, held_out, 8).values()]).double()
+    z = torch.cat([*fb.FederatedConformal(kind="interval").scores_of(module, held_out, 1.0, 8).values()])
     assert scaling.temperature == pytest.approx(float(z.square().mean().sqrt()), rel=1e-6)
     before = trainer(1, []).predict(module, batches(held_out))[0]
     torch.manual_seed(0)

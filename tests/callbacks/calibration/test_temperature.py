@@ -193,7 +193,7 @@ def test_scaling_divides_the_logits():
         (torch.zeros(4, 2), torch.tensor([0, 1, 2, 0]), "targets run from 0 to 2"),
         (torch.zeros(4, 2), torch.tensor([0, 1, -1, 0]), "targets run from -1"),
         (torch.tensor([[math.nan, 0.0]]), torch.tensor([0]), "1 of 2 entries are not finite"),
-        (torch.zeros(4, 2), torch.zeros(3, dtype=torch.long), "one class for each"),
+        (torch.zeros(4, 2), torch.zeros(3, dtype=torch.long), "one class is needed for each"),
         (torch.zeros(0, 2), torch.zeros(0, dtype=torch.long), "no held-out example"),
     ],
 )
